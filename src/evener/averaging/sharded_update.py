@@ -86,7 +86,7 @@ class ShardedUpdate:
         """Keep this rank's part of the state alone; all ranks of ``comm`` call it together.
 
         Nothing is exchanged, as all hold the same state. Without effect where one rank is alone, or
-        the buffers cannot be cut into equal parts: then each rank goes on with the whole state.
+        the buffers cannot be cut into equal parts: then each rank continues with the whole state.
         """
         if (
             not self._is_wanted

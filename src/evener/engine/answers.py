@@ -32,8 +32,8 @@ class Heard(NamedTuple):
 
     Attributes:
         number: How many there have been.
-        answer: What came of it, in JSON.
-        rows: The tensor that came of it, where there is one.
+        answer: Its result, in JSON.
+        rows: Its result, where that is a tensor.
     """
 
     number: int = 0
@@ -73,7 +73,7 @@ class AskingEngine(Engine):
 
     @abstractmethod
     def _survive(self, error: CollectiveError) -> bool:
-        """Go on with those who remain, as a rank was lost; all of them call it."""
+        """Continue with those who remain, as a rank was lost; all of them call it."""
 
     @abstractmethod
     def announce(self, epoch: int) -> None:
@@ -85,7 +85,7 @@ class AskingEngine(Engine):
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Go on with those who remain where a rank is lost in the block."""
+        """Continue with those who remain where a rank is lost in the block."""
         before, self._is_asking = self._is_asking, True
         try:
             yield
@@ -164,7 +164,7 @@ class AskingEngine(Engine):
         number = self._heard.number + 1
         while self._heard.number < number:
             with self._surviving():
-                # If the team goes on without this rank, it is alone.
+                # If the team continues without this rank, it is alone.
                 main = self.state.planner if self.state.planner >= 0 else self.rank
                 answer = self.team.hear(main, told, timeout_s=timeout_s)
                 self._heard = Heard(number, answer)

@@ -52,7 +52,7 @@ class Position(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from another one."""
+        """Continue from another one."""
         ...
 
 
@@ -64,7 +64,7 @@ class ElasticEngine(AskingEngine):
     receive the state of the donor, all compare what they hold, the newest window that was applied
     is committed, and new plans are made. A leaf says what it drops, and how it makes plans.
 
-    A rank may find that the team has gone on without it, such as one that was stopped. It then
+    A rank may find that the team has continued without it, such as one that was stopped. It then
     drops its state, and joins again as a rank does that has just come.
 
     A rank may be lost while functions of ``on_commit`` exchange something. Ranks that have not
@@ -95,7 +95,7 @@ class ElasticEngine(AskingEngine):
         self._known = {} if self.is_joining else {r: team.names[r] for r in team.members}
         #: Names of ranks that were to leave in it.
         self._leaving: set[str] = set()
-        #: Whether all ranks go on with new plans when the newest change is complete.
+        #: Whether all ranks continue with new plans when the newest change is complete.
         self._are_planning = False
         #: The epoch that was begun last.
         self._epoch = 0
@@ -235,7 +235,7 @@ class ElasticEngine(AskingEngine):
                     self._survive(error)
 
     def _drop_out(self, left_out: LeftOutError, *, may_join: bool) -> None:
-        """Be a rank that joins, as the team has gone on without this one.
+        """Be a rank that joins, as the team has continued without this one.
 
         Args:
             left_out: How this rank has learnt of it; raised where it cannot join again.
@@ -265,13 +265,13 @@ class ElasticEngine(AskingEngine):
     # ── a change ─────────────────────────────────────────────────────────────────────────────────
 
     def _survive(self, error: CollectiveError, *, may_join: bool = True) -> bool:
-        """Go on with those who remain, as a rank was lost; all of them call it.
+        """Continue with those who remain, as a rank was lost; all of them call it.
 
-        If the others have gone on without this rank, it joins again: at once if it is in an epoch
+        If the others have continued without this rank, it joins again: at once if it is in an epoch
         of plans and so are they, otherwise when it begins the next one.
 
         Args:
-            error: How this rank has learnt of it; raised where the team cannot go on.
+            error: How this rank has learnt of it; raised where the team cannot continue.
             may_join: See ``_drop_out``.
 
         Returns:
@@ -302,7 +302,7 @@ class ElasticEngine(AskingEngine):
 
         Raises:
             CollectiveError: A rank was lost meanwhile.
-            LeftOutError: The team has gone on without this rank.
+            LeftOutError: The team has continued without this rank.
             KeyboardInterrupt: This rank has left, as it was told to.
         """
         started_s = time.perf_counter()
@@ -377,7 +377,7 @@ class ElasticEngine(AskingEngine):
     def _resume(self) -> bool:
         """Commit what is applied, and agree on new plans where all ranks plan windows.
 
-        Inside a commit it does nothing: functions of ``on_commit`` go on, and whoever has called
+        Inside a commit it does nothing: functions of ``on_commit`` continue, and whoever has called
         them resumes after them.
 
         Returns:
@@ -505,7 +505,7 @@ class ElasticEngine(AskingEngine):
         self._take_model()
 
     def _take_model(self) -> None:
-        """Go on with a model that has arrived."""
+        """Continue with a model that has arrived."""
         self.flat.zero_()
         self.restored()
 

@@ -385,7 +385,7 @@ class Engine(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], members: Sequence[str]) -> None:
-        """Go on from ``state_dict``, with the model as it is; of a team of any size."""
+        """Continue from ``state_dict``, with the model as it is; of a team of any size."""
         self.policy.load_state_dict(state["planner"])
         self.limits.load_state_dict(state["micro_batch_limits"], members, self.rank)
         self.policy.set_micro_batch_sizes(self.limits.sizes)

@@ -78,7 +78,7 @@ class LossScale:
             self._learn(1, min(half, self.value) if overflowed else None)
 
     def reset(self) -> None:
-        """Go on with what the team has agreed on, in this rank's local steps."""
+        """Continue with what the team has agreed on, in this rank's local steps."""
         self.own = self.value if self._rank in self.fp16_ranks else 0.0
 
     def shrink(self) -> bool:
@@ -103,7 +103,7 @@ class LossScale:
         self.follow(before)
 
     def follow(self, before: float) -> None:
-        """Go on from what the team has agreed on, unless this rank has needed less meanwhile.
+        """Continue from what the team has agreed on, unless this rank has needed less meanwhile.
 
         Args:
             before: What was agreed on before.
@@ -136,7 +136,7 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, where this team needs a scale and that of ``state`` did, too."""
+        """Continue from ``state``, where this team needs a scale and that of ``state`` did, too."""
         if self.is_used and state.get("value", 0.0) > 1.0:
             self.value = float(state["value"])
             self.good_steps = int(state["good_steps"])

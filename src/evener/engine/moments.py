@@ -45,7 +45,7 @@ class RecentMoments:
         self._window = -1
 
     def use(self, comm: Communicator) -> None:
-        """Go on with other ranks, of which some may be new."""
+        """Continue with other ranks, of which some may be new."""
         self._comm, self._window = comm, -1
 
     def add(self, weight: float) -> None:

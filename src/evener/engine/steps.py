@@ -62,7 +62,7 @@ class LocalSteps:
         return not self._work.non_finite and self._clock.wants_another(time.perf_counter())
 
     def resume_clock(self) -> None:
-        """Go on measuring after an exchange: what came before was not this rank's own work."""
+        """Continue measuring after an exchange: what came before was not this rank's own work."""
         self._since_s = time.perf_counter()
 
     def next_window(self, most: int) -> Report:
@@ -77,7 +77,7 @@ class LocalSteps:
         self._work = Report(*map(add, done, self._work))._replace(non_finite=code)
 
     def follow(self, plan: LocalPlan, rank: int) -> None:
-        """Go on by a plan, as the rank of that number; its time runs from now."""
+        """Continue by a plan, as the rank of that number; its time runs from now."""
         self._plan, self._rank = plan, rank
         deadline_s = time.perf_counter() + plan.window_s
         self._clock.limit(plan.most[rank], deadline_s, least=plan.least)

@@ -205,11 +205,11 @@ class Team:
         return {rank: place.decode() for rank, place in zip(self.members, told, strict=True)}
 
     def call_on_handover(self, function: Callable[[], None]) -> None:
-        """Call ``function`` on the main rank before that is parked."""
+        """Call ``function`` on the main rank before that is parked, or leaves for good."""
         self._on_handover.append(function)
 
     def hand_over(self) -> None:
-        """Call the functions of ``call_on_handover``, newest first: this rank will be parked."""
+        """Call the functions of ``call_on_handover``, newest first: another rank takes over."""
         for function in reversed(self._on_handover):
             function()
 
@@ -258,7 +258,7 @@ class Team:
             self.names[rank] = name
 
     def be_alone(self) -> None:
-        """Have no part in any generation, as the team has gone on without this rank."""
+        """Have no part in any generation, as the team has continued without this rank."""
         self.sent_before += sum(comm.sent_bytes for comm in {self.comm, self.whole})
         self.comm = self.whole = SingleCommunicator(number=self.rank)
         self.members = (self.rank,)

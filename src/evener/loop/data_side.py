@@ -176,7 +176,7 @@ class DataSide:
         epoch = 0
         while True:
             begun = [one.cursor.epoch for one in planned]
-            if planned and engine.is_joining:  # perhaps again, as the team has gone on without it
+            if planned and engine.is_joining:  # perhaps again, as the team has continued without it
                 planned[0].join()
                 begun = [engine.cursor.epoch]  # of the loader that the others iterate over
             epoch = max([epoch, *begun])
@@ -290,7 +290,7 @@ class DataSide:
         engine.prepare_save()  # not before: a function of ``on_commit`` may save, too
         engine.verify()
         failure = None
-        # The rank that wrote may be lost: the next main rank writes. If the team goes on without
+        # The rank that wrote may be lost: the next main rank writes. If the team continues without
         # this rank, it saves nothing.
         while failure is None and not engine.is_alone:
             failure = engine.hear_main(self._write(Path(path)) if engine.is_main else None)

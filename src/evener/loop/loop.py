@@ -175,7 +175,8 @@ class Loop(DataSide):
         """Whether this rank writes and prints for the team; true on one rank.
 
         It is rank 0 until that is parked because it is too slow; then the lowest rank that stays,
-        also after rank 0 has come back. So ask for it each time.
+        also after rank 0 has come back. In an elastic team it is the rank that has been there for
+        longest. So ask for it each time.
         """
         return self._engine.is_main
 

@@ -131,7 +131,7 @@ class EventStream:
         self._emit(make_event(kind, **{"t": time.time(), **fields}))
 
     def _emit(self, event: Event) -> None:
-        if self._sinks is None:  # the rank that was the main process has been parked
+        if self._sinks is None:  # another rank was the main process
             self._sinks = open_sinks(self._makers)
             self._sinks.introduce(self._start())
         self._sinks.emit(event)

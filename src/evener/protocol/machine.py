@@ -122,7 +122,8 @@ class State(NamedTuple):
         policy: What a window is.
         members: Ranks of this generation, in order.
         planner: The rank of these that plans, writes and prints: rank 0 until it is parked, then
-            the lowest one that is present, until that is parked.
+            the lowest one that is present, until that is parked. In an elastic team the one that
+            has been there for longest; -1 on a rank that has not joined.
         generation: Its number.
         phase: Where this rank is.
         window: Number of the window that is being computed.
@@ -292,7 +293,7 @@ def judge(state: State, rows: Mapping[int, Row]) -> Ruling:
         error = CollectiveMismatchError(wording.mismatch(rows, {}))
         return Ruling(state=state.end(), error=error)
     leaving = tuple(rank for rank, row in rows.items() if row.leaving)
-    # Nobody would go on without them all: then they stop together, and save what they have.
+    # Nobody would continue without them all: then they stop together, and save what they have.
     stops = len(leaving) == len(rows)
     stops |= any(row.stop or row.drop is Drop.STOP for row in rows.values())
     state = state._replace(own=None, stopping=state.stopping or stops, leaving=leaving)

@@ -104,7 +104,7 @@ class Membership(Closing):
 
     @abstractmethod
     def await_lease(self) -> None:
-        """Return when this rank may commit: not while others may have gone on without it.
+        """Return when this rank may commit: not while others may have continued without it.
 
         Raises:
             PeerLostError: The generation is over.
@@ -168,7 +168,7 @@ class FixedMembership(Membership):
         """Do nothing: the others notice that the connections end."""
 
     def await_lease(self) -> None:
-        """Return: nobody goes on without this rank."""
+        """Return: nobody continues without this rank."""
 
     def announce(self, key: str, text: str) -> None:
         """Do nothing: nobody joins."""
