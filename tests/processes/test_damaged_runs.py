@@ -68,7 +68,6 @@ def test_pretraining_resumes_from_the_newest_checkpoint_that_is_sound(
         (line,) = [line for line in said.splitlines() if f"checkpoint {checkpoint}:" in line]
         assert why in line
     assert f"resumed after step {sound.name.removeprefix('step-')}" in said
-    assert said.count("is not an event and is left out") >= 3
     assert check_exactly_once(run.events, NUM_SAMPLES, whole_epochs=2) == []
     lab.close()
 

@@ -103,6 +103,8 @@ class DdpBuilder:
         sinks: Take the run's events, in the process that called ``run``; closed with the run. Each
             is a ``Sink``, or a function without arguments that makes one. With several devices
             they are called from a thread of their own.
+        elastic: Fewest and most workers of a run that goes on when one fails; see ``elastic``.
+        max_failures: A run with ``elastic`` ends when more workers than this have failed; 3.
     """
 
     @_takes_what(ManagedRun)

@@ -129,7 +129,7 @@ class _ManagedLauncher(ElasticLauncher):
 
     def _take(self, child: Child, message: Message) -> None:
         super()._take(child, message)
-        self._owner.hear(message)
+        self._owner.take_in(message)
         if "failure" in message:  # others hold the model
             child.channel.tell({"order": "exit"})
 

@@ -89,7 +89,7 @@ class WorkerTeam(Supervisor, ThreadedRun):
 
     def _take(self, child: Child, message: Message) -> None:
         super()._take(child, message)
-        self.hear(message)
+        self.take_in(message)
 
     def _is_hurried(self) -> bool:
         return self._must_end.is_set()

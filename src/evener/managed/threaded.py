@@ -123,7 +123,7 @@ class ThreadedRun(Run):
             self._metrics.put(None)
             self._ended.set()
 
-    def hear(self, message: Message) -> None:
+    def take_in(self, message: Message) -> None:
         """Take in what a worker has sent."""
         if "metrics" in message:
             self._publish(EpochMetrics.from_document(message["metrics"]))

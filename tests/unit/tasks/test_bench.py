@@ -8,6 +8,7 @@ import pytest
 
 from evener.errors import ConfigError
 from evener.observe.comparison import Trial
+from evener.observe.event_lines import to_line
 from evener.tasks.bench import BenchOptions, Pretrain, check_options, run_bench
 
 
@@ -112,8 +113,7 @@ def test_what_came_of_a_trial(tmp_path, code, log, events, expected):
     run = tmp_path / "trials" / "sync-gloo-1"
     (run / "checkpoints" / "step-1").mkdir(parents=True)
     started = {"type": "run_started", "t": 1.0, "unit": "tokens", "members": ["m"]}
-    lines = [json.dumps(event) for event in (started, *events)]
-    (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+    (run / "events.jsonl").write_bytes(b"".join(to_line(event) for event in (started, *events)))
     path = tmp_path / "log"
     path.write_text(log)
     found = trials.read("sync-gloo-1", "sync", "gloo", path, code)
