@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from evener import WindowResult
 from evener.protocol.formation import Deadlines, ProcessState
 from evener.team.connection import SupervisorConnection
@@ -207,6 +209,7 @@ def train_with_processes(rank: Rank, address: str) -> tuple[Any, Any]:
         return summary(loop(ddp, model, commit, num_workers=2))
 
 
+@pytest.mark.long
 def test_a_worker_is_killed_whose_data_comes_from_processes() -> None:
     with serving(1, 2, DEADLINES) as address, RankTeam(train_with_processes, 2, address) as team:
         children = team.receive(1)
