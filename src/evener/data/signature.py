@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -62,16 +63,19 @@ def _read(fetcher: Fetcher, index: int) -> list[tuple[str, str]]:
 
 def _show(value: Any) -> tuple[str, str]:
     kind = type(value).__name__
-    if isinstance(value, Tensor):
-        # As bytes, since NumPy does not know bfloat16.
-        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return f"{kind} {value.dtype}", f"{[*value.shape]} {_hash(content)}"
     if isinstance(value, bool | int | float | complex | str | None):
         return kind, repr(value)
-    try:
-        return kind, _hash(memoryview(value).tobytes())
-    except TypeError:  # an object of the user's own: its type has to do
-        return kind, ""
+    # Of an object of the user's own, an array of objects or a sparse tensor, the type has to do.
+    with suppress(TypeError, ValueError, RuntimeError):
+        if not isinstance(value, Tensor):
+            view = memoryview(value)
+            # Bytes of objects are addresses, which differ between processes.
+            return kind, "" if "O" in view.format else _hash(view.tobytes())
+        kind = f"{kind} {value.dtype}"
+        # As bytes, since NumPy does not know bfloat16.
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return kind, f"{[*value.shape]} {_hash(content)}"
+    return kind, ""
 
 
 def _hash(content: Any) -> str:
