@@ -7,6 +7,7 @@ import atexit
 import gc
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -328,7 +329,8 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
         os.execv(command[0], command)  # a rank already: become the script
     if options.elastic is not None:
         with _with_dashboard(Path("runs"), options, None):
-            return _launch_elastic(options, command, ("torch", "evener.ddp"), str(options.script))
+            program = (str(options.script), *options.arguments)
+            return _launch_elastic(options, command, ("torch", "evener.ddp"), program)
     _check_fixed(options)
     node = choose_node(options, DEFAULT_TIMEOUT_S)
     nproc = _count_ranks(options.nproc)
@@ -517,7 +519,10 @@ def _check_fixed(options: LaunchOptions) -> None:
 
 
 def _launch_elastic(
-    options: LaunchOptions, command: Sequence[str], libraries: Sequence[str], what: str
+    options: LaunchOptions,
+    command: Sequence[str],
+    libraries: Sequence[str],
+    program: Sequence[str],
 ) -> int:
     from evener.team.elastic_launch import MAX_FAILURES, ElasticRun, launch_elastic
 
@@ -534,7 +539,8 @@ def _launch_elastic(
         token_file=options.token_file,
         max_failures=MAX_FAILURES if options.max_failures is None else options.max_failures,
         libraries=libraries,
-        what=what,
+        # Behind the two dashes, options are the program's own.
+        what=shlex.join(["--", *program] if program[1:] else program),
     )
     return launch_elastic(command, run)
 
@@ -547,7 +553,7 @@ def _launch_task(
         command = [*_PYTHON, "evener", *arguments]
         libraries = ("torch", "transformers", "evener.tasks.job")
         with _with_dashboard(options.out, options, None):
-            return _launch_elastic(options, command, libraries, " ".join(arguments[:2]))
+            return _launch_elastic(options, command, libraries, arguments)
     _check_fixed(options)
     node = choose_node(options, timeout_s)
     if node is None:

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from evener.protocol.formation import Deadlines
 from evener.team import elastic_launch
+from evener.team.elastic_launch import ElasticRun, open_team
+from evener.team.environment import TOKEN_FILE
+from helpers.coordinators import serving
 from helpers.launched import Running, Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S
 
@@ -152,6 +156,7 @@ def test_a_first_failure_before_anybody_has_joined_ends_the_run(sandbox: Sandbox
     ("options", "says"),
     [
         (["--elastic", "3:2"], "--elastic is '3:2'; give the fewest and the most workers"),
+        (["--elastic", "1:2", "--nproc", 0], "--nproc is 0"),
         (["--max-failures", 3], "--max-failures is 3, but the team is not elastic"),
         (["--elastic", "1:2", "--nnodes", 2], "--nnodes is 2, and --elastic is given"),
     ],
@@ -162,6 +167,20 @@ def test_options_that_do_not_fit_are_refused(
     ended = sandbox.evener("launch", *options, sandbox.script("")).end()
     assert ended.code == 2
     assert says in ended.err
+
+
+def test_a_worker_that_has_lost_the_coordinator_is_not_replaced(sandbox: Sandbox) -> None:
+    body = "from evener.errors import CoordinatorLostError\nraise CoordinatorLostError('gone')\n"
+    ended = launch(sandbox, body).end()
+    assert ended.code == 1
+    assert "CoordinatorLostError: gone" in ended.err
+    assert "another worker takes its place" not in ended.err
+
+
+def test_a_team_whose_coordinator_has_no_token_is_joined_without_one() -> None:
+    with serving(1, 2, Deadlines()) as address, open_team(ElasticRun(join=address)) as team:
+        assert team.limits == (1, 2)
+        assert team.environment(0, "m")[TOKEN_FILE] == ""
 
 
 def test_pauses_grow_where_workers_fail_soon(monkeypatch: pytest.MonkeyPatch) -> None:

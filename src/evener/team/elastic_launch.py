@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from evener.errors import LeftOutError
+from evener.errors import CoordinatorLostError, LeftOutError
 from evener.protocol.roster import ProcessState, parse_team_limits
 from evener.team.address import parse_address
 from evener.team.channel import JOINED, JOINING
@@ -62,7 +62,8 @@ class ElasticRun:
         limits: Fewest and most workers, as ``MIN:MAX``; ignored where a team is joined.
         nproc: Workers on this host; ``None`` for as many as the team may have.
         port: The coordinator's port; ``None`` takes a free one.
-        token_file: Holds what workers must know; ``None`` makes one that lives as long as the run.
+        token_file: Holds what workers must know. ``None`` makes one that lives as long as the run;
+            where a team is joined, its coordinator has no token then.
         max_failures: The run stops when more workers than this have failed here.
         libraries: What a standby loads, as module names.
         join: ``HOST:PORT`` of the coordinator of a team that runs already; empty to begin one.
@@ -121,11 +122,13 @@ def open_team(run: ElasticRun) -> Iterator["LaunchedTeam"]:
         TeamRefusedError: The coordinator refuses this launcher.
     """
     with ExitStack() as stack:
-        token_file = run.token_file or stack.enter_context(_own_token())
-        coordinator = None
-        address = run.join
+        if run.nproc is not None:
+            check_nproc(run.nproc)
+        token_file, address = run.token_file, run.join
+        coordinator: CoordinatorProcess | None = None
         if not run.join:
             parse_team_limits(run.limits)
+            token_file = token_file or stack.enter_context(_own_token())
             coordinator = CoordinatorProcess(run.limits, run.port, token_file)
             stack.enter_context(coordinator)
             address = coordinator.address
@@ -158,7 +161,7 @@ class LaunchedTeam:
 
     Attributes:
         address: ``HOST:PORT`` of the coordinator.
-        token_file: Holds what workers must know.
+        token_file: Holds what workers must know; ``None`` where the coordinator has no token.
         limits: Fewest and most workers of the team.
         nproc: Workers on this host.
         environ: What the environment of each worker is made from.
@@ -167,7 +170,7 @@ class LaunchedTeam:
     """
 
     address: str
-    token_file: Path
+    token_file: Path | None
     limits: tuple[int, int]
     nproc: int
     environ: Mapping[str, str]
@@ -185,7 +188,7 @@ class LaunchedTeam:
             COORDINATOR: self.address,
             ELASTIC: f"{least}:{most}",
             MEMBER: member,
-            TOKEN_FILE: str(self.token_file.resolve()),
+            TOKEN_FILE: "" if self.token_file is None else str(self.token_file.resolve()),
         }
 
 
@@ -270,7 +273,9 @@ class ElasticLauncher(TerminalSupervisor):
             return 128 + self._stop_signal if any(child.code for child in ended) else 0
         if self._is_over or not ended:
             return 0
-        return max(child.code for child in ended) or 1  # all have left
+        left = [child.code for child in ended if _has_left(child)]
+        # As shells tell the end by a signal; the last ones may all have left.
+        return self._code or max((code if code > 0 else 128 - code for code in left), default=1)
 
     @property
     def is_given_up(self) -> bool:
@@ -340,11 +345,13 @@ class ElasticLauncher(TerminalSupervisor):
         """End a worker that cannot work any more, but lingers."""
         if signal.SIGKILL in child.signals or child.pid not in self._workers:
             return
-        # On its way out Python closes the channel some time before the process ends.
-        lingers = child.is_another_program or (child.has_raised and child.report is not None)
+        # On its way out Python closes the channel some time before the process ends. A program that
+        # takes the place of a worker when that has left the team disturbs nobody.
+        is_awaited = child.place in (JOINING, JOINED)
+        lingers = (child.is_another_program and is_awaited) or child.has_raised
         since_s = self._lingering.setdefault(child.pid, time.monotonic()) if lingers else None
         if since_s is not None and time.monotonic() - since_s > _UNWIND_S:
-            if child.is_another_program and child.place in (JOINING, JOINED):
+            if child.is_another_program:
                 child.desert(ANOTHER_PROGRAM)
             child.kill()
 
@@ -376,7 +383,9 @@ class ElasticLauncher(TerminalSupervisor):
         report = child.report
         if not self._has_begun:
             self._give_up(code, words)
-        elif report is not None and report.user_error:
+        elif report is not None and (
+            report.user_error or report.kind == CoordinatorLostError.__name__
+        ):
             # It would fail in the same way again; the others may still do the run to its end.
             say(words, end="")
             self._code = self._code or code
@@ -404,7 +413,7 @@ class ElasticLauncher(TerminalSupervisor):
         for slot in self._slots:
             slot.close()
         self._drop_standby()
-        self._ask_to_stop(signal.SIGTERM)
+        self._ask_to_stop(self._passed_on(signal.SIGTERM))
 
     # ── starts ───────────────────────────────────────────────────────────────────────────────────
 
@@ -461,6 +470,7 @@ class ElasticLauncher(TerminalSupervisor):
         if child is self._standby:
             self._standby = None
         if signal.SIGKILL not in child.signals:
+            self._carry_output(child)  # it says why
             self._num_standbys_lost += 1
             if self._num_standbys_lost == _MOST_STANDBYS_LOST:
                 warn(
