@@ -1,9 +1,7 @@
 """``evener pretrain`` in an elastic team: who joins late takes the run over."""
 
-import asyncio
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 from evener.dashboard.holders import find_holder
 from evener.protocol.formation import Deadlines
 from evener.run_report.writing import report
-from evener.team.coordinator import Coordinator, CoordinatorOptions
+from helpers.coordinators import serving
 from helpers.forking import Zygote
 from helpers.limits import PATIENCE_S
 from helpers.lineage import check_exactly_once
@@ -29,22 +27,15 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 
 
 @pytest.fixture
-def coordinator() -> Iterator[int]:
-    """A coordinator for 1 to 3 workers; its port."""
-    deadlines = Deadlines(gather_s=0.1)
-    server = Coordinator(CoordinatorOptions(least=1, most=3, deadlines=deadlines))
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),))
-    thread.start()
-    yield server.port
-    loop.call_soon_threadsafe(server.stop)
-    thread.join(10)
-    loop.close()
+def coordinator() -> Iterator[str]:
+    """A coordinator for 1 to 3 workers; its address."""
+    with serving(1, 3, Deadlines(gather_s=0.1)) as address:
+        yield address
 
 
-def be_worker(rank: Rank, port: int, folder: str, command: list[str]) -> int:
+def be_worker(rank: Rank, address: str, folder: str, command: list[str]) -> int:
     os.environ |= {
-        "EVENER_COORDINATOR": f"127.0.0.1:{port}",
+        "EVENER_COORDINATOR": address,
         "EVENER_MEMBER": f"w{rank.rank}",
         "EVENER_ELASTIC": "1:3",
     }
@@ -54,7 +45,7 @@ def be_worker(rank: Rank, port: int, folder: str, command: list[str]) -> int:
 
 
 def test_a_late_worker_takes_the_run_over_from_those_that_are_killed(
-    lab: Lab, coordinator: int
+    lab: Lab, coordinator: str
 ) -> None:
     lab.configure(epochs=9999, checkpoint={"every": 20, "keep_last": 2}, eval={"every": 20})
     Zygote.get().preload(*NEEDED)

@@ -1,41 +1,25 @@
 """An elastic team of processes with a coordinator: one is killed, the others continue."""
 
-import asyncio
 import os
 import signal
-import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from evener import Ddp, DdpConfig, WindowResult
 from evener.protocol.formation import Deadlines
-from evener.team.coordinator import Coordinator, CoordinatorOptions
+from helpers.coordinators import serving
 from helpers.elastic_runs import EPOCHS, NUM_SAMPLES, loop
 from helpers.ranks import Rank, run_ranks_to_end
 
 
-@pytest.fixture
-def coordinator() -> Iterator[int]:
-    """A coordinator for 1 to 3 workers; its port."""
-    server = Coordinator(CoordinatorOptions(least=1, most=3, deadlines=Deadlines(gather_s=5.0)))
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),))
-    thread.start()
-    yield server.port
-    loop.call_soon_threadsafe(server.stop)
-    thread.join(10)
-    loop.close()
-
-
-def train(rank: Rank, port: int, policy: str) -> tuple[list[tuple[int, Any]], list[float]]:
+def train(rank: Rank, address: str, policy: str) -> tuple[list[tuple[int, Any]], list[float]]:
     import torch
     from torch import nn
 
     os.environ |= {
-        "EVENER_COORDINATOR": f"127.0.0.1:{port}",
+        "EVENER_COORDINATOR": address,
         "EVENER_MEMBER": f"w{rank.rank}",
         "EVENER_ELASTIC": "1:3",
     }
@@ -59,8 +43,9 @@ def train(rank: Rank, port: int, policy: str) -> tuple[list[tuple[int, Any]], li
 @pytest.mark.parametrize(
     "policy", [pytest.param("sync", marks=pytest.mark.long), "cadence", "async"]
 )
-def test_two_of_three_continue_when_one_is_killed(coordinator: int, policy: str) -> None:
-    outcomes = run_ranks_to_end(train, 3, coordinator, policy)
+def test_two_of_three_continue_when_one_is_killed(policy: str) -> None:
+    with serving(1, 3, Deadlines(gather_s=60.0)) as address:
+        outcomes = run_ranks_to_end(train, 3, address, policy)
     assert outcomes[1].died_of is signal.SIGKILL, outcomes[1].story()
     survivors = [outcomes[0], outcomes[2]]
     assert all(outcome.returned for outcome in survivors), [o.story() for o in survivors]
