@@ -119,7 +119,7 @@ class ElasticThreads:
             finally:
                 self.end(member)
 
-        thread = threading.Thread(target=body, name=member)
+        thread = threading.Thread(target=body, name=member, daemon=True)
         self.threads.append(thread)
         thread.start()
 
