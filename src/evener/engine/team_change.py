@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from evener.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -71,4 +73,17 @@ def describe_loss_of_state(window: int) -> str:
     return (
         f"{text} begins again at window 0. Save checkpoints with ddp.save, and call ddp.load "
         "before the first epoch where there is one, to lose less"
+    )
+
+
+def cannot_join(what: str) -> UsageError:
+    """Return the error of a worker that comes to an elastic team whose windows have no plans.
+
+    Args:
+        what: What the team trains on.
+    """
+    return UsageError(
+        f"this worker cannot join the team, which trains on {what}: a worker joins where windows "
+        "are planned, as over ddp.loader of a data set with a length. The others continue without "
+        "it"
     )

@@ -18,6 +18,7 @@ from evener.engine.former_names import warn_of_former_name
 from evener.engine.memory import explain as explain_memory
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import Share, Stopwatch, checked_value, checked_weight, refuse_number
+from evener.engine.team_change import cannot_join
 from evener.errors import EvenerError
 from evener.loop.assembly import Assembly
 from evener.loop.data_side import DataSide
@@ -275,6 +276,8 @@ class Loop(DataSide):
     def _start_unplanned(self) -> Share:
         """Start a window outside of any loader: one contribution of each rank."""
         engine = self._engine
+        if engine.is_joining:
+            raise cannot_join("windows without ddp.loader")
         engine.habits.tell_once(
             "training without ddp.loader: every ddp.step() is one update, to which each rank "
             "contributes once, with the weight given to ddp.backward (1 by default). Not "

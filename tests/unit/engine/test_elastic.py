@@ -14,7 +14,7 @@ from torch import Tensor
 from evener import Ddp, Sink, WindowResult
 from evener.checkpoint import open_checkpoint
 from evener.comm.base import Call
-from evener.errors import CoordinatorLostError, ReplicasDifferError
+from evener.errors import CoordinatorLostError, ReplicasDifferError, UsageError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
 from helpers.elastic import ElasticThreads, Kill, MortalCommunicator, ThreadMembership
@@ -30,6 +30,7 @@ from helpers.elastic_runs import (
     run,
     train,
 )
+from helpers.limits import PATIENCE_S
 
 # Rounds of rows in the order of a run: 0, 1 calibrate; 2, 3 plan; 4 to 7 close the windows of an
 # epoch; 8 ends it; 9 averages a value; 10, 11 plan the next epoch; 12 to 15 close its windows.
@@ -245,6 +246,25 @@ def test_a_rank_leaves_a_loop_without_a_loader() -> None:
     team.run(body)
     assert isinstance(team.fate("w0").error, KeyboardInterrupt)
     assert team.fate("w1").value == (6, 6), "no window is done again"
+
+
+def test_a_worker_that_joins_a_loop_without_a_loader_is_told_that_it_cannot() -> None:
+    team = ElasticThreads(1)
+
+    def body(membership: ThreadMembership) -> int:
+        with begin(membership, seed=1) as ddp:
+            while ddp.window < 4:
+                if membership.member == "w0" and ddp.window == 1:
+                    team.start("j", body)
+                    team.threads[-1].join(PATIENCE_S)
+                x, y = DATA[ddp.window]
+                ddp.backward(((ddp.assembly.model(torch.stack([x, x])) - y) ** 2).mean())
+                ddp.step()
+            return ddp.window
+
+    team.run(body)
+    assert team.fate("w0").value == 4
+    assert isinstance(team.fate("j").error, UsageError)
 
 
 class Kept(Sink):

@@ -14,6 +14,7 @@ from evener.devices import pins_memory
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.loops import UserLoop
+from evener.engine.team_change import cannot_join
 from evener.errors import CheckpointError, ConfigError
 from evener.parsing import Fields
 from evener.planning.apportion import apportion
@@ -79,9 +80,12 @@ class StreamLoader(LikeDataLoader):
             Batches.
 
         Raises:
-            UsageError: ``ddp.step()`` was not called for the batch before.
+            UsageError: ``ddp.step()`` was not called for the batch before, or an elastic team began
+                before this rank came.
         """
         engine = self._engine
+        if engine.is_joining:
+            raise cannot_join("a stream")
         engine.pass_place(f"epoch {epoch} of loader {self._number}")
         self._next = epoch + 1
         loop = self.loop = UserLoop.here()
