@@ -562,9 +562,12 @@ class ElasticEngine(AskingEngine):
         return RENEW if self.team.wants_change or self.state.leaving else 0
 
     def _plan_first(self, *work_for_all: float) -> None:
-        """Agree on the plans with which an epoch begins; see ``_exchange_plans``."""
+        """Agree on the plans with which an epoch begins; see ``_exchange_plans``.
+
+        If the team goes on without this rank, it has no part in the epoch, unless it joins again.
+        """
         is_planned = False
-        while not is_planned:
+        while not (is_planned or self.is_alone):
             try:
                 self._exchange_plans(*work_for_all)
                 is_planned = True

@@ -67,8 +67,10 @@ class EpochLoop(ABC):
             The number of each epoch when this rank has left it.
         """
         self.ddp.on_commit(self.on_commit)
-        self.loader.join()
-        while not self.ddp.stopping and not self.has_ended:
+        while True:
+            self.loader.join()  # perhaps again, as the team has gone on without this rank
+            if self.ddp.stopping or self.has_ended:
+                return
             epoch = self.loader.cursor.epoch
             self.begin_epoch(epoch)
             try:

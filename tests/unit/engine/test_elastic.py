@@ -1,5 +1,6 @@
 """Elastic teams in SYNC: ranks die at every point, and others join; on threads."""
 
+import json
 import threading
 import time
 from collections.abc import Mapping
@@ -173,6 +174,45 @@ def test_a_rank_that_was_left_out_of_a_save_ends_it_and_joins_again(tmp_path: Pa
                         ddp.save(tmp_path / "own")
                         while membership.member == "w0" and not team.joiners:
                             time.sleep(0.001)  # or it would do the run to its end
+                return ddp.window
+
+    assert [fate.value or fate.error for fate in team.run(body)] == [8, 8]
+    assert [len(formation.members) for formation in team.formations] == [2, 1, 2]
+
+
+@pytest.mark.parametrize("where", ["at the beginning of its epoch", "in a commit"])
+def test_a_job_that_was_left_out_for_an_epoch_joins_the_next_one(
+    tmp_path: Path, where: str
+) -> None:
+    team = ElasticThreads(2)
+
+    class Stopped(Small):
+        """Rank 1 is stopped until the team is in epoch 1."""
+
+        def begin_epoch(self, epoch: int) -> None:
+            if where != "in a commit" and epoch == 0:
+                self.stop()
+
+        def on_commit(self, result: WindowResult) -> None:
+            super().on_commit(result)
+            if where == "in a commit" and result.window == 2:
+                self.stop()
+            if result.window >= 4 and len(team.formations) == 2 and self.ddp.rank == 0:
+                while not team.joiners:
+                    time.sleep(0.001)  # or it would do the run to its end
+
+        def stop(self) -> None:
+            if self.ddp.rank == 1 and len(team.formations) == 1:
+                team.leave_out("w1")
+                while json.loads(team.announced["place"])["epoch"] == 0:
+                    time.sleep(0.001)
+
+    def body(membership: ThreadMembership) -> int:
+        with begin(membership, seed=1) as ddp:
+            stopped = Stopped(ddp, tmp_path)
+            assert stopped.checkpointer is not None
+            with closing(stopped.checkpointer):
+                assert [*stopped.epochs()][-1] == 1
                 return ddp.window
 
     assert [fate.value or fate.error for fate in team.run(body)] == [8, 8]
