@@ -70,7 +70,12 @@ class Checkpointer:
         self._gives_up_s = math.inf
 
     def _open(self) -> None:
-        if self._writer is None and self._ddp.is_main_process:
+        """Have a writer on the main process, and on no other rank."""
+        if not self._ddp.is_main_process:
+            # An elastic team that has gone on without its main process has another one now. What
+            # this rank is writing comes to its end in the writer's thread.
+            self._writer = self._unwritten = None
+        elif self._writer is None:
             self._writer = CheckpointWriter(self._folder, self._keep_last)
 
     def _hand_over(self) -> None:

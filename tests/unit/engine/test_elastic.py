@@ -219,6 +219,29 @@ def test_a_job_that_was_left_out_for_an_epoch_joins_the_next_one(
     assert [len(formation.members) for formation in team.formations] == [2, 1, 2]
 
 
+def test_a_main_rank_that_was_left_out_writes_no_checkpoints_any_more(tmp_path: Path) -> None:
+    team = ElasticThreads(2)
+
+    def body(membership: ThreadMembership) -> Path | None:
+        def commit(result: WindowResult) -> None:
+            if membership.member == "w0" and result.window == 2 and len(team.formations) == 1:
+                team.leave_out("w0")
+            while membership.member == "w1" and len(team.formations) == 2 and not team.joiners:
+                time.sleep(0.001)  # or it would do the run to its end
+
+        with begin(membership, seed=1) as ddp:
+            ddp.on_commit(commit)
+            small = Small(ddp, tmp_path)
+            assert small.checkpointer is not None
+            with closing(small.checkpointer):
+                for _ in small.epochs():
+                    pass
+                return small.finish()
+
+    fates = {fate.member: fate.error or fate.value for fate in team.run(body)}
+    assert fates == {"w0": None, "w1": tmp_path / "step-8"}
+
+
 def test_ranks_that_are_all_told_to_leave_stop_together() -> None:
     def tell(membership: ThreadMembership, result: WindowResult) -> None:
         membership.is_told_to_leave |= result.window == 1
