@@ -188,13 +188,14 @@ class ManagedRank(EpochLoop):
 
     def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
         """Agree on the epoch's metrics; all ranks call it together."""
-        answers = self._engine.introduce(self._figures.document(time.perf_counter()))
-        ranks = self._engine.team.members
-        if not any(answer["windows"] for answer in answers):
+        own = self._figures.document(time.perf_counter())
+        # With its number: a rank that has answered may be lost before all have heard it.
+        figures: dict[int, Any] = dict(self._engine.introduce([self.ddp.rank, own]))
+        if not any(answer["windows"] for answer in figures.values()):
             return None
         return EpochMetrics.from_document(
             {
-                **average_figures(dict(zip(ranks, answers, strict=True)), self.ddp.world_size),
+                **average_figures(figures, self.ddp.world_size),
                 "epoch": epoch,
                 "complete": self.loader.cursor.epoch > epoch,
                 "eval": self._evaluate(),
