@@ -365,8 +365,7 @@ class LocalEngine(KeepingEngine):
         elif do is Do.CHANGE:
             if self.state.applied:
                 self._meet(Purpose.CHANGE, report=Report(**self._told()))
-            self._renew("")
-            self._resume()
+            self._survive(CollectiveError(""))  # as after a loss
 
     def _apply(self, found: Round) -> None:
         """Move the consensus on, and this rank with it."""

@@ -12,6 +12,7 @@ from evener.engine.engine import EngineOptions
 from evener.engine.results import Round
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
+from evener.errors import CollectiveError
 from evener.planning.policies import ApplyPolicy, Forecast, Policy
 from evener.planning.report import Report
 from evener.protocol.generation import Answer, Said, answer, call, without
@@ -71,8 +72,8 @@ class ParkingEngine(ElasticEngine):
             self._call(Said.STAY)
         elif wish == RENEW:
             self._end_generation()
-            self._renew("")
-            self._resume()
+            # As after a loss. This rank may be left out here, too, if it is stopped meanwhile.
+            self._survive(CollectiveError(""), may_join=self.in_epoch)
         elif wish == PARK:
             self._park_misfits()
         else:
