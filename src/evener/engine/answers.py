@@ -205,8 +205,12 @@ class AskingEngine(Engine):
                 self.comm.all_gather_parts(parts, what="rows of all ranks (ddp.gather)")
                 each = [part[: counts[rank]] for rank, part in zip(ranks, parts, strict=True)]
                 self._heard = Heard(number, [*ranks], torch.cat(each))
-        assert self._heard.rows is not None
-        return tuple(self._heard.answer), self._heard.rows
+        ranks, rows = tuple(self._heard.answer), self._heard.rows
+        assert rows is not None
+        if self.team.is_elastic:
+            return ranks, rows.clone()  # the script may write to what it gets
+        self._heard = self._heard._replace(rows=None)  # nobody will ask for them
+        return ranks, rows
 
     def verify(self) -> None:
         """Compare what all ranks have agreed on, where ``verify_every`` is given.

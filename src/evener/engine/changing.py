@@ -181,7 +181,8 @@ class ElasticEngine(AskingEngine):
             self._is_new = False
             self.team.step_in()
             # The script may have changed them since, where the others had been before.
-            self.training.load_registered(self._joined_with)
+            joined_with, self._joined_with = self._joined_with, {}
+            self.training.load_registered(joined_with)
 
     @property
     def has_just_joined(self) -> bool:
@@ -562,12 +563,9 @@ class ElasticEngine(AskingEngine):
         return RENEW if self.team.wants_change or self.state.leaving else 0
 
     def _plan_first(self, *work_for_all: float) -> None:
-        """Agree on the plans with which an epoch begins; see ``_exchange_plans``.
-
-        If the team goes on without this rank, it has no part in the epoch, unless it joins again.
-        """
+        """Agree on the plans with which an epoch begins; see ``_exchange_plans``."""
         is_planned = False
-        while not (is_planned or self.is_alone):
+        while not (is_planned or self.is_alone):  # the team may go on to another epoch without it
             try:
                 self._exchange_plans(*work_for_all)
                 is_planned = True
