@@ -592,7 +592,7 @@ class ElasticEngine(AskingEngine):
             **known,
         )
         self._begun = (change, time.perf_counter())
-        self.slowness.restart(self.team.people)
+        self.slowness.restart(self.rank, self.team.people)
         self.habits.notice(str(change))
         for tell in self._on_change:
             tell(change)

@@ -40,9 +40,14 @@ class Slowness:
         self._warn = warn
         self._is_looking = False
 
-    def restart(self, members: Sequence[Member]) -> None:
-        """Forget what was seen, as others have come under these numbers; on all ranks together."""
-        self._members = members
+    def restart(self, rank: int, members: Sequence[Member]) -> None:
+        """Forget what was seen, as others have come under these numbers; on all ranks together.
+
+        Args:
+            rank: This rank, which may have come back under another number.
+            members: What each rank is.
+        """
+        self._rank, self._members = rank, members
         self._watch = StragglerWatch([_kind(member) for member in members])
         self.because, self._is_looking = SlowCause.UNKNOWN, False
         self._diagnosis.forget()
