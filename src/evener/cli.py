@@ -329,8 +329,8 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
         os.execv(command[0], command)  # a rank already: become the script
     if options.elastic is not None:
         with _with_dashboard(Path("runs"), options, None):
-            program = (str(options.script), *options.arguments)
-            return _launch_elastic(options, command, ("torch", "evener.ddp"), program)
+            program, libraries = [str(options.script), *options.arguments], ("torch", "evener.ddp")
+            return _launch_elastic(options, command, libraries, program)
     _check_fixed(options)
     node = choose_node(options, DEFAULT_TIMEOUT_S)
     nproc = _count_ranks(options.nproc)
@@ -519,10 +519,7 @@ def _check_fixed(options: LaunchOptions) -> None:
 
 
 def _launch_elastic(
-    options: LaunchOptions,
-    command: Sequence[str],
-    libraries: Sequence[str],
-    program: Sequence[str],
+    options: LaunchOptions, command: Sequence[str], libraries: Sequence[str], program: Sequence[str]
 ) -> int:
     from evener.team.elastic_launch import MAX_FAILURES, ElasticRun, launch_elastic
 

@@ -57,7 +57,7 @@ def _read(fetcher: Fetcher, index: int) -> list[tuple[str, str]]:
     except DataError:
         return []
     if isinstance(item, Mapping):  # also those that torch's pytree does not know
-        item = dict(sorted(item.items()))
+        item = dict(sorted(item.items(), key=lambda entry: str(entry[0])))
     return [_show(value) for value in tree_leaves(item)]
 
 
