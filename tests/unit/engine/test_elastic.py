@@ -180,22 +180,15 @@ def test_a_rank_that_was_left_out_of_a_save_ends_it_and_joins_again(tmp_path: Pa
     assert [len(formation.members) for formation in team.formations] == [2, 1, 2]
 
 
-@pytest.mark.parametrize("where", ["at the beginning of its epoch", "in a commit"])
-def test_a_job_that_was_left_out_for_an_epoch_joins_the_next_one(
-    tmp_path: Path, where: str
-) -> None:
+def test_a_job_that_was_left_out_for_an_epoch_joins_the_next_one(tmp_path: Path) -> None:
     team = ElasticThreads(2)
 
     class Stopped(Small):
         """Rank 1 is stopped until the team is in epoch 1."""
 
-        def begin_epoch(self, epoch: int) -> None:
-            if where != "in a commit" and epoch == 0:
-                self.stop()
-
         def on_commit(self, result: WindowResult) -> None:
             super().on_commit(result)
-            if where == "in a commit" and result.window == 2:
+            if result.window == 2:
                 self.stop()
             if result.window >= 4 and len(team.formations) == 2 and self.ddp.rank == 0:
                 while not team.joiners:
