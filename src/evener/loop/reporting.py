@@ -200,14 +200,15 @@ class EventStream:
             piece = {"start": result.start, "size": result.size, "shares": shares}
             self.tell("plan", **place, **piece, reason=policy.why(result.window))
         self.parked = tuple(sorted(team.parked))
-        rows: list[Any] = [
-            self._row(rank, record)
+        records = {
+            rank: record
             for rank, record in enumerate(result.ranks)
             if not team.is_elastic or rank in team.members or record.samples
-        ]
+        }
+        rows: list[Any] = [self._row(rank, record) for rank, record in records.items()]
         further: dict[str, Any] = {}
         if cadence is not None:  # local steps
-            for row, record in zip(rows, result.ranks, strict=True):
+            for row, record in zip(rows, records.values(), strict=True):
                 row |= {"steps": record.steps, "stale_steps": record.stale_steps}
             further = {
                 "turns": result.progress.steps + result.progress.skipped,

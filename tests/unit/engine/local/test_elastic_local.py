@@ -1,19 +1,31 @@
 """Elastic teams that make local steps: ranks die at every point, and others join; on threads."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from evener import Ddp, WindowResult
+from evener import Ddp, Sink, WindowResult
 from helpers.clocks import RankClocks
 from helpers.elastic import Kill, ThreadMembership
-from helpers.elastic_local import BATCH, DATA, EPOCHS, LocalRuns
+from helpers.elastic_local import BATCH, DATA, EPOCHS, LocalRuns, loop
 
 # Rounds of rows in the order of a run: 0 plans; then two for each window, of reports and of the
 # next plan.
 PLAN, NEXT_PLAN_OF_2 = 0, 6
+
+
+class Kept(Sink):
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture(params=["cadence", "async"])
@@ -69,6 +81,28 @@ def test_a_rank_joins_and_contributes(runs: LocalRuns) -> None:
 def test_a_rank_dies_while_another_one_joins(runs: LocalRuns, member: str, what: str) -> None:
     runs.run(3, [Kill(member, what)], joins_after=1)
     assert sorted(runs.trained) == sorted({"w0", "w1", "w2", "j"} - {member})
+
+
+def test_events_of_windows_have_rows_of_those_who_are_there(runs: LocalRuns) -> None:
+    kept = Kept()
+
+    def body(ddp: Ddp, step: Callable[[], None]) -> None:
+        ddp.events.report_to([kept])
+        loop(ddp, step)
+
+    runs.run(3, [Kill("w1", "parameters of window 2")], body=body)
+    windows = [event for event in kept.events if event["type"] == "window"]
+    assert [event["window"] for event in windows] == sorted(runs.record.done)
+    members = [[row["member"] for row in event["ranks"]] for event in windows]
+    assert members[0] == ["w0", "w1", "w2"]
+    assert members[-1] == ["w0", "w2"]
+    done = runs.record.done
+    assert all(
+        row["steps"] == len(done[event["window"]][row["member"]])
+        for event in windows
+        for row in event["ranks"]
+        if row["samples"]
+    )
 
 
 def test_one_dies_one_joins_and_another_dies(runs: LocalRuns) -> None:
