@@ -110,8 +110,8 @@ class RunHistory:
     """The events of a run, taken one by one in the order in which they were written.
 
     Time is *training time*: seconds from the first event on, without those between the end of a
-    session and the resume. Windows that a resume or a re-form made void are dropped; the time
-    that they took remains.
+    session and the resume. Windows that a resume or a re-form made void are dropped, and
+    evaluations after them; the time that they took remains.
 
     Args:
         voids: What is known beforehand of windows that are void.
@@ -252,6 +252,7 @@ class RunHistory:
         dropped, is_exact = self.windows.drop(first)
         self.is_blurred = self.is_blurred or not is_exact
         self.void_windows += dropped
+        self.evals = [one for one in self.evals if one.window <= first]
         if dropped or self._has_lost_time:
             self._free_s = self.elapsed_s
             self._has_lost_time = False

@@ -127,6 +127,19 @@ def test_events_that_cannot_be_are_refused_and_change_nothing(event, said):
     assert numbers(found, "end_s") == [1, 2]
 
 
+def test_evaluations_of_a_state_that_is_void_are_dropped():
+    def evaluation(window, t):
+        numbers = {"loss": 3.0, "weight": 1.0, "elapsed_s": 0.5}
+        return make_event("eval", t=t, window=window, name="heldout", **numbers)
+
+    windows = [committed_window(0, t=1.0), evaluation(1, 1.5), committed_window(1, t=2.0)]
+    found = taken(started(), *windows, evaluation(2, 2.5), resumed(1, t=4.0))
+    assert [one.window for one in found.evals] == [1]
+    found.add(committed_window(1, t=5.0))
+    found.add(evaluation(2, 5.5))
+    assert [one.window for one in found.evals] == [1, 2]
+
+
 def test_a_refused_event_makes_no_later_window_void():
     found = RunHistory(Voids([1]))
     for event in (started(), committed_window(0, t=1.0), committed_window(1, t=2.0)):
