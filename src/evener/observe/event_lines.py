@@ -4,7 +4,7 @@ In memory, a ``window`` has a row for each rank (``RankRow``). In a line, its ``
 so that each name is said once: a list with a value for each rank, or one value where all ranks have
 the same. Seconds (``compute_s``) are whole microseconds there (``compute_us``). The columns
 ``rank`` and ``member`` are left out where they are those of an earlier line of the file with the
-same ``team``, which is a checksum of the two.
+same ``team``, which is a checksum of the two. They are in every ``NAMED_EVERY``-th line at least.
 """
 
 import json
@@ -32,6 +32,9 @@ SUMMED: Final = (*_NEEDED, "data_us", "sent_bytes")
 _WHOLE: Final = ("samples", "sent_bytes", "micro_batches", "steps", "stale_steps")
 _MOST_S: Final = 1e9
 _MOST_NUMBER: Final = 1e150  # the product of two such numbers is a finite float
+NAMED_EVERY: Final = 1000
+"""If the line that names a team is damaged, no more windows than these are lost with it."""
+
 #: Teams that a reader remembers; a run has a new one whenever its members change.
 _MOST_TEAMS: Final = 1024
 
@@ -39,11 +42,12 @@ _ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"), defau
 
 
 class LineWriter:
-    """Turns the events of one file into lines; a team is named in the first line that has it."""
+    """Turns the events of one file into lines."""
 
     def __init__(self) -> None:
         self._who: dict[str, list[Any]] = {}
         self._team = 0
+        self._unnamed = 0  # windows since the team was named
 
     def line(self, event: Event) -> bytes:
         """Return an event as a line of strict JSON; what JSON does not know becomes its text."""
@@ -59,8 +63,9 @@ class LineWriter:
     def _columns(self, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
         who = {name: [row[name] for row in rows] for name in ("rank", "member")}
         columns: dict[str, Any] = {"team": self._team}
-        if who != self._who:
-            self._who, self._team = who, _checksum(who)
+        self._unnamed += 1
+        if who != self._who or self._unnamed == NAMED_EVERY:
+            self._who, self._team, self._unnamed = who, _checksum(who), 0
             columns = {"team": self._team, **who}
         for name in rows[0]:
             if name in who:

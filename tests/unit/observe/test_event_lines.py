@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evener.observe.event_lines import SUMMED, LineReader, LineWriter
+from evener.observe.event_lines import NAMED_EVERY, SUMMED, LineReader, LineWriter
 from helpers.event_cases import committed_window, started, to_line
 
 #: What a line leaves out.
@@ -44,6 +44,13 @@ def test_a_team_is_named_when_it_changes() -> None:
     assert [reader.event(line) for line in lines] == [{**one, **USUAL} for one in windows]
     with pytest.raises(ValueError, match=r"of the team \d+, which no earlier line has named"):
         LineReader().event(lines[1])
+
+
+def test_a_team_is_named_every_so_many_windows() -> None:
+    writer = LineWriter()
+    lines = [writer.line(committed_window(k)) for k in range(2 * NAMED_EVERY + 1)]
+    named = [k for k, line in enumerate(lines) if b'"member"' in line]
+    assert named == [0, NAMED_EVERY, 2 * NAMED_EVERY]
 
 
 def test_a_window_of_eight_ranks_is_short() -> None:
