@@ -26,7 +26,7 @@ def test_a_worker_that_is_killed_costs_nothing_of_the_result() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     events = Kept()
-    run = describe_job(epoch_fn=die, sinks=[events], elastic=(1, 2)).run()
+    run = describe_job(epoch_fn=die, sinks=[events], elastic=(2, 2)).run()
     metrics = list(run.metrics())
     model, losses = train_plainly(6)
     assert_same(run.join().state_dict(), model)

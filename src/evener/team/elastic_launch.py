@@ -469,7 +469,10 @@ class ElasticLauncher(TerminalSupervisor):
     def _lose_standby(self, child: Child) -> None:
         if child is self._standby:
             self._standby = None
-        if signal.SIGKILL not in child.signals:
+        if signal.SIGKILL in child.signals:
+            for pipe in filter(None, (child.process.stdout, child.process.stderr)):
+                pipe.close()
+        else:
             self._carry_output(child)  # it says why
             self._num_standbys_lost += 1
             if self._num_standbys_lost == _MOST_STANDBYS_LOST:

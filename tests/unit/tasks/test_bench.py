@@ -8,8 +8,8 @@ import pytest
 
 from evener.errors import ConfigError
 from evener.observe.comparison import Trial
-from evener.observe.event_lines import to_line
 from evener.tasks.bench import BenchOptions, Pretrain, check_options, run_bench
+from helpers.event_cases import to_line
 
 
 def options(tmp_path, **changes) -> BenchOptions:
