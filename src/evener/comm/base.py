@@ -240,7 +240,7 @@ class Communicator(Closing):
             what: What is summed, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
             have_met: All ranks have met in another call since any of them last wrote to ``flat``,
-                and go on to this call. So a leaf need not wait for them again.
+                and make this call next. So a leaf need not wait for them again.
 
         Returns:
             Whether the other parts are as before, on all ranks; their values are undefined else.

@@ -121,8 +121,8 @@ class ElasticEngine(AskingEngine):
 
     def _let_go(self) -> None:
         """Close the connections of this generation, and end what runs by them."""
-        # Gloo ends the waits of ranks that are no neighbours of the lost one only when every other
-        # rank drops its group.
+        # With Gloo, ranks that were not connected to the lost one wait until every other rank has
+        # closed its group.
         self.team.let_go()
 
     @abstractmethod
@@ -565,7 +565,7 @@ class ElasticEngine(AskingEngine):
     def _plan_first(self, *work_for_all: float) -> None:
         """Agree on the plans with which an epoch begins; see ``_exchange_plans``."""
         is_planned = False
-        while not (is_planned or self.is_alone):  # the team may go on to another epoch without it
+        while not (is_planned or self.is_alone):  # the team may begin another without it
             try:
                 self._exchange_plans(*work_for_all)
                 is_planned = True

@@ -77,7 +77,7 @@ def describe_loss_of_state(window: int) -> str:
 
 
 def cannot_join(what: str) -> UsageError:
-    """Return the error of a worker that comes to an elastic team whose windows have no plans.
+    """Return the error for a worker that would join an elastic team whose windows have no plans.
 
     Args:
         what: What the team trains on.

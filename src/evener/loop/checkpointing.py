@@ -72,8 +72,8 @@ class Checkpointer:
     def _open(self) -> None:
         """Have a writer on the main process, and on no other rank."""
         if not self._ddp.is_main_process:
-            # An elastic team that has gone on without its main process has another one now. What
-            # this rank is writing comes to its end in the writer's thread.
+            # This rank was the main process of an elastic team that has continued without it. What
+            # it is writing ends in the writer's thread.
             self._writer = self._unwritten = None
         elif self._writer is None:
             self._writer = CheckpointWriter(self._folder, self._keep_last)
