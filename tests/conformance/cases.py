@@ -343,7 +343,7 @@ def rows_belong_to_the_caller(comm: Communicator, device: str) -> None:
 
 @case
 def bytes_of_unlike_lengths(comm: Communicator, device: str) -> None:
-    for unit in (b"", b"\0\xff", b"greetings" * 400):
+    for unit in (b"", b"\0\xff", b"cell" * 240, b"greetings" * 400):
         received = comm.all_gather_bytes(unit * comm.rank, what="bytes")
         assert received == [unit * r for r in range(comm.world_size)]
     assert comm.all_gather_bytes(b"last", what="bytes")[-1] == b"last"

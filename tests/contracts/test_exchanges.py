@@ -23,7 +23,6 @@ ALLOWED = {
     "engine.team": "what the others here call",
     "loop.assembly": "set-up: a team that loses a rank there has not begun",
     "team.backends": "set-up",
-    "config.folders": "set-up",
     "tasks.causal_lm": "set-up",
     "tasks.classification.run_data": "set-up",
     "tasks.resuming": "set-up, and loading by functions of call_on_anew, in a change of the team",

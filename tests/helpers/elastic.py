@@ -1,14 +1,15 @@
 """An elastic team of threads: members die, join and leave, and a roster forms generations.
 
     team = ElasticThreads(3)
-    results = team.run(train)                 # train(membership), on a thread for each member
-    assert results[0].value == ...
+    fates = team.run(train)                   # train(membership), on a thread for each member
+    assert fates[0].value == ...
 
-A member dies where ``team.kill_at`` says: before, after or in the middle of an exchange that it is
-in. Others then see what they would see of a process that is gone.
+A member dies where a ``Kill`` says: before, after or in the middle of an exchange that it is in.
+Others then see what they would see of a process that is gone.
 """
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,20 @@ from torch import Tensor
 
 from evener.comm.base import Call, Communicator
 from evener.comm.threads import ThreadCommunicator, ThreadTeam
-from evener.errors import LaunchError, LeftOutError, PeerLostError, TeamRefusedError
+from evener.errors import (
+    LaunchError,
+    LeftOutError,
+    PeerLostError,
+    RunEndedError,
+    TeamRefusedError,
+)
 from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
 from evener.protocol.roster import Roster
 from evener.team.membership import Formed, Membership
 from helpers.limits import PATIENCE_S
+
+#: In a step of an optimizer, which has changed a parameter; see ``begin`` of ``elastic_runs``.
+STEP = "an optimizer step"
 
 
 class Died(BaseException):
@@ -43,8 +53,8 @@ class Kill:
 
     Attributes:
         member: Who.
-        what: Part of the words for an exchange, such as ``"gradients of window 2"``.
-        skip: How many such exchanges pass first.
+        what: Part of the words for an exchange, such as ``"gradients of window 2"``; or ``STEP``.
+        skip: How many of these pass first.
         when: ``"before"`` it is there; ``"after"`` all have finished; ``"inside"``: it has brought
             its part, and the members of ``told`` have received the result, the others not.
         told: See ``when``.
@@ -64,17 +74,17 @@ class ElasticThreads:
     Time passes only where all living workers wait: then gathering ends and leases run out.
     """
 
-    def __init__(self, founders: int, *, most: int = 5, kills: Sequence[Kill] = ()) -> None:
-        self.most = most
+    def __init__(self, founders: int, *, most: int = 0, kills: Sequence[Kill] = ()) -> None:
+        self.most = most or max(5, founders + 1)
         self.kills = list(kills)
         self.condition = threading.Condition()
         self.deadlines = Deadlines()
         self.now_s = self.deadlines.lease_s
-        self.roster = Roster(1, most, self.deadlines, 0.0)
+        self.roster = Roster(1, self.most, self.deadlines, 0.0)
         self.formations: list[Formation] = []
         self.formed: dict[str, Formation] = {}  # by member that has not heard of it yet
         self.left_out: set[str] = set()
-        self.refused: dict[str, str] = {}
+        self.refused: dict[str, TeamRefusedError] = {}
         self.comms: dict[str, MortalCommunicator] = {}
         self.wanted: dict[str, bool] = {}
         self.waiting: set[str] = set()
@@ -122,6 +132,34 @@ class ElasticThreads:
         thread = threading.Thread(target=body, name=member, daemon=True)
         self.threads.append(thread)
         thread.start()
+
+    def add(self, member: str, function: Callable[["ThreadMembership"], Any] | None = None) -> None:
+        """Starts a worker, and returns when it waits to be taken in; again, it does nothing."""
+        if member not in self.numbers:
+            self.start(member, function)
+            while member not in self.joiners:
+                time.sleep(0.001)
+
+    def run_to_end(self, function: Callable[["ThreadMembership"], Any]) -> dict[str, Any]:
+        """As ``run``; returns what each member has that came to the end of it.
+
+        Raises:
+            BaseException: The error of a member that neither was killed nor told to leave.
+        """
+        ends = (type(None), Died, KeyboardInterrupt)
+        fates = self.run(function)
+        for fate in fates:
+            if not isinstance(fate.error, ends):
+                raise fate.error
+        return {fate.member: fate.value for fate in fates if fate.error is None}
+
+    def kill_due(self, member: str, what: str) -> Kill | None:
+        """Who dies here, of ``kills``; a member passes such places one after the other."""
+        kill = next((k for k in self.kills if k.what in what), None)
+        if kill is None:
+            return None
+        passed = kill.seen[member] = kill.seen.get(member, -1) + 1
+        return kill if passed == kill.skip else None
 
     def fate(self, member: str) -> Fate:
         return next(fate for fate in self.fates if fate.member == member)
@@ -184,7 +222,7 @@ class ElasticThreads:
                     self.left_out.remove(member)
                     raise LeftOutError(f"the team went on without {member}")
                 if member in self.refused:
-                    raise TeamRefusedError(self.refused[member])
+                    raise self.refused[member]
                 if not self.condition.wait(PATIENCE_S):
                     raise LaunchError(f"{member} waited for a generation with {self.waiting}")
             formation, team = self.formed.pop(member), self.team
@@ -225,7 +263,9 @@ class ElasticThreads:
             elif kind == "left_out":
                 self.left_out.add(member)
             elif kind == "failed":
-                self.refused[member] = content["why"]
+                self.refused[member] = TeamRefusedError(content["why"])
+            elif kind == "ended":
+                self.refused[member] = RunEndedError(content["why"])
 
 
 class ThreadMembership(Membership):
@@ -234,7 +274,7 @@ class ThreadMembership(Membership):
     def __init__(self, team: ElasticThreads, member: str, *, joins: bool) -> None:
         self.team, self.member, self._joins = team, member, joins
         self.number, self.most = team.numbers[member], team.most
-        self.is_told_to_leave = self.has_left = False
+        self.is_told_to_leave = self.has_left = self.is_closed = False
         self.phase = "training"
 
     @property
@@ -244,6 +284,10 @@ class ThreadMembership(Membership):
     @property
     def is_joining(self) -> bool:
         return self._joins
+
+    @property
+    def leads(self) -> bool:
+        return self.team.roster.leads(self.team.now_s, self.member)
 
     @property
     def wants_change(self) -> bool:
@@ -265,7 +309,7 @@ class ThreadMembership(Membership):
             raise
         formation = formed.formation
         self._joins, self.generation = False, formation.generation
-        self.number = formation.numbers[formation.members.index(self.member)]
+        self.number = formation.number_of(self.member)
         return formed
 
     def declare(self, phase: str, done: int = 0) -> str:
@@ -284,13 +328,18 @@ class ThreadMembership(Membership):
         pass
 
     def announce(self, key: str, text: str) -> None:
-        self.team.announced[key] = text
+        with self.team.condition:
+            self.team.announced[key] = text
+            self.team.condition.notify_all()
 
     def announced(self, key: str, timeout_s: float = 0.0) -> str:
-        return self.team.announced.get(key, "")
+        told, condition = self.team.announced, self.team.condition
+        with condition:
+            condition.wait_for(lambda: key in told or self.leads, min(timeout_s, PATIENCE_S))
+            return told.get(key, "")
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 class MortalCommunicator(Communicator):
@@ -316,11 +365,7 @@ class MortalCommunicator(Communicator):
         self.is_released = False
 
     def _carry(self, call: Call, run: Callable[[], Any]) -> Any:
-        kill = next((k for k in self._team.kills if k.what in call.what), None)
-        if kill is not None:
-            passed = kill.seen[self._member] = kill.seen.get(self._member, -1) + 1
-            if passed != kill.skip:
-                kill = None
+        kill = self._team.kill_due(self._member, call.what)
         dies = kill is not None and kill.member == self._member
         if dies and kill.when == "before":
             self._die()

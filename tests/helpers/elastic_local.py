@@ -6,16 +6,15 @@ ranks of different speed, whatever this machine does.
 
 import copy
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from evener import Ddp, DdpConfig, WindowResult
+from evener import Ddp, WindowResult
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
 from evener.engine import keeping
@@ -25,14 +24,13 @@ from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan
 from evener.protocol.formation import Formation
 from helpers.clocks import RankClocks
-from helpers.elastic import Died, ElasticThreads, Kill, ThreadMembership
+from helpers.elastic import ElasticThreads, Kill, ThreadMembership
+from helpers.elastic_runs import begin
 from helpers.limits import PATIENCE_S
 
 NUM_SAMPLES, BATCH, EPOCHS = 48, 2, 2
-DATA = [(torch.tensor([k / 32, 1.0, k * k / 1024]), torch.tensor([k / 16])) for k in range(48)]
-STEP_S = (0.01, 0.02, 0.01, 0.03, 0.01)
-
-_SEEDED = threading.Lock()
+DATA = [(torch.tensor([k / 32, 1.0, k * k / 1024]), torch.tensor([k / 16])) for k in range(80)]
+STEP_S = (0.01, 0.02, 0.01, 0.02, 0.01, 0.01)
 
 
 class Trained(NamedTuple):
@@ -78,11 +76,20 @@ class Record:
 
 
 class LocalRuns:
-    """Runs elastic teams of one policy, and replays what they have done."""
+    """Runs elastic teams of one policy, and replays what they have done.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, clocks: RankClocks, policy: str) -> None:
+    A team of five has two windows in an epoch of ``NUM_SAMPLES``, and more with more samples.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        clocks: RankClocks,
+        policy: str,
+        num_samples: int = NUM_SAMPLES,
+    ) -> None:
         self.monkeypatch, self.clocks, self.policy = monkeypatch, clocks, policy
-        self.record = Record()
+        self.record, self.num_samples = Record(), num_samples
 
     def run(
         self,
@@ -90,7 +97,6 @@ class LocalRuns:
         kills: Sequence[Kill] = (),
         *,
         joins_after: int | None = None,
-        dies_at_step: tuple[str, int] | None = None,
         at_commit: Callable[[ThreadMembership, WindowResult], None] | None = None,
         body: Callable[[Ddp, Callable[[], None]], None] | None = None,
         whole: bool = True,
@@ -101,7 +107,6 @@ class LocalRuns:
             founders: Members of the first generation.
             kills: Where members die.
             joins_after: Commit of this window starts another worker, and waits until it is there.
-            dies_at_step: A member that dies in a local step, and which one of its steps.
             at_commit: Called on every rank.
             body: The script, instead of ``loop``.
             whole: It goes through all epochs, so that it can be replayed.
@@ -114,34 +119,24 @@ class LocalRuns:
 
         def worker(membership: ThreadMembership) -> Trained:
             self.clocks.start()
-            with begin(membership, self.policy, seed=membership.number + 1) as ddp:
+            with begin(membership, seed=membership.number + 1, policy=self.policy) as ddp:
                 committed: list[WindowResult] = []
 
                 def commit(result: WindowResult) -> None:
                     committed.append(result)
                     if joins_after == result.window and ddp.is_main_process:
-                        if "j" not in team.numbers:
-                            team.start("j", worker)
-                        while not team.joiners:
-                            time.sleep(0.001)
+                        team.add("j", worker)
                     if at_commit is not None:
                         at_commit(membership, result)
 
                 def step() -> None:
                     self.clocks.spend(STEP_S[membership.number])
-                    if dies_at_step == (membership.member, record.steps[membership.member]):
-                        team.die(membership.member)
 
                 ddp.on_commit(commit)
-                (body or loop)(ddp, step)
+                body(ddp, step) if body else loop(ddp, step, num_samples=self.num_samples)
                 return Trained(committed, state_of(ddp))
 
-        fates = team.run(worker)
-        ends = (type(None), Died, KeyboardInterrupt)
-        errors = [fate.error for fate in fates if not isinstance(fate.error, ends)]
-        if errors:
-            raise errors[0]
-        self.trained = {fate.member: fate.value for fate in fates if fate.error is None}
+        self.trained = team.run_to_end(worker)
         if whole:
             self._check(team)
         return team
@@ -175,7 +170,7 @@ class LocalRuns:
             for piece in pieces
             for position in range(piece.start, piece.stop)
         ]
-        once = {(e, p): 1 for e in range(EPOCHS) for p in range(NUM_SAMPLES)}
+        once = {(e, p): 1 for e in range(EPOCHS) for p in range(self.num_samples)}
         assert Counter(positions) == once
         self.monkeypatch.undo()
         replayed = self.replay([*dict.fromkeys(m for f in team.formations for m in f.members)])
@@ -210,7 +205,7 @@ class LocalRuns:
 
         def worker(membership: ThreadMembership) -> Trained:
             member = members[membership.number]
-            with begin(membership, self.policy, seed=1) as ddp:
+            with begin(membership, seed=1, policy=self.policy) as ddp:
                 committed: list[WindowResult] = []
                 ddp.on_commit(committed.append)
                 self._script(ddp.assembly.engine, members)
@@ -230,14 +225,11 @@ class LocalRuns:
                     made += 1
 
                 show()
-                loop(ddp, step, show)
+                loop(ddp, step, show, num_samples=self.num_samples)
                 return Trained(committed, state_of(ddp))
 
-        fates = ElasticThreads(len(members), most=len(members)).run(worker)
-        errors = [fate.error for fate in fates if fate.error is not None]
-        if errors:
-            raise errors[0]
-        return [fate.value for fate in fates]
+        team = ElasticThreads(len(members), most=len(members))
+        return [*team.run_to_end(worker).values()]
 
     def _script(self, engine: Any, members: Sequence[str]) -> None:
         record, member = self.record, members[engine.rank]
@@ -271,27 +263,25 @@ class LocalRuns:
         policy.plan = plan
 
 
-def begin(membership: ThreadMembership, policy: str, *, seed: int) -> Ddp:
-    with _SEEDED:  # threads share torch's generator
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    config = DdpConfig(quiet=True, timeout_s=PATIENCE_S, max_grad_norm=1.0, anchor=2, max_anchor=2)
-    return Ddp.setup(
-        model, optimizer, devices="cpu", elastic=membership, config=config, policy=policy
-    )
-
-
 def state_of(ddp: Ddp) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in ddp.assembly.model.state_dict().values()]
 
 
-def loop(ddp: Ddp, step: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+def loop(
+    ddp: Ddp,
+    step: Callable[[], None],
+    after: Callable[[], None] = lambda: None,
+    *,
+    at_end: Callable[[int], object] = lambda epoch: None,
+    num_samples: int = NUM_SAMPLES,
+) -> None:
+    """Train; ``step`` begins each batch, ``after`` ends it, and ``at_end`` ends each epoch."""
     model = ddp.assembly.model
-    loader = ddp.loader(DATA, batch_size=BATCH, seed=3)
+    loader = ddp.loader(DATA[:num_samples], batch_size=BATCH, seed=3)
     for epoch in ddp.epochs(EPOCHS):
         for x, y in loader.epoch(epoch):
             step()
             ddp.backward(((model(x) - y) ** 2).mean())
             ddp.step()
             after()
+        at_end(epoch)

@@ -1,9 +1,9 @@
 """Members of an elastic team that are processes, and the named points at which one dies.
 
-The points, and where they are in a window of SYNC:
+The points, and where they are in a window:
 
     ==================  ==========================================================================
-    before              before this rank joins the exchange of gradients
+    before              before this rank joins the exchange of gradients, or of local steps
     inside              it waits in the exchange for a rank that has not come yet
     after               the exchange has ended for all, and nothing is updated
     mid-update          the optimizer has stepped one of several parameters
@@ -19,42 +19,73 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
-from evener import Ddp, DdpConfig
+from evener import Ddp
 from evener.comm.base import Communicator
 from evener.team.process_state import KernelState, state_of
-from helpers.elastic_runs import BATCH, EPOCHS, NUM_SAMPLES, Trained
+from helpers.elastic_runs import BATCH, EPOCHS, NUM_SAMPLES, Trained, config_for, make_model
 from helpers.limits import PATIENCE_S
 from helpers.ranks import Rank
 
-#: Every window of the run, and the first position of its samples.
-WINDOWS = list(enumerate([*range(0, NUM_SAMPLES, BATCH)] * EPOCHS))
+#: Every window of a run in SYNC: its number, its epoch, and the ranges of positions in that.
+WINDOWS = [
+    (window, window * BATCH // NUM_SAMPLES, ((start, start + BATCH),))
+    for window, start in enumerate([*range(0, NUM_SAMPLES, BATCH)] * EPOCHS)
+]
+Windows = list[tuple[int, int, tuple[tuple[int, int], ...]]]
 
 
-def set_up(rank: Rank, address: str, limits: str) -> tuple[Ddp, nn.Module]:
+def set_up(
+    rank: Rank,
+    address: str,
+    limits: str,
+    policy: str = "sync",
+    make: Callable[[int], tuple[nn.Module, Optimizer]] = make_model,
+) -> tuple[Ddp, nn.Module]:
     """Joins the team as member ``w`` and the rank's number; weights differ before."""
     os.environ |= {
         "EVENER_COORDINATOR": address,
         "EVENER_MEMBER": f"w{rank.rank}",
         "EVENER_ELASTIC": limits,
     }
-    torch.manual_seed(rank.rank)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    config = DdpConfig(quiet=True, timeout_s=PATIENCE_S)
-    optimizer = AdamW(model.parameters(), lr=0.05)
-    return Ddp.setup(model, optimizer, devices="cpu", config=config), model
+    model, optimizer = make(1 + rank.rank)
+    ddp = Ddp.setup(model, optimizer, policy=policy, devices="cpu", config=config_for(policy))
+    return ddp, model
 
 
-def summary(trained: Trained) -> tuple[list[tuple[int, int]], list[list[float]]]:
-    """What a test compares: windows with their first positions, and all numbers of the state."""
-    windows = [(result.window, result.committed[0]) for result in trained.committed]
+def let_steps_last_alike() -> None:
+    """Lets this rank make as many local steps in a window as others, however busy this machine is.
+
+    Time passes for it by how often it looks at the clock.
+    """
+    looks = count()
+    time.perf_counter = lambda: next(looks) / 1000
+
+
+def summary(trained: Trained) -> tuple[Windows, list[list[float]]]:
+    """What a test compares: windows, as in ``WINDOWS``, and all numbers of the state."""
+    windows = [(r.window, r.epoch, r.ranges or (r.committed,)) for r in trained.committed]
     return windows, [tensor.double().flatten().tolist() for tensor in trained.state]
+
+
+def covers_each_once(windows: Windows) -> bool:
+    """Whether no window is missing, and every sample is in one window of each epoch."""
+    positions = Counter(
+        (epoch, position)
+        for _, epoch, ranges in windows
+        for start, stop in ranges
+        for position in range(start, stop)
+    )
+    once = {(epoch, position): 1 for epoch in range(EPOCHS) for position in range(NUM_SAMPLES)}
+    return positions == once and [number for number, *_ in windows] == [*range(len(windows))]
 
 
 def die() -> None:

@@ -1,15 +1,17 @@
 """Runs of an elastic team of threads, and what an undisturbed team makes of the same plans."""
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from evener import Ddp, DdpConfig, Sink, WindowResult
-from helpers.elastic import Died, ElasticThreads, Kill, ThreadMembership
+from evener import Ddp, DdpConfig, WindowResult
+from evener.planning.apportion import apportion
+from helpers.elastic import STEP, ElasticThreads, Kill, ThreadMembership
 from helpers.limits import PATIENCE_S
 from helpers.teams import ScriptedPolicy
 
@@ -29,7 +31,12 @@ class Trained(NamedTuple):
 
 
 def loop(
-    ddp: Ddp, model: nn.Module, at_commit: Callable[[WindowResult], None], *, num_workers: int = 0
+    ddp: Ddp,
+    model: nn.Module,
+    at_commit: Callable[[WindowResult], None],
+    *,
+    batch_size: int = BATCH,
+    num_workers: int = 0,
 ) -> Trained:
     committed: list[WindowResult] = []
     handed_out, values = [], []
@@ -39,9 +46,8 @@ def loop(
         at_commit(result)
 
     ddp.on_commit(commit)
-    loader = ddp.loader(
-        DATA, batch_size=BATCH, seed=3, micro_batch_size=MICRO_BATCH, num_workers=num_workers
-    )
+    sizes = {"batch_size": batch_size, "micro_batch_size": min(batch_size, MICRO_BATCH)}
+    loader = ddp.loader(DATA, seed=3, num_workers=num_workers, **sizes)
     for epoch in ddp.epochs(EPOCHS):
         for x, y in loader.epoch(epoch):
             handed_out.append(len(x))
@@ -62,13 +68,56 @@ def train(
         return loop(ddp, ddp.assembly.model, lambda result: at_commit(ddp, result))
 
 
-def begin(membership: ThreadMembership, *, seed: int, **options: Any) -> Ddp:
+def make_model(
+    seed: int, norm: Callable[[int], nn.Module] = nn.BatchNorm1d
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Linear(4, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def begin(
+    membership: ThreadMembership,
+    *,
+    seed: int,
+    norm: Callable[[int], nn.Module] = nn.BatchNorm1d,
+    freezes: Sequence[int] = (),
+    policy: str = "sync",
+    prepare: Callable[[Ddp], None] | None = None,
+    **options: Any,
+) -> Ddp:
     with SEEDED:  # threads share torch's generator
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    config = DdpConfig(quiet=True, timeout_s=PATIENCE_S, max_grad_norm=1.0)
-    return Ddp.setup(model, optimizer, devices="cpu", elastic=membership, config=config, **options)
+        model, optimizer = make_model(seed, norm)
+    for layer in freezes:
+        model.get_submodule(str(layer)).requires_grad_(False)
+    kills = membership.team.kills
+    if any((kill.member, kill.what) == (membership.member, STEP) for kill in kills):
+        optimizer.register_step_pre_hook(lambda *_: step_or_die(membership, model))
+    config = replace(config_for(policy), max_grad_norm=1.0)
+    options |= {"devices": "cpu", "elastic": membership, "policy": policy, "config": config}
+    ddp = Ddp.setup(model, optimizer, **options)
+    (prepare or park_nobody)(ddp)
+    return ddp
+
+
+def park_nobody(ddp: Ddp) -> None:
+    """What is worth parking rests on measured times: here nothing does."""
+    policy: Any = ddp.assembly.policy
+    policy.ranks_to_park = lambda batch_size: frozenset()
+
+
+def config_for(policy: str) -> DdpConfig:
+    """Two local steps of the slowest rank in each window, where there are local steps."""
+    anchors = {} if policy == "sync" else {"anchor": 2, "max_anchor": 2}
+    return DdpConfig(quiet=True, timeout_s=PATIENCE_S, **anchors)
+
+
+@torch.no_grad()
+def step_or_die(membership: ThreadMembership, model: nn.Module) -> None:
+    """Ends this rank in the step in which it is to die: one parameter has changed by then."""
+    if membership.team.kill_due(membership.member, STEP):
+        next(model.parameters()).add_(1.0)
+        membership.team.die(membership.member)
 
 
 def run(
@@ -77,7 +126,7 @@ def run(
     *,
     joins_after: int | None = None,
     at_commit: Callable[[ThreadMembership, WindowResult], None] | None = None,
-    sinks: Sequence[Callable[[], Sink]] = (),
+    **options: Any,
 ) -> tuple[ElasticThreads, dict[str, Trained]]:
     """Train; return the team, and what each member has that has come to the end.
 
@@ -86,32 +135,29 @@ def run(
         kills: Where members die.
         joins_after: Commit of this window starts another worker, and waits until it is there.
         at_commit: Called on every rank.
-        sinks: Of every rank; see ``Ddp.setup``.
+        options: Of every rank; see ``begin``.
     """
     team = ElasticThreads(founders, kills=kills)
 
     def body(membership: ThreadMembership) -> Trained:
         def commit(ddp: Ddp, result: WindowResult) -> None:
-            if joins_after == result.window and ddp.is_main_process and "j" not in team.numbers:
-                team.start("j", body)
-                while not team.joiners:
-                    time.sleep(0.001)
+            if joins_after == result.window and ddp.is_main_process:
+                team.add("j", body)
             if at_commit is not None:
                 at_commit(membership, result)
 
-        return train(membership, commit, sinks=sinks)
+        return train(membership, commit, **options)
 
-    fates = team.run(body)
-    errors = [f.error for f in fates if f.error is not None and not isinstance(f.error, Died)]
-    if errors:
-        raise errors[0]
-    return team, {fate.member: fate.value for fate in fates if fate.error is None}
+    return team, team.run_to_end(body)
 
 
-def check(team: ElasticThreads, trained: dict[str, Trained], *, replays: bool = True) -> None:
+def check(
+    team: ElasticThreads, trained: dict[str, Trained], *, replays: bool = True, **options: Any
+) -> None:
     """Every sample once an epoch, all members alike, and as an undisturbed team by these plans.
 
     Without ``replays`` the last is left out: the order of ranks, in which sums are formed, changed.
+    ``options`` are those of ``run``.
     """
     one = next(iter(trained.values()))
     windows = NUM_SAMPLES // BATCH * EPOCHS
@@ -133,19 +179,50 @@ def check(team: ElasticThreads, trained: dict[str, Trained], *, replays: bool = 
         sorted(f.numbers, key=lambda n: order.get(n, n)) == [*f.numbers] for f in team.formations
     )
     numbers = sorted({number for formation in team.formations for number in formation.numbers})
-    for state in replay(shares, len(numbers)):
+    for state in replay(shares, len(numbers), **options):
         assert all(map(torch.equal, state, one.state))
 
 
-def replay(shares: dict[int, list[int]], founders: int) -> list[list[Tensor]]:
+def replay(shares: dict[int, list[int]], founders: int, **options: Any) -> list[list[Tensor]]:
     """What a team without any change makes of the same plans."""
 
     def body(membership: ThreadMembership) -> list[Tensor]:
-        with begin(membership, seed=1) as ddp:
+        with begin(membership, seed=1, **options) as ddp:
             engine: Any = ddp.assembly.engine
             engine._policy = ScriptedPolicy(membership.most, lambda window, size: shares[window])
             return loop(ddp, ddp.assembly.model, lambda result: None).state
 
-    fates = ElasticThreads(founders).run(body)
-    assert not any(fate.error for fate in fates), fates
-    return [fate.value for fate in fates]
+    team = ElasticThreads(founders, most=len(shares[0]))
+    return [*team.run_to_end(body).values()]
+
+
+@cache
+def alone(norm: Callable[[int], nn.Module]) -> list[Tensor]:
+    """The state in which one process ends; ``norm`` treats each sample by itself."""
+    _, trained = run(1, norm=norm)
+    return trained["w0"].state
+
+
+class Parks(ScriptedPolicy):
+    """Equal shares of those who are present; some ranks are parked after the first window."""
+
+    def __init__(self, ddp: Ddp, misfits: Iterable[int], apart: int) -> None:
+        super().__init__(ddp.world_size, self._deal)
+        self._ddp, self._misfits, self._apart = ddp, frozenset(misfits), apart
+        self._absent, self._parked = ddp.assembly.engine.team.absent, frozenset[int]()
+
+    def _deal(self, window: int, size: int) -> tuple[int, ...]:
+        away = self._absent | self._parked
+        return tuple(apportion(size, [float(r not in away) for r in range(self.world_size)]))
+
+    def set_absent(self, ranks: frozenset[int]) -> None:
+        self._absent = ranks
+
+    def set_parked(self, ranks: frozenset[int]) -> None:
+        self._parked = ranks
+
+    def ranks_to_park(self, batch_size: int) -> frozenset[int]:
+        return self._misfits if self._ddp.window == 0 else frozenset()
+
+    def windows_apart(self, batch_size: int, change_s: float) -> int:
+        return self._apart

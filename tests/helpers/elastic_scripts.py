@@ -1,6 +1,5 @@
 """A user's script on an elastic team of threads: what it does besides training windows."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import Ddp, WindowResult
-from helpers.elastic import Died, ElasticThreads, Kill, ThreadMembership
+from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.elastic_runs import BATCH, DATA, MICRO_BATCH, begin
 
 AtCommit = Callable[[Ddp, WindowResult], None]
@@ -119,16 +118,10 @@ def run_script(
 
     def body(membership: ThreadMembership) -> Finding:
         def commit(ddp: Ddp, result: WindowResult) -> None:
-            if joins_after == result.window and ddp.is_main_process and "j" not in team.numbers:
-                team.start("j", body)
-                while not team.joiners:
-                    time.sleep(0.001)
+            if joins_after == result.window and ddp.is_main_process:
+                team.add("j", body)
             at_commit(ddp, result)
 
         return script(membership, commit, uses_range=uses_range)
 
-    fates = team.run(body)
-    errors = [f.error for f in fates if f.error is not None and not isinstance(f.error, Died)]
-    if errors:
-        raise errors[0]
-    return team, {fate.member: fate.value for fate in fates if fate.error is None}
+    return team, team.run_to_end(body)

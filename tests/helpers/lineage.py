@@ -16,7 +16,7 @@ def effective_events(events: Iterable[Event]) -> list[Event]:
         All others, in the same order.
     """
     events = list(events)
-    voids = Voids([event["window"] for event in events if event["type"] in VOIDING])
+    voids = Voids([event for event in events if event["type"] in VOIDING])
     return [event for event in events if voids.counts(event)]
 
 

@@ -76,6 +76,7 @@ class GradientAverager:
 
     Attributes:
         own_norm: 2-norm of this rank's gradients, as ``judge`` has found it; 0 without any.
+        has_measured: Whether they were looked at, so that no rank brings what is not finite.
     """
 
     def __init__(self, flat: FlatBuffers, comm: Communicator) -> None:
@@ -83,6 +84,7 @@ class GradientAverager:
         self.comm = comm
         self.own_norm = 0.0
         self._is_known = False
+        self.has_measured = True
 
     def use(self, comm: Communicator) -> None:
         """Go on with other ranks."""
@@ -102,7 +104,7 @@ class GradientAverager:
             Norms of gradients, one tensor for each group that has some, on the group's device.
             ``judge`` takes their values: the caller reads them together with others.
         """
-        self._is_known = False
+        self._is_known, self.has_measured = False, not unmeasured
         if not self._flat.gather(part) or unmeasured:
             return []
         return [

@@ -6,9 +6,9 @@ import math
 import struct
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from evener.data.cursor import Cursor
 from evener.engine.answers import AskingEngine
 from evener.engine.engine import EngineOptions, Superseded
+from evener.engine.positions import Position, Positions
 from evener.engine.results import Progress, WindowResult, pack_applied, unpack_applied
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
@@ -37,23 +38,6 @@ _PLACE = "place"
 #: So long a worker that joins waits for a team that has begun to say where it is. Not longer: the
 #: members may all be lost, and wait for this worker to begin anew with it.
 _PLACE_S = 10.0
-
-
-class Position(Protocol):
-    """The data position of a loader."""
-
-    @property
-    def cursor(self) -> Cursor | None:
-        """What windows are planned on; ``None`` for a stream."""
-        ...
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return it."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from another one."""
-        ...
 
 
 class ElasticEngine(AskingEngine):
@@ -79,6 +63,7 @@ class ElasticEngine(AskingEngine):
         membership = team.membership
         self.state = self.state._replace(
             is_elastic=team.is_elastic,
+            absent=team.absent,
             generation=membership.generation,
             # A rank that has not joined yet neither plans nor prints.
             planner=-1 if membership.is_joining else team.members[0],
@@ -99,9 +84,7 @@ class ElasticEngine(AskingEngine):
         self._are_planning = False
         #: The epoch that was begun last.
         self._epoch = 0
-        #: Of all loaders; and states of those that are not made yet, too.
-        self._positions: list[Position] = []
-        self._known_positions: Sequence[Any] = ()
+        self._positions = Positions()
         #: States of registered objects with which this rank has joined.
         self._joined_with: dict[str, Any] = {}
         self._on_change: list[Callable[[Change], None]] = []
@@ -140,9 +123,10 @@ class ElasticEngine(AskingEngine):
         """
         return  # where all that was under way is dropped
 
-    def _shared(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors of the model that a rank receives, with what they are."""
-        return [*self.training.held(), *self.training.frozen()]
+    def _shared(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the model that a rank receives, with what they are."""
+        yield from self.training.held()
+        yield from self.training.frozen()
 
     @property
     def _keeps_own(self) -> bool:
@@ -194,9 +178,7 @@ class ElasticEngine(AskingEngine):
 
         All ranks make the same loaders, in the same order.
         """
-        self._positions.append(position)
-        if len(self._positions) <= len(self._known_positions):
-            position.restore(self._known_positions[len(self._positions) - 1])
+        self._positions.hold(position)
 
     def pass_place(self, place: str) -> None:
         """Note where the script is; see ``RecordedSums``."""
@@ -340,7 +322,8 @@ class ElasticEngine(AskingEngine):
         self.announce(self._epoch)
         self._is_anew = not formation.has_state and is_alike
         if self._is_anew:  # all are at the same place of their scripts
-            self._are_planning = self._wants_plans
+            # A checkpoint may be of an earlier epoch: this loop has another order of samples.
+            self._are_planning = self._wants_plans and self.cursor.epoch == epoch
         elif is_new:  # unless it comes back into the epoch that it was in
             is_back = self._wants_plans and self.cursor.epoch == epoch
             self._is_new = not (is_back and self._are_planning)
@@ -420,6 +403,7 @@ class ElasticEngine(AskingEngine):
         return hashlib.blake2b(struct.pack(f"={len(hashes)}q", *hashes), digest_size=8).hexdigest()
 
     def _hashes(self) -> list[int]:
+        self.flat.adopt()  # or ranks that have not computed since a thaw would hold less
         with self.consensus():
             return self._check.hashes()
 
@@ -477,31 +461,18 @@ class ElasticEngine(AskingEngine):
             self._take_learnt(counters)
         return self.training.num_bytes
 
-    @property
-    def _current(self) -> int | None:
-        """The number of the loader whose epoch was begun last; ``None`` for none of these."""
-        cursors = [position.cursor for position in self._positions]
-        found = (number for number, cursor in enumerate(cursors) if cursor is self._cursor)
-        return None if self._cursor is None else next(found, None)
-
     def _counters(self) -> dict[str, Any]:
         """Return what a rank that was away has to know beside what is trained, in JSON."""
         return {
             "progress": asdict(self.progress),
-            "positions": [one.state_dict() for one in self._positions],
-            "current": self._current,
+            **self._positions.state_dict(self._cursor),
             "loss_scale": self._scale.state_dict(),
         }
 
     def _take_counters(self, counters: Mapping[str, Any]) -> None:
         """Undo ``_counters``."""
         self._set_progress(Progress(**counters["progress"]))
-        self._known_positions = counters["positions"]
-        for position, state in zip(self._positions, self._known_positions, strict=False):
-            position.restore(state)
-        current = counters["current"]
-        if current is not None and current != self._current:
-            self._cursor = self._positions[current].cursor
+        self._cursor = self._positions.load_state_dict(counters) or self._cursor
         self._scale.load_state_dict(counters["loss_scale"])
         self._take_model()
 

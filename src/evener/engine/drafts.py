@@ -14,7 +14,7 @@ from evener.engine.team import Team
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.protocol.machine import Phase
-from evener.protocol.row import DATA_LENGTH, Drop, Purpose, Row
+from evener.protocol.row import DATA_LENGTH, Purpose, Row
 
 #: Part of an epoch that it may be lengthened by, so that every rank has work in its beginning.
 _LONGER_EPOCH: Final = 0.01
@@ -29,7 +29,7 @@ class DraftingEngine(LateEngine):
     """
 
     @abstractmethod
-    def close(self, drop: Drop = Drop.NO) -> WindowResult | None:
+    def close(self, *, drop: bool = False) -> WindowResult | None:
         """Close a planned window; all ranks call it together."""
 
     @abstractmethod
@@ -53,7 +53,7 @@ class DraftingEngine(LateEngine):
     ) -> None:
         super().__init__(team, training, options)
         self._policy = policy
-        policy.set_parked(team.away)
+        policy.set_absent(team.absent)
         #: Leases of planned windows, and of the one whose plan comes next.
         self._leases: dict[int, Slice] = {}
         #: What this rank wants to say of the window after the next: a plan, where it plans.
@@ -72,12 +72,10 @@ class DraftingEngine(LateEngine):
         if self.world_size > 1 and (self._is_anew or not is_known):
             self._calibrate()
         self._is_anew = False
-        self._park_again()
         self._step_in()
         self._wants_plans = True
         try:
-            if self.state.phase is not Phase.AWAY:
-                self._plan_first(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size), 0.0)
+            self._plan_first(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size), 0.0)
             yield from self._work()
         finally:
             self._wants_plans = False
@@ -118,6 +116,9 @@ class DraftingEngine(LateEngine):
         Args:
             *work_for_all: See ``Policy.plan``; for each of these windows.
         """
+        self._park_again()
+        if self.state.phase is Phase.AWAY:
+            return
         for wanted in work_for_all:
             number = self._make_draft(work_for_all=wanted)
             found = self._meet(Purpose.PLAN, body=(*self._data(), *self._take_draft()))

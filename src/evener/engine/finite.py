@@ -27,10 +27,19 @@ def non_finite_on(
     return _error(f"{what} is not finite on rank {rank}", rank, name, plan, step)
 
 
-def overflow(plan: WindowPlan | LocalPlan, step: int) -> NonFiniteGradientError:
-    """Return the error for finite gradients whose sum over ranks is not."""
-    what = "the sum of the ranks' gradients, each of them finite, overflowed"
-    return _error(what, 0, None, plan, step)
+def overflow(
+    plan: WindowPlan | LocalPlan, step: int, *, are_finite: bool = True
+) -> NonFiniteGradientError:
+    """Return the error for a sum over ranks that is not finite.
+
+    Args:
+        plan: The window that is not applied.
+        step: The optimizer step that it would have been.
+        are_finite: Whether what was summed is known to be finite on each rank.
+    """
+    summed = "gradients" if isinstance(plan, WindowPlan) else "changes to parameters"
+    told = ", each of them finite, overflowed" if are_finite else " is not finite"
+    return _error(f"the sum of the ranks' {summed}{told}", 0, None, plan, step)
 
 
 def _error(

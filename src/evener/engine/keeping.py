@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -62,7 +62,7 @@ class KeepingEngine(ElasticEngine):
             self._exchanger = BackgroundExchanger(f"average-{team.rank}")
             self.spans = WindowSpans(team, background)
         self._policy = policy
-        policy.set_absent(team.away)
+        policy.set_absent(team.absent)
         self._replica = Replica(self.flat, self.buffers, self._check, team.comm)
         self._steps = LocalSteps(training, options)
         self._moments = RecentMoments(team.comm, self.optimizers, self._schedule)
@@ -177,7 +177,7 @@ class KeepingEngine(ElasticEngine):
         self._steps.next_window(0)
 
     def _use_team(self) -> None:
-        self._policy.set_absent(self.team.away)
+        self._policy.set_absent(self.team.absent)
         self.habits.speak(for_all=self.is_main)
         # What lies in the memory of an earlier generation may be written by a rank of it that was
         # stopped and wakes up.
@@ -195,12 +195,14 @@ class KeepingEngine(ElasticEngine):
         if self._flown is None and self._steps.num_done:
             self._schedule.agree(self.progress, 0)  # no further step is made before the average
 
-    def _shared(self) -> list[tuple[str, Tensor]]:
-        consensus = [("parameters", agreed) for agreed in self._replica.consensus]
-        consensus += [("buffers", agreed) for agreed in self.buffers.agreed]
-        return [*consensus, *self.training.frozen()]
+    def _shared(self) -> Iterator[tuple[str, Tensor]]:
+        self._replica.adopt()
+        yield from (("parameters", agreed) for agreed in self._replica.consensus)
+        yield from (("buffers", agreed) for agreed in self.buffers.agreed)
+        yield from self.training.frozen()
 
     def _hashes(self) -> list[int]:
+        self._replica.adopt()
         # Without showing the consensus: the loop may be between a forward and its backward.
         return self._check.hashes(self._replica.consensus, self.buffers.agreed)
 
@@ -229,7 +231,10 @@ class KeepingEngine(ElasticEngine):
         if self._lag is not None and not self.committing:
             self._catch_up(*self._lag)
             self._lag = None
-        return super()._resume()
+        has_plans = super()._resume()
+        if self._is_void:
+            self.buffers.keep()  # to these the void batch goes back, not to those from before
+        return has_plans
 
     def _catch_up(self, before: Progress, scale: float) -> None:
         """Let the window in flight land, by the consensus that has arrived."""

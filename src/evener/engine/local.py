@@ -133,7 +133,8 @@ class LocalEngine(KeepingEngine):
         """
         super().leave()
         self._wants_plans = self.has_left  # what it has done is to be averaged
-        if self._in_batch:
+        if self._in_batch or self._is_void:
+            self._is_void = False
             self.drop_share()
 
     def settle(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.averaging.gradients import GradientAverager
+from evener.engine.answers import Heard
 from evener.engine.changing import ElasticEngine
 from evener.engine.engine import EngineOptions
 from evener.engine.results import Round
@@ -15,9 +16,15 @@ from evener.engine.team import Team
 from evener.errors import CollectiveError
 from evener.planning.policies import ApplyPolicy, Forecast, Policy
 from evener.planning.report import Report
+from evener.protocol.formation import PARKED
 from evener.protocol.generation import Answer, Said, answer, call, without
 from evener.protocol.machine import Do, Phase
 from evener.protocol.row import ADMIT, CALL, PARK, RENEW, Purpose
+
+_MAIN_STAYS = (
+    "rank {} costs more than it brings. It is not parked, as it is the main process of an elastic "
+    "team. If you end it by Ctrl-C (SIGINT), the next rank becomes the main process"
+)
 
 
 class ParkingEngine(ElasticEngine):
@@ -25,10 +32,15 @@ class ParkingEngine(ElasticEngine):
 
     The planner wishes it in the rows of a window, and ``protocol/generation.py`` makes the next
     generation of it. A leaf leaves its plans behind, and makes new ones with those who are present.
+
+    A parked rank does not hold the state of the team, as the others train on. So a member of an
+    elastic team whose generation ends while it is parked joins the next one as if it had just come.
     """
 
     def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
         super().__init__(team, training, options, ApplyPolicy.SYNC)
+        #: In its memory lies what is exchanged.
+        self._home = team.whole
         self._averager = GradientAverager(self.flat, team.comm)
         self._sharded = training.sharded
         #: Weight of the last applied window, the guess for the next; 0 for none.
@@ -39,6 +51,8 @@ class ParkingEngine(ElasticEngine):
         self._recall_at = 0
         #: Seconds that calling parked ranks back took last; 0 before the first time.
         self._change_s = 0.0
+        #: Windows that this rank had committed when it was parked last, until it comes back.
+        self._known_windows = 0
 
     @property
     @abstractmethod
@@ -51,14 +65,25 @@ class ParkingEngine(ElasticEngine):
 
     def _wanted_change(self) -> int:
         """Return what the planner wishes to change about the team after this window."""
-        if self.team.is_elastic:
-            return self._wanted_renewal()
-        self._misfits = self.policy.ranks_to_park(self.batch_size)
+        if renewal := self._wanted_renewal():
+            # Parked ranks come first: who leaves may be the last one that holds the state.
+            return ADMIT if self.team.parked else renewal
+        self._misfits = self._find_misfits()
         if self._misfits:
             return PARK
         if self.team.parked and self._trial_is_due:
             return ADMIT
         return CALL if self.team.call_is_due else 0
+
+    def _find_misfits(self) -> frozenset[int]:
+        """Return the ranks to park, but for the main process of an elastic team."""
+        misfits, away = self.policy.ranks_to_park(self.batch_size), self.team.away
+        if not self.team.is_elastic or self.rank not in misfits:
+            return misfits
+        self.habits.tell_once(_MAIN_STAYS.format(self.rank))
+        others = misfits - {self.rank}
+        now, then = (self.policy.forecast(self.batch_size, r) for r in (away, away | others))
+        return others if then.window_s <= now.window_s else frozenset()
 
     @property
     def _trial_is_due(self) -> bool:
@@ -98,10 +123,10 @@ class ParkingEngine(ElasticEngine):
     def _park_misfits(self) -> None:
         """Park the ranks that the planner names; all that are present call it together."""
         told = self._end_generation(*map(float, sorted(self._misfits)))
-        misfits, parked = tuple(map(int, told)), self.team.parked
+        misfits, away = tuple(map(int, told)), self.team.away
         # Both before the policy hears of the change, with which it forgets times of exchanges.
-        before = self.policy.forecast(self.batch_size, parked)
-        after = self.policy.forecast(self.batch_size, parked.union(misfits))
+        before = self.policy.forecast(self.batch_size, away)
+        after = self.policy.forecast(self.batch_size, away.union(misfits))
         if self.is_main and self.rank in misfits:
             self.team.hand_over()
         self._park(misfits)
@@ -118,8 +143,11 @@ class ParkingEngine(ElasticEngine):
     def _park(self, ranks: Sequence[int]) -> None:
         """Form the next generation, without some ranks."""
         self._sharded.join()
-        self.team.park(ranks)
+        # Before the exchange that others may hear the end of, and this rank not.
         self.state = without(self.state, ranks)
+        self._is_in = not (self.team.is_elastic and self.rank in ranks)
+        self._known_windows = self.window if self.rank in ranks else 0
+        self.team.park(ranks)
         self._use_team()
 
     def _parting(self, misfits: Sequence[int], before: Forecast, after: Forecast) -> str:
@@ -158,15 +186,19 @@ class ParkingEngine(ElasticEngine):
     def _wait_for_recall(self) -> None:
         """Wait, parked, to be called back, and take over the state of the others."""
         self.was_parked = True
-        while self.state.phase is Phase.AWAY:
-            self._rejoin(self._come_to_door(Purpose.AWAY), receives=True)
+        with self.team.in_phase(PARKED):
+            while self.state.phase is Phase.AWAY:
+                try:
+                    self._rejoin(self._come_to_door(Purpose.AWAY), receives=True)
+                except CollectiveError as error:
+                    self._survive(error)
 
     def _come_to_door(self, purpose: Purpose, **said: Any) -> Answer:
         self.team.call(is_parked=purpose is Purpose.AWAY)
         stop = self.stopping or self.wants_stop()
-        self.state = self.state.say(purpose, stop=stop, **said)
+        self.state = self.state.say(purpose, stop=stop, leaving=self.team.is_leaving, **said)
         assert self.state.own is not None
-        rows = self._swap(self.state.own, self.team.whole, range(self.world_size))
+        rows = self._swap(self.state.own, self.team.whole, self.team.everyone)
         found = answer(self.state, rows)
         self.state = found.state
         return found
@@ -181,27 +213,43 @@ class ParkingEngine(ElasticEngine):
         counters = self.training.send(self.comm, self._counters(), receives, found.source)
         if receives:
             self._take_counters(counters)
+            self._known_windows = 0
+            self._is_in = True
         self._use_team()
         if found.said is Said.GO_ON:
             self._exchange_plans(math.inf, math.inf)
 
     def _counters(self) -> dict[str, Any]:
-        return {**super()._counters(), "expected_weight": self._expected_weight}
+        heard = self._heard.number
+        return {**super()._counters(), "expected_weight": self._expected_weight, "heard": heard}
 
     def _take_counters(self, counters: Mapping[str, Any]) -> None:
         super()._take_counters(counters)
         self._expected_weight = counters["expected_weight"]
+        if self._heard.number != counters["heard"]:  # this rank was parked meanwhile
+            self._heard = Heard(counters["heard"])
+
+    def _take_learnt(self, learnt: Mapping[str, Any]) -> None:
+        super()._take_learnt(learnt)
+        applied, known, self._known_windows = self._applied, self._known_windows, 0
+        if applied is not None and applied.result.window < known:
+            # A rank was lost in the round that has committed it, and of which this one has heard.
+            self._applied = None
+            for lease in applied.leases:
+                self.cursor.commit(lease)
 
     def _use_team(self) -> None:
         """Use the ranks that are present from now on, in the policy and in exchanges."""
-        self.policy.set_parked(self.team.away)
+        self.policy.set_absent(self.team.absent)
+        self.policy.set_parked(self.team.parked)
         self.habits.speak(for_all=self.is_main)
-        self._averager.use(self.comm)
-        self.buffers.use(self.comm)
-        if self.team.is_elastic:
+        if self._home is not self.team.whole:
             # What lies in the memory of an earlier generation may be written by a rank of it that
             # was stopped and wakes up.
-            self.flat.move(self.comm)
-            self.buffers.move(self.comm)
+            self._home = self.team.whole
+            self.flat.move(self._home)
+            self.buffers.move(self._home)
+        self._averager.use(self.comm)
+        self.buffers.use(self.comm)
         if self.state.phase is not Phase.AWAY:
             self._sharded.divide(self.comm)

@@ -89,6 +89,7 @@ class Replica:
     @torch.no_grad()
     def adopt(self) -> None:
         """Take in parameters that have become trainable, before their first step."""
+        self._flat.adopt()
         for group in self._flat.groups[len(self.consensus) :]:
             self.consensus.append(group.data.clone())
             size, dtype, device = group.data.numel(), group.data.dtype, group.data.device
@@ -98,7 +99,6 @@ class Replica:
     @torch.no_grad()
     def snapshot(self) -> Drift:
         """Take this rank's differences from the consensus as they are now."""
-        self._flat.attach_grads()  # parameters thawed on this rank, which had no step since
         self.adopt()
         for group, agreed, scratch, kept in self._groups():
             kept.copy_(group.data)

@@ -7,7 +7,7 @@ was away receives it with the flat buffers.
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -238,7 +238,7 @@ class TrainingState:
         receives: bool,
         source: int = 0,
         *,
-        held: Sequence[tuple[str, Tensor]] | None = None,
+        held: Iterable[tuple[str, Tensor]] | None = None,
         keeps_own: bool = False,
     ) -> dict[str, Any]:
         """Bring ranks that were away up to the state of the others, bit for bit.
@@ -251,12 +251,16 @@ class TrainingState:
             counters: Further plain values of the rank that sends; those of others are ignored.
             receives: Whether this rank takes the state over; the others hold the same bits already.
             source: The rank that sends.
-            held: What it takes over of the model, with what that is; by default, what changes.
+            held: What it takes over of the model, with what that is; by default, what changes. It
+                is asked for when this rank trains what the others train.
             keeps_own: It keeps its optimizers, schedule and registered objects, and takes over
                 ``held`` and ``counters`` alone.
 
         Returns:
             The ``counters`` of the rank that sends.
+
+        Raises:
+            UsageError: This rank takes over, and trains other parameters.
         """
         sends = comm.rank == source
         document, groups = self.collect(self.own_states(), travels=True) if sends else ({}, {})
@@ -265,9 +269,12 @@ class TrainingState:
             for group, tensors in groups.items()
             for name, tensor in tensors.items()
         ]
-        note = encode({"state": document, "counters": counters, "index": index}, path="state")
+        told = {"state": document, "counters": counters, "index": index}
+        note = encode({**told, "trained": self.flat.describe()}, path="state")
         said = json.dumps(note).encode() if sends else b""
         note = decode(json.loads(comm.all_gather_bytes(said, what="state index")[source]))
+        if receives:
+            self.flat.follow(note["trained"])
         self.num_bytes = 0
         model = [
             (own, self._transfer(comm, own, source, receives, what=f"{what} of a recall"))
@@ -289,9 +296,19 @@ class TrainingState:
                 for own, received in model:
                     own.copy_(received)
             if not keeps_own:
-                self.restore(unpack(note["state"], arrived))
-        told: dict[str, Any] = note["counters"]
-        return told
+                self._take_over(unpack(note["state"], arrived))
+        counters = note["counters"]
+        return counters
+
+    def _take_over(self, content: TrainingContent) -> None:
+        try:
+            self.restore(content)
+        except ValueError as error:  # of torch
+            raise UsageError(
+                f"this worker cannot take over the optimizers of the team ({error}). It needs the "
+                "parameter groups that they have by now: call add_param_group for all of them "
+                "before Ddp.setup, or loop over range(n), in which it calls what the others called"
+            ) from error
 
     def held(self) -> list[tuple[str, Tensor]]:
         """Return trainable parameters and buffers, as the model holds them."""
@@ -300,8 +317,7 @@ class TrainingState:
 
     def frozen(self) -> list[tuple[str, Tensor]]:
         """Return the parameters that nobody trains: a rank that is new may have others."""
-        frozen = (p.detach() for p in self.model.parameters() if not p.requires_grad)
-        return [("frozen parameters", parameter) for parameter in frozen]
+        return [("frozen parameters", parameter.detach()) for parameter in self.flat.outside]
 
     def _transfer(
         self, comm: Communicator, own: Tensor, source: int, receives: bool, *, what: str

@@ -28,7 +28,7 @@ from evener.planning.policies import Policy
 from evener.planning.report import LOSS, Report
 from evener.protocol.generation import Said
 from evener.protocol.machine import Do
-from evener.protocol.row import ALL, Drop, Purpose, Row, checksum, pack
+from evener.protocol.row import ALL, Purpose, Row, checksum, pack
 
 
 @final
@@ -96,14 +96,20 @@ class SyncEngine(DraftingEngine):
     def end_epoch(self) -> None:
         """Commit the last window of an epoch, and call parked ranks; all call it together."""
         if self.team.parked:
-            self._recall(Said.END)
+            try:
+                self._recall(Said.END)
+            except CollectiveError as error:
+                self._survive(error)
         self.settle()
 
     def leave(self) -> None:
         """Leave an epoch in its middle; the others learn of it in ``settle``."""
-        super().leave()
+        # Else the team has stopped, or changed after others had left: no rank owes a row.
+        if self.is_working or self.state.applied or not self.in_epoch:
+            super().leave()
         if not self._turns:
             self.drop_share()
+        self._is_void = False
 
     # ── this rank's part of a window ─────────────────────────────────────────────────────────────
 
@@ -121,15 +127,15 @@ class SyncEngine(DraftingEngine):
         last = self.share.end_micro_batch()
         if not self.in_epoch:
             return self._close(Purpose.STEP)
-        if not self.is_working:
-            return None  # dropped at an optimizer's turn: what is left goes through, for nothing
         if self._is_void:  # a rank was lost meanwhile: the window is done again
             self._is_void = False
             self.drop_share()
             self.open_share(0)
             return None
+        if not self.is_working:
+            return None  # dropped at an optimizer's turn: what is left goes through, for nothing
         if self._is_interrupted() and not last:
-            return self.close(Drop.NO if self._turns else Drop.STOP)
+            return self.close(drop=not self._turns)
         return self.close() if last else None
 
     def step_part(self, part: int) -> WindowResult | None:
@@ -158,7 +164,7 @@ class SyncEngine(DraftingEngine):
         share.resume()
         return result
 
-    def close(self, drop: Drop = Drop.NO) -> WindowResult | None:
+    def close(self, *, drop: bool = False) -> WindowResult | None:
         """Close a planned window; all ranks call it together.
 
         A rank without a share does not know whether the others step one optimizer, close the
@@ -195,38 +201,34 @@ class SyncEngine(DraftingEngine):
         return None
 
     def _close(
-        self, purpose: Purpose, part: int | None = None, drop: Drop = Drop.NO
+        self, purpose: Purpose, part: int | None = None, *, drop: bool = False
     ) -> WindowResult | None:
         """Say what this rank did, and do what follows from what all say."""
         if self.has_left and purpose is Purpose.STEP:
             self.settle()  # plans of a loop that was left by `break` are not for what follows it
         self._result, window = None, self.window
         try:
-            self._say(purpose, part, drop)
+            self._say(purpose, part, drop=drop)
         except CollectiveError as error:
             self._survive(error, may_join=self.in_epoch)
             if self.window == window:
                 return None  # the window is done again
         return self._result
 
-    def _say(self, purpose: Purpose, part: int | None, drop: Drop) -> None:
+    def _say(self, purpose: Purpose, part: int | None, *, drop: bool) -> None:
         report = self._report(part)
         self.spans.begin_wait()
         self._meet(
             purpose,
             part=ALL if part is None else part,
             drop=drop,
-            change=self._wish if self.state.plans else self._unplanned_wish(),
+            change=self._wish if self.state.plans else self._wanted_renewal(),
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
             hooked=self.habits.are_hooked,
             report=report,
             body=self._draft or (),
         )
-
-    def _unplanned_wish(self) -> int:
-        """Return what the planner of an elastic team wishes in a window without a plan."""
-        return self._wanted_change() if self.team.is_elastic and self.is_main else 0
 
     def _meet(self, purpose: Purpose, **said: Any) -> Round:
         """Add to the row what a device has found not finite in the window before."""
@@ -449,12 +451,13 @@ class SyncEngine(DraftingEngine):
             return False
         if self._skips or self._scale.can_shrink:
             return True
-        blamed, step = None, self.progress.steps + 1
+        blamed, step, are_finite = None, self.progress.steps + 1, self._averager.has_measured
         if self._sharded.is_on:
             blamed = self._sharded.blame(part, what=f"window {plan.window}")
+            are_finite |= self._sharded.can_blame
         self.flat.zero_(part)
         if blamed is None:
-            raise overflow(plan, step)
+            raise overflow(plan, step, are_finite=are_finite)
         rank, number = blamed
         raise non_finite_on(rank, number + 1, plan, self.flat.names, step)
 

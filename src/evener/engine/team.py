@@ -29,7 +29,8 @@ class Team:
     numbers.
 
     In an elastic team, ranks may be *absent*: a member was lost, or has not come yet. Members keep
-    their numbers, and all that are present use one communicator, which each generation has anew.
+    their numbers, and each generation has a new communicator of all of them. A parked rank remains
+    a member of its generation.
 
     Args:
         comm: Joins the ranks.
@@ -39,10 +40,11 @@ class Team:
         rank: Number of this rank.
         world_size: Ranks of the team, those that are parked or absent included.
         members: Ranks that are present, in order.
+        everyone: The same, and those that are parked.
         people: What each rank is, as they introduced themselves; see ``meet``.
         names: What each rank is called in events; empty where nobody has that number.
         comm: Joins them.
-        whole: Joins all ranks, but for absent ones.
+        whole: Joins ``everyone``.
         membership: As given.
         sent_before: Bytes that this rank has sent through communicators that were let go.
     """
@@ -51,7 +53,8 @@ class Team:
         self.membership = membership or FixedMembership(comm.rank, comm.world_size)
         self.rank = self.membership.number
         self.world_size = self.membership.most
-        self.members = comm.numbers if self.is_elastic else tuple(range(comm.world_size))
+        self.everyone = comm.numbers if self.is_elastic else tuple(range(comm.world_size))
+        self.members = self.everyone
         self.people: tuple[Member, ...] = ()
         self._twin: Team | None = None
         self.names = [""] * self.world_size
@@ -72,6 +75,11 @@ class Team:
         return self.membership.is_joining
 
     @property
+    def leads(self) -> bool:
+        """Whether no member of the team is left that this rank is to join; it then decides."""
+        return self.membership.leads
+
+    @property
     def wants_change(self) -> bool:
         """Whether a worker waits to join an elastic team."""
         return self.membership.wants_change
@@ -87,7 +95,7 @@ class Team:
         self.membership.leave(finished=False)
 
     def finish(self) -> None:
-        """Let an elastic team know that this rank has done the run to its end."""
+        """Let an elastic team know that its run has ended: done to its end, or stopped."""
         self.membership.leave(finished=True)
 
     @property
@@ -136,7 +144,7 @@ class Team:
         self.membership.announce(key, text)
 
     def announced(self, key: str, timeout_s: float = 0.0) -> str:
-        """Return what the team has announced, or an empty text after ``timeout_s``."""
+        """Return what the team has announced; see ``Membership.announced``."""
         return self.membership.announced(key, timeout_s)
 
     @property
@@ -147,7 +155,12 @@ class Team:
     @property
     def parked(self) -> frozenset[int]:
         """Ranks that wait to be called back."""
-        return frozenset() if self.is_elastic else self.away
+        return self.away - self.absent
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Numbers that no member of an elastic team has."""
+        return frozenset(range(self.world_size)) - frozenset(self.everyone)
 
     @property
     def has_ended(self) -> bool:
@@ -238,8 +251,7 @@ class Team:
     def rejoin(self) -> None:
         """All ranks are present again."""
         self._let_go(self.comm)
-        self.comm = self.whole
-        self.members = tuple(range(self.world_size))
+        self.comm, self.members = self.whole, self.everyone
 
     def _let_go(self, comm: Communicator) -> None:
         if comm is not self.whole:
@@ -251,7 +263,7 @@ class Team:
         formation = formed.formation
         self.sent_before += sum(comm.sent_bytes for comm in {self.comm, self.whole})
         self.comm = self.whole = formed.comm
-        self.members = formation.numbers
+        self.members = self.everyone = formation.numbers
         self.rank = self.membership.number
         self._report_waits()
         for rank, name in zip(formation.numbers, formation.members, strict=True):
@@ -261,11 +273,12 @@ class Team:
         """Have no part in any generation, as the team has continued without this rank."""
         self.sent_before += sum(comm.sent_bytes for comm in {self.comm, self.whole})
         self.comm = self.whole = SingleCommunicator(number=self.rank)
-        self.members = (self.rank,)
+        self.members = self.everyone = (self.rank,)
 
     def let_go(self) -> None:
-        """Close the connections of a generation of an elastic team."""
-        self.comm.close()
+        """Close the connections, also those to parked ranks."""
+        for comm in {self.comm, self.whole}:
+            comm.close()
         if self._twin is not None:
             self._twin.let_go()
 
@@ -283,7 +296,8 @@ class Team:
     def _follow(self, team: "Team") -> None:
         self.sent_before += self.comm.sent_bytes
         self.comm = self.whole = team._split()
-        self.members, self.rank = team.members, team.rank
+        self.members = self.everyone = team.members
+        self.rank = team.rank
         self._report_waits()
 
     def _split(self) -> Communicator:
@@ -293,11 +307,13 @@ class Team:
 
     def stand_aside(self) -> None:
         """Be alone, as this rank's script is where the others have been before it joined."""
-        self.comm, self.members = SingleCommunicator(number=self.rank), (self.rank,)
+        self.comm = SingleCommunicator(number=self.rank)
+        self.members = self.everyone = (self.rank,)
 
     def step_in(self) -> None:
         """End ``stand_aside``."""
-        self.comm, self.members = self.whole, self.whole.numbers
+        self.comm = self.whole
+        self.members = self.everyone = self.whole.numbers
 
     def hurry(self, timeout_s: float) -> None:
         """Shorten the deadlines of exchanges, also of one that is under way."""

@@ -162,6 +162,10 @@ class Policy(Planner):
                 work only where it helps, ``inf`` always, where there are enough samples.
         """
 
+    def set_absent(self, ranks: frozenset[int]) -> None:
+        """Give nothing to these numbers, which no member of an elastic team has."""
+        return
+
     def set_parked(self, ranks: frozenset[int]) -> None:
         """Give these ranks nothing to do until further notice."""
         return
@@ -174,7 +178,7 @@ class Policy(Planner):
         return frozenset()
 
     def forecast(self, batch_size: int, away: frozenset[int]) -> Forecast:
-        """Return what a window is predicted to take if these ranks are parked, and no others."""
+        """Return what a window is predicted to take if these ranks are away, and no others."""
         return Forecast(0.0, 0.0)
 
     def windows_apart(self, batch_size: int, change_s: float) -> int:

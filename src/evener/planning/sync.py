@@ -92,6 +92,7 @@ class SyncPolicy(Policy):
         self._costs: tuple[CostModel, ...] | None = None
         self._best: dict[int, tuple[tuple[int, ...], float]] = {}
         self._idle_windows = [0] * len(members)
+        self._absent: frozenset[int] = frozenset()
         # Whether each rank that is present makes its part of the optimizer's update.
         self._divides_updates = False
         # Windows in a row in which one rank alone was better; and by rank, in which it was idle.
@@ -218,7 +219,7 @@ class SyncPolicy(Policy):
         reason, exception = "", self._exception
         self._exception = ""
         if costs is None:
-            present = [float(rank not in self._parked) for rank in range(len(self.members))]
+            present = [float(rank not in self._away) for rank in range(len(self.members))]
             shares = apportion(size, present)
             reason = "the shares are equal until speeds are known"
         else:
@@ -229,7 +230,7 @@ class SyncPolicy(Policy):
                 if shares != steady:
                     reason = self._exception = "every rank gets work in the first window"
         if self._avoid_ones:
-            shares = without_ones(shares, self.micro_batch_sizes, self._parked, least)
+            shares = without_ones(shares, self.micro_batch_sizes, self._away, least)
         if not reason and size != self._last_size:
             reason = f"the window has {size} samples instead of {self._last_size}"
         elif not reason and exception:
@@ -238,10 +239,15 @@ class SyncPolicy(Policy):
         self._give_reason(window, reason)
         return WindowPlan(window=window, epoch=epoch, start=start, size=size, shares=shares)
 
+    def set_absent(self, ranks: frozenset[int]) -> None:
+        """Note which numbers no member of an elastic team has; see ``Policy``."""
+        self._absent = ranks
+        self.set_parked(self._parked)
+
     def set_parked(self, ranks: frozenset[int]) -> None:
         """Give these ranks nothing to do until further notice; see ``Policy``."""
-        self._parked = ranks
-        self._present = [r for r in range(len(self.members)) if r not in ranks]
+        self._parked, self._away = ranks, ranks | self._absent
+        self._present = [r for r in range(len(self.members)) if r not in self._away]
         for known in self._exchanges_s.values():
             del known[:-_MEMORY_OF_BEFORE]
         self._forget_decisions()
@@ -288,8 +294,8 @@ class SyncPolicy(Policy):
         return misfits
 
     def _is_longer_without(self, ranks: frozenset[int], batch_size: int) -> bool:
-        present_s = self.forecast(batch_size, self._parked).window_s
-        return self.forecast(batch_size, self._parked | ranks).window_s > present_s
+        present_s = self.forecast(batch_size, self._away).window_s
+        return self.forecast(batch_size, self._away | ranks).window_s > present_s
 
     def _forget_decisions(self) -> None:
         self._alone_windows = 0
@@ -310,7 +316,7 @@ class SyncPolicy(Policy):
         return None if fastest is None else present[fastest]
 
     def forecast(self, batch_size: int, away: frozenset[int]) -> Forecast:
-        """Return what a window takes if these ranks are parked; see ``Policy``."""
+        """Return what a window takes if these ranks are away; see ``Policy``."""
         working = [r for r in range(len(self.members)) if r not in away]
         known = _presumed_costs(self._speeds)
         if known is None:
@@ -327,8 +333,8 @@ class SyncPolicy(Policy):
 
         The less often, the more a trial costs: it takes 1 % of the time at most.
         """
-        costs, everyone = self.costs, self.forecast(batch_size, frozenset())
-        now_s, exchange_s = self.forecast(batch_size, self._parked)
+        costs, everyone = self.costs, self.forecast(batch_size, self._absent)
+        now_s, exchange_s = self.forecast(batch_size, self._away)
         if costs is None or not self._parked or now_s <= 0.0:
             return LEAST_APART
         sizes = self.micro_batch_sizes

@@ -26,6 +26,9 @@ EVALUATING: Final = "evaluating"
 WAITING: Final = "waiting"
 """The phase of a member that waits for others, in an exchange."""
 
+PARKED: Final = "parked"
+"""The phase of a member without which the others train: it waits to be called back."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
@@ -77,6 +80,10 @@ class Formation:
     receivers: tuple[str, ...]
     lease_s: float
     detect_s: float = 0.0
+
+    def number_of(self, member: str) -> int:
+        """Return the number of a member."""
+        return self.numbers[self.members.index(member)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,9 @@ planner says that it is time to try them.
 In an elastic team the coordinator numbers and forms generations, and ``renewed`` gives the state in
 which one begins. A rank that joins or leaves changes the generation in the same agreed way. A rank
 that is lost forces the change. In SYNC, those who remain drop the window under way and redo it. In
-CADENCE and ASYNC they keep their local steps, and average them at once.
+CADENCE and ASYNC they keep their local steps, and average them at once. The coordinator knows
+nothing of parked ranks: they remain members of the generation, which keeps its number. Before a
+rank joins or leaves they are called back, and a loss brings them back as ranks that join.
 """
 
 from collections.abc import Collection, Mapping
@@ -47,7 +49,7 @@ class Answer(NamedTuple):
     Attributes:
         state: The state after it.
         said: What those who work have said.
-        source: The lowest rank that worked: its state is everybody's.
+        source: Place of the lowest rank that worked, in rank order: its state is everybody's.
     """
 
     state: State
@@ -59,13 +61,18 @@ def without(state: State, ranks: Collection[int]) -> State:
     """Return the next generation, in which ``ranks`` are parked; it begins with new plans."""
     members = tuple(member for member in state.members if member not in ranks)
     return state._replace(
-        generation=state.generation + 1,
+        generation=_after(state.generation, state),
         members=members,
         planner=state.planner if state.planner in members else members[0],
         phase=Phase.AWAY if state.me in ranks else state.phase,
         plans=(),
         again=(),
     )
+
+
+def _after(generation: int, state: State) -> int:
+    """Return the number of the next generation; that of an elastic team the coordinator counts."""
+    return generation if state.is_elastic else generation + 1
 
 
 def call(state: State, said: Said, *, tries: bool) -> tuple[float, ...]:
@@ -97,12 +104,14 @@ def renewed(state: State, formation: Formation, me: int) -> State:
         me=me,
         generation=formation.generation,
         members=formation.numbers,
+        absent=frozenset(range(state.world_size)) - frozenset(formation.numbers),
         planner=formation.numbers[0],
         window=formation.base,
         own=None,
         flight=None,
         applied=False,
         phase=Phase.REST if owes else Phase.OUT,
+        again=(),
         leaving=(),
     )
 
@@ -114,7 +123,7 @@ def answer(state: State, rows: Mapping[int, Row]) -> Answer:
 
     Args:
         state: This rank's.
-        rows: Of all ranks of the team.
+        rows: Of all ranks of the team, in rank order.
 
     Raises:
         CollectiveMismatchError: A rank that is not parked wanted something else.
@@ -123,21 +132,21 @@ def answer(state: State, rows: Mapping[int, Row]) -> Answer:
     places = {(row.purpose, row.window, row.generation) for row in calling.values()}
     if len(places) != 1 or next(iter(places))[0] is not Purpose.CALL:
         raise CollectiveMismatchError(wording.mismatch(rows, {}))
-    source, row = next(iter(calling.items()))
+    lowest, row = next(iter(calling.items()))
     known, planner, *again = map(int, row.body)
     stopping = state.stopping or any(other.stop for other in rows.values())
     said = Said(known)
-    state = state._replace(own=None, stopping=stopping)
+    leaving = tuple(rank for rank, row in rows.items() if row.leaving)
+    state = state._replace(own=None, stopping=stopping, leaving=leaving)
     if said is not Said.STAY:
         state = state._replace(
-            generation=row.generation + 1,
-            members=tuple(range(state.world_size)),
+            generation=_after(row.generation, state),
+            members=tuple(rows),
             window=row.window,
-            attempt=0,
             phase=Phase.OUT if state.phase is Phase.AWAY else state.phase,
             led_out=said is Said.LEFT if state.phase is Phase.AWAY else state.led_out,
             plans=(),
             planner=planner,
             again=tuple(again),
         )
-    return Answer(state, said, source)
+    return Answer(state, said, [*rows].index(lowest))

@@ -10,8 +10,6 @@ The whole table is in ``judge`` and the functions below it; the first line that 
     rows                                              what is done
     ------------------------------------------------  -------------------------------------------
     different windows, generations or purposes        error on every rank: ranks are at odds
-    a row that is not final (an announcement)         OPEN: gradients may travel; or VOID;
-                                                      REPEAT on ranks whose rows were final
     VALUE, SAVE, EVALUATE, GATHER, PROBE, REHEARSE,   nothing: their bodies are the answer
     STATE, CLOSE, FORM
     PLAN                                              the planner's plan is taken: work begins;
@@ -24,9 +22,6 @@ The whole table is in ``judge`` and the functions below it; the first line that 
       ... trainable parameters differ                 error on every rank
       ... learning rates differ                       RATES, and one of the lines below
       ... a rank drops it, as it was told to stop     DROP
-      ... a rank drops it, as it left its loop        error if another works in it; otherwise
-                                                      DROP, and CHANGE if ranks are parked
-      ... a rank drops it                             REDO, or DROP if the team stops
       ... different optimizers are to be stepped      error on every rank
       ... a number is not finite, no skip allowed     RESTORE, error on every rank
       ... a weight is negative or not finite          error on every rank
@@ -55,7 +50,7 @@ from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import wording
-from evener.protocol.row import ALL, DATA_LENGTH, Drop, Purpose, Row, unpack_local_plan, unpack_plan
+from evener.protocol.row import ALL, DATA_LENGTH, Purpose, Row, unpack_local_plan, unpack_plan
 
 
 class Phase(Enum):
@@ -65,8 +60,6 @@ class Phase(Enum):
     """No epoch is open, and nothing is owed."""
     WORK = auto()
     """In an epoch, with a plan."""
-    EARLY = auto()
-    """The same, and this window was announced."""
     REST = auto()
     """Its loop was left by ``break``, which others may not know: rows are owed."""
     AWAY = auto()
@@ -88,8 +81,6 @@ class Do(Enum):
     """Exchange learning rates, which differ; ranks without a share adopt those of the others."""
     DROP = auto()
     """Throw this window away; its samples stay uncommitted."""
-    REDO = auto()
-    """Throw this window away, and compute it again."""
     RESTORE = auto()
     """Throw away what was computed since the last average."""
     TURN = auto()
@@ -102,12 +93,6 @@ class Do(Enum):
     """Move the consensus on by what was exchanged."""
     CHANGE = auto()
     """The generation ends; see ``generation.py``."""
-    OPEN = auto()
-    """Gradients may travel: all have announced the same window."""
-    VOID = auto()
-    """Announcements differed, so nothing travels: the row that comes next is final."""
-    REPEAT = auto()
-    """Say the same once more, in a further round."""
 
 
 Plan = WindowPlan | LocalPlan
@@ -127,19 +112,17 @@ class State(NamedTuple):
         generation: Its number.
         phase: Where this rank is.
         window: Number of the window that is being computed.
-        attempt: How often it was begun anew.
         own: The row that was said and not yet answered.
-        open: Whether gradients of this window may travel.
         plans: Agreed plans, that of this window first; one at a time in CADENCE and ASYNC.
         flight: Plan of the window whose exchange has begun and not landed.
         applied: Whether the window before is applied and not known to be committed.
-        turns: Optimizers' turns taken in this window.
         stopping: Whether the team has agreed to stop.
         winding: Whether the epoch ends early, with one more window at which all wait.
         led_out: Whether the others have left their loops by ``break``, and this rank with them.
         again: Ranks that were parked when the last epoch ended, and are parked again when the next
             one begins.
-        is_elastic: Whether members may join and leave; no rank is parked then.
+        is_elastic: Whether members may join and leave.
+        absent: Numbers that no member of an elastic team has.
         leaving: Ranks that were told to leave an elastic team for good, as they said in the last
             round.
     """
@@ -152,18 +135,16 @@ class State(NamedTuple):
     generation: int = 0
     phase: Phase = Phase.OUT
     window: int = 0
-    attempt: int = 0
     own: Row | None = None
-    open: bool = False
     plans: tuple[Plan, ...] = ()
     flight: LocalPlan | None = None
     applied: bool = False
-    turns: int = 0
     stopping: bool = False
     winding: bool = False
     led_out: bool = False
     again: tuple[int, ...] = ()
     is_elastic: bool = False
+    absent: frozenset[int] = frozenset()
     leaving: tuple[int, ...] = ()
 
     @property
@@ -179,14 +160,12 @@ class State(NamedTuple):
     @property
     def is_working(self) -> bool:
         """Whether there is a window to compute."""
-        return self.phase in (Phase.WORK, Phase.EARLY)
+        return self.phase is Phase.WORK
 
     @property
     def away(self) -> frozenset[int]:
         """Ranks that are parked."""
-        if self.is_elastic:
-            return frozenset()
-        return frozenset(range(self.world_size)) - frozenset(self.members)
+        return frozenset(range(self.world_size)) - self.absent - frozenset(self.members)
 
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
 
@@ -201,13 +180,10 @@ class State(NamedTuple):
             purpose=purpose,
             window=self.window,
             generation=self.generation,
-            attempt=self.attempt,
             left=self.phase is Phase.REST,
-            turns=self.turns,
             **said,
         )
-        phase = self.phase if row.final else Phase.EARLY
-        return self._replace(own=row, phase=phase)
+        return self._replace(own=row)
 
     def start(self) -> "State":
         """A window of local steps is over, and its exchange begins."""
@@ -218,16 +194,17 @@ class State(NamedTuple):
         """The loop is left by ``break``, or by an error: ``REST`` follows.
 
         In SYNC that also holds in ``OUT``, which is the phase in windows of streams, and between
-        epochs. Without effect in all other phases, and in ``OUT`` of CADENCE and ASYNC.
+        epochs. In CADENCE and ASYNC it holds in ``OUT`` where the last window of an epoch is not
+        committed: ranks that end their loops commit it. Without effect in all other phases.
         """
-        if not (self.is_working or (self.is_sync and self.phase is Phase.OUT)):
-            return self
-        return self._replace(phase=Phase.REST)
+        has_landed = self.applied and self.flight is None
+        is_owed = self.phase is Phase.OUT and (self.is_sync or has_landed)
+        return self._replace(phase=Phase.REST) if self.is_working or is_owed else self
 
     def release(self) -> "State":
         """Plans are dropped: an epoch begins, or ends."""
         phase = self.phase if self.phase in (Phase.AWAY, Phase.ENDED) else Phase.OUT
-        return self._replace(phase=phase, plans=(), turns=0, attempt=0, winding=False, open=False)
+        return self._replace(phase=phase, plans=(), winding=False)
 
     def begin(self) -> "State":
         """An epoch begins: nothing of the one before is left."""
@@ -286,19 +263,17 @@ def judge(state: State, rows: Mapping[int, Row]) -> Ruling:
         state: This rank's.
         rows: By rank, of all members of the generation, in rank order.
     """
-    announced = not all(row.final for row in rows.values())
-    purpose = Purpose.WINDOW if announced else _common_purpose(rows)
-    places = {(row.window, row.generation, row.attempt) for row in rows.values()}
+    purpose = _common_purpose(rows)
+    places = {(row.window, row.generation) for row in rows.values()}
     if purpose is None or len(places) > 1:
         error = CollectiveMismatchError(wording.mismatch(rows, {}))
         return Ruling(state=state.end(), error=error)
     leaving = tuple(rank for rank, row in rows.items() if row.leaving)
     # Nobody would continue without them all: then they stop together, and save what they have.
-    stops = len(leaving) == len(rows)
-    stops |= any(row.stop or row.drop is Drop.STOP for row in rows.values())
+    stops = len(leaving) == len(rows) and not state.away
+    leaving += tuple(rank for rank in state.leaving if rank in state.away)  # as heard at the door
+    stops |= any(row.stop or row.drop for row in rows.values())
     state = state._replace(own=None, stopping=state.stopping or stops, leaving=leaving)
-    if announced:
-        return _judge_announcements(state, rows)
     if purpose in _ANSWERS:
         return Ruling(state=state)
     if purpose is Purpose.PLAN:
@@ -328,25 +303,6 @@ def _common_purpose(rows: Mapping[int, Row]) -> Purpose | None:
 
 def _commit(state: State, *before: Do) -> tuple[Do, ...]:
     return (*before, Do.COMMIT) if state.applied else ()
-
-
-def _judge_announcements(state: State, rows: Mapping[int, Row]) -> Ruling:
-    """Say whether gradients may travel, as some ranks have only announced the window.
-
-    What is wrong is told when all rows are final, as without announcements: after the commit.
-    """
-    alike = all(
-        row.purpose is Purpose.IDLE
-        or (row.purpose in (Purpose.WINDOW, Purpose.STEP) and row.part == ALL)
-        for row in rows.values()
-    )
-    opened = alike and not any(row.left or row.drop for row in rows.values())
-    opened = opened and _unlike_parameters(rows) is None
-    repeats = (Do.REPEAT,) if rows[state.me].final else ()
-    if opened:
-        return Ruling(state=state._replace(open=True), do=(Do.OPEN, *repeats))
-    phase = Phase.WORK if state.phase is Phase.EARLY else state.phase
-    return Ruling(state=state._replace(phase=phase), do=repeats or (Do.VOID,))
 
 
 def _begin(state: State, rows: Mapping[int, Row]) -> Ruling:
@@ -404,8 +360,8 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ru
     if len({row.rates for row in rows.values()}) > 1:
         do = (*do, Do.RATES)
     working = {rank: row for rank, row in rows.items() if row.purpose is not Purpose.IDLE}
-    if drop := max(row.drop for row in rows.values()):
-        return _drop(state, do, rows, drop)
+    if any(row.drop for row in rows.values()):
+        return Ruling(state=state.release(), do=(*do, Do.DROP))
     first, *others = working
     part = working[first].part
     for rank in others:
@@ -419,7 +375,6 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ru
             return Ruling(state=state, do=do, error=UsageError(told))
     bad = [rank for rank, row in rows.items() if row.report.non_finite]
     if bad and not all(rows[rank].may_skip for rank in bad):
-        state = state._replace(turns=0)
         if not state.is_sync:
             state = state.release()._replace(flight=None)
         return Ruling(state=state, do=(*do, Do.RESTORE), culprit=bad[0])
@@ -432,7 +387,7 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ru
     if not state.is_sync:
         return verdict._replace(do=(*do, Do.EXCHANGE))
     if purpose is Purpose.WINDOW and only is not None:
-        return verdict._replace(state=state._replace(turns=state.turns + 1), do=(*do, Do.TURN))
+        return verdict._replace(do=(*do, Do.TURN))
     if purpose is Purpose.WINDOW and (wrong := _unlike_work(state, rows)):
         return verdict._replace(do=do, error=wrong)
     return _close(verdict, rows, do)
@@ -441,7 +396,7 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ru
 def _close(verdict: Ruling, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Ruling:
     """A window of SYNC is over; the plan of the window after the next comes with it."""
     before = verdict.state
-    state = before._replace(window=before.window + 1, attempt=0, applied=True, turns=0, open=False)
+    state = before._replace(window=before.window + 1, applied=True)
     do = (*do, Do.APPLY)
     if before.plans:
         state = _accept(state._replace(plans=state.plans[1:]), rows[state.planner].body)
@@ -450,24 +405,6 @@ def _close(verdict: Ruling, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Ruli
     elif rows[state.planner].change and not state.stopping:
         do = (*do, Do.CHANGE)
     return verdict._replace(state=state, do=do)
-
-
-def _drop(state: State, do: tuple[Do, ...], rows: Mapping[int, Row], drop: Drop) -> Ruling:
-    """Nobody applies the window."""
-    reasons = {row.drop for row in rows.values()}
-    if drop is Drop.LEFT and Drop.STOP not in reasons:
-        stayed = [r for r in rows.values() if not r.left and r.purpose is not Purpose.IDLE]
-        if stayed:
-            error = CollectiveMismatchError(wording.mismatch(rows, {}))
-            return Ruling(state=state.end(), do=do, error=error)
-        led_out = state.phase is not Phase.REST
-        do = (*do, Do.DROP, *((Do.CHANGE,) if state.away else ()))
-        return Ruling(state=state.release()._replace(led_out=led_out), do=do)
-    if not state.stopping:
-        phase = Phase.WORK if state.phase is Phase.EARLY else state.phase
-        state = state._replace(attempt=state.attempt + 1, phase=phase, open=False)
-        return Ruling(state=state, do=(*do, Do.REDO))
-    return Ruling(state=state.release(), do=(*do, Do.DROP))
 
 
 def land(

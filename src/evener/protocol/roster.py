@@ -18,13 +18,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from evener.planning.silence import silence_deadline_s
-from evener.protocol.formation import NO_NUMBER, TRAINING, WAITING
-from evener.protocol.formation import Deadlines as Deadlines
-from evener.protocol.formation import Formation as Formation
-from evener.protocol.formation import ProcessState as ProcessState
-from evener.protocol.formation import Standing as Standing
-from evener.protocol.formation import formation_fields as formation_fields
-from evener.protocol.formation import parse_team_limits as parse_team_limits
+from evener.protocol.formation import (
+    NO_NUMBER,
+    PARKED,
+    TRAINING,
+    WAITING,
+    Deadlines,
+    Formation,
+    ProcessState,
+    Standing,
+    formation_fields,
+)
 from evener.protocol.seats import Seat
 
 _MOST_PACES: Final = 64
@@ -37,7 +41,8 @@ class Outgoing(NamedTuple):
 
     Attributes:
         to: The member that it is for; empty for the terminal.
-        type: ``formed``, ``over``, ``wanted``, ``left_out``, ``failed``; ``say`` for the terminal.
+        type: ``formed``, ``over``, ``wanted``, ``left_out``, ``failed``, ``ended``; ``say`` for the
+            terminal.
         content: What it says, as JSON.
     """
 
@@ -77,7 +82,7 @@ class Roster:
     _short_s: float | None = None  # since when too few workers are ready
     _said_short: bool = False
     _has_formed: bool = False  # a generation of its own
-    #: Members of a generation of which one has left as it had done the run to its end.
+    #: Members of a generation that one of them has left because the run had ended.
     _finished: frozenset[str] = frozenset()
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_PACES))
 
@@ -102,9 +107,25 @@ class Roster:
         """Return whether a worker has arrived and is not forgotten; only such have events."""
         return member in self._seats
 
+    def living(self, now_s: float) -> list[str]:
+        """Return the ids of the workers that have come, and neither left nor are lost."""
+        seats = self._seats.values()
+        return [s.member for s in seats if not (s.has_left or s.why_lost(now_s, self.deadlines))]
+
     def is_member(self, member: str) -> bool:
         """Return whether a worker is in the newest generation."""
         return self.formation is not None and member in self.formation.members
+
+    def leads(self, now_s: float, member: str) -> bool:
+        """Return whether a worker decides with what a team begins anew of which no member is left.
+
+        It is the first one that lives. What members have told remains known: this is for what
+        they could not tell any more.
+        """
+        seats = {seat.member: seat for seat in self._all() if not self._is_lost(now_s, seat)}
+        if self.formation is None or not seats.keys().isdisjoint(self.formation.members):
+            return False
+        return member == next(iter(seats), "")
 
     def take(self) -> list[Outgoing]:
         """Return the messages since the last call."""
@@ -142,7 +163,7 @@ class Roster:
                 f"another worker of this team is called {member!r}; give each worker a name of "
                 "its own (EVENER_MEMBER)"
             )
-        new = Seat(member, session, facts=facts, advanced_s=now_s)
+        new = Seat(member, session, wish=wish, facts=facts, advanced_s=now_s)
         if why := self._difference(new):
             return why
         if seat is None or is_another:
@@ -155,7 +176,7 @@ class Roster:
         seat.connect(now_s, session, facts)
         self.remember(now_s, held)
         if seat.number == NO_NUMBER:
-            seat.give_number(self._free_number(wish))
+            seat.give_number(self._free_number(seat.wish))
         if self.is_member(member):
             self._send(member, "wanted", {"value": self._wanted})
             if self._was_told:
@@ -244,7 +265,7 @@ class Roster:
         Args:
             now_s: The time.
             member: Its id.
-            finished: Whether it has done the run to its end.
+            finished: Whether the run has ended: it was done to its end, or the team was stopped.
         """
         seat = self._seats[member]
         seat.leave()
@@ -258,7 +279,7 @@ class Roster:
         """Note a heartbeat; return whether it renews the member's lease."""
         seat = self._seats[member]
         if seat.number == NO_NUMBER:
-            seat.give_number(self._free_number(NO_NUMBER))
+            seat.give_number(self._free_number(seat.wish))
         pace_s = seat.advance(now_s, micro_batches, phase)
         if pace_s is not None:
             self._paces.append(pace_s)
@@ -367,7 +388,8 @@ class Roster:
         first_s = min(seat.advanced_s for seat in waiting)
         for seat in self._members():
             idle_s = now_s - max(first_s, seat.advanced_s)
-            if seat.phase != WAITING and idle_s >= deadline_s and seat.member not in self._named:
+            is_working = seat.phase not in (WAITING, PARKED)
+            if is_working and idle_s >= deadline_s and seat.member not in self._named:
                 self._named.add(seat.member)
                 silent_s = now_s - seat.heard_s
                 last = f"; its last heartbeat came {silent_s:.0f} s ago" if silent_s > 1 else ""
@@ -380,11 +402,10 @@ class Roster:
 
     def _awaited(self, now_s: float) -> list[Seat]:
         """Members that live and have not left the newest generation."""
-        return [
-            seat
-            for seat in self._members()
-            if not (seat.ready or seat.has_left or seat.why_lost(now_s, self.deadlines))
-        ]
+        return [seat for seat in self._members() if not (seat.ready or self._is_lost(now_s, seat))]
+
+    def _is_lost(self, now_s: float, seat: Seat) -> bool:
+        return bool(seat.has_left or seat.why_lost(now_s, self.deadlines))
 
     # ── the next generation ──────────────────────────────────────────────────────────────────────
 
@@ -403,8 +424,10 @@ class Roster:
             return False
         if self._is_finished():
             self._refuse_ready(
-                f"the team has done its run to the end, in generation {self.generation}: start a "
-                "run of its own for what is to be trained on"
+                f"the team's run has ended, in generation {self.generation}: it was done to its "
+                "end, or stopped. Nothing is left to do for workers that come later; to train "
+                "another run, start its coordinator anew",
+                "ended",
             )
             return False
         if num_ready < self.least and self._takes_joiners:
@@ -461,21 +484,27 @@ class Roster:
             seat.standing is not None or seat.member in self._finished for seat in ready
         )
 
-    def _refuse_ready(self, why: str) -> None:
+    def _refuse_ready(self, why: str, kind: str = "failed") -> None:
         for seat in self._all():
             if seat.can_join:
                 seat.refuse(why)
-                self._send(seat.member, "failed", {"why": why})
+                self._send(seat.member, kind, {"why": why})
 
     def _form(self, now_s: float) -> None:
         before = self._members()
         ready = {seat.member: seat for seat in self._all() if seat.can_join}
         standings = {m.member: m.standing for m in before if m.member in ready and m.standing}
         joiners = [m for m in ready if m not in standings and self._takes_joiners]
+        if self.formation is None:
+            # By number, so that rank 0 is the main process; workers without one come last. Later
+            # the order is that of arrival: if no member holds state, the first worker may be one
+            # that was parked and holds an older state, and its replacement would send a new one.
+            joiners.sort(key=lambda m: ready[m].number % (self.most + 1))
         order = [*standings, *joiners]
         members = tuple(order[: self.most])
-        base = max((s.applied for s in standings.values()), default=0)
-        donor = next((m for m, s in standings.items() if s.applied == base), members[0])
+        held = {m: (s.applied, s.committed) for m, s in standings.items()}
+        donor = max(held, key=held.__getitem__, default=members[0])
+        base, _ = held.get(donor, (0, 0))
         same = {
             m
             for m, s in standings.items()
@@ -537,7 +566,8 @@ class Roster:
         free = [number for number in range(self.most) if number not in taken]
         for seat in members:
             if seat.number == NO_NUMBER:
-                seat.give_number(free.pop(0))
+                seat.give_number(seat.wish if seat.wish in free else free[0])
+                free.remove(seat.number)
         taken = {seat.number for seat in members}
         for seat in self._all():
             if seat not in members and seat.number in taken:

@@ -81,37 +81,20 @@ class Purpose(IntEnum):
         return self
 
 
-class Drop(IntEnum):
-    """Whether, and why, nobody may apply the window."""
-
-    NO = 0
-    STOP = 1
-    """This rank was told to stop in mid-window: its samples stay uncommitted."""
-    REDO = 2
-    """Its share cannot be finished after it was announced: all compute the window again."""
-    LEFT = 3
-    """Its loop was left by ``break`` after it had announced the window."""
-
-
 class Row(NamedTuple):
     """What one rank says in one round.
-
-    A row that is not *final* is an announcement: its ``report`` says nothing yet, and it permits
-    one thing, that gradients begin to travel once every rank has announced the same window.
 
     Attributes:
         purpose: What it wants.
         window: Number of the window that it is in.
         generation: Number of the generation that it belongs to.
-        attempt: How often the window was begun anew.
-        final: Whether the report is valid.
         stop: Whether it wants the team to stop after this window.
-        drop: Whether it asks that nobody applies the window.
+        drop: Whether it was told to stop in mid-window, so that nobody may apply the window: its
+            samples stay uncommitted.
         left: Whether its loop was left by ``break``.
         leaving: Whether it was told to leave an elastic team for good.
         busy: Whether an exchange of its own has not landed (ASYNC).
         part: Optimizer that is to be stepped alone; ``ALL`` closes the window.
-        turns: Optimizers' turns taken in this window.
         change: The planner's wish: 0 for none, ``PARK``, ``ADMIT``, ``CALL``, ``RENEW``.
         trainable: How many of its parameters are trainable: those that are averaged.
         rates: Digest of its learning rates.
@@ -127,15 +110,12 @@ class Row(NamedTuple):
     purpose: Purpose
     window: int
     generation: int = 0
-    attempt: int = 0
-    final: bool = True
     stop: bool = False
-    drop: Drop = Drop.NO
+    drop: bool = False
     left: bool = False
     leaving: bool = False
     busy: bool = False
     part: int = ALL
-    turns: int = 0
     change: int = 0
     trainable: int = 0
     rates: float = 0.0

@@ -28,6 +28,7 @@ class Seat:
         member: Its id.
         session: A text that only this process of that id has; empty until it has connected.
         number: Its number in the team.
+        wish: The number that it has if that is free: its last one, or its place on its launcher.
         facts: What must be the same on all workers.
         ready: Whether it waits for a generation.
         knows: The last generation that it was in, as it said then.
@@ -45,6 +46,7 @@ class Seat:
     member: str
     session: str = ""
     number: int = NO_NUMBER
+    wish: int = NO_NUMBER
     facts: Mapping[str, Any] = field(default_factory=dict)
     ready: bool = False
     knows: int = 0
@@ -119,7 +121,8 @@ class Seat:
         self.ready, self.standing, self.number = False, None, number
 
     def give_up_number(self) -> None:
-        """Note that others may have its number."""
+        """Note that others may have its number; it wishes it back."""
+        self.wish = self.wish if self.number == NO_NUMBER else self.number
         self.number = NO_NUMBER
 
     def give_number(self, number: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from evener.protocol.row import DATA_LENGTH, Drop, Purpose, Row
+from evener.protocol.row import DATA_LENGTH, Purpose, Row
 
 
 def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
@@ -13,11 +13,9 @@ def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
         places: Where each is in the user's code, as far as that is known.
     """
     deeds = [
-        f"rank {rank} is {deed}{place and f' at {place}'}"
+        f"rank {rank} is {row.purpose.deed}{place and f' at {place}'}"
         for rank, row in rows.items()
         for place in (places.get(rank, ""),)
-        # One that has left its loop closes only what it had announced.
-        for deed in ((Purpose.REST if row.drop is Drop.LEFT else row.purpose).deed,)
     ]
     windows = {row.window for row in rows.values()}
     where = f"in window {windows.pop()}" if len(windows) == 1 else f"in windows {sorted(windows)}"

@@ -1,6 +1,5 @@
 """What a script does besides training windows, while ranks die and join; on threads."""
 
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -8,11 +7,14 @@ import pytest
 import torch
 
 from evener import Ddp, WindowResult
+from evener.engine.sync import SyncEngine
+from evener.errors import RunEndedError, UsageError
 from evener.loop.checkpointing import Checkpointer
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.elastic_runs import BATCH, DATA, begin, train
 from helpers.elastic_runs import check as check_training
 from helpers.elastic_scripts import Finding, run_script
+from helpers.teams import ScriptedPolicy
 
 # Rounds of rows of the script: 0 averages a number; 1, 2 calibrate; 3, 4 plan; 5 to 8 close the
 # windows of an epoch; 9 ends it; 10 begins an evaluation, 11 ends it; 12 averages its results.
@@ -141,9 +143,7 @@ def test_positions_of_all_loaders_travel() -> None:
             def start(result: WindowResult) -> None:
                 team = membership.team
                 if result.window == 4 and ddp.is_main_process:
-                    team.start("j", body)
-                    while not team.joiners:
-                        time.sleep(0.001)
+                    team.add("j", body)
 
             ddp.on_commit(start)
             loaders = [
@@ -162,3 +162,122 @@ def test_positions_of_all_loaders_travel() -> None:
     team.run(body)
     assert [fate.error for fate in team.fates] == [None] * 3
     assert (0, 0) not in team.fate("j").value
+
+
+def start_joiner(team: ElasticThreads, ddp: Ddp) -> None:
+    """Let the main rank start another worker, and wait until it is there."""
+    if ddp.is_main_process:
+        team.add("j")
+
+
+def test_a_worker_that_joins_and_has_made_fewer_loaders_is_told_so() -> None:
+    def body(membership: ThreadMembership) -> int:
+        with begin(membership, seed=1) as ddp:
+            model, count = ddp.assembly.model, 1 if membership.member == "j" else 2
+            ddp.on_commit(
+                lambda result: start_joiner(membership.team, ddp) if result.window == 4 else None
+            )
+            loaders = [ddp.loader(DATA, batch_size=BATCH, seed=seed) for seed in range(count)]
+            for loader in loaders:
+                for x, y in loader.epoch(0):
+                    ddp.backward(((model(x) - y) ** 2).mean())
+                    ddp.step()
+            return ddp.window
+
+    team = ElasticThreads(2)
+    team.run(body)
+    assert [team.fate(name).value for name in ("w0", "w1")] == [8, 8]
+    error = team.fate("j").error
+    assert isinstance(error, UsageError)
+    assert "made 1 loaders, and the team 2, of which number 2" in str(error)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_worker_that_joins_trains_what_the_others_have_thawed(policy: str) -> None:
+    """And does not train what they have frozen since, however its own script has left it."""
+
+    def body(membership: ThreadMembership) -> tuple[list[bool], list[torch.Tensor]]:
+        with begin(membership, seed=membership.number + 1, freezes=[0, 1], policy=policy) as ddp:
+            model = ddp.assembly.model
+            ddp.on_commit(
+                lambda result: start_joiner(membership.team, ddp) if result.epoch == 2 else None
+            )
+            loader = ddp.loader(DATA, batch_size=2, seed=3)
+            for epoch in ddp.epochs(5):
+                if membership.member != "j" and epoch in (1, 2):
+                    model[epoch - 1].requires_grad_(True)
+                    model[2].requires_grad_(False)
+                for x, y in loader.epoch(epoch):
+                    ddp.backward(((model(x) - y) ** 2).mean())
+                    ddp.step()
+            groups = [group.names for group in ddp.assembly.flat.groups]
+            assert groups == [
+                ("2.bias", "2.weight"),
+                ("0.bias", "0.weight"),
+                ("1.bias", "1.weight"),
+            ]
+            state = [tensor.detach().clone() for tensor in model.state_dict().values()]
+            return [p.requires_grad for p in model.parameters()], state
+
+    team = ElasticThreads(2)
+    team.run(body)
+    assert [fate.error for fate in team.fates] == [None] * 3
+    assert team.formations[-1].members == ("w0", "w1", "j")
+    flags, state = team.fate("w0").value
+    assert flags == [True] * 4 + [False] * 2
+    for other in ("w1", "j"):
+        assert team.fate(other).value[0] == flags
+        assert all(map(torch.equal, team.fate(other).value[1], state))
+
+
+def test_a_worker_that_comes_after_a_stop_does_not_begin_again() -> None:
+    def body(membership: ThreadMembership) -> int:
+        with begin(membership, seed=1) as ddp:
+            ddp.on_commit(lambda result: ddp.stop())
+            model = ddp.assembly.model
+            for x, y in ddp.loader(DATA, batch_size=BATCH, micro_batch_size=4).epoch(0):
+                ddp.backward(((model(x) - y) ** 2).mean())
+                ddp.step()
+            window = ddp.window
+        if membership.member == "w0":
+            membership.team.start("late")
+        return window
+
+    team = ElasticThreads(2)
+    team.run(body)
+    assert team.fate("w0").value == team.fate("w1").value < 4
+    assert isinstance(team.fate("late").error, RunEndedError)
+    assert len(team.formations) == 1
+
+
+@pytest.mark.parametrize("by_result", [False, True])
+def test_all_leave_an_epoch_by_break_as_one_is_lost(*, by_result: bool) -> None:
+    """One has heard the end of the window after which they leave; the other receives its state."""
+
+    def body(membership: ThreadMembership) -> list[torch.Tensor]:
+        with begin(membership, seed=1) as ddp:
+            model, engine = ddp.assembly.model, ddp.assembly.engine
+            assert isinstance(engine, SyncEngine)
+
+            def split(window: int, size: int) -> list[float]:
+                return [3, 3, 2, 0, 0] if len(engine.team.members) == 3 else [4, 4, 0, 0, 0]
+
+            engine._policy = ScriptedPolicy(membership.most, split)
+            loader = ddp.loader(DATA, batch_size=BATCH, seed=3, micro_batch_size=4)
+            for epoch in range(3):
+                for x, y in loader.epoch(epoch):
+                    ddp.backward(((model(x) - y) ** 2).mean())
+                    result = ddp.step()
+                    window = result.window + 1 if result else 0
+                    if epoch == 0 and (window if by_result else ddp.window) == 2:
+                        break
+                assert ddp.weighted_mean(float(epoch)) == epoch
+            assert ddp.window == 2 + 4 + 4
+            return [tensor.detach().clone() for tensor in model.state_dict().values()]
+
+    kill = Kill("w2", "buffers of window 1", when="inside", told=["w0"])
+    team = ElasticThreads(3, kills=[kill])
+    team.run(body)
+    assert [team.fate(name).error for name in ("w0", "w1")] == [None, None]
+    assert all(map(torch.equal, team.fate("w0").value, team.fate("w1").value))
+    assert [formation.base for formation in team.formations] == [0, 2]

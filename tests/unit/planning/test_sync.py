@@ -405,6 +405,19 @@ def test_a_decision_looks_for_the_best_shares_once(monkeypatch):
     assert asked == [64] * 5
 
 
+def test_a_trial_of_an_elastic_team_is_not_planned_for_numbers_that_nobody_has():
+    def apart(num_ranks):
+        policy = SyncPolicy([f"m{rank}" for rank in range(num_ranks)], [None] * num_ranks)
+        for rank, per_sample_s in enumerate((0.01, 1.0)):
+            measure(policy, rank, per_sample_s)
+        policy.set_absent(frozenset(range(2, num_ranks)))
+        policy.set_parked(frozenset({1}))
+        assert policy.plan(0, 0, 0, 32, work_for_all=math.inf).shares[0] == 32
+        return policy.windows_apart(32, 0.0)
+
+    assert apart(2) == apart(4)
+
+
 @pytest.mark.parametrize(
     ("speeds", "named"), [((0.01, 1.0), {0}), ((1.0, 1.0), {1}), ((0.01, 1.0, 0.9), {0, 2})]
 )

@@ -34,7 +34,6 @@ from evener.protocol.row import (
     CALL,
     DATA_LENGTH,
     PARK,
-    Drop,
     Purpose,
     Row,
     decode,
@@ -70,9 +69,6 @@ FAILPOINTS = (
     "change.formed",
     "transfer.received",
 )
-
-#: Buckets that a window's gradients travel in, where they travel before the final rows.
-BUCKETS = 2
 
 
 class LostError(Exception):
@@ -111,7 +107,6 @@ class Shown:
 class Script(Shown):
     """What one rank does of its own; places are (window, micro-batch)."""
 
-    announces: bool = False
     stops: tuple[int, int] | None = None
     #: Rows that it says before it is told to stop.
     stops_after: int | None = None
@@ -123,7 +118,6 @@ class Script(Shown):
     evaluates: int | None = None
     bad: frozenset[int] = frozenset()
     may_skip: bool = False
-    full: frozenset[int] = frozenset()
     parts: tuple[int, ...] | None = None
     micro_batch: int = 1
     batches: int = 3
@@ -462,48 +456,37 @@ class Rank(ABC):
 
     def check(self, verdict: Ruling, rows: dict[int, Row], place: Hashable) -> None:
         """S1 and S3: what a rank is told is told to all, and not before all have done it."""
-        told = tuple(do for do in verdict.do if do not in (Do.REPEAT, Do.VOID))
         self.net.agree(
             place,
             (
-                told,
+                verdict.do,
                 verdict.part,
                 repr((verdict.weight, verdict.loss)),
                 verdict.skip,
                 verdict.culprit,
                 repr(verdict.error),
                 verdict.state.window,
-                verdict.state.attempt,
                 verdict.state.stopping,
                 verdict.state.applied,
-                verdict.state.turns,
             ),
             "S1",
         )
         if {Do.APPLY, Do.TURN, Do.EXCHANGE, Do.LAND, Do.COMMIT} & set(verdict.do):
-            assert all(row.final for row in rows.values()), "S3"
             assert set(rows) == set(self.state.members), "S3"
 
     def meet(
         self, purpose: Purpose, **said: Any
     ) -> Generator[Any, Any, tuple[dict[int, Row], Ruling]]:
-        """A round of rows; once more where an announcement was among them."""
-        while True:
-            yield from self.await_first_rows()
-            stop = self.wants_stop() or self.state.stopping
-            self.state = self.state.say(purpose, stop=stop, **said)
-            assert self.state.own is not None
-            channel, members = self.channel, self.state.members
-            number = yield from self.say(self.state.own, channel)
-            rows = yield from self.hear(self.state.own, channel, number, members)
-            verdict = self.judged(self.state, rows, (channel, number))
-            yield from self.follow(rows, verdict, (channel, number))
-            if Do.REPEAT not in verdict.do:
-                return rows, verdict
-
-    def await_first_rows(self) -> Steps:
-        """Takes the answer to an announcement, where one was made."""
-        yield from ()
+        """A round of rows."""
+        stop = self.wants_stop() or self.state.stopping
+        self.state = self.state.say(purpose, stop=stop, **said)
+        assert self.state.own is not None
+        channel, members = self.channel, self.state.members
+        number = yield from self.say(self.state.own, channel)
+        rows = yield from self.hear(self.state.own, channel, number, members)
+        verdict = self.judged(self.state, rows, (channel, number))
+        yield from self.follow(rows, verdict, (channel, number))
+        return rows, verdict
 
     def follow(self, rows: dict[int, Row], verdict: Ruling, place: Hashable) -> Steps:
         """Carries a verdict out; see ``Engine._follow``."""
@@ -668,9 +651,6 @@ class SyncRank(Rank):
         self.micro = 0
         self.turns: list[int] = []
         self.in_micro_batch = False
-        self.announced: tuple[Row, Hashable, int] | None = None
-        self.told: tuple[int, int] | None = None
-        self.travelling: list[tuple[Hashable, int]] = []
         self.result = False
 
     def here(self) -> tuple[int, int]:
@@ -728,7 +708,6 @@ class SyncRank(Rank):
         """The batches of this rank, and then those of the others."""
         for number in range(self.script.batches):
             self.micro, self.content, self.in_micro_batch = 0, [], True
-            yield from self.announce(Purpose.STEP)
             yield from self.body(0)
             self.content = [1000 * self.me + number]
             yield from self.closechanged(Purpose.STEP)
@@ -772,40 +751,29 @@ class SyncRank(Rank):
         window = plan.window
         positions = list(plan.positions(self.me))
         size = self.script.micro_batch
-        redone = False
         self.content, self.micro = [], 0
         while True:
             first = self.micro * size
             last = first + size >= len(positions)
             self.in_micro_batch = True
-            if last:
-                yield from self.announce(Purpose.WINDOW)
             yield from self.body(self.micro)
-            if last and window in self.script.full and not self.state.attempt and not redone:
-                # Memory runs out: alone, or with all, where gradients have left already.
-                redone = True
-                yield from self.await_first_rows()
-                if self.state.open:
-                    yield from self.close(Drop.REDO)
-                    return
-                self.content, self.micro = [], 0
-                continue
             self.content += positions[first : first + size]
             if window in self.program.turns and last:
                 for part in self.script.parts or (0, 1):
                     yield from self.closechanged(Purpose.WINDOW, part)
                     if not self.state.is_working:
                         return
+                    assert self.turns[-1:] == [part], "S8: an optimizer is not stepped"
             self.in_micro_batch = False
             if self.wants_stop() and not last:
-                yield from self.close(Drop.NO if self.turns else Drop.STOP)
+                yield from self.close(drop=not self.turns)
             elif last:
                 yield from self.close()
             if self.state.window != window or not self.state.is_working or last:
                 return
             self.micro += 1
 
-    def close(self, drop: Drop = Drop.NO) -> Steps:
+    def close(self, *, drop: bool = False) -> Steps:
         """A window with a share is over."""
         yield from self.closechanged(Purpose.WINDOW, drop=drop)
 
@@ -815,18 +783,14 @@ class SyncRank(Rank):
         while self.state.is_working and self.state.window == window:
             yield from self.closechanged(Purpose.IDLE)
 
-    def closechanged(self, purpose: Purpose, part: int = ALL, drop: Drop = Drop.NO) -> Steps:
+    def closechanged(self, purpose: Purpose, part: int = ALL, *, drop: bool = False) -> Steps:
         """Says what this rank did."""
         self.result = False
-        if purpose is not Purpose.IDLE:
-            yield from self.await_first_rows()
-            if self.state.open:
-                yield from self.send_buckets()
-        yield from self.meet(purpose, **self.said(part, drop))
+        yield from self.meet(purpose, **self.said(part, drop=drop))
         if purpose is Purpose.STEP:
             self.in_micro_batch = False
 
-    def said(self, part: int, drop: Drop = Drop.NO) -> dict[str, Any]:
+    def said(self, part: int, *, drop: bool) -> dict[str, Any]:
         """The row of a window."""
         window = self.state.window
         return {
@@ -846,57 +810,18 @@ class SyncRank(Rank):
 
     def leave(self) -> None:
         """The loop is left."""
-        self.state = self.state.leave()
+        if self.state.is_working or self.state.applied or self.program.stream:
+            self.state = self.state.leave()
         if not self.turns:
             self.content = []
 
     def settle(self) -> Steps:
-        """Commits what was applied; what was announced comes to its end first."""
+        """Commits what was applied."""
         if self.turns and self.in_micro_batch:
             self.in_micro_batch = False
             yield from self.close()
-        yield from self.await_first_rows()
-        if self.state.open and self.state.phase is Phase.REST:
-            yield from self.close(Drop.LEFT)
         if self.state.phase is Phase.REST or self.state.applied:
             yield from self.meet(Purpose.REST)
-
-    # ── announcements ────────────────────────────────────────────────────────────────────────────
-
-    def announce(self, purpose: Purpose) -> Steps:
-        """Says that the last micro-batch has begun, and does not wait."""
-        place = (self.state.window, self.state.attempt)
-        turns = self.state.window in self.program.turns
-        if not self.script.announces or turns or self.told == place:
-            return
-        self.told = place
-        stop = self.wants_stop() or self.state.stopping
-        self.state = self.state.say(purpose, stop=stop, final=False, trainable=self.trainable)
-        row, channel = self.state.own, self.channel
-        assert row is not None
-        number = yield from self.say(row, channel)
-        self.announced = (row, channel, number)
-
-    def await_first_rows(self) -> Steps:
-        """Takes the answer to an announcement."""
-        if self.announced is None:
-            return
-        (row, channel, number), self.announced = self.announced, None
-        rows = yield from self.hear(row, channel, number, self.state.members)
-        verdict = self.judged(self.state, rows, (channel, number))
-        yield from self.follow(rows, verdict, (channel, number))
-
-    def send_buckets(self) -> Steps:
-        """Gradients leave, and are waited for later: a rank must be free to say something else."""
-        channel = ("B", self.state.generation)
-        place = (self.state.window, self.state.attempt)
-        assert not self.travelling, "S7: buckets leave once"
-        for bucket in range(BUCKETS):
-            self.point("tensor.before")
-            payload = tuple(self.content[bucket::BUCKETS])
-            number = yield Post(channel, ("bucket", place, bucket, self.state.members), payload)
-            self.travelling.append((channel, number))
-            self.point("tensor.sent")
 
     # ── what a round leads to ────────────────────────────────────────────────────────────────────
 
@@ -907,17 +832,11 @@ class SyncRank(Rank):
         elif do is Do.TURN:
             yield from self.turn(verdict)
         elif do is Do.DROP:
-            self.content, self.travelling = [], []
+            self.content = []
             self.drop_plans()
-            self.point("drop.after")
-        elif do is Do.REDO:
-            self.content, self.travelling = [], []
             self.point("drop.after")
         elif do is Do.RESTORE:
             self.content, self.turns = [], []
-        elif do is Do.OPEN and Do.REPEAT in verdict.do:
-            self.state = self.state._replace(open=True)
-            yield from self.send_buckets()
 
     def finish(self, rows: dict[int, Row], verdict: Ruling) -> Steps:
         """A window is over."""
@@ -935,8 +854,7 @@ class SyncRank(Rank):
             content = tuple(self.turns)
             self.turns = []
         elif not verdict.skip:
-            content = yield from self.gather(("gradient", window, self.state.attempt), plan)
-        self.travelling = []
+            content = yield from self.gather(("gradient", window), plan)
         self.apply(window, content)
         self.applied = Pending(window, leases)
         self.result = True
@@ -944,24 +862,13 @@ class SyncRank(Rank):
     def turn(self, verdict: Ruling) -> Steps:
         """One optimizer is stepped."""
         plan, part = self.state.plan, verdict.part
-        assert self.state.turns == len(self.turns), "turns are counted"
         yield from self.gather(("turn", self.state.window, len(self.turns), part), plan)
         self.turns.append(part)
 
     def gather(self, key: Hashable, plan: Any) -> Generator[Any, Any, tuple[int, ...]]:
         """S8: the gradients of a window are those of its samples, each once."""
-        parts: list[int] = []
-        if self.state.open:
-            assert len(self.travelling) == BUCKETS, "S7"
-            for channel, number in self.travelling:
-                found = yield Take(channel, number, self.state.members)
-                self.point("tensor.received")
-                parts += [sample for rank in found for sample in found[rank]]
-        else:
-            assert not self.travelling
-            found = yield from self.exchange(key, tuple(self.content))
-            parts = [sample for rank in found for sample in found[rank]]
-        content = tuple(sorted(parts))
+        found = yield from self.exchange(key, tuple(self.content))
+        content = tuple(sorted(sample for rank in found for sample in found[rank]))
         if isinstance(plan, WindowPlan):
             assert content == tuple(range(plan.start, plan.stop)), f"S8: {content} by {plan}"
         assert len(set(content)) == len(content), "S8: a sample twice"

@@ -13,7 +13,6 @@ from unit.protocol.test_protocol import (
     ALIKE,
     ORDERS,
     check,
-    check_silent,
     in_order,
     programs,
     summary,
@@ -24,13 +23,10 @@ SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 #: What a rank may do in the middle of three windows.
 SMALL = (
     Script(),
-    Script(announces=True),
-    Script(announces=True, breaks=(1, 0)),
     Script(breaks=(1, 0)),
-    Script(announces=True, stops=(1, 0)),
-    Script(announces=True, full=frozenset({1})),
+    Script(stops=(1, 0)),
     Script(bad=frozenset({1}), may_skip=True),
-    Script(announces=True, evaluates=1),
+    Script(evaluates=1),
 )
 
 
@@ -61,11 +57,10 @@ def test_all_orders_of_two_ranks_and_three_windows(first):
     for second in range(first, len(SMALL)):
         program = Program(scripts=(SMALL[first], SMALL[second]), samples=6, batch_size=2)
         assert len(every_order(program)) == 1, program
-        check_silent(run(program, in_order([0])))
 
 
 def test_all_orders_of_three_ranks_and_two_windows():
-    for scripts in ((0, 1, 3), (4, 5, 6)):
+    for scripts in ((0, 0, 1), (2, 0, 3)):
         program = Program(scripts=tuple(SMALL[k] for k in scripts), samples=6, batch_size=3)
         assert len(every_order(program)) == 1, program
 
@@ -101,14 +96,14 @@ def test_a_save_in_the_middle_lands_what_is_in_flight_first(order):
 #: Programs in which every place between two effects is passed.
 RICH = (
     Program(
-        scripts=(Script(announces=True), Script(announces=True, micro_batch=2), Script()),
+        scripts=(Script(), Script(micro_batch=2), Script()),
         samples=28,
         epochs=2,
         shares=((1, 1, 1), (0, 1, 2)),
         wishes={1: frozenset({0}), 3: ADMIT, 4: frozenset({2})},
         turns=frozenset({5}),
     ),
-    Program(scripts=(Script(announces=True, full=frozenset({1})), Script(announces=True))),
+    Program(scripts=(Script(stops=(1, 0)), Script(micro_batch=2))),
     Program(policy=CADENCE, scripts=(Script(), Script(pace=(1, 3))), samples=30, batch_size=1),
     Program(policy=ASYNC, scripts=(Script(), Script(pace=(1, 3))), samples=30, batch_size=1),
 )

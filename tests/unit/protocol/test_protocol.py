@@ -3,18 +3,16 @@
 Each property has a letter and a number. Many are checked where they must hold, in ``harness``:
 
 * S1: all ranks that judge a round are told the same. S2: the k-th operation of a channel is the
-  same on all ranks. S3: nothing is applied before the final rows of all.
+  same on all ranks. S3: nothing is applied before the rows of all.
 * S4: a window is committed when all have applied it, in order, once. S6: ranks at the same window
-  have the same model. S7: gradients that may travel leave once. S8: what is applied is what was
-  planned. S11: one exchange is in flight.
+  have the same model. S8: what is applied is what was planned. S11: one exchange is in flight.
 * L1: no rank waits for one that does not come. L3, L4: epochs end, and all ranks are then out.
 
-What a run has come to is checked here: S5 (each sample once), S10 (one error for all), S12
-(announcements change nothing), L2 (unlike programs are told on all ranks).
+What a run has come to is checked here: S5 (each sample once), S10 (one error for all), L2 (unlike
+programs are told on all ranks).
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -31,7 +29,7 @@ SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 #: Which of the actions that are possible comes next; taken in turn.
 ORDERS = st.lists(st.integers(0, 11), min_size=1, max_size=24)
 PLACES = st.tuples(st.integers(0, 4), st.integers(0, 2))
-ALIKE = ("stops", "stops_after", "breaks", "asks", "bad", "skips", "full")
+ALIKE = ("stops", "stops_after", "breaks", "asks", "bad", "skips")
 UNLIKE = ("leaves", "evaluates", "parts", "freezes")
 TROUBLES = (*ALIKE, *UNLIKE)
 
@@ -48,7 +46,6 @@ def programs(draw, policy: ApplyPolicy = SYNC, *, stream: bool = False, troubles
     world_size = draw(st.integers(2, 5))
     scripts: list[dict[str, Any]] = [
         {
-            "announces": policy is SYNC and draw(st.booleans()),
             "micro_batch": draw(st.integers(1, 3)),
             "batches": draw(st.integers(0, 4)),
             "pace": tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))),
@@ -70,7 +67,7 @@ def programs(draw, policy: ApplyPolicy = SYNC, *, stream: bool = False, troubles
             mine[kind] = place[0]
         elif kind == "stops_after":
             mine[kind] = draw(st.integers(0, 12))
-        elif kind in ("bad", "full"):
+        elif kind == "bad":
             mine[kind] = mine.get(kind, frozenset()) | {place[0]}
         elif kind == "skips":
             mine |= {"bad": frozenset({place[0]}), "may_skip": True}
@@ -133,26 +130,8 @@ def check(network: Network) -> None:
         assert early or at == program.samples, "S5: an epoch is not covered"
 
 
-def check_silent(network: Network) -> None:
-    """S12: without announcements a program comes to the same."""
-    program = network.program
-    if any(script.stops_after is not None for script in program.scripts):
-        return  # an announcement is a row, so the wish to stop comes at another place
-    silent = tuple(replace(script, announces=False) for script in program.scripts)
-    alike = run(replace(program, scripts=silent), in_order([0]))
-    check(alike)
-    if any(script.full for script in program.scripts) and ranks_stop(network):
-        return  # a window that would have to be computed again is dropped, as all stop after it
-    assert summary(network) == summary(alike), "S12"
-
-
-def ranks_stop(network: Network) -> bool:
-    """Whether the team has stopped."""
-    return any(rank.state.stopping for rank in network.ranks)
-
-
 def summary(network: Network) -> list[object]:
-    """What must not depend on whether ranks announce."""
+    """What must not depend on the order in which ranks learn."""
     told = []
     for rank in network.ranks:
         told += [type(rank.task.error), rank.model, rank.done]
@@ -165,17 +144,13 @@ def summary(network: Network) -> list[object]:
 @given(program=programs(), order=ORDERS)
 @settings(max_examples=120)
 def test_sync(program, order):
-    network = run(program, in_order(order))
-    check(network)
-    check_silent(network)
+    check(run(program, in_order(order)))
 
 
 @given(program=programs(stream=True), order=ORDERS)
 @settings(max_examples=80)
 def test_streams(program, order):
-    network = run(program, in_order(order))
-    check(network)
-    check_silent(network)
+    check(run(program, in_order(order)))
 
 
 @given(program=programs(CADENCE), order=ORDERS)

@@ -152,6 +152,26 @@ def told(messages: list[Outgoing], kind: str) -> set[str]:
     return {message.to for message in messages if message.type == kind}
 
 
+def test_workers_live_that_have_come_and_neither_left_nor_are_lost() -> None:
+    team = Team("a", "b", "c", "d")
+    team.end("b")
+    team.roster.leave(team.now_s, "c")
+    team.roster.depart(team.now_s, "d", "session of d")
+    assert team.roster.living(team.now_s) == ["a", "d"]
+    assert team.roster.living(team.now_s + DEADLINES.reconnect_s) == ["a"]
+
+
+def test_the_main_process_of_the_first_generation_is_rank_0_whoever_came_first() -> None:
+    roster = Roster(1, 3, DEADLINES, 0.0)
+    for member, wish in {"c": 2, "b": 1, "a": 0}.items():
+        roster.arrive(0.0, member, member, {}, None, wish)
+        roster.report(0.0, member, 0, None)
+    roster.tick(4.0)
+    assert roster.formation is not None
+    assert roster.formation.members == ("a", "b", "c")
+    assert roster.formation.numbers == (0, 1, 2)
+
+
 def test_survivors_of_a_death_are_told_at_once_and_form_as_soon_as_all_have_left() -> None:
     team = Team("a", "b", "c")
     assert told(team.end("b"), "over") == {"a", "b", "c"}
@@ -212,6 +232,18 @@ def test_a_stopped_worker_is_lost_after_stopped_s_and_left_out_when_it_continues
     assert told(team.roster.take(), "left_out") == {"b"}
 
 
+def test_a_worker_that_continues_gets_its_number_back_where_another_one_is_free_too() -> None:
+    team = Team("a", "b", "c")
+    team.end("a")
+    team.end("b", ProcessState.STOPPED)
+    team.pass_(DEADLINES.stopped_s)
+    team.report("c", 3)
+    assert team.formation.numbers == (2,)
+    team.end("b", ProcessState.CONTINUED)
+    team.roster.beat(team.now_s, "b", 0, TRAINING)
+    assert team.roster.number_of("b") == 1
+
+
 def test_a_team_begins_anew_only_when_every_lease_has_run_out() -> None:
     team = Team("a", "b")
     roster = team.roster
@@ -249,11 +281,30 @@ def test_a_late_worker_does_not_train_a_finished_run_once_more() -> None:
     team = Team("a", "b")
     team.roster.leave(team.now_s, "a", finished=True)
     team.join("late")
-    assert not told(team.pass_(DEADLINES.lease_s + 1.0), "failed"), "b may still be at work"
+    assert not told(team.pass_(DEADLINES.lease_s + 1.0), "ended"), "b may still be at work"
     team.roster.leave(team.now_s, "b", finished=True)
-    (refusal,) = [message for message in team.roster.take() if message.type == "failed"]
+    (refusal,) = [message for message in team.roster.take() if message.type == "ended"]
     assert refusal.to == "late"
-    assert "the team has done its run to the end, in generation 1" in refusal.content["why"]
+    assert "the team's run has ended, in generation 1" in refusal.content["why"]
+
+
+def test_the_first_worker_that_lives_decides_where_no_member_is_left() -> None:
+    team = Team("a", "b")
+    for member in "cde":
+        assert team.roster.arrive(team.now_s, member, f"session of {member}", {}, None) == ""
+
+    def leaders() -> list[str]:
+        return [member for member in "abcde" if team.roster.leads(team.now_s, member)]
+
+    team.end("a")
+    team.end("c")
+    assert leaders() == [], "b may still tell what there is to know"
+    team.end("b", ProcessState.STOPPED)
+    team.pass_(DEADLINES.stopped_s)
+    assert leaders() == ["d"]
+    team.end("d")
+    assert leaders() == ["e"]
+    assert not Roster(1, 4, DEADLINES, 0.0).leads(0.0, "a"), "nobody has ever been in the team"
 
 
 def test_workers_that_have_finished_a_run_may_begin_another() -> None:
@@ -279,6 +330,19 @@ def test_a_team_that_has_lost_all_state_says_so() -> None:
     assert not team.formation.has_state
     (line,) = [message for message in said if message.type == "say"]
     assert "no member is left that holds the state of generation 1" in line.content["text"]
+
+
+def test_a_member_without_state_comes_before_the_one_that_replaces_another() -> None:
+    """A member that was parked holds an older state, which is better than none."""
+    team = Team("a", "b", least=2)
+    team.end("a")
+    team.roster.report(team.now_s, "b", 1, None)
+    assert team.roster.arrive(team.now_s, "a", "another session", {}, None, 0) == ""
+    team.roster.report(team.now_s, "a", 0, None)
+    team.pass_(DEADLINES.lease_s + 1.0)
+    assert not team.formation.has_state
+    assert team.formation.members == ("b", "a")
+    assert (team.formation.donor, team.formation.numbers) == ("b", (1, 0))
 
 
 def test_a_worker_beyond_the_most_gets_the_number_of_one_that_is_lost() -> None:
@@ -317,12 +381,17 @@ def test_a_coordinator_that_has_just_started_lets_the_team_train_before_another_
     assert told(roster.take(), "wanted") == {"a", "b"}
 
 
-def test_nobody_is_lost_who_is_silent_for_five_adaptive_deadlines() -> None:
-    """As rank 0 may be in an evaluation of its own, or in a C call that holds the GIL."""
+@pytest.mark.parametrize("holds_gil", [False, True])
+def test_nobody_is_lost_who_is_busy_for_five_adaptive_deadlines(holds_gil: bool) -> None:
+    """As rank 0 may be in an evaluation of its own, or in a C call in which it sends nothing."""
     team = Team("a", "b")
-    for number in range(6):
-        assert team.roster.beat(team.now_s, "b", number, "training")
-        assert not team.pass_(silence_deadline_s([0.1] * 3))
+    said = []
+    for _ in range(6):
+        if not holds_gil:
+            team.roster.beat(team.now_s, "a", 0, "evaluating")
+        assert team.roster.beat(team.now_s, "b", 1, "waiting")
+        said += team.pass_(silence_deadline_s([0.1] * 3))
+    assert {message.type for message in said} == {"say"}, "it is named, and that is all"
     assert team.formation.generation == 1
     assert team.roster.beat(team.now_s, "a", 1, "training"), "it may commit"
 
@@ -360,6 +429,20 @@ def test_who_makes_no_progress_while_others_wait_is_named_with_its_phase() -> No
         said += team.pass_(1.0)
     assert len(told(said, "say")) == 1, "again, as it had gone on meanwhile"
     assert sum(message.type == "say" for message in said) == 2
+
+
+def test_a_parked_member_neither_waits_nor_is_waited_for() -> None:
+    team = Team("a", "b", "c")
+    for _ in range(30):
+        team.roster.beat(team.now_s, "a", 5, "parked")
+        team.roster.beat(team.now_s, "b", 5, "evaluating")
+        assert not told(team.pass_(1.0), "say")
+    said = []
+    for second in range(30):
+        team.roster.beat(team.now_s, "b", 5, "waiting")
+        team.roster.beat(team.now_s, "c", second, "training")
+        said += team.pass_(1.0)
+    assert not told(said, "say")
 
 
 def test_nobody_is_named_while_nobody_waits() -> None:

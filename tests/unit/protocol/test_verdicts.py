@@ -13,7 +13,7 @@ from evener.planning.policies import ApplyPolicy
 from evener.planning.report import LOSS, NOTHING, Report
 from evener.protocol.generation import Said, answer, without
 from evener.protocol.machine import Do, Phase, Ruling, State, judge, land
-from evener.protocol.row import ADMIT, CALL, Drop, Purpose, Row, pack
+from evener.protocol.row import ADMIT, CALL, Purpose, Row, pack
 
 DATA = (600.0, 8.0, 7.0)
 FIRST, SECOND = (WindowPlan(window, 0, window * 4, 4, (2, 2)) for window in (3, 4))
@@ -73,11 +73,11 @@ def both(state: State, *rows: Row) -> Ruling:
 
 def test_a_window_is_committed_and_the_next_one_applied() -> None:
     planned = row(body=THIRD)
-    found = both(working(attempt=2, turns=1, open=True), planned, row())
+    found = both(working(), planned, row())
     assert found.do == (Do.COMMIT, Do.APPLY)
     assert (found.weight, found.loss, found.part, found.skip) == (4.0, 3.0, None, False)
     state = found.state
-    assert (state.window, state.attempt, state.turns, state.open) == (4, 0, 0, False)
+    assert state.window == 4
     assert state.applied
     assert [plan.window for plan in state.plans] == [4, 5]
     assert state.phase is Phase.WORK
@@ -154,11 +154,11 @@ def test_the_planners_wish_comes_after_the_window(wish: int) -> None:
 
 
 def test_an_optimizers_turn_leaves_the_window_open() -> None:
-    found = both(working(turns=1), row(part=1), row(part=1))
+    found = both(working(), row(part=1), row(part=1))
     assert found.do == (Do.COMMIT, Do.TURN)
     assert found.part == 1
     state = found.state
-    assert (state.window, state.turns, state.applied) == (3, 2, False)
+    assert (state.window, state.applied) == (3, False)
     assert state.plans == (FIRST, SECOND)
 
 
@@ -195,10 +195,9 @@ def test_a_window_without_weight_is_left_out() -> None:
 
 def test_what_is_not_finite_stops_all_ranks_or_is_left_out_on_all() -> None:
     bad = TWO._replace(non_finite=LOSS)
-    found = both(working(turns=2), row(), row(report=bad))
+    found = both(working(), row(), row(report=bad))
     assert found.culprit == 1
     assert found.do == (Do.COMMIT, Do.RESTORE)
-    assert found.state.turns == 0
     assert found.state.plans == (FIRST, SECOND)
     found = both(working(), row(body=THIRD), row(report=bad, may_skip=True))
     assert found.culprit is None
@@ -226,8 +225,6 @@ def test_unlike_numbers_of_trainable_parameters_are_an_error() -> None:
     found = both(working(), row(), row(trainable=6))
     assert isinstance(found.error, UsageError)
     assert "5 on rank 0, 6 on rank 1" in str(found.error)
-    announced = both(working(), row(final=False), row(trainable=6, final=False))
-    assert (announced.do, announced.error) == ((Do.VOID,), None)  # told when rows are final
 
 
 def test_unlike_learning_rates_are_told_before_the_window_is_applied() -> None:
@@ -239,89 +236,17 @@ def test_unlike_learning_rates_are_told_before_the_window_is_applied() -> None:
 
 
 def test_a_stop_in_mid_window_drops_it_and_the_plans() -> None:
-    found = both(working(turns=1, winding=True), row(), row(drop=Drop.STOP))
+    found = both(working(winding=True), row(), row(drop=True))
     assert found.do == (Do.COMMIT, Do.DROP)
     state = found.state
-    assert (state.window, state.plans, state.turns, state.winding) == (3, (), 0, False)
+    assert (state.window, state.plans, state.winding) == (3, (), False)
     assert state.phase is Phase.OUT
     assert state.stopping
 
 
-def test_a_share_that_cannot_be_finished_is_computed_again_by_all() -> None:
-    early = working(phase=Phase.EARLY, open=True, attempt=1)
-    found = both(early, row(), row(drop=Drop.REDO))
-    assert found.do == (Do.COMMIT, Do.REDO)
-    state = found.state
-    assert (state.attempt, state.phase, state.open) == (2, Phase.WORK, False)
-    assert (state.window, state.plans) == (3, (FIRST, SECOND))
-    # A stop is stronger: nothing is computed again.
-    assert both(early, row(drop=Drop.STOP), row(drop=Drop.REDO)).do == (Do.COMMIT, Do.DROP)
-
-
-def test_a_break_after_an_announcement_is_an_error_where_a_rank_stays() -> None:
-    found = both(working(), row(), row(drop=Drop.LEFT, left=True))
-    assert isinstance(found.error, CollectiveMismatchError)
-    assert found.do == (Do.COMMIT,)
-    assert found.state.phase is Phase.ENDED
-
-
-@pytest.mark.parametrize("members", [(0, 1), (0, 1, 2)])
-def test_a_break_of_all_that_work_leads_idle_ranks_out(members: tuple[int, ...]) -> None:
-    left = row(drop=Drop.LEFT, left=True)
-    rows = {0: row(Purpose.IDLE, report=NOTHING), 1: left, 2: left}
-    idle = working(world_size=3, members=members)
-    found = judge(idle, {rank: rows[rank] for rank in members})
-    assert found.error is None
-    parked = (Do.CHANGE,) if members == (0, 1) else ()
-    assert found.do == (Do.COMMIT, Do.DROP, *parked)
-    assert found.state.led_out
-    assert found.state.phase is Phase.OUT
-    gone = idle._replace(me=1, phase=Phase.REST)
-    assert not judge(gone, {rank: rows[rank] for rank in members}).state.led_out
-
-
-# ── announcements ────────────────────────────────────────────────────────────────────────────────
-
-
-def test_gradients_may_travel_when_all_have_announced_the_window() -> None:
-    early = working(phase=Phase.EARLY)
-    announced = row(final=False, report=NOTHING)
-    found = both(early, announced, announced)
-    assert found.do == (Do.OPEN,)
-    assert found.state.open
-    assert found.state.phase is Phase.EARLY
-    assert found.state.applied  # nothing is committed before the final rows
-    # Rank 0 has nothing more to compute: its final row comes once more, in the round of the others.
-    assert both(working(), row(), announced).do == (Do.OPEN, Do.REPEAT)
-    assert both(early, row(Purpose.IDLE, final=False, report=NOTHING), announced).do == (Do.OPEN,)
-
-
-@pytest.mark.parametrize(
-    "other", [{"part": 1}, {"left": True}, {"drop": Drop.STOP}, {"drop": Drop.REDO}]
-)
-def test_gradients_do_not_travel_where_a_rank_wants_something_else(other: dict[str, Any]) -> None:
-    early = working(phase=Phase.EARLY)
-    announced, said = row(final=False, report=NOTHING), row(**other)
-    found = both(early, announced, said)
-    assert found.do == (Do.VOID,)
-    assert not found.state.open
-    assert found.state.phase is Phase.WORK
-    found = judge(working(1), {0: announced, 1: said})
-    assert found.do == (Do.REPEAT,)
-    assert found.state.phase is Phase.WORK
-
-
-def test_an_announcement_is_not_final_and_changes_the_phase() -> None:
-    state = working().say(Purpose.WINDOW, final=False)
-    assert state.phase is Phase.EARLY
-    assert state.is_working
-    final = state.say(Purpose.WINDOW)
-    assert final.phase is Phase.EARLY
-    assert final.own is not None
-    assert (final.own.window, final.own.left) == (3, False)
-    assert working(phase=Phase.REST).say(Purpose.REST).own == row(
-        Purpose.REST, left=True, trainable=0
-    )
+def test_a_row_tells_that_its_loop_was_left() -> None:
+    said = working(phase=Phase.REST).say(Purpose.REST).own
+    assert said == row(Purpose.REST, left=True, trainable=0)
 
 
 # ── other rounds ─────────────────────────────────────────────────────────────────────────────────
@@ -334,9 +259,8 @@ def test_an_announcement_is_not_final_and_changes_the_phase() -> None:
         row(Purpose.IDLE),
         row(Purpose.SAVE, window=4),
         row(Purpose.SAVE, generation=1),
-        row(Purpose.SAVE, attempt=1),
     ],
-    ids=["purpose", "idle", "window", "generation", "attempt"],
+    ids=["purpose", "idle", "window", "generation"],
 )
 def test_ranks_at_odds_end_with_the_same_error(other: Row) -> None:
     for rows in ([row(Purpose.SAVE), other], [other, row(Purpose.SAVE)]):
@@ -505,15 +429,17 @@ def test_a_break_winds_the_epoch_down_and_leads_others_out_of_it() -> None:
 
 def test_leaving_counts_where_something_may_be_owed() -> None:
     assert working().leave().phase is Phase.REST
-    assert working(phase=Phase.EARLY).leave().phase is Phase.REST
     assert working(phase=Phase.OUT).leave().phase is Phase.REST  # of a stream
     assert flying(phase=Phase.OUT).leave().phase is Phase.OUT
+    over = flying(phase=Phase.OUT, flight=None)
+    assert over._replace(applied=True).leave().phase is Phase.REST  # the epoch's last window
+    assert over._replace(applied=False).leave().phase is Phase.OUT
     for phase in (Phase.AWAY, Phase.ENDED):
         assert working(phase=phase).leave().phase is phase
 
 
 def test_an_epoch_begins_with_nothing_of_the_one_before() -> None:
-    old = working(phase=Phase.REST, turns=1, winding=True, open=True, led_out=True)
+    old = working(phase=Phase.REST, winding=True, led_out=True)
     assert old.release() == working(phase=Phase.OUT, plans=(), led_out=True)
     assert old.begin() == working(phase=Phase.OUT, plans=())
     for phase in (Phase.AWAY, Phase.ENDED):
@@ -560,6 +486,23 @@ def test_called_back_all_ranks_are_in_the_next_generation(said: Said) -> None:
     state = answer(caller, door(said)).state
     assert (state.generation, state.members, state.phase) == (2, (0, 1, 2), Phase.REST)
     assert not state.led_out
+
+
+def test_the_coordinator_numbers_the_generations_of_an_elastic_team() -> None:
+    state = working(world_size=5, members=(0, 1, 3), is_elastic=True, absent=frozenset({2, 4}))
+    state = without(state._replace(generation=7), {1})
+    assert (state.generation, state.members, state.away) == (7, (0, 3), {1})
+    rows = dict.fromkeys((0, 3), row(Purpose.CALL, window=9, generation=7, body=(1.0, 0.0)))
+    told = answer(state, {0: rows[0], 1: row(Purpose.AWAY, leaving=True), 3: rows[3]}).state
+    assert (told.generation, told.members, told.leaving) == (7, (0, 1, 3), (1,))
+
+
+def test_who_is_parked_continues_where_all_others_leave() -> None:
+    state = working(world_size=3, is_elastic=True, leaving=(2,))
+    leaving = row(leaving=True)
+    assert both(state, leaving, leaving).state.leaving == (0, 1, 2)
+    assert not both(state, leaving, leaving).state.stopping
+    assert both(state._replace(absent=frozenset({2})), leaving, leaving).state.stopping
 
 
 def test_only_calls_are_heard_at_the_door() -> None:

@@ -132,9 +132,12 @@ class TeamLoader(LikeDataLoader):
                     yield from self._hand_out(work, indices)
                 if loop.skipped and engine.was_parked:
                     loop.skip("this rank was parked, as it cost more than it brought")
-                self._left = engine.state.led_out
-                if not self._left:
+                if not engine.state.led_out:
                     engine.end_epoch()
+                # Where others have left by `break`, this rank has it from them, or from a change
+                # of the team that came meanwhile. If the team continues without this rank, it may
+                # still be in this epoch, which this rank must not pass over.
+                self._left = not (engine.is_joining or self.cursor.is_committed(epoch))
             except BaseException:  # GeneratorExit, after `break`; or an error of this rank alone
                 self._left = True
                 if not sys.is_finalizing():  # a script has ended inside its loop: nothing is to do

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from evener import Ddp
+from evener.averaging.sharded_update import ShardedUpdate
 from evener.comm.base import Communicator
 from evener.errors import (
     CollectiveError,
@@ -396,10 +397,35 @@ def test_a_hook_on_the_step_sees_all_gradients(monkeypatch: pytest.MonkeyPatch) 
         same_states(state, other, **NEAR)
         torch.testing.assert_close(seen, replicated[len(seen) > 0][0], **NEAR)
     assert [len(seen) for seen, _, _ in divided] == [0, 4]
-    with pytest.raises(
-        UsageError, match=r"rank 1 has a hook on its step .* sharded_update is 'on'"
-    ):
-        run_team(2, lambda comm: body(comm, "on"))
+
+
+def test_no_gradients_are_called_finite_that_nobody_has_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hook ends the divided update in a window whose gradients were to be judged in the mean."""
+    monkeypatch.setattr("evener.loop.assembly.FAST_BACKENDS", {"threads"})
+    monkeypatch.setattr("evener.loop.assembly.LEAST_DIVIDED", 1)
+    blames = property(lambda sharded: sharded.is_on, lambda sharded, value: None)
+    monkeypatch.setattr(ShardedUpdate, "can_blame", blames, raising=False)
+
+    def body(comm: Communicator) -> str:
+        model = mlp(dtype=torch.float64)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        with setup(comm, model, optimizer, shares=[1, 1]) as ddp:
+            try:
+                for x, y in batches(ddp, 0):
+                    is_bad = ddp.window == 2 and comm.rank == 1
+                    if is_bad:
+                        optimizer.register_step_pre_hook(lambda *_: None)
+                        next(model.parameters()).register_hook(lambda gradient: gradient + math.inf)
+                    ddp.backward(F.mse_loss(model(x), y))
+                    ddp.step()
+            except NonFiniteGradientError as error:
+                return str(error)
+        return ""
+
+    for text in run_team(2, body):
+        assert text.startswith("the sum of the ranks' gradients is not finite in step 3")
 
 
 class Own(torch.optim.SGD):

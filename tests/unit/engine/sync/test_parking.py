@@ -47,8 +47,9 @@ class ParksOnce(ScriptedPolicy):
         return super().plan(*args, **options)
 
 
-def begin(comm: Communicator) -> tuple[Ddp, nn.Module, ParksOnce]:
+def begin(comm: Communicator, *, frozen: bool = False) -> tuple[Ddp, nn.Module, ParksOnce]:
     model = seeded(lambda: nn.Linear(1, 1), 0, torch.float32)
+    model.get_parameter("bias").requires_grad_(not frozen)
     ddp = setup(comm, model, torch.optim.SGD(model.parameters(), lr=0.01))
     policy = ParksOnce()
     ddp.assembly.engine._policy = policy
@@ -79,6 +80,24 @@ def test_a_parked_rank_is_named_and_tried_again_in_mid_epoch() -> None:
         assert len(said) == 1
         assert said[0].startswith("rank 2 is parked: rank 2 alone does 1 samples/s")
         assert said[0].endswith("The team tries again with it after 10 windows")
+
+
+def test_a_rank_that_is_called_back_trains_what_others_have_thawed() -> None:
+    def body(comm: Communicator) -> tuple[list[float], bool]:
+        ddp, model, _ = begin(comm, frozen=True)
+        bias = model.get_parameter("bias")
+        before = bias.item()
+        with ddp:
+            ddp.on_commit(lambda result: bias.requires_grad_(result.window >= 5))
+            for (x,) in ddp.loader(DATA, batch_size=6).epoch(0):
+                ddp.backward(model(x).square().mean())
+                ddp.step()
+        assert bias.requires_grad
+        return [p.item() for p in model.parameters()], bias.item() == before
+
+    first, *others = run_team(3, body)
+    assert others == [first] * 2
+    assert first[1] is False
 
 
 def test_memory_that_runs_out_while_a_rank_is_parked_limits_its_rank_alone() -> None:

@@ -4,22 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from evener.observe.events import Sink
 from helpers.clocks import RankClocks
+from helpers.sinks import Kept
 from helpers.teams import run_team, setup
 
 SLOW_RANK, SLOW_FROM, NUM_STEPS = 2, 15, 24
-
-
-class Kept(Sink):
-    def __init__(self) -> None:
-        self.events = []
-
-    def emit(self, event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize(("policy", "data"), [("sync", "own"), ("sync", "map"), ("cadence", "map")])

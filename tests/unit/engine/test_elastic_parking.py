@@ -1,0 +1,232 @@
+"""Elastic teams in SYNC: a rank is parked, and ranks die, join and leave meanwhile; on threads."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from evener import Ddp, WindowResult
+from evener.engine import team as module
+from helpers.elastic import Kill, ThreadMembership
+from helpers.elastic_runs import BATCH, EPOCHS, NUM_SAMPLES, Parks, Trained, check, run
+from helpers.sinks import Kept
+
+WINDOWS = NUM_SAMPLES // BATCH * EPOCHS
+
+
+class Run:
+    """A run in which ranks are parked after window 0, and what came of it.
+
+    Attributes:
+        team: The team.
+        trained: What each rank has that has come to the end.
+        parked: By window, who was parked in it, as events say.
+        changes: Events of other kinds, with the ranks that they name.
+        told: What was said at the terminal.
+    """
+
+    def __init__(
+        self,
+        founders: int,
+        kills: Iterable[Kill] = (),
+        *,
+        misfits: Iterable[int] = (2,),
+        apart: int = 100,
+        joins_after: int | None = None,
+        at_commit: Callable[[Ddp, ThreadMembership, WindowResult], None] = lambda *_: None,
+    ) -> None:
+        self.told: list[str] = []
+        self._ddps: dict[str, Ddp] = {}
+        self._windows: dict[int, WindowResult] = {}
+        kept = Kept()
+
+        def prepare(ddp: Ddp) -> None:
+            engine: Any = ddp.assembly.engine
+            engine._policy = Parks(ddp, misfits, apart)
+            engine.habits.notice = self.told.append
+            self._ddps[engine.team.name] = ddp
+
+        def commit(membership: ThreadMembership, result: WindowResult) -> None:
+            self._windows[result.window] = result
+            at_commit(self._ddps[membership.member], membership, result)
+
+        self.team, self.trained = run(
+            founders,
+            [*kills],
+            joins_after=joins_after,
+            at_commit=commit,
+            sinks=[lambda: kept],
+            prepare=prepare,
+        )
+        windows = [event for event in kept.events if event["type"] == "window"]
+        self.parked = {event["window"]: event["parked"] for event in windows}
+        kinds = ("worker_lost", "worker_left", "reformed", "healed", "worker_joined")
+        self.changes = [(e["type"], e.get("rank")) for e in kept.events if e["type"] in kinds]
+        self._check()
+
+    def _check(self) -> None:
+        """Every window once, all ranks alike, and as an undisturbed team by the same plans."""
+        found = {name: one._replace(committed=_last(one)) for name, one in self.trained.items()}
+        every = [self._windows[window] for window in sorted(self._windows)]
+        check(self.team, {"all": next(iter(found.values()))._replace(committed=every), **found})
+
+    @property
+    def members(self) -> list[tuple[str, ...]]:
+        return [formation.members for formation in self.team.formations]
+
+    def samples(self, rank: int) -> list[int]:
+        """What a rank has done in each window."""
+        return [self._windows[window].ranks[rank].samples for window in range(WINDOWS)]
+
+
+def _last(one: Trained) -> list[WindowResult]:
+    """What a rank has committed since it was parked or left out last."""
+    first = WINDOWS
+    while any(result.window == first - 1 for result in one.committed):
+        first -= 1
+    return [result for result in one.committed if result.window >= first]
+
+
+def test_a_rank_is_parked_and_called_back_without_a_change_of_the_generation() -> None:
+    found = Run(3, apart=1)
+    assert found.members == [("w0", "w1", "w2")]
+    assert [samples > 0 for samples in found.samples(2)] == [True, False, False] + [True] * 5
+    assert found.parked == {window: [2] * (window in (1, 2)) for window in range(WINDOWS)}
+    assert [result.window for result in found.trained["w2"].committed] == [0, *range(3, WINDOWS)]
+    assert not found.changes
+    assert found.told[0].startswith("rank 2 is parked: rank 2 alone does 1 samples/s")
+
+
+def test_a_rank_that_is_not_due_is_parked_again_when_the_next_epoch_begins() -> None:
+    found = Run(3)
+    assert found.members == [("w0", "w1", "w2")]
+    assert [samples > 0 for samples in found.samples(2)] == [True] + [False] * (WINDOWS - 1)
+    assert found.trained["w2"].values == found.trained["w0"].values
+
+
+def test_the_only_rank_that_works_calls_the_others_back() -> None:
+    found = Run(3, misfits=(1, 2), apart=1)
+    assert found.samples(0)[:4] == [3, BATCH, BATCH, 3]
+
+
+@pytest.mark.parametrize(
+    ("member", "what"),
+    [
+        ("w0", "split 'active'"),
+        ("w2", "split 'active'"),
+        ("w1", "the call to parked ranks"),
+        ("w0", "optimizer state"),
+        ("w2", "optimizer state"),
+    ],
+)
+def test_a_rank_dies_while_another_one_is_parked_or_called_back(member: str, what: str) -> None:
+    found = Run(3, [Kill(member, what)], apart=1)
+    left = tuple(name for name in ("w0", "w1", "w2") if name != member)
+    assert sorted(found.members[1]) == sorted(left)
+    assert sorted(found.trained) == sorted(left)
+
+
+@pytest.mark.parametrize(("member", "skip"), [("w1", 3), ("w0", 8), ("w1", 9)])
+def test_a_rank_dies_in_a_round_of_which_only_one_of_the_others_hears(
+    member: str, skip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CALL_S", 1e9)  # or rank 2 would be called in window 1, too
+    # Rounds: 0, 1 plan; 2 closes window 0; 3 ends the generation; 4, 5 plan without rank 2;
+    # 6, 7 close windows 1 and 2; 8 commits window 2; at 9 rank 2 is called; 10, 11 plan.
+    kill = Kill(member, "a meeting", skip=skip, when="inside", told=["w1", "w2"])
+    found = Run(3, [kill], apart=1)
+    assert [len(members) for members in found.members] == [3, 2]
+
+
+def test_a_rank_is_lost_while_another_one_is_parked() -> None:
+    found = Run(3, [Kill("w1", "gradients of window 2")])
+    assert found.members == [("w0", "w1", "w2"), ("w0", "w2")]
+    assert found.team.formations[1].receivers == ("w2",)
+    assert found.changes == [("worker_lost", 1), ("reformed", None), ("healed", 2)]
+    assert found.samples(2)[2] > 0
+
+
+@pytest.mark.parametrize("call_s", [0.0, 1e9])  # noticed in the epoch, and at its end
+def test_a_parked_rank_is_lost_and_no_window_is_done_again(
+    call_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CALL_S", call_s)
+    found = Run(3, [Kill("w2", "the call to parked ranks")])
+    assert found.members == [("w0", "w1", "w2"), ("w0", "w1")]
+    assert found.team.formations[1].receivers == ()
+    handed_out = sum(sum(one.handed_out) for one in found.trained.values())
+    assert handed_out + sum(found.samples(2)) == NUM_SAMPLES * EPOCHS
+
+
+def test_a_worker_joins_while_a_rank_is_parked_which_is_called_back_before() -> None:
+    found = Run(3, joins_after=0)
+    assert found.members == [("w0", "w1", "w2"), ("w0", "w1", "w2", "j")]
+    assert found.team.formations[1].receivers == ("j",)
+    assert found.samples(3)[-1] > 0
+
+
+def leaves(member: str) -> Callable[[Ddp, ThreadMembership, WindowResult], None]:
+    def tell(ddp: Ddp, membership: ThreadMembership, result: WindowResult) -> None:
+        membership.is_told_to_leave |= membership.member == member and result.window == 0
+
+    return tell
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_rank_leaves_while_one_is_parked_and_nothing_is_done_again(
+    leaver: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CALL_S", 0.0)
+    member = f"w{leaver}"
+    found = Run(3, at_commit=leaves(member))
+    assert isinstance(found.team.fate(member).error, KeyboardInterrupt)
+    assert [len(members) for members in found.members] == [3, 2]
+    assert found.team.formations[1].receivers == ()
+    assert found.changes == [("worker_left", leaver), ("reformed", None)]
+
+
+def test_the_only_rank_that_works_leaves_and_the_parked_one_has_its_state() -> None:
+    found = Run(2, misfits=[1], at_commit=leaves("w0"))
+    assert found.members == [("w0", "w1"), ("w1",)]
+    assert found.team.formations[1].has_state
+    assert isinstance(found.team.fate("w0").error, KeyboardInterrupt)
+
+
+def test_a_parked_rank_continues_where_it_was_when_all_others_are_lost() -> None:
+    def die(ddp: Ddp, membership: ThreadMembership, result: WindowResult) -> None:
+        if membership.member == "w0" and result.window == 1:
+            membership.team.die("w0")
+
+    found = Run(2, misfits=[1], at_commit=die)
+    assert found.members == [("w0", "w1"), ("w1",)]
+    # Its state is older than that of the others: it waits until none of them can commit.
+    assert not found.team.formations[1].has_state
+    assert [result.window for result in found.trained["w1"].committed] == [*range(WINDOWS)]
+    assert any("continues with window 1" in text for text in found.told)
+
+
+def test_the_main_process_is_not_parked() -> None:
+    found = Run(3, misfits=(0, 2))
+    assert found.parked[1] == [2]
+    assert any("rank 0 costs more than it brings" in text for text in found.told)
+
+
+def test_exchanges_of_a_rank_that_was_parked_have_the_numbers_of_the_others() -> None:
+    heard: list[tuple[int, list[int]]] = []
+
+    def tell(ddp: Ddp, membership: ThreadMembership, result: WindowResult) -> None:
+        told = ddp.assembly.engine.introduce(result.window)
+        heard.append((result.window, told))
+        if result.window == 3 and membership.member == "w1":
+            membership.team.kills.append(Kill("w1", "greetings"))
+
+    found = Run(3, apart=1, at_commit=tell)
+    assert found.members[1] == ("w0", "w2")
+    assert all(set(told) == {window} for window, told in heard)
+    assert {len(told) for window, told in heard if window in (1, 2)} == {2}
+
+
+def test_a_rank_is_called_back_by_one_with_another_number_than_its_place() -> None:
+    found = Run(3, [Kill("w0", "gradients of window 0")], apart=1)
+    assert found.members == [("w0", "w1", "w2"), ("w1", "w2")]
+    assert [samples > 0 for samples in found.samples(2)] == [True, False, False] + [True] * 5
