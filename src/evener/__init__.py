@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from evener.errors import PeerLostError as PeerLostError
     from evener.errors import ProtocolError as ProtocolError
     from evener.errors import ReplicasDifferError as ReplicasDifferError
+    from evener.errors import RunEndedError as RunEndedError
     from evener.errors import TeamRefusedError as TeamRefusedError
     from evener.errors import UsageError as UsageError
     from evener.errors import UserError as UserError
@@ -125,6 +126,7 @@ _MODULE_OF: Final = {
     "WindowResult": "evener.engine.results",
     "CoordinatorLostError": "evener.errors",
     "LeftOutError": "evener.errors",
+    "RunEndedError": "evener.errors",
     "TeamRefusedError": "evener.errors",
     "WorkerError": "evener.errors",
     "classify": "evener.tasks.classification.command",

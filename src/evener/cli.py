@@ -7,7 +7,6 @@ import atexit
 import gc
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,7 @@ from evener.config.options import (
 )
 from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
-from evener.protocol.roster import Deadlines, parse_team_limits
+from evener.protocol.formation import Deadlines, parse_team_limits
 from evener.team.address import check_port
 from evener.team.child import apply_threads, die_with, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
@@ -90,7 +89,7 @@ _TAKEN: Final = {
     "bind": typer.Option(metavar="HOST[:PORT]", help="Listen there; on loopback without it."),
     "coordinator": typer.Argument(metavar="ADDR", help="HOST:PORT of the team's coordinator."),
     "program": typer.Argument(
-        metavar="PROGRAM...", help="What the team runs: a script, pretrain or classify; arguments."
+        metavar="PROGRAM...", help="What the team runs: a script, -m MODULE, pretrain or classify."
     ),
     "run": typer.Argument(metavar="[RUN]", help="Folder of a run that has measured the team."),
     "speeds": typer.Option(metavar="S,S", help="Samples per second of each rank alone."),
@@ -312,6 +311,7 @@ def classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
 @_command(ScriptOptions, context_settings={"allow_interspersed_args": False})
 def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
     """Run a training script as one rank per device of this host, or of several."""
+    from evener.team.elastic_launch import SCRIPT_LIBRARIES
     from evener.team.launch import launch
 
     parse_emulation(options.emulate_slow)
@@ -329,8 +329,8 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
         os.execv(command[0], command)  # a rank already: become the script
     if options.elastic is not None:
         with _with_dashboard(Path("runs"), options, None):
-            program, libraries = [str(options.script), *options.arguments], ("torch", "evener.ddp")
-            return _launch_elastic(options, command, libraries, program)
+            program = [str(options.script), *options.arguments]
+            return _launch_elastic(options, command, SCRIPT_LIBRARIES, program)
     _check_fixed(options)
     node = choose_node(options, DEFAULT_TIMEOUT_S)
     nproc = _count_ranks(options.nproc)
@@ -346,9 +346,9 @@ def join(options: JoinOptions, _arguments: Sequence[str]) -> int:
 
     first = options.program[0]
     is_task = first in _TASKS
-    if not is_task and not Path(first).is_file():
+    if not (is_task or first == "-m" or Path(first).is_file()):
         raise ConfigError(
-            f"{first} is not a file; give the script that the team runs, or one of "
+            f"{first} is not a file; give what the team runs: a script, -m and a module, or one of "
             f"{', '.join(_TASKS)}, with its arguments"
         )
     module = "evener" if is_task else "evener.team.script"
@@ -536,8 +536,7 @@ def _launch_elastic(
         token_file=options.token_file,
         max_failures=MAX_FAILURES if options.max_failures is None else options.max_failures,
         libraries=libraries,
-        # Behind the two dashes, options are the program's own.
-        what=shlex.join(["--", *program] if program[1:] else program),
+        program=program,
     )
     return launch_elastic(command, run)
 

@@ -97,6 +97,13 @@ class TeamRefusedError(UserError):
     """The coordinator of an elastic team refused this worker; the message says what differs."""
 
 
+class RunEndedError(TeamRefusedError):
+    """The run of an elastic team has ended, or was stopped, before this worker could contribute.
+
+    Nothing is left to do: a process that it ends has exit code 0.
+    """
+
+
 class LeftOutError(EvenerError):
     """The team has formed a generation without this worker, which must drop what is uncommitted."""
 

@@ -62,6 +62,7 @@ PUBLIC = {
     "WindowResult",
     "CoordinatorLostError",
     "LeftOutError",
+    "RunEndedError",
     "TeamRefusedError",
     "WorkerError",
     "__version__",

@@ -15,11 +15,11 @@ def meet(rank: Rank) -> list[str]:
     for backend in ("nccl", ("gloo", "cpu")[rank.rank], "auto"):
         place = DistributedTrainConfig.from_env()
         try:
-            comm, reason = connect_team(place, backend, "sync", cpu, 20.0)
+            comm = connect_team(place, backend, "sync", cpu, 20.0)
         except ConfigError as error:
             said.append(str(error))
         else:
-            said.append(f"{comm.backend}: {reason}")
+            said.append(f"{comm.backend}: {comm.reason}")
             comm.close()
     return said
 

@@ -189,7 +189,9 @@ def test_ctrl_c_at_any_moment_prints_no_traceback(sandbox):
         begun = []
         for each in running:
             assert b"was started plainly" in each.process.stderr.readline()
-            begun.append((time.monotonic() + draw.uniform(0.0, 1.2), each))
+            # One of each five in the moment in which the line is read.
+            moment_s = draw.uniform(0.0, 1.2) if begun else 0.0
+            begun.append((time.monotonic() + moment_s, each))
         for moment_s, each in sorted(begun, key=lambda pair: pair[0]):
             time.sleep(max(0.0, moment_s - time.monotonic()))
             if each.process.poll() is None:

@@ -43,7 +43,7 @@ def test_an_unguarded_script_trains_on_all_its_devices(sandbox):
     assert ended.err.count("team of 2:") == 1
 
 
-@pytest.mark.parametrize("runner", ["cProfile", "pytest"])
+@pytest.mark.parametrize("runner", [pytest.param("cProfile", marks=pytest.mark.long), "pytest"])
 def test_an_installed_program_that_runs_the_script_is_not_started_again(sandbox, runner):
     """It would do everything else again, too: profile each rank, run every test before."""
     script = sandbox.script(

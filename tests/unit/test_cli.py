@@ -8,7 +8,7 @@ import pytest
 from evener import cli
 from evener.cli import DEMO_EMULATE_SLOW, DEMO_NPROC
 from evener.config.options import PretrainOptions
-from evener.team import launch
+from evener.team import elastic_launch, launch
 from evener.team.meeting import Node
 from helpers.limits import PATIENCE_S
 
@@ -133,6 +133,16 @@ def test_launch_hands_all_arguments_after_the_script_to_it(launched):
     program = [sys.executable, "-P", "-m", "evener.team.script"]
     command = [*program, "train.py", "--port", "1", "-x"]
     assert launched == [{"command": [*command, "y"], "nproc": 2, "port": None, "node": None}]
+
+
+def test_join_runs_a_module_too(monkeypatch):
+    """A script that was started as a module, and became a launcher, tells how to add a worker."""
+    runs = []
+    launch = lambda command, run: runs.append((command, run.join)) or 42  # noqa: E731
+    monkeypatch.setattr(elastic_launch, "launch_elastic", launch)
+    assert cli.main(["join", "127.0.0.1:29600", "--", "-m", "package.train", "--lr", "1"]) == 42
+    program = [sys.executable, "-P", "-m", "evener.team.script"]
+    assert runs == [([*program, "-m", "package.train", "--lr", "1"], "127.0.0.1:29600")]
 
 
 NODES = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"]

@@ -6,8 +6,11 @@ Launchers use it, so it loads no torch.
 import errno
 import socket
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Final
 
+from evener.errors import ConfigError, LaunchError
+
+LOOPBACK: Final = "127.0.0.1"
 _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 
@@ -77,6 +80,38 @@ def bind(host: str, port: int, backlog: int = 0) -> socket.socket:
                 raise
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     return _bound(family, "", port, backlog)
+
+
+def open_port(host: str, port: int, *, program: str, is_guarded: bool) -> socket.socket:
+    """Return a TCP socket that listens on a host: on loopback alone, unless visitors need a token.
+
+    Args:
+        host: Name or number; see ``bind``.
+        port: 0 takes one that is free.
+        program: What listens, for messages.
+        is_guarded: Whether visitors must know a token.
+
+    Raises:
+        ConfigError: Other machines could connect, and need no token.
+        LaunchError: The port is in use, or not allowed.
+    """
+    exposed = ConfigError(
+        f"{program} on {host} would answer every machine that reaches it; give --token-file FILE, "
+        f"or listen on {LOOPBACK}"
+    )
+    if not is_guarded and not is_loopback(host):
+        raise exposed
+    try:
+        listening = bind(host, port, socket.SOMAXCONN)
+    except OSError as error:
+        raise LaunchError(
+            f"{program} cannot listen on {host} port {port} ({error.strerror}): end the program "
+            "that uses it, or give another port"
+        ) from None
+    if not is_guarded and listens_everywhere(listening):  # the name of loopback is unknown here
+        listening.close()
+        raise exposed
+    return listening
 
 
 def listens_everywhere(bound: socket.socket) -> bool:

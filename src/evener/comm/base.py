@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +19,10 @@ from evener.errors import CollectiveError, CollectiveMismatchError, ConfigError
 DEFAULT_TIMEOUT_S = 300.0
 _ORPHAN_S = 10.0  # how long a call may last after the script ended without closing its team
 _WAIT_S = 0.25  # a shorter wait for others is nothing to report
+_NCCL = "forming the NCCL group"
+_LENGTH = struct.Struct("=q")
+#: Payloads of so many bytes travel with their lengths, in a cell of any leaf.
+_SHORT_BYTES = 960
 
 
 class Call(NamedTuple):
@@ -273,26 +278,34 @@ class Communicator(Closing):
     def all_gather_bytes(
         self, payload: bytes, *, what: str, timeout_s: float | None = None
     ) -> list[bytes]:
-        """Give every rank the payload of each rank; lengths may differ, the deadline holds twice.
+        """Give every rank the payload of each rank; lengths may differ.
+
+        Where all are short, that is one exchange: a new group of processes takes long for each.
 
         Args:
             payload: Anything, also nothing.
             what: What the payloads say, for messages.
-            timeout_s: Deadline of each of the two exchanges; ``None`` takes the communicator's.
+            timeout_s: Deadline of each of up to two exchanges; ``None`` takes the communicator's.
 
         Returns:
             The payloads, indexed by rank.
         """
-        rows = self.all_gather_rows([len(payload)], what=what, timeout_s=timeout_s)
-        sizes = [int(row[0]) for row in rows]
-        widest = max(sizes)
-        if widest == 0:
-            return [b""] * self.world_size
-        padded = bytearray(payload.ljust(widest, b"\0"))
-        flat = torch.frombuffer(padded * self.world_size, dtype=torch.uint8)
+        head = _LENGTH.pack(len(payload)) + payload[:_SHORT_BYTES].ljust(_SHORT_BYTES, b"\0")
+        heads = self._all_gather_cells(head, what, timeout_s)
+        sizes = [_LENGTH.unpack_from(each)[0] for each in heads]
+        payloads = [each[_LENGTH.size :] for each in heads]
+        if max(sizes) > _SHORT_BYTES:
+            rest = payload[_SHORT_BYTES:].ljust(max(sizes) - _SHORT_BYTES, b"\0")
+            rests = self._all_gather_cells(rest, what, timeout_s)
+            payloads = [front + back for front, back in zip(payloads, rests, strict=True)]
+        return [each[:size] for each, size in zip(payloads, sizes, strict=True)]
+
+    def _all_gather_cells(self, cell: bytes, what: str, timeout_s: float | None) -> list[bytes]:
+        """Give every rank the bytes of each rank, as many on every rank."""
+        flat = torch.frombuffer(bytearray(cell * self.world_size), dtype=torch.uint8)
         self.all_gather_parts(flat, what=what, timeout_s=timeout_s)
         whole = flat.numpy().tobytes()
-        return [whole[r * widest : r * widest + size] for r, size in enumerate(sizes)]
+        return [whole[start : start + len(cell)] for start in range(0, len(whole), len(cell))]
 
     def all_gather_json(
         self, value: Any, *, what: str, timeout_s: float | None = None
@@ -355,15 +368,24 @@ class Communicator(Closing):
             part.report_waits_to(self._listener)
         return part
 
-    def add_nccl(self) -> None:
+    def add_nccl(self, *, timeout_s: float | None = None) -> str:
         """Let CUDA tensors travel over NCCL from now on, each rank's current device; collective.
+
+        Args:
+            timeout_s: Deadline for connecting; that of the communicator by default.
+
+        Returns:
+            On which rank that failed, and how: all ranks do without NCCL then. Empty if it worked.
 
         Raises:
             ConfigError: The ranks are not processes that NCCL could join.
         """
-        if self.world_size > 1:  # one rank exchanges nothing
-            self._add_nccl(self._begin("add_nccl", "forming the NCCL group", None, "all"))
+        if self.world_size == 1:  # one rank exchanges nothing
+            return ""
+        failure = self._add_nccl(self._begin("add_nccl", _NCCL, timeout_s, "all"))
+        if not failure:
             self.backend = "nccl"
+        return failure
 
     # ── end of life ──────────────────────────────────────────────────────────────────────────────
 
@@ -485,7 +507,7 @@ class Communicator(Closing):
     def _split(self, members: tuple[int, ...], key: str, call: Call) -> "Communicator | None":
         """Form the communicator of two or more ``members``; ``key`` is unique in this one."""
 
-    def _add_nccl(self, call: Call) -> None:
+    def _add_nccl(self, call: Call) -> str:
         raise ConfigError(
             f"backend is 'nccl', but ranks exchange over {self.backend!r}: NCCL joins processes"
         )

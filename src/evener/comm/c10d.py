@@ -4,11 +4,15 @@
 way to build a process group that is not derived from a default one.
 """
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
 from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
@@ -25,6 +29,8 @@ from evener.errors import LaunchError
 
 #: Operations that Gloo has under way at a time; see "block by block" in docs/experiments.md.
 _NUM_GLOO_THREADS = 4
+#: An abort of NCCL that takes longer hangs.
+ABORT_S = 10.0
 
 
 def form_gloo(
@@ -53,26 +59,85 @@ def form_gloo(
     return ProcessGroupGloo(store, rank, world_size, options)
 
 
-def form_nccl(store: Store, rank: int, world_size: int, timeout_s: float) -> Any:
-    """The same for NCCL on the current CUDA device; it connects at its first collective.
+def form_nccl(
+    store: Store, rank: int, world_size: int, timeout_s: float, form_timeout_s: float
+) -> Any:
+    """The same for NCCL on the current CUDA device. End the group with ``end_nccl``.
 
     Args:
         store: As in ``form_gloo``.
         rank: This rank.
         world_size: Number of ranks.
         timeout_s: Deadline of collectives.
+        form_timeout_s: Deadline for connecting.
 
     Raises:
         LaunchError: This build of torch has no NCCL.
+        RuntimeError: As in ``form_gloo``.
     """
     if not is_nccl_available():
         raise LaunchError("backend is 'nccl', which this build of torch does not have: use 'gloo'")
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
+    # Where NCCL reports a lost peer, torch's watchdog would end the process (3, its default) before
+    # this rank can say who is lost, or continue without that. With 2 it only aborts the group.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     options = ProcessGroupNCCL.Options()
-    # At its own timeout NCCL's watchdog ends the process; the caller has reported long before.
+    # The caller reports a timeout long before the watchdog notices it.
     options._timeout = timedelta(seconds=2 * timeout_s + 60)
-    return ProcessGroupNCCL(store, rank, world_size, options)
+    group = ProcessGroupNCCL(store, rank, world_size, options)
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        # Otherwise NCCL connects in its first collective, without any deadline.
+        _run_within(form_timeout_s, lambda: group.eager_connect_single_device(device))
+    except BaseException:
+        end_nccl(group, store)
+        raise
+    return group
+
+
+def end_nccl(group: Any, store: Store) -> None:
+    """Let go of a group of NCCL, also one whose peers are gone or that is in an operation.
+
+    The end of the object alone would wait for the peers.
+
+    Args:
+        group: From ``form_nccl``.
+        store: Its store. The threads of the group ask it until they end, and torch keeps no
+            reference to a store that is written in Python.
+    """
+
+    def abort() -> None:
+        group.abort()
+        del kept[:]
+
+    kept = [store]
+    with suppress(RuntimeError):  # it hangs in a driver: the process can do without it
+        _run_within(ABORT_S, abort)
+
+
+def _run_within(timeout_s: float, function: Callable[[], None]) -> None:
+    """Run a call of NCCL that knows no deadline; a thread that is late is left to itself.
+
+    Raises:
+        RuntimeError: It failed, or has not ended in time.
+    """
+    failures: list[str] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            function()
+        except Exception as error:  # nobody else would hear of it
+            failures.append(str(error))
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, name="evener-nccl", daemon=True).start()
+    if not ended.wait(timeout_s):
+        failures.append(f"NCCL has not answered within {timeout_s:g} s")
+    if failures:
+        raise RuntimeError(failures[0])
 
 
 def nccl_version() -> str:

@@ -172,12 +172,56 @@ class FlatBuffers:
         """
         return self._attach_grads(are_in_place=True)
 
-    def _attach_grads(self, *, are_in_place: bool) -> int:
-        """Do what ``attach_grads`` says; views may have been moved by ``p.grad.data = x``."""
+    def adopt(self) -> None:
+        """Give parameters that have become trainable a place, before their first update."""
         if any(p.requires_grad for _, p in self._frozen):
             thawed = choose_trainable(self._frozen)
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
             self._add(thawed)
+
+    def describe(self) -> list[dict[str, bool]]:
+        """Return for ``follow`` which parameters are trainable now.
+
+        Returns:
+            A dict by name for each group, in flat order, and one for what is in no group.
+        """
+        pairs = [zip(group.names, group.parameters, strict=True) for group in self.groups]
+        return [{name: p.requires_grad for name, p in part} for part in (*pairs, self._frozen)]
+
+    def follow(self, described: Sequence[Mapping[str, bool]]) -> None:
+        """Have the same groups as another rank, and train what it trains.
+
+        Args:
+            described: Its ``describe``.
+
+        Raises:
+            UsageError: It began with other trainable parameters.
+        """
+        *groups, _ = described
+        for names in groups[len(self.groups) :]:
+            for name, parameter in self._frozen:
+                parameter.requires_grad_(name in names)
+            self.adopt()
+        if [[*group] for group in groups] != [[*group.names] for group in self.groups]:
+            theirs = {name for group in groups for name in group}
+            odd = sorted(theirs ^ {*self.names}) or ["their order"]
+            raise UsageError(
+                f"this worker trains {len(self.names)} parameters and the team {len(theirs)}; they "
+                f"differ in {odd[0]!r}. Make the same parameters trainable on all workers before "
+                "Ddp.setup; what the team has thawed since, a worker that joins thaws, too"
+            )
+        wanted = {name: flag for part in described for name, flag in part.items()}
+        for name, parameter in (*zip(self.names, self.parameters, strict=True), *self._frozen):
+            parameter.requires_grad_(wanted[name])
+
+    @property
+    def outside(self) -> list[Parameter]:
+        """Parameters in no group: they have never been trainable when one was looked for."""
+        return [parameter for _, parameter in self._frozen]
+
+    def _attach_grads(self, *, are_in_place: bool) -> int:
+        """Do what ``attach_grads`` says; views may have been moved by ``p.grad.data = x``."""
+        self.adopt()
         grads = list(map(_GRAD, self.parameters))
         if are_in_place and all(map(is_, grads, self._held)):
             return 0

@@ -22,6 +22,7 @@ from evener.comm.base import (
     check_timeout,
 )
 from evener.comm.c10d import (
+    ABORT_S,
     AllgatherOptions,
     AllreduceOptions,
     BroadcastOptions,
@@ -29,6 +30,7 @@ from evener.comm.c10d import (
     ProcessGroupGloo,
     ReduceScatterOptions,
     Work,
+    end_nccl,
     form_gloo,
     form_nccl,
     options,
@@ -191,7 +193,8 @@ class GroupCommunicator(Communicator, NotInherited):
             self._gloo: ProcessGroupGloo | None = form_gloo(
                 PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
             )
-        self._nccl: Any = self._form_nccl(timeout_s) if backend == "nccl" else None
+        self._nccl_store: Any = None
+        self._nccl: Any = self._form_nccl(form_timeout_s) if backend == "nccl" else None
         self._busy = False
         self._heard_s = 0.0  # when the store answered last, in an operation of long patience
         self._asks_at = math.inf
@@ -308,11 +311,31 @@ class GroupCommunicator(Communicator, NotInherited):
         except RuntimeError as error:
             raise PeerLostError(lost_message(self.number, call.what, first_line(error))) from None
 
-    def _add_nccl(self, call: Call) -> None:
-        self._nccl = self._form_nccl(call.timeout_s)
+    def _add_nccl(self, call: Call) -> str:
+        failure = ""
+        try:
+            self._nccl = self._form_nccl(call.timeout_s)
+        except (RuntimeError, ValueError) as error:  # torch raises the latter where it finds no GPU
+            failure = first_line(error)
+        # Those that have failed at once wait for those that first connect and then abort in vain.
+        latest_s = 2 * call.timeout_s + ABORT_S
+        told = self.all_gather_bytes(failure.encode(), what=call.what, timeout_s=latest_s)
+        failures = dict(zip(self.numbers, told, strict=True))
+        for number in [number for number, text in failures.items() if text]:
+            self._end_nccl()
+            return f"on rank {number}: {failures[number].decode()}"
+        return ""
 
-    def _form_nccl(self, timeout_s: float) -> Any:
-        return form_nccl(PrefixStore("nccl", self._store), self.rank, self.world_size, timeout_s)
+    def _form_nccl(self, form_timeout_s: float) -> Any:
+        self._nccl_store = self._meeting.store
+        place = (PrefixStore("nccl", self._store), self.rank, self.world_size)
+        return form_nccl(*place, self.timeout_s, form_timeout_s)
+
+    def _end_nccl(self) -> None:
+        group, store = self._nccl, self._nccl_store
+        self._nccl = self._nccl_store = None
+        if group is not None:
+            end_nccl(group, store)
 
     # ── cells ────────────────────────────────────────────────────────────────────────────────────
 
@@ -452,8 +475,8 @@ class GroupCommunicator(Communicator, NotInherited):
     def _release(self) -> None:
         """Let the groups go, also under another thread's operation; again it does nothing."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        groups = [group for group in (self._gloo, self._nccl) if group is not None]
-        self._gloo = self._nccl = None
+        groups = [self._gloo]
+        self._gloo = None
         if self._busy:
             # Ending a group waits for the operation that it is still in: until its connections are
             # cut, its peers have gone, or its own timeout. Not a daemon thread: one that comes out
@@ -461,6 +484,8 @@ class GroupCommunicator(Communicator, NotInherited):
             self._busy = False
             self._wires.cut()
             threading.Thread(target=groups.clear, name="evener-release").start()
+        # Last: an abort may take ABORT_S, and peers learn by the cut connections that we gave up.
+        self._end_nccl()
 
     def _forget(self) -> None:
         """Let the store go, through which peers learn why this rank gave up.

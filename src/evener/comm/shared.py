@@ -231,9 +231,9 @@ class SharedCommunicator(Communicator, NotInherited):
                 part.close()
                 raise
 
-    def _add_nccl(self, call: Call) -> None:
+    def _add_nccl(self, call: Call) -> str:
         with self._under_way(call):
-            self._base.add_nccl()
+            return self._base.add_nccl(timeout_s=call.timeout_s)
 
     # ── large tensors ────────────────────────────────────────────────────────────────────────────
 

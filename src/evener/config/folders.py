@@ -5,14 +5,11 @@ import re
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from evener.closing import Closing
 from evener.errors import CheckpointError, ConfigError
 from evener.files import open_regular
-
-if TYPE_CHECKING:
-    from evener.engine.team import Team
 
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
@@ -156,24 +153,6 @@ def release_folder(folder: Path) -> None:
         if (folder / EVENTS).stat().st_size == 0 and not (folder / CHECKPOINTS).exists():
             (folder / EVENTS).unlink()
             folder.rmdir()
-
-
-def agree_on_folder(team: "Team", parent: Path, name: str) -> Path:
-    """Make the folder of a new run; all ranks call it together.
-
-    Args:
-        team: The ranks.
-        parent: Folder of runs.
-        name: The run's name.
-
-    Returns:
-        The choice of the first rank, which has made it.
-
-    Raises:
-        ConfigError: The folder cannot be made.
-    """
-    folder = str(claim_folder(parent, name)) if team.is_first else ""
-    return Path(team.introduce(folder)[0])
 
 
 def _holds_run(folder: Path) -> bool:

@@ -169,7 +169,8 @@ class JoinOptions:
 
     Attributes:
         coordinator: Its ``HOST:PORT``.
-        program: What the team runs, with its arguments: a script, ``pretrain`` or ``classify``.
+        program: What the team runs, with its arguments: a script, ``-m`` and a module, ``pretrain``
+            or ``classify``.
         token_file: What workers must know.
         nproc: Workers to add here.
         max_failures: Give up when more of them have failed.

@@ -32,14 +32,13 @@ def parse_address(address: object, name: str, *, may_bind: bool = False) -> tupl
     host, port = _split(address.strip())
     if not (is_number(host) if ":" in host else _NAME.fullmatch(host)):
         raise ConfigError(
-            f"{name} is {address!r}, which is no host; give a name or an IP address of rank 0's "
-            "host, with :PORT behind it or without (an IPv6 address then stands in brackets)"
+            f"{name} is {address!r}, which is not a host; give a name or an IP address, with :PORT "
+            "behind it or without (an IPv6 address then stands in brackets)"
         )
     if _is_wildcard(host) and not may_bind:
         raise ConfigError(
-            f"{name} is {address!r}, which stands for every address and is that of no host: rank 0 "
-            "alone can use it, to listen there; give the name or IP address under which the others "
-            "reach rank 0"
+            f"{name} is {address!r}, which stands for every address: that host alone can use it, "
+            "to listen; give the name or IP address under which other machines reach it"
         )
     if port is None:
         return host, None

@@ -1,7 +1,7 @@
 """How a team exchanges: decided from what all ranks say of themselves, so that all decide alike."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -12,7 +12,7 @@ from evener.comm.messages import name_ranks
 from evener.comm.preflight import run_preflight
 from evener.comm.shared import share_memory
 from evener.devices import count_accelerators
-from evener.errors import ConfigError
+from evener.errors import ConfigError, LaunchError
 from evener.planning.policies import ApplyPolicy
 from evener.team.environment import AverageBackend, DistributedTrainConfig, choose
 from evener.team.placement import join
@@ -82,7 +82,7 @@ def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
         unused = "" if first.backend == AverageBackend.AUTO else f", so {first.backend!r} is unused"
         return "none", f"one rank, nothing to exchange{unused}"
     backend = AverageBackend(first.backend)
-    obstacle = _obstacle_to_nccl(team)
+    obstacle = _obstacle_to_nccl(dict(enumerate(team)))
     if backend is AverageBackend.NCCL:
         if obstacle:
             raise ConfigError(
@@ -109,7 +109,7 @@ def connect_team(
     device: torch.device,
     timeout_s: float,
     communicator: Communicator | None = None,
-) -> tuple[Communicator, str]:
+) -> Communicator:
     """Connect to the other ranks and agree on how to exchange; all ranks call it together.
 
     Args:
@@ -121,20 +121,21 @@ def connect_team(
         communicator: To be used instead of connecting.
 
     Returns:
-        The connection, and why it exchanges as it does.
+        The connection; its ``reason`` says why it exchanges as it does.
 
     Raises:
         ConfigError: See ``decide_backend``; on every rank.
-        LaunchError: The ranks did not find one another, or the preflight of NCCL hangs.
+        LaunchError: The ranks did not find one another, the preflight of NCCL hangs, or NCCL did
+            not connect.
     """
     check_backend(backend)
     if communicator is not None:
         if backend == AverageBackend.NCCL:
-            communicator.add_nccl()
-        return communicator, communicator.reason
+            _require_nccl(communicator)
+        return communicator
     if backend == AverageBackend.AUTO:
         backend = environment.comm_backend.value
-    facts = _describe(environment, check_backend(backend), policy, device)
+    facts = describe_exchange(environment, check_backend(backend), policy, device)
     comm = join(environment, "gloo", timeout_s)
     try:
         answers = comm.all_gather_json(asdict(facts), what="how ranks exchange")
@@ -144,11 +145,43 @@ def connect_team(
         if chosen in ("nccl", "shared"):
             comm = _share(comm, chosen)
         if chosen == "nccl":
-            comm.add_nccl()
+            _require_nccl(comm)
     except BaseException:
         comm.close()
         raise
-    return comm, comm.reason
+    return comm
+
+
+def _require_nccl(comm: Communicator) -> None:
+    if failure := comm.add_nccl():
+        raise LaunchError(
+            f"NCCL did not connect the ranks ({failure}); NCCL_DEBUG=INFO tells more, and "
+            "backend='gloo' exchanges on the hosts"
+        )
+
+
+def prefer_nccl(comm: Communicator, own: ExchangeFacts, timeout_s: float) -> None:
+    """Let the members of a generation exchange over NCCL, if that can join all of them.
+
+    All of them call it together. If it cannot, all exchange by way of host memory until the next
+    generation, and the first one says why.
+
+    Args:
+        comm: Joins them.
+        own: What this one is.
+        timeout_s: Deadline for comparing GPUs, and for connecting.
+    """
+    answers = comm.all_gather_json(asdict(own), what="how ranks exchange", timeout_s=timeout_s)
+    team = {n: ExchangeFacts(**answer) for n, answer in zip(comm.numbers, answers, strict=True)}
+    obstacle = _obstacle_to_nccl(team)
+    if not obstacle and (failure := comm.add_nccl(timeout_s=timeout_s)):
+        obstacle = f"NCCL did not connect {failure}"
+    comm.reason = f"chosen because {obstacle}" if obstacle else "asked for"
+    if obstacle and comm.rank == 0:
+        warn(
+            f"backend is 'nccl', but {obstacle}; so ranks exchange by way of host memory, which is "
+            "slower, until the team changes again"
+        )
 
 
 def _share(comm: Communicator, chosen: str) -> Communicator:
@@ -179,12 +212,12 @@ def _try_nccl(
     return "shared", f"chosen because {failed} (it took {took})"
 
 
-def _obstacle_to_nccl(team: Sequence[ExchangeFacts]) -> str:
+def _obstacle_to_nccl(team: Mapping[int, ExchangeFacts]) -> str:
     """Why NCCL cannot join these ranks; empty where it can."""
-    for rank, facts in enumerate(team):
+    for rank, facts in team.items():
         if not facts.gpu and facts.device != "cpu":
             return f"rank {rank} computes on {facts.device}, and NCCL joins CUDA devices only"
-    on_cpu = [rank for rank, facts in enumerate(team) if not facts.gpu]
+    on_cpu = [rank for rank, facts in team.items() if not facts.gpu]
     if on_cpu:
         facts = team[on_cpu[0]]
         why = ""
@@ -193,35 +226,37 @@ def _obstacle_to_nccl(team: Sequence[ExchangeFacts]) -> str:
         compute = "computes" if len(on_cpu) == 1 else "compute"
         return f"{name_ranks(on_cpu)}{why} {compute} on the CPU, and NCCL joins GPUs only"
     owners: dict[str, int] = {}
-    for rank, facts in enumerate(team):
+    for rank, facts in team.items():
         other = owners.setdefault(facts.gpu, rank)
         if other != rank:
             return (
                 f"ranks {other} and {rank} share one GPU ({facts.device} of host {facts.host}), "
                 "and NCCL needs one for each rank"
             )
-    for rank, facts in enumerate(team):
-        if facts.vendor != team[0].vendor:
+    (lowest, first), *_ = team.items()
+    for rank, facts in team.items():
+        if facts.vendor != first.vendor:
             return (
-                f"rank 0 has a GPU of {team[0].vendor} and rank {rank} one of {facts.vendor}, "
+                f"rank {lowest} has a GPU of {first.vendor} and rank {rank} one of {facts.vendor}, "
                 "which share no collective library"
             )
         if not facts.nccl:
             return f"the torch of rank {rank} was built without NCCL"
-        if facts.nccl != team[0].nccl:
+        if facts.nccl != first.nccl:
             return (
-                f"rank 0 has NCCL {team[0].nccl} and rank {rank} has NCCL {facts.nccl}, which do "
-                "not understand one another"
+                f"rank {lowest} has NCCL {first.nccl} and rank {rank} has NCCL {facts.nccl}, which "
+                "do not understand one another"
             )
     return ""
 
 
-def _describe(
+def describe_exchange(
     environment: DistributedTrainConfig,
     backend: AverageBackend,
     policy: str,
     device: torch.device,
 ) -> ExchangeFacts:
+    """Return what this rank says of itself; see ``ExchangeFacts``."""
     on_gpu = device.type == "cuda"
     return ExchangeFacts(
         backend=backend.value,

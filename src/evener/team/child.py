@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from evener.errors import UserError
+from evener.errors import RunEndedError, UserError
 from evener.team.channel import CHANNEL_FD, Channel
 from evener.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
 from evener.team.failures import add_notes, describe, exit_code_of
 from evener.team.host import available_cores, threads_per_rank
+from evener.team.terminal import say
 
 #: Set by evener's launcher: its own process number.
 PARENT_PID = "EVENER_PARENT_PID"
@@ -62,6 +63,9 @@ def run_child(main: Callable[[], int | None]) -> int:
         raise
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except RunEndedError as ended:
+        say(f"evener: {ended}")
+        return 0
     except Exception as error:  # the top of a process: whatever it is, somebody has to be told
         if follows_from_ctrl_c(error):
             return 128 + signal.SIGINT

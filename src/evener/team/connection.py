@@ -298,10 +298,16 @@ class SupervisorConnection(CoordinatorConnection):
     """How a supervisor tells the coordinator about its processes; see ``CoordinatorConnection``."""
 
     def __init__(self, address: str, *, token: bytes | None, timeout_s: float = 10.0) -> None:
+        self._workers: frozenset[str] = frozenset()
         self._known: dict[str, Message] = {}
         self._held: Formation | None = None  # the newest generation
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         super().__init__(address, token=token, member=name, role="supervisor", timeout_s=timeout_s)
+
+    @property
+    def workers(self) -> frozenset[str]:
+        """Ids of the workers that live, as last heard; none once the connection has failed."""
+        return frozenset() if self._failure else self._workers
 
     def tell(self, member: str, state: ProcessState, reason: str = "") -> None:
         """Report the state of a worker's process; a restarted coordinator is told again.
@@ -330,3 +336,5 @@ class SupervisorConnection(CoordinatorConnection):
     def _hear(self, kind: str, fields: Fields) -> None:
         if kind == "formed":
             self._held = read_formation(fields)
+        elif kind == "beaten":
+            self._workers = frozenset(fields.texts("workers"))

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import binascii
 import json
+import math
 import signal
 import socket
 import time
@@ -16,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
 
-from evener.comm.addresses import bind, is_loopback
-from evener.errors import ConfigError, LaunchError
+from evener.comm.addresses import LOOPBACK, open_port
+from evener.errors import ConfigError
 from evener.parsing import Fields, parse_json, short
 from evener.protocol.formation import (
     NO_NUMBER,
@@ -34,7 +35,6 @@ from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_n
 from evener.team.terminal import say
 from evener.version import __version__
 
-_BACKLOG: Final = 128
 _TICK_S: Final = 0.05
 #: Connections that have not said who they are; the oldest is closed for a new one.
 _MOST_STRANGERS: Final = 32
@@ -58,7 +58,7 @@ class CoordinatorOptions:
         deadlines: Those of the team.
     """
 
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 0
     least: int = 1
     most: int
@@ -66,14 +66,10 @@ class CoordinatorOptions:
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
+        if not 0 < self.deadlines.timeout_s < math.inf:
             raise ConfigError(
-                f"--elastic is {self.least}:{self.most}; give MIN:MAX with 1 <= MIN <= MAX"
-            )
-        if self.token is None and not is_loopback(self.host):
-            raise ConfigError(
-                f"--host is {self.host}, but there is no token: without one the coordinator "
-                "listens on loopback only; give --token-file to admit workers of other machines"
+                f"--timeout-s is {self.deadlines.timeout_s:g}; give the seconds that workers wait "
+                "for one another, more than 0"
             )
 
 
@@ -83,6 +79,7 @@ def coordinate(options: CoordinatorOptions) -> int:
     It prints its address as soon as workers can connect.
 
     Raises:
+        ConfigError: Other machines could connect, and there is no token.
         LaunchError: The port is in use or not allowed.
     """
 
@@ -108,18 +105,15 @@ class Coordinator:
         options: How it is started.
 
     Raises:
+        ConfigError: Other machines could connect, and there is no token.
         LaunchError: The port is in use or not allowed.
     """
 
     def __init__(self, options: CoordinatorOptions) -> None:
-        try:
-            self._socket = bind(options.host, options.port, _BACKLOG)
-        except OSError as error:
-            raise LaunchError(
-                f"the coordinator cannot listen on {options.host}:{options.port} "
-                f"({error.strerror}): end the program that uses the port, or choose another with "
-                "--port"
-            ) from None
+        is_guarded = options.token is not None
+        self._socket = open_port(
+            options.host, options.port, program="the coordinator", is_guarded=is_guarded
+        )
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self.options = options
@@ -360,6 +354,7 @@ class Visitor(asyncio.Protocol):
                 "generation": roster.generation,
                 "open": roster.is_open(now_s),
                 "number": roster.number_of(self.member),
+                "leads": roster.leads(now_s, self.member),
             }
             self.tell("beaten", {"at": sent, "renewed": renewed, **known})
         elif kind == "report":
@@ -373,7 +368,9 @@ class Visitor(asyncio.Protocol):
             roster.describe(now_s, self.member, fields.fields("facts").values)
             self._coordinator.send_orders()  # a refusal comes first
             self.tell("compared", {})
-        elif kind == "store" and not (roster.is_member(self.member) or _reads(fields)):
+        elif kind == "store" and not (
+            _reads(fields) or roster.is_member(self.member) or roster.leads(now_s, self.member)
+        ):
             answer = {"number": fields.whole("number"), "error": "its generation is over"}
             self.tell("stored", answer)
         elif kind == "store":
@@ -387,7 +384,7 @@ class Visitor(asyncio.Protocol):
             roster = self._coordinator.roster
             roster.process(now_s, fields.text("member"), state, fields.text("reason"))
         elif kind == "beat":
-            self.tell("beaten", {})
+            self.tell("beaten", {"workers": self._coordinator.roster.living(now_s)})
         else:
             raise ValueError(f"type is {short(kind)}, which no supervisor sends")
 
@@ -409,6 +406,7 @@ class GenerationStore:
 
     def __init__(self) -> None:
         self._values: dict[tuple[int, str], bytes] = {}
+        self._since: dict[str, int] = {}  # by key of the whole run, the generation that has set it
         self._num_bytes = 0
         self._newest = 0
         self._waits: list[_AwaitedKey] = []
@@ -447,7 +445,8 @@ class GenerationStore:
             return
         place = generation, keys[0]
         if what == "put":
-            self._put(place, _decode(fields.text("value")))
+            if generation != WHOLE_RUN or self._is_news(keys[0], fields.whole("since")):
+                self._put(place, _decode(fields.text("value")))
             answer({"number": number, "value": True})
         elif what == "fetch" and place not in self._values:
             until_s = now_s + fields.number("timeout_s", least=0.0)
@@ -466,6 +465,13 @@ class GenerationStore:
             answer({"number": number, "value": self._remove(place)})
         else:
             raise ValueError(f"what is {short(what)}, which is no request")
+
+    def _is_news(self, key: str, since: int) -> bool:
+        """Return whether no member has told otherwise later: those that come back tell it again."""
+        is_news = since >= self._since.get(key, 0)
+        if is_news:
+            self._since[key] = since
+        return is_news
 
     def _put(self, place: tuple[int, str], value: bytes) -> None:
         self._remove(place)

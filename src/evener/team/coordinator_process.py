@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, final
 
 from evener.closing import Closing
+from evener.comm.addresses import LOOPBACK
 from evener.errors import LaunchError
 from evener.team.child import PARENT_PID
 from evener.team.environment import LAUNCHED
@@ -16,7 +17,7 @@ from evener.team.supervisor import bind_store
 from evener.team.terminal import say
 
 _END_S: Final = 5.0
-#: So many ends within ``_SPAN_S`` are too many.
+#: More ends than this within ``_SPAN_S`` are too many.
 _MOST_ENDS: Final = 5
 _SPAN_S: Final = 60.0
 
@@ -42,7 +43,7 @@ class CoordinatorProcess(Closing):
         # while the coordinator is started again.
         self._reserved = bind_store(port, listen=False)
         number = self._reserved.getsockname()[1]
-        self.address = f"127.0.0.1:{number}"
+        self.address = f"{LOOPBACK}:{number}"
         self._arguments = [limits, "--token-file", str(token_file), "--port", str(number)]
         self._ends_s: list[float] = []
         self._process = self._start()

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, final
 
 from evener.comm.relayed import KeyValues, RelayedStore
-from evener.errors import EvenerError, LeftOutError, TeamRefusedError
+from evener.errors import EvenerError, LeftOutError, RunEndedError, TeamRefusedError
 from evener.parsing import Fields
 from evener.protocol.formation import (
     NO_NUMBER,
@@ -54,16 +54,16 @@ class CoordinatorLink(CoordinatorConnection):
         self._formed: Formation | None = None  # formed, and not yet returned
         self._asking: Message | None = None
         self._left_out = self._has_left = self._is_compared = False
-        self._refusal = ""
+        self._refusal: TeamRefusedError | None = None
         self._generation, self._is_open = 0, False
         self._number = NO_NUMBER
-        self._wanted = False
+        self._wanted = self._leads = False
         self._over: dict[int, str] = {}
         self._lease_end_s = 0.0
         self._micro_batches, self._phase = 0, "setting up"
         self._answers: dict[int, Fields | None] = {}
         self._num_asked = 0
-        self._announced: dict[str, str] = {}
+        self._announced: dict[str, Message] = {}
         super().__init__(address, token=token, member=member, role="worker", timeout_s=timeout_s)
 
     # ── membership ───────────────────────────────────────────────────────────────────────────────
@@ -101,6 +101,7 @@ class CoordinatorLink(CoordinatorConnection):
             LeftOutError: The team has gone on without it; it must drop its state and ask again,
                 with ``None``.
             TeamRefusedError: The coordinator refuses it, or too few workers came in time.
+            RunEndedError: The run has ended.
             CoordinatorLostError: The coordinator did not answer for ``patience_s``.
         """
         generation = self._held.generation if self._held else 0
@@ -117,7 +118,7 @@ class CoordinatorLink(CoordinatorConnection):
             # team is complete; a coordinator that does not answer is noticed by the connection.
             self._changed.wait_for(self._is_answered)
             self._asking = None
-            self._check()
+            self.check()
             if self._left_out:
                 raise LeftOutError(
                     f"{self.member} was in generation {generation}, and the team went on without "
@@ -141,12 +142,28 @@ class CoordinatorLink(CoordinatorConnection):
                 lambda: self._is_compared or self._refusal or self._failure,
                 self.deadlines.reconnect_s,
             )
-            self._check()
+            self.check()
+
+    def check(self) -> None:
+        """Raise what has ended the connection for good, or why the coordinator refuses this worker.
+
+        Raises:
+            CoordinatorLostError: The coordinator did not answer for ``patience_s``.
+            TeamRefusedError: It refuses this worker.
+        """
+        failure: EvenerError | None = self._failure or self._refusal
+        if failure is not None:
+            raise failure
 
     @property
     def wants_change(self) -> bool:
-        """Whether a worker waits to join."""
+        """Whether a worker waits to join, or members are fewer than the least."""
         return self._wanted
+
+    @property
+    def leads(self) -> bool:
+        """Whether no member of the team is left, and this worker decides with what it begins."""
+        return self._leads
 
     def why_over(self, generation: int) -> str:
         """Return why a generation is over, as the coordinator has said; empty while it is not.
@@ -171,7 +188,7 @@ class CoordinatorLink(CoordinatorConnection):
                 lambda: self._failure or self._is_over() or time.monotonic() < self._lease_end_s,
                 timeout_s,
             )
-            self._check()
+            self.check()
             return time.monotonic() < self._lease_end_s and not self._is_over()
 
     def declare(self, phase: str, done: int = 0) -> str:
@@ -193,7 +210,7 @@ class CoordinatorLink(CoordinatorConnection):
         """Leave the team for good, after this worker's last commit; waits until that is known.
 
         Args:
-            finished: This worker has done the run to its end: nobody needs to begin it anew.
+            finished: The run has ended: it was done to its end, or the team was stopped.
         """
         with self._changed:
             self._lease_end_s = 0.0
@@ -213,14 +230,15 @@ class CoordinatorLink(CoordinatorConnection):
         return RelayedStore(_LinkValues(self, generation), patience_s)
 
     def announce(self, key: str, text: str) -> None:
-        """Leave a text with the coordinator for the whole run; only members of the team may.
+        """Leave a text with the coordinator for the whole run; members may, and who ``leads``.
 
         It is told again in each generation, and to a coordinator that was restarted. Whoever reads
         the store of generation ``WHOLE_RUN`` finds it.
         """
         with self._changed:
-            self._announced[key] = text
-            self._post(_announcement(key, text))
+            since = self._held.generation if self._held else 0
+            self._announced[key] = message = _announcement(key, text, since)
+            self._post(message)
 
     def ask_store(self, request: Message, timeout_s: float) -> Any:
         """Send a request to the store, and return the answer.
@@ -277,8 +295,8 @@ class CoordinatorLink(CoordinatorConnection):
         self._generation, self._is_open = welcome.whole("generation"), welcome.flag("open")
         number = welcome.whole("number", least=NO_NUMBER)
         self._number = number
-        told = [_announcement(key, text) for key, text in self._announced.items()]
-        return told if self._asking is None else [*told, self._asking]
+        told = self._announced.values()
+        return [*told] if self._asking is None else [*told, self._asking]
 
     def _beat(self, now_s: float) -> Message:
         return {
@@ -291,6 +309,7 @@ class CoordinatorLink(CoordinatorConnection):
     def _hear(self, kind: str, fields: Fields) -> None:
         if kind == "beaten":
             self._generation, self._is_open = fields.whole("generation"), fields.flag("open")
+            self._leads = fields.flag("leads")
             is_own = self._held is not None and self._generation == self._held.generation
             if not is_own:
                 self._number = fields.whole("number", least=NO_NUMBER)
@@ -310,7 +329,9 @@ class CoordinatorLink(CoordinatorConnection):
             self._generation = fields.whole("generation")
             self._left_out = self._asking is not None
         elif kind == "failed":
-            self._refusal = fields.text("why")
+            self._refusal = TeamRefusedError(fields.text("why"))
+        elif kind == "ended":
+            self._refusal = RunEndedError(fields.text("why"))
         elif kind == "compared":
             self._is_compared = True
         elif kind == "left":
@@ -329,10 +350,10 @@ class CoordinatorLink(CoordinatorConnection):
         formation, self._formed = self._formed, None
         assert formation is not None
         self._held = formation
-        self._number = formation.numbers[formation.members.index(self.member)]
+        self._number = formation.number_of(self.member)
         self._beat_soon()  # for the lease
-        for key, text in self._announced.items():  # who told them before may be lost
-            self._post(_announcement(key, text))
+        for message in self._announced.values():  # who told them before may be lost
+            self._post(message)
         return formation
 
     def _is_answered(self) -> bool:
@@ -341,20 +362,14 @@ class CoordinatorLink(CoordinatorConnection):
     def _is_over(self) -> bool:
         return self._held is not None and self._held.generation in self._over
 
-    def _check(self) -> None:
-        failure: EvenerError | None = self._failure
-        if failure is not None:
-            raise failure
-        if self._refusal:
-            raise TeamRefusedError(self._refusal)
 
-
-def _announcement(key: str, text: str) -> Message:
+def _announcement(key: str, text: str, since: int) -> Message:
     request = {
         "generation": WHOLE_RUN,
         "what": "put",
         "keys": [key],
         "value": _encode(text.encode()),
+        "since": since,
     }
     return {"type": "store", "number": 0, **request}  # nobody waits for the answer
 

@@ -7,20 +7,24 @@ which has loaded torch, takes the place of the next worker that fails.
 
 import os
 import secrets
+import shlex
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Final
 
-from evener.errors import CoordinatorLostError, LeftOutError
-from evener.protocol.roster import ProcessState, parse_team_limits
+from evener.errors import CoordinatorLostError, LaunchError, LeftOutError
+from evener.protocol.formation import ProcessState, parse_team_limits
 from evener.team.address import parse_address
 from evener.team.channel import JOINED, JOINING
+from evener.team.child import run_child
 from evener.team.connection import SupervisorConnection
 from evener.team.coordinator_process import CoordinatorProcess
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
@@ -28,7 +32,7 @@ from evener.team.failures import judge
 from evener.team.launcher import TerminalSupervisor
 from evener.team.process_state import KernelState, describe_halt
 from evener.team.sealed import read_token
-from evener.team.signals import SignalQueue, start_in_silence
+from evener.team.signals import SignalQueue, end_in_silence, start_in_silence
 from evener.team.standby import TAKE
 from evener.team.supervisor import (
     ANOTHER_PROGRAM,
@@ -41,6 +45,8 @@ from evener.team.terminal import say, warn
 
 #: A team stops when more workers than this have failed, unless the user says otherwise.
 MAX_FAILURES: Final = 10
+#: What a standby loads for a script.
+SCRIPT_LIBRARIES: Final = ("torch", "evener.ddp")
 #: Seconds that workers get to stop: they finish their window.
 GRACE_S: Final = 30.0
 
@@ -52,6 +58,9 @@ _UNWIND_S = 10.0
 _MOST_STANDBYS_LOST = 3
 # The coordinator of this launcher is still starting then.
 _CONNECT_S = 30.0
+# Workers of other launchers that end with those of this one have left by then.
+_FAREWELL_S = 1.0
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +76,7 @@ class ElasticRun:
         max_failures: The run stops when more workers than this have failed here.
         libraries: What a standby loads, as module names.
         join: ``HOST:PORT`` of the coordinator of a team that runs already; empty to begin one.
-        what: What a further worker has to run, for people.
+        program: What a further worker has to run: the script, or a command, with its arguments.
         environ: What the environment of each worker is made from.
         handed: Descriptors that every worker inherits, by the variable that names each.
     """
@@ -79,7 +88,7 @@ class ElasticRun:
     max_failures: int = MAX_FAILURES
     libraries: Sequence[str] = ("torch",)
     join: str = ""
-    what: str = "SCRIPT"
+    program: Sequence[str] = ("SCRIPT",)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     handed: Mapping[str, int] = field(default_factory=dict)
 
@@ -88,7 +97,7 @@ def launch_elastic(command: Sequence[str], run: ElasticRun) -> int:
     """Run workers of an elastic team until the run is over; call it on the main thread.
 
     Args:
-        command: Python, ``-P -m``, a module, and its arguments; the same for every worker.
+        command: Python, its options, ``-m``, a module, its arguments; the same for every worker.
         run: The rest.
 
     Returns:
@@ -103,9 +112,11 @@ def launch_elastic(command: Sequence[str], run: ElasticRun) -> int:
     with open_team(run) as team, SignalQueue() as signals:
         if team.coordinator is not None:
             least, most = team.limits
+            # Behind the two dashes, options are the program's own.
+            what = shlex.join(["--", *run.program] if run.program[1:] else run.program)
             say(
                 f"evener: elastic team of {least} to {most} workers, {team.nproc} of them here; "
-                f"`evener join {team.address} --token-file {team.token_file} {run.what}` adds one"
+                f"`evener join {team.address} --token-file {team.token_file} {what}` adds one"
             )
         launcher = ElasticLauncher(signals, command, run, team)
         launcher.run_workers()
@@ -255,13 +266,20 @@ class ElasticLauncher(TerminalSupervisor):
         self._is_over = False  # one has done the run to its end
         self._why = ""  # the run was given up
         self._code = 0
+        self._loss: LaunchError | None = None  # of the coordinator
 
     def run_workers(self) -> None:
-        """Start the workers and watch them until the run is over."""
+        """Start the workers and watch them until the run is over.
+
+        Raises:
+            LaunchError: A worker could not be started, or the coordinator ends again and again.
+        """
         with self._supervising():
             if self._coordinator is not None:
                 self._tell_lifeline(self._coordinator.pid)
             self._fill_slots()
+        if self._loss is not None:
+            raise self._loss
 
     def conclude(self) -> int:
         """Say why the run ended, if it did not go to its end; returns the exit code."""
@@ -322,9 +340,7 @@ class ElasticLauncher(TerminalSupervisor):
 
     def _decide(self) -> None:
         self._heed_signals()
-        if self._coordinator is not None and (ended := self._coordinator.look()) is not None:
-            self._tell_lifeline(ended)
-            self._tell_lifeline(self._coordinator.pid)
+        self._keep_coordinator()
         for child in self.children:
             self._has_begun |= child.place == JOINED
             if child.has_ended and child.pid not in self._accounted:
@@ -338,6 +354,48 @@ class ElasticLauncher(TerminalSupervisor):
             self._drop_standby()
         elif self._deadline is None:
             self._warm_up()
+
+    # ── the coordinator ──────────────────────────────────────────────────────────────────────────
+
+    def _keep_coordinator(self) -> None:
+        if self._coordinator is None:
+            return
+        try:
+            ended = self._coordinator.look()
+        except LaunchError as error:
+            self._coordinator, self._loss = None, error
+            say("evener: the coordinator ends again and again: its workers save, and end")
+            self._give_up(1, "")
+            # To save without a lease, they wait so long for the coordinator first.
+            patience_s = self._connection.deadlines.patience_s
+            self._set_deadline(patience_s + GRACE_S, "did not end after the coordinator")
+        else:
+            if ended is not None:
+                self._tell_lifeline(ended)
+                self._tell_lifeline(self._coordinator.pid)
+
+    def _watch(self) -> None:
+        super()._watch()
+        self._serve_others()
+
+    def _serve_others(self) -> None:
+        """Keep the coordinator for workers of other launchers, until a signal or their end."""
+        own = {member for _, member in self._workers.values()}
+        said_s = time.monotonic() + _FAREWELL_S
+        is_said = False
+        is_told = self._stop_signal not in (None, signal.SIGINT)
+        while self._coordinator is not None and not (self._why or is_told):
+            others = sorted(self._connection.workers - own)
+            if not others or (is_said and self._signals.take()):
+                return
+            if not is_said and time.monotonic() >= said_s:
+                is_said = True
+                say(
+                    f"evener: the workers of this launcher have ended; its coordinator serves "
+                    f"{', '.join(others)} until these have ended, too: press Ctrl-C to end it now"
+                )
+            wait([*self._requests], _LOOK_S)
+            self._keep_coordinator()
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -455,8 +513,9 @@ class ElasticLauncher(TerminalSupervisor):
             or any(child.place != JOINED for child in at_work)
         ):
             return
-        python, module = self._command[:3], "evener.team.standby"
-        command = [*python, module, ",".join(self._run.libraries), *self._command[3:]]
+        end = self._command.index("-m") + 1
+        python, program = self._command[:end], self._command[end:]
+        command = [*python, "evener.team.standby", ",".join(self._run.libraries), *program]
         with start_in_silence():
             environ = self._team.environment(0, "")
             self._standby = self._spawn(command, environ, self._run.handed, 0, False, "the standby")
@@ -488,3 +547,15 @@ def _has_left(child: Child) -> bool:
     return not child.has_raised and child.code in {
         code for signum in signals for code in (-signum, 128 + signum)
     }
+
+
+def _launch_script(limits: str, command: Sequence[str]) -> int:
+    program = command[command.index("evener.team.script") + 1 :]
+    run = ElasticRun(limits=limits, libraries=SCRIPT_LIBRARIES, program=program)
+    return launch_elastic(command, run)
+
+
+if __name__ == "__main__":
+    code = run_child(lambda: _launch_script(sys.argv[1], sys.argv[2:]))
+    end_in_silence()
+    sys.exit(code)

@@ -1,4 +1,4 @@
-"""The elastic team of processes: generations that the coordinator forms, joined by Gloo."""
+"""The elastic team of processes: the coordinator forms generations, which connect anew."""
 
 import signal
 import sys
@@ -13,23 +13,30 @@ from evener.comm.groups import GroupCommunicator
 from evener.comm.rendezvous import MeetingPoint, choose_devices, first_line
 from evener.comm.shared import share_memory
 from evener.comm.wires import Wires
-from evener.errors import ConfigError, LaunchError, LeftOutError, PeerLostError
+from evener.errors import (
+    CollectiveError,
+    ConfigError,
+    LaunchError,
+    LeftOutError,
+    PeerLostError,
+)
 from evener.protocol.formation import (
     NO_NUMBER,
     WHOLE_RUN,
     Formation,
     Standing,
     parse_team_limits,
-    read_team_limits,
 )
 from evener.team.address import parse_address
+from evener.team.backends import ExchangeFacts, prefer_nccl
 from evener.team.channel import JOINED, JOINING
 from evener.team.child import tell
 from evener.team.elastic import CoordinatorLink
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
-from evener.team.membership import Formed, Membership
+from evener.team.membership import Formed, GenerationWatch, Membership
 from evener.team.sealed import read_token
 from evener.team.signals import StopSignals
+from evener.team.terminal import warn
 
 _PAUSE_S = 0.05
 
@@ -50,6 +57,7 @@ class ElasticMembership(Membership):
         most: Most members of the team.
         shares_memory: Whether members on one host exchange through its memory.
         timeout_s: Deadline of an exchange.
+        gpu: What this member is, where GPUs are to exchange over NCCL; ``None`` elsewhere.
     """
 
     def __init__(
@@ -60,15 +68,17 @@ class ElasticMembership(Membership):
         *,
         shares_memory: bool,
         timeout_s: float,
+        gpu: ExchangeFacts | None = None,
     ) -> None:
         self.member, self.most = link.member, most
         self._link, self._shares_memory, self._timeout_s = link, shares_memory, timeout_s
         self._host, port = parse_address(address, "EVENER_COORDINATOR")
-        self._port = port or 0
+        self._port, self._gpu = port or 0, gpu
         self.number = self._await_number()
         self._joins = link.generation > 0
         #: Of the generation: torch keeps no reference to a store that is written in Python.
         self._store: Any = None
+        self._apart_since_s: float | None = None  # since when no generation has connected
         self._has_left = self._closed = False
         self._handlers = ExitStack()
         interrupts = StopSignals([signal.SIGINT], max_interrupts=0)
@@ -81,16 +91,20 @@ class ElasticMembership(Membership):
         been started again hears of the team's generation from its members.
         """
         link, patience_s = self._link, self._link.deadlines.connect_s
-        deadline = time.monotonic() + link.deadlines.lease_s + patience_s
+        opening_s = link.deadlines.lease_s + patience_s
+        deadline = time.monotonic() + opening_s
         while not (link.generation or link.is_open):
+            link.check()
             if time.monotonic() >= deadline:
                 raise LaunchError(
                     f"{self.member} cannot join the team at {self._host}:{self._port}: its "
-                    f"coordinator has not said within {patience_s:g} s (connect_s) whether the "
-                    "team has begun; start it again"
+                    f"coordinator has not said within {opening_s:g} s (lease_s + connect_s) "
+                    "whether the team has begun; start this worker again"
                 )
             time.sleep(_PAUSE_S)
+        deadline = time.monotonic() + patience_s
         while link.number == NO_NUMBER:
+            link.check()
             if time.monotonic() >= deadline:
                 raise LaunchError(
                     f"{self.member} cannot join the team at {self._host}:{self._port}: it has "
@@ -112,6 +126,11 @@ class ElasticMembership(Membership):
         return self._joins
 
     @property
+    def leads(self) -> bool:
+        """Whether the coordinator knows of no member that is left, and of this worker first."""
+        return self._link.leads
+
+    @property
     def wants_change(self) -> bool:
         """Whether somebody waits to join, or is to leave."""
         return self._link.wants_change
@@ -130,7 +149,8 @@ class ElasticMembership(Membership):
         """Report to the coordinator, and connect to the members of the generation that it forms.
 
         Raises:
-            PeerLostError: A member did not connect: the next generation has to do without it.
+            CollectiveError: Not all members connected: they form another generation.
+            LaunchError: That has been so for ``timeout_s``.
         """
         self._interrupts.take_interrupts(0)  # who waits for a generation need finish no window
         try:
@@ -140,9 +160,27 @@ class ElasticMembership(Membership):
             raise
         self._interrupts.take_interrupts(0 if self.is_leaving else 1)
         self._joins, self.generation = False, formation.generation
-        self.number = formation.numbers[formation.members.index(self.member)]
+        self.number = formation.number_of(self.member)
         tell(place=JOINED)
-        return Formed(formation, self._connect(formation))
+        try:
+            comm = self._connect(formation)
+        except CollectiveError as error:
+            self._bear(error)
+            raise
+        self._apart_since_s = None
+        return Formed(formation, comm)
+
+    def _bear(self, error: CollectiveError) -> None:
+        """Say that a generation did not connect; raise LaunchError where that lasts too long."""
+        now_s, timeout_s = time.monotonic(), self._link.deadlines.timeout_s
+        if self._apart_since_s is None:
+            self._apart_since_s = now_s
+        if now_s - self._apart_since_s >= timeout_s:
+            raise LaunchError(
+                f"rank {self.number} has connected to no generation for {timeout_s:g} s "
+                f"(timeout_s), the last time as {error}: check the network between the workers"
+            ) from None
+        warn(f"{error}; they form another generation")
 
     def _connect(self, formation: Formation) -> Communicator:
         if len(formation.members) == 1:
@@ -167,15 +205,25 @@ class ElasticMembership(Membership):
             )
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {self.number} could not connect to all members of generation "
-                f"{formation.generation} within {connect_s:g} s (connect_s; {first_line(error)})"
+                f"{self.member} could not connect to all members of generation "
+                f"{formation.generation}, which are {', '.join(formation.members)}, within "
+                f"{connect_s:g} s (connect_s; {first_line(error)})"
             ) from None
-        if self._shares_memory:
-            try:
-                comm, _ = share_memory(comm)
-            except BaseException:
-                comm.close()
-                raise
+        comm.report_waits_to(GenerationWatch(self))  # a member may be lost meanwhile
+        try:
+            comm.reason = "asked for; ranks exchange through sockets of their hosts"
+            if self._shares_memory:
+                comm, obstacle = share_memory(comm)
+                memory = "all ranks are on one host and exchange through its memory"
+                comm.reason = (
+                    f"{obstacle}, so ranks exchange through sockets" if obstacle else memory
+                )
+                comm.report_waits_to(GenerationWatch(self))
+            if self._gpu is not None:
+                prefer_nccl(comm, self._gpu, connect_s)
+        except BaseException:
+            comm.close()
+            raise
         return comm
 
     def await_lease(self) -> None:
@@ -203,10 +251,12 @@ class ElasticMembership(Membership):
         store = self._link.store(WHOLE_RUN, self._link.deadlines.connect_s)
         deadline = time.monotonic() + timeout_s
         while True:
+            self._link.check()
+            is_last = self.leads or time.monotonic() >= deadline
             with suppress(RuntimeError):  # the coordinator may be restarted meanwhile
                 if store.check([key]):
                     return store.get(key).decode()
-            if time.monotonic() >= deadline:
+            if is_last:
                 return ""
             time.sleep(_PAUSE_S)
 
@@ -242,27 +292,26 @@ class ElasticMembership(Membership):
             raise KeyboardInterrupt
 
 
-def check_team_limits(given: object, environ: Mapping[str, str]) -> None:
+def check_team_limits(asked: str, environ: Mapping[str, str]) -> None:
     """Refuse to be a worker of another team than that which the script asks for.
 
     Args:
-        given: Fewest and most workers, as the script says; see ``read_team_limits``.
+        asked: Fewest and most workers, as ``MIN:MAX``.
         environ: The environment of the process.
 
     Raises:
         ConfigError: The process was not started for an elastic team, or for one of another size.
     """
-    least, most = read_team_limits(given)
-    asked, found = f"{least}:{most}", environ.get(ELASTIC)
+    found = environ.get(ELASTIC)
     if found is None:
         raise ConfigError(
-            f"elastic is {given!r}, and this process was not started for an elastic team; start "
-            f"the script by `evener launch --elastic {asked} SCRIPT`, or add it to a team by "
-            "`evener join`"
+            f"elastic is {asked!r}, and this process was not started for an elastic team; start "
+            f"the script by itself or by `evener launch --elastic {asked} SCRIPT`, or add it to a "
+            "team by `evener join`"
         )
     if found != asked:
         raise ConfigError(
-            f"elastic is {given!r}, and the team was started for {found} workers; leave elastic "
+            f"elastic is {asked!r}, and the team was started for {found} workers; leave elastic "
             f"out of Ddp.setup, or start the team with --elastic {asked}"
         )
 
@@ -273,6 +322,7 @@ def join_team(
     *,
     shares_memory: bool,
     timeout_s: float,
+    gpu: ExchangeFacts | None,
 ) -> ElasticMembership:
     """Return this process's place in the elastic team for which it was started.
 
@@ -281,6 +331,7 @@ def join_team(
         facts: What must be the same on all members, such as the model's fingerprint.
         shares_memory: See ``ElasticMembership``.
         timeout_s: See ``ElasticMembership``.
+        gpu: See ``ElasticMembership``.
 
     Raises:
         ConfigError: The environment describes the place only in part.
@@ -304,7 +355,7 @@ def join_team(
     )
     try:
         return ElasticMembership(
-            link, address, most, shares_memory=shares_memory, timeout_s=timeout_s
+            link, address, most, shares_memory=shares_memory, timeout_s=timeout_s, gpu=gpu
         )
     except BaseException:
         link.close()

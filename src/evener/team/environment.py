@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from evener.comm.addresses import is_loopback
+from evener.comm.addresses import LOOPBACK, is_loopback
 from evener.errors import ConfigError
 from evener.parsing import short
 from evener.team import slurm
@@ -31,7 +31,6 @@ ELASTIC = "EVENER_ELASTIC"
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
-_LOOPBACK = "127.0.0.1"
 _NUMBERS = ("world_size", "rank", "local_rank", "local_world_size", "coordinator_port")
 _KEYS = (*_NUMBERS, "role", "coordinator_addr", "backend", "comm_backend")
 #: Where else in a file the keys may stand.
@@ -128,7 +127,7 @@ class DistributedTrainConfig:
     rank: int = 0
     local_rank: int = 0
     role: DistributedRole = DistributedRole.COORDINATOR
-    coordinator_addr: str = _LOOPBACK
+    coordinator_addr: str = LOOPBACK
     backend: DistributedBackend = DistributedBackend.AUTO
     comm_backend: AverageBackend = AverageBackend.AUTO
     _: KW_ONLY
@@ -245,7 +244,7 @@ class DistributedTrainConfig:
         place = read_place(Path(path), changes)
         known = {"role": _role(place["rank"]), "launched_by": "the user"}
         try:
-            address = place.get("coordinator_addr", _LOOPBACK)
+            address = place.get("coordinator_addr", LOOPBACK)
             host, _ = parse_address(address, "coordinator_addr", may_bind=place["rank"] == 0)
             if is_loopback(host):
                 known["local_rank"] = place["rank"]

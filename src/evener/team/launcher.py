@@ -2,6 +2,7 @@
 
 import signal
 from abc import abstractmethod
+from typing import ClassVar
 
 from evener.team.signals import SignalQueue
 from evener.team.supervisor import Supervisor
@@ -15,6 +16,9 @@ class TerminalSupervisor(Supervisor):
         signals: Those that this process receives.
         grace_s: Seconds that ranks get to end by themselves.
     """
+
+    #: What is said where a second Ctrl-C kills the ranks.
+    _interrupted_again: ClassVar[str] = "interrupted again"
 
     def __init__(self, signals: SignalQueue, grace_s: float) -> None:
         super().__init__()
@@ -38,7 +42,7 @@ class TerminalSupervisor(Supervisor):
                 self._stop(signum)
             elif signum == signal.SIGINT and not self._killed:
                 self._stop_signal = self._stop_signal or signum
-                self._kill("interrupted again")
+                self._kill(self._interrupted_again)
 
     def _stop(self, signum: signal.Signals, where: str = "") -> None:
         self._stop_signal = signum
@@ -56,8 +60,8 @@ class TerminalSupervisor(Supervisor):
                 child.send_signal(signum)
 
     def _kill(self, why: str) -> None:
-        names = ", ".join(child.who for child in self._alive)
-        say(f"evener: {why}: killed {names}")
+        if why:
+            say(f"evener: {why}: killed {', '.join(child.who for child in self._alive)}")
         super()._kill(why)
 
     def _is_hurried(self) -> bool:

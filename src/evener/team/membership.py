@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, final
 
 from evener.closing import Closing
 from evener.comm.base import Call, Communicator, SingleCommunicator, WaitListener
-from evener.protocol.formation import WAITING, Formation, Standing
+from evener.protocol.formation import PARKED, WAITING, Formation, Standing
 
 _AT_ONCE_S = 0.001
 
@@ -50,6 +50,11 @@ class Membership(Closing):
 
     @property
     @abstractmethod
+    def leads(self) -> bool:
+        """Whether no member of the team is left, and this worker decides with what it begins."""
+
+    @property
+    @abstractmethod
     def wants_change(self) -> bool:
         """Whether somebody waits to join, or is to leave: the planner then ends the generation."""
 
@@ -79,7 +84,7 @@ class Membership(Closing):
         """Say what this worker is doing, for the case that others wait for it.
 
         Args:
-            phase: ``TRAINING``, ``WAITING``, or in its own words.
+            phase: ``TRAINING``, ``WAITING``, ``PARKED``, or in its own words.
             done: Micro-batches that it has done since the last call.
 
         Returns:
@@ -99,7 +104,7 @@ class Membership(Closing):
         """Leave the team for good, after this worker's last commit; idempotent.
 
         Args:
-            finished: This worker has done the run to its end.
+            finished: The run has ended: it was done to its end, or the team was stopped.
         """
 
     @abstractmethod
@@ -116,7 +121,11 @@ class Membership(Closing):
 
     @abstractmethod
     def announced(self, key: str, timeout_s: float = 0.0) -> str:
-        """Wait for what the team announces; return it, or an empty text after ``timeout_s``."""
+        """Wait for what the team announces, and return it.
+
+        Returns:
+            An empty text after ``timeout_s``, or as soon as this worker ``leads``.
+        """
 
 
 @final
@@ -135,6 +144,11 @@ class FixedMembership(Membership):
 
     @property
     def is_joining(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def leads(self) -> bool:
         """Never."""
         return False
 
@@ -201,7 +215,9 @@ class GenerationWatch(WaitListener):
         if self._membership.is_over:
             comm.hurry(_AT_ONCE_S)
         elif comm not in self._phases:
-            self._phases[comm] = self._membership.declare(WAITING)
+            before = self._phases[comm] = self._membership.declare(WAITING)
+            if before == PARKED:  # it waits while the others train, so nobody is idle
+                self._membership.declare(PARKED)
 
     def wait_over(self, comm: Communicator, *, succeeded: bool) -> None:
         """Go back to the phase before."""

@@ -1,4 +1,4 @@
-"""Starts a script that was started plainly once more for each device, through evener's launcher.
+"""Starts a script that was started plainly once more for each rank, through evener's launcher.
 
 The process turns into the launcher (``exec``), so nothing of what the script has loaded so far
 stays in memory, and every rank, rank 0 among them, runs the script from its beginning. It never
@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from evener.errors import ConfigError
 from evener.team.signals import start_in_silence
@@ -51,17 +52,42 @@ def start_all_ranks(devices: Sequence[str], *, optional: bool, quiet: bool) -> N
         if not quiet:
             say(f"evener: using {devices[0]} of {names}: {error}")
         return
-    # The launcher that this process becomes lets Ctrl-C through when it can take it.
+    how = None if quiet else f"once for each of {names}"
+    _become(["evener.team.launch", str(len(devices))], program, folder, how)
+
+
+def start_elastic_team(limits: str, *, quiet: bool) -> NoReturn:
+    """Run the script in each of the workers of an elastic team, as many as that may have.
+
+    Args:
+        limits: Fewest and most workers, as ``MIN:MAX``.
+        quiet: Do not say what is being done.
+
+    Raises:
+        ConfigError: The script cannot be started again.
+    """
+    try:
+        program, folder = how_started()
+    except ConfigError as error:
+        raise ConfigError(f"elastic is {limits!r}, but {error}") from None
+    how = None if quiet else f"in an elastic team of {limits} workers"
+    _become(["evener.team.elastic_launch", limits], program, folder, how)
+
+
+def _become(
+    launcher: Sequence[str], program: Sequence[str], folder: str, how: str | None
+) -> NoReturn:
+    """Become the launcher of the program, and say how it is run; ``None`` says nothing."""
+    # The launcher lets Ctrl-C through when it can take it.
     with start_in_silence():
-        if not quiet:
+        if how is not None:
             shown = Path(program[0]).name if program[0] != "-m" else program[1]
-            say(f"evener: {shown} was started plainly: running it once for each of {names}")
+            say(f"evener: {shown} was started plainly: running it {how}")
         sys.stdout.flush()
         sys.stderr.flush()
         os.chdir(folder)
         rank = [*_python(), "evener.team.script", *program]
-        launcher = [*_python(), "evener.team.launch", str(len(devices)), *rank]
-        os.execv(sys.executable, launcher)
+        os.execv(sys.executable, [*_python(), *launcher, *rank])
 
 
 def how_started() -> tuple[list[str], str]:

@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import ClassVar, Final
 
-from evener.comm.addresses import bind
+from evener.comm.addresses import LOOPBACK, bind
 from evener.errors import ConfigError, LaunchError
 from evener.team import lifeline
 from evener.team.channel import CHANNEL_FD, DONE, Channel, Message
@@ -36,7 +36,6 @@ from evener.team.terminal import say
 #: More ranks than this on one host are taken for a typing error.
 MAX_NPROC = 256
 
-_LOOPBACK = "127.0.0.1"
 # What another launcher may have left in our environment, and would mislead the ranks.
 _FOREIGN_PREFIX = "TORCHELASTIC_"
 _FOREIGN = frozenset(
@@ -67,7 +66,7 @@ class LocalRanks:
     first: int = 0
     count: int
     world_size: int
-    host: str = _LOOPBACK
+    host: str = LOOPBACK
     port: int
 
 
@@ -127,10 +126,10 @@ def bind_store(port: int | None, *, listen: bool) -> socket.socket:
         raise ConfigError(f"--port is {port}; give a port from 1 to 65535, or none for a free one")
     try:
         # A plain torch script can open the port itself while we keep others from being given it.
-        return bind(_LOOPBACK, port or 0, MAX_NPROC if listen else 0)
+        return bind(LOOPBACK, port or 0, MAX_NPROC if listen else 0)
     except OSError as error:
         raise LaunchError(
-            f"port {port} cannot be opened on {_LOOPBACK} ({error.strerror}); choose another with "
+            f"port {port} cannot be opened on {LOOPBACK} ({error.strerror}); choose another with "
             "--port, or leave --port out to get a free one"
         ) from error
 

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from evener.comm.addresses import bind, is_loopback, listens_everywhere, number_behind, numbers_of
+from evener.comm.addresses import (
+    bind,
+    is_loopback,
+    listens_everywhere,
+    number_behind,
+    numbers_of,
+    open_port,
+)
 from evener.comm.rendezvous import listen, own_address
+from evener.errors import ConfigError
 
 
 @pytest.fixture
@@ -74,3 +82,12 @@ def test_what_others_could_not_reach_is_listened_on_everywhere(
     with closing(bind("node7", 0)) as server:
         assert listens_everywhere(server)
         assert number_behind("node7", server.getsockname()) == "node7"
+
+
+def test_a_port_is_open_to_other_hosts_only_with_a_token(names: dict[str, list[str]]) -> None:
+    names["localhost"] = []  # unknown here, so the socket listens on all addresses
+    for host in ("localhost", "0.0.0.0", "node7"):
+        with pytest.raises(ConfigError, match=f"box on {host} would answer .* --token-file"):
+            open_port(host, 0, program="box", is_guarded=False)
+    with open_port("localhost", 0, program="box", is_guarded=True) as server:
+        assert listens_everywhere(server)

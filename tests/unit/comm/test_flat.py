@@ -542,6 +542,22 @@ def test_freezing_afterwards_leaves_a_parameter_out_and_thawing_takes_it_in(mode
     assert lies_in(model.frozen.weight.grad, thawed.grad)  # its hook has moved it
 
 
+def test_a_rank_follows_another_one_in_what_is_trained(model: Net) -> None:
+    other = Net()
+    flat, follower = flatten(model), flatten(other)
+    model.frozen.bias.requires_grad_(True)
+    flat.adopt()
+    model.frozen.weight.requires_grad_(True)
+    flat.adopt()
+    model.scale.requires_grad_(False)
+    follower.follow(flat.describe())
+    assert [group.names for group in follower.groups] == [group.names for group in flat.groups]
+    assert follower.describe() == flat.describe()
+    assert follower.outside == []
+    with pytest.raises(UsageError, match=r"trains 7 parameters and the team 5.*'frozen.bias'"):
+        follower.follow(flatten(Net()).describe())
+
+
 # ── not finite ───────────────────────────────────────────────────────────────────────────────────
 
 

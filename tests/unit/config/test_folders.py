@@ -3,18 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from evener.comm.base import Communicator, SingleCommunicator
 from evener.config.folders import (
     FolderLock,
-    agree_on_folder,
     check_resumable,
     claim_folder,
     release_folder,
     runs_of,
 )
-from evener.engine.team import Team
 from evener.errors import CheckpointError, ConfigError
-from helpers.teams import run_team
 
 
 def make_run(folder: Path, *, checkpoints: bool = True) -> None:
@@ -24,16 +20,12 @@ def make_run(folder: Path, *, checkpoints: bool = True) -> None:
         (folder / "checkpoints" / "step-3").mkdir(parents=True)
 
 
-def agree(parent: Path, name: str) -> Path:
-    return agree_on_folder(Team(SingleCommunicator()), parent, name)
-
-
 def test_a_new_run_gets_the_next_free_number(tmp_path: Path) -> None:
-    assert agree(tmp_path / "runs", "x") == tmp_path / "runs" / "x"
-    assert agree(tmp_path / "runs", "x") == tmp_path / "runs" / "x-2"
+    assert claim_folder(tmp_path / "runs", "x") == tmp_path / "runs" / "x"
+    assert claim_folder(tmp_path / "runs", "x") == tmp_path / "runs" / "x-2"
     make_run(tmp_path / "y")
     make_run(tmp_path / "y-2", checkpoints=False)
-    assert agree(tmp_path, "y") == tmp_path / "y-3"
+    assert claim_folder(tmp_path, "y") == tmp_path / "y-3"
     assert (tmp_path / "y-3").is_dir()
 
 
@@ -102,23 +94,11 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None
     check_resumable(tmp_path, "y")
 
 
-def test_all_ranks_take_rank_0s_choice(tmp_path: Path) -> None:
-    make_run(tmp_path / "x")
-
-    def body(comm: Communicator) -> Path:
-        # Another host may see another folder of runs.
-        parent = tmp_path if comm.rank == 0 else tmp_path / "elsewhere"
-        return agree_on_folder(Team(comm), parent, "x")
-
-    assert run_team(3, body) == [tmp_path / "x-2"] * 3
-    assert not (tmp_path / "elsewhere").exists()
-
-
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for parent, name in ((tmp_path / "file", "x"), (tmp_path, "file")):
         with pytest.raises(ConfigError, match=r"cannot be made: .*; choose another with --out"):
-            agree(parent, name)
+            claim_folder(parent, name)
 
 
 def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path: Path) -> None:

@@ -8,20 +8,7 @@ from evener.comm.threads import ThreadTeam
 from evener.errors import ConfigError
 from evener.team.backends import ExchangeFacts, check_backend, decide_backend
 from evener.team.environment import AverageBackend
-
-ON_CPU = ExchangeFacts(
-    backend="auto",
-    policy="sync",
-    host="alpha",
-    local_world_size=2,
-    num_gpus=0,
-    device="cpu",
-    vendor="",
-    gpu="",
-    nccl="",
-)
-ON_GPU = replace(ON_CPU, num_gpus=2, device="cuda:0", vendor="NVIDIA", gpu="GPU-0000", nccl="2.29")
-OTHER_GPU = replace(ON_GPU, device="cuda:1", gpu="GPU-1111")
+from helpers.gpu_facts import ON_CPU, ON_GPU, OTHER_GPU
 
 
 def asking(backend: str, *team: ExchangeFacts) -> list[ExchangeFacts]:
@@ -68,11 +55,11 @@ OBSTACLES = {
     "one rank on the CPU": ([ON_GPU, ON_CPU], "rank 1 computes on the CPU, and NCCL joins GPUs"),
     "more ranks than GPUs": (
         [replace(ON_GPU, num_gpus=1), replace(ON_CPU, num_gpus=1)],
-        r"rank 1 \(host alpha: 2 ranks, GPUs: 1\) computes on the CPU",
+        r"rank 1 \(host here: 2 ranks, GPUs: 1\) computes on the CPU",
     ),
     "two ranks on one GPU": (
         [ON_GPU, ON_GPU],
-        r"ranks 0 and 1 share one GPU \(cuda:0 of host alpha\), and NCCL needs one for each rank",
+        r"ranks 0 and 1 share one GPU \(cuda:0 of host here\), and NCCL needs one for each rank",
     ),
     "mixed vendors": (
         [ON_GPU, replace(OTHER_GPU, vendor="AMD", nccl="2.26")],

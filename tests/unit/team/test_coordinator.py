@@ -23,7 +23,7 @@ from evener.errors import (
 )
 from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
 from evener.team.connection import SupervisorConnection
-from evener.team.coordinator import CoordinatorOptions
+from evener.team.coordinator import Coordinator, CoordinatorOptions
 from evener.team.elastic import CoordinatorLink
 from evener.team.elastic_membership import ElasticMembership
 from evener.team.sealed import read_token
@@ -187,6 +187,28 @@ def test_who_is_about_to_join_may_read_what_members_have_set() -> None:
         assert c.store(1).get("epoch") == b"3"
         with pytest.raises(RuntimeError, match="its generation is over"):
             c.store(1).set("epoch", b"4")
+
+
+def test_who_comes_first_after_the_last_member_may_tell_the_others() -> None:
+    with (
+        serving(most=3, deadlines=replace(DEADLINES, gather_s=0.0)) as address,
+        team_of(address, "a") as (a,),
+        link(address, "b") as b,
+        ThreadPoolExecutor(1) as pool,
+        closing(
+            ElasticMembership(link(address, "c"), address, 3, shares_memory=False, timeout_s=WAIT_S)
+        ) as c,
+    ):
+        told = pool.submit(c.announced, "run", 10 * WAIT_S)
+        b.announce("run", "of a worker that is not in the team")
+        a.close()
+        until(lambda: b.leads)
+        b.announce("run", "of the first one")
+        assert told.result(WAIT_S) == "of the first one"
+        assert not c.leads
+        b.close()
+        assert c.announced("other", 10 * WAIT_S) == ""
+        assert c.leads
 
 
 def test_a_restarted_coordinator_continues_the_team() -> None:
@@ -408,9 +430,11 @@ def _damaged(noise: random.Random, message: dict[str, object]) -> dict[str, obje
     return damaged
 
 
-def test_options_that_expose_the_team_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no token.*loopback only"):
-        CoordinatorOptions(host="0.0.0.0", most=2)
+def test_impossible_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the coordinator on 0\.0\.0\.0 would .* --token-file"):
+        Coordinator(CoordinatorOptions(host="0.0.0.0", most=2))
+    with pytest.raises(ConfigError, match=r"--timeout-s is -5; give the seconds"):
+        CoordinatorOptions(most=2, deadlines=Deadlines(timeout_s=-5.0))
     short = tmp_path / "token"
     short.write_text("guess\n")
     with pytest.raises(ConfigError, match="has 5 bytes, which can be guessed"):

@@ -1,35 +1,70 @@
-"""A script that asks for an elastic team runs only as a worker of such a team."""
+"""A script that asks for an elastic team runs only as a worker of such a team, or starts one."""
+
+import os
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from evener import ConfigError, Ddp
+from evener.team import starting
 from evener.team.elastic_membership import check_team_limits
 from evener.team.environment import ELASTIC
 
 
+def set_up(elastic: object) -> None:
+    model = torch.nn.Linear(1, 1)
+    Ddp.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), elastic=elastic, quiet=True)  # type: ignore[arg-type]
+
+
 def test_the_team_that_the_script_asks_for() -> None:
     check_team_limits("1:3", {ELASTIC: "1:3"})
-    check_team_limits((1, 3), {ELASTIC: "1:3"})
 
 
 @pytest.mark.parametrize(
-    ("given", "found", "says"),
+    ("environ", "says"),
     [
-        ("1:3", {}, r"start the script by `evener launch --elastic 1:3 SCRIPT`"),
-        ((1, 3), {ELASTIC: "1:2"}, r"the team was started for 1:2 workers"),
-        ("3:1", {}, r"give the fewest and the most workers"),
-        (3, {}, r"elastic is 3; give the fewest"),
+        ({}, r"start the script by itself or by `evener launch --elastic 1:3 SCRIPT`"),
+        ({ELASTIC: "1:2"}, r"the team was started for 1:2 workers"),
     ],
 )
-def test_another_team(given: object, found: dict[str, str], says: str) -> None:
+def test_another_team(environ: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_team_limits(given, found)
+        check_team_limits("1:3", environ)
 
 
-def test_setup_checks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
+@pytest.mark.parametrize("given", ["3:1", 3])
+def test_no_team(given: object) -> None:
+    with pytest.raises(ConfigError, match=f"elastic is {given!r}; give the fewest and the most"):
+        set_up(given)
+
+
+def test_a_script_that_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ELASTIC, raising=False)
+    with pytest.raises(
+        ConfigError, match=r"elastic is '1:3', but .*put the training into a script"
+    ):
+        set_up((1, 3))
+
+
+def test_a_script_that_was_started_plainly_becomes_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BecomesError(Exception):
+        pass
+
+    def execv(program: str, words: list[str]) -> None:
+        raise BecomesError(program, words, Path.cwd())
 
     monkeypatch.delenv(ELASTIC, raising=False)
-    model = torch.nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match="was not started for an elastic team"):
-        Ddp.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), elastic="1:3")
+    monkeypatch.chdir(Path.cwd())  # and back
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(starting, "how_started", lambda: (["train.py", "--lr", "1"], str(tmp_path)))
+    with pytest.raises(BecomesError) as becomes:
+        set_up("1:3")
+    program, words, folder = becomes.value.args
+    assert (program, folder) == (sys.executable, tmp_path)
+    launcher = words.index("evener.team.elastic_launch")
+    assert words[launcher + 1] == "1:3"
+    assert words[-4:] == ["evener.team.script", "train.py", "--lr", "1"]

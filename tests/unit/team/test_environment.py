@@ -128,7 +128,7 @@ def test_hosts_by_name_ipv4_and_ipv6(address):
         ({"LOCAL_RANK": "2"}, ["LOCAL_RANK is 2", "LOCAL_WORLD_SIZE is 2"]),
         ({"LOCAL_RANK": "x"}, ["LOCAL_RANK", "'x'"]),
         ({"MASTER_ADDR": "node7:29500"}, ["node7:29500", "holds a port"]),
-        ({"MASTER_ADDR": "my host"}, ["my host", "no host"]),
+        ({"MASTER_ADDR": "my host"}, ["my host", "not a host"]),
         ({"EVENER_STORE_FD": "x"}, ["EVENER_STORE_FD", "'x'"]),
     ],
 )
@@ -366,8 +366,8 @@ def test_fields_in_the_order_that_is_public():
         ({"comm_backend": "mpi"}, "choose one of auto, nccl, gloo, cpu"),
         ({"coordinator_addr": "10.0.0.1:9000", "coordinator_port": 9}, "give the port once"),
         ({"coordinator_addr": "[::1]:9000", "coordinator_port": 9}, "give the port once"),
-        ({"coordinator_addr": "[::1"}, "'[::1', which is no host"),
-        ({"coordinator_addr": "::1]"}, "'::1]', which is no host"),
+        ({"coordinator_addr": "[::1"}, "'[::1', which is not a host"),
+        ({"coordinator_addr": "::1]"}, "'::1]', which is not a host"),
         ({"coordinator_port": 65_536}, "coordinator_port is 65536"),
         ({"local_world_size": -1}, "local_world_size is -1"),
         ({"local_rank": -1}, "local_rank is -1, but local_world_size is"),
@@ -475,7 +475,7 @@ def test_rank_0_may_listen_on_every_address_and_the_others_need_one_that_leads_t
         lambda: DistributedTrainConfig(2, 1, 1, "worker", bracketed),
         lambda: DistributedTrainConfig.from_env({"RANK": "1", **variables}),
     ):
-        with pytest.raises(ConfigError, match=r"rank 0 alone can use it, to listen there; give"):
+        with pytest.raises(ConfigError, match=r"that host alone can use it, to listen; give"):
             call()
 
 
@@ -503,8 +503,8 @@ def test_an_address_that_is_given_may_hold_the_port():
         (FILE + "role: chief", ["role is 'chief'", "coordinator, worker"]),
         (FILE.replace("cpu", "tpu"), ["backend is 'tpu'", "auto, cpu, cuda"]),
         (FILE.replace("gloo", "mpi"), ["comm_backend is 'mpi'"]),
-        (FILE.replace("node7", "my host"), ["coordinator_addr is 'my host'", "no host"]),
-        (FILE.replace("node7", "0.0.0.0"), ["coordinator_addr is '0.0.0.0'", "of no host"]),
+        (FILE.replace("node7", "my host"), ["coordinator_addr is 'my host'", "not a host"]),
+        (FILE.replace("node7", "0.0.0.0"), ["coordinator_addr is '0.0.0.0'", "every address"]),
         (FILE.replace("node7", "'[::]'"), ["coordinator_addr is '[::]'"]),
         (FILE.replace("29500", "99999"), ["coordinator_port is 99999"]),
         ("world_size: [", ["team.yaml:1:", "broken YAML"]),

@@ -6,7 +6,13 @@ from dataclasses import asdict
 import pytest
 from torch.distributed import DistNetworkError
 
-from evener.errors import CollectiveMismatchError, ConfigError, DataError, PeerLostError
+from evener.errors import (
+    CollectiveMismatchError,
+    ConfigError,
+    DataError,
+    PeerLostError,
+    RunEndedError,
+)
 from evener.team import child
 from evener.team.channel import CHANNEL_FD, JOINING, Channel, Message
 from evener.team.child import report_failure, run_child, tell
@@ -104,6 +110,15 @@ def test_without_a_launcher_other_errors_keep_their_traceback(capsys, monkeypatc
 @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (143, 143)])
 def test_the_exit_code_of_the_work_is_the_exit_code(returned, code):
     assert run_child(lambda: returned) == code
+
+
+def test_a_worker_that_comes_after_the_end_of_the_run_has_not_failed(launcher, capsys):
+    def come_late():
+        raise RunEndedError("the team has done its run to the end")
+
+    assert run_child(come_late) == 0
+    assert launcher.hear() == {}
+    assert capsys.readouterr().err == "evener: the team has done its run to the end\n"
 
 
 def test_ctrl_c_needs_no_traceback(capsys):

@@ -1,0 +1,231 @@
+"""What the launcher of an elastic team does when workers and coordinators end.
+
+Workers are small programs without torch; a coordinator on a thread serves them.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.errors import LaunchError
+from evener.protocol.formation import Deadlines
+from evener.team import coordinator_process, elastic_launch
+from evener.team.connection import SupervisorConnection
+from evener.team.coordinator_process import CoordinatorProcess
+from evener.team.elastic import CoordinatorLink
+from evener.team.elastic_launch import ElasticLauncher, ElasticRun, LaunchedTeam
+from evener.team.signals import SignalQueue
+from helpers.coordinators import serving
+from helpers.elastic_ranks import wait_until
+from helpers.limits import PATIENCE_S
+
+#: Lets a worker tell its launcher where it is.
+TELL = """\
+import os, signal, sys, time
+channel = int(os.environ["EVENER_CHANNEL_FD"])
+os.set_inheritable(channel, False)  # exec closes it
+def tell(place):
+    os.write(channel, b'{"place": "%s"}\\n' % place.encode())
+def die(signum):
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+"""
+
+
+class Coordinator:
+    """Stands for a coordinator's process."""
+
+    pid = 1 << 30  # of no process
+
+    def __init__(self, *, is_lost: bool = False) -> None:
+        self.is_lost = is_lost
+
+    def look(self) -> int | None:
+        if self.is_lost:
+            raise LaunchError("the coordinator has ended 6 times")
+        return None
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the launcher says; a standby would load nothing here."""
+    lines: list[str] = []
+    monkeypatch.setattr(elastic_launch, "say", lambda text, end="": lines.append(text))
+    monkeypatch.setattr("evener.team.launcher.say", lines.append)
+    monkeypatch.setattr(ElasticLauncher, "_warm_up", lambda self: None)
+    monkeypatch.setattr(elastic_launch, "_FAREWELL_S", 0.0)
+    return lines
+
+
+def launch(
+    body: str,
+    *,
+    nproc: int = 1,
+    joins: bool = False,
+    coordinator: Any = None,
+    other: str = "",
+    when_served: Callable[[CoordinatorLink], object] | None = None,
+) -> int:
+    """Runs workers until the run is over; returns the exit code of the launcher.
+
+    ``other`` is a worker that another launcher has started, and ``when_served`` what happens when
+    the launcher has said that it keeps the coordinator for that, as it then must.
+    """
+    command = [sys.executable, "-I", "-S", "-c", TELL + body]
+    with ExitStack() as stack:
+        address = stack.enter_context(serving(1, 3, Deadlines()))
+        connection = stack.enter_context(SupervisorConnection(address, token=None))
+        if other:
+            options: Any = {"token": None, "facts": {}, "timeout_s": PATIENCE_S}
+            link = stack.enter_context(CoordinatorLink(address, member=other, **options))
+            while not connection.workers:
+                time.sleep(0.005)
+            if when_served is not None:
+                act = partial(when_served, link)
+                stack.enter_context(at_line("its coordinator serves", act))
+        run = ElasticRun(join=address if joins else "", nproc=nproc, max_failures=1)
+        signals = stack.enter_context(SignalQueue())
+        team = LaunchedTeam(address, None, (1, 3), nproc, os.environ, connection, coordinator)
+        launcher = ElasticLauncher(signals, command, run, team)
+        launcher.run_workers()
+        return launcher.conclude()
+
+
+@contextmanager
+def at_line(words: str, act: Callable[[], object]) -> Iterator[None]:
+    """Acts as soon as the launcher has said something; it must do so in the block."""
+    heard: list[str] = []
+    say = elastic_launch.say
+
+    def hear(text: str, end: str = "") -> None:
+        say(text, end=end)
+        if words in text:
+            heard.append(text)
+            act()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elastic_launch, "say", hear)
+        yield
+    assert heard
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("tell('joined')", 0),
+        ("sys.exit(7)", 7),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1),
+        ("tell('joined'); sys.exit(130)", 130),
+        ("tell('joined'); die(signal.SIGTERM)", 143),
+        ("tell('joined'); sys.exit(0 if os.environ['RANK'] == '0' else 130)", 0),
+    ],
+)
+def test_the_exit_code_says_how_the_run_ended(body: str, code: int) -> None:
+    assert launch(body, nproc=2) == code
+
+
+@pytest.mark.parametrize(("ends", "code"), [("die(number)", 143), ("sys.exit(0)", 0)])
+def test_a_launcher_that_is_told_to_stop_ends_by_that_unless_workers_end_well(
+    ends: str, code: int
+) -> None:
+    body = (
+        f"def stop(number, frame): {ends}\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "while True: signal.pause()\n"
+    )
+    assert launch(body) == code
+
+
+def test_too_many_failures_of_one_that_has_joined_a_team_end_it_alone(said: list[str]) -> None:
+    assert launch("tell('joined'); sys.exit(7)", joins=True) == 7
+    assert "2 workers have failed here, and --max-failures is 1" in said[-1]
+
+
+def test_who_has_left_the_team_may_become_another_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elastic_launch, "_UNWIND_S", 0.1)
+    body = "tell('joined'); tell('left'); os.execvp('sleep', ['sleep', '0.4'])"
+    assert launch(body) == 0
+
+
+def test_who_is_in_the_team_may_not(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    monkeypatch.setattr(elastic_launch, "_UNWIND_S", 0.1)
+    assert launch("tell('joined'); os.execvp('sleep', ['sleep', '600'])") == 1
+    assert "has become another program (exec)" in said[-1]
+
+
+def test_workers_save_where_the_coordinator_ends_too_often(tmp_path: Path) -> None:
+    body = (
+        f"def save(number, frame): open({str(tmp_path / 'saved')!r}, 'w'); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "tell('joined')\n"
+        "while True: signal.pause()\n"
+    )
+    coordinator = Coordinator()
+    taken = ElasticLauncher._take
+
+    def take(self: ElasticLauncher, *told: Any) -> None:
+        taken(self, *told)
+        coordinator.is_lost = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ElasticLauncher, "_take", take)
+        with pytest.raises(LaunchError, match="the coordinator has ended 6 times"):
+            launch(body, coordinator=coordinator)
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_coordinator_that_ends_too_often_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(coordinator_process, "say", said.append)
+    monkeypatch.setattr(CoordinatorProcess, "_start", lambda self: subprocess.Popen("false"))
+    with CoordinatorProcess("1:2", None, Path("token")) as coordinator:
+        for _ in range(5):
+            coordinator._process.wait()
+            assert coordinator.look()
+        coordinator._process.wait()
+        with pytest.raises(
+            LaunchError, match="6 times within 60 s, the last time with exit code 1"
+        ):
+            coordinator.look()
+    assert len(said) == 5
+
+
+@pytest.mark.parametrize(
+    "when_served", [CoordinatorLink.leave, lambda _: os.kill(os.getpid(), signal.SIGINT)]
+)
+def test_the_coordinator_stays_for_workers_of_other_launchers(
+    said: list[str], when_served: Callable[[CoordinatorLink], object]
+) -> None:
+    options: Any = {"other": "far/0", "when_served": when_served}
+    assert launch("tell('joined')", coordinator=Coordinator(), **options) == 0
+    assert "its coordinator serves far/0 until" in said[-1]
+
+
+def test_sigterm_ends_the_coordinator_too(said: list[str]) -> None:
+    body = "tell('joined'); os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
+    assert launch(body, coordinator=Coordinator(), other="far/0") == 143
+    assert not any("serves" in line for line in said)
+
+
+def test_a_launcher_that_has_lost_the_coordinator_knows_of_no_workers() -> None:
+    with ExitStack() as stack:
+        with serving(1, 1, Deadlines(patience_s=0.2)) as address:
+            supervisor = stack.enter_context(SupervisorConnection(address, token=None))
+            options: Any = {"token": None, "facts": {}, "timeout_s": PATIENCE_S}
+            stack.enter_context(CoordinatorLink(address, member="far/0", **options))
+            wait_until(lambda: supervisor.workers == {"far/0"})
+        wait_until(lambda: not supervisor.workers)

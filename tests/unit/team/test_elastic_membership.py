@@ -1,0 +1,193 @@
+"""Memberships of an elastic team, on threads of this process; a coordinator serves them."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.comm.base import Communicator
+from evener.errors import CoordinatorLostError, LaunchError, PeerLostError
+from evener.protocol.formation import Deadlines, Standing
+from evener.team import elastic_membership
+from evener.team.backends import ExchangeFacts
+from evener.team.elastic import CoordinatorLink
+from evener.team.elastic_membership import ElasticMembership
+from helpers.coordinators import serving
+from helpers.gpu_facts import ON_CPU, ON_GPU, OTHER_GPU
+from helpers.limits import PATIENCE_S
+
+DEADLINES = Deadlines(lease_s=0.3, beat_s=0.05, gather_s=PATIENCE_S, connect_s=PATIENCE_S)
+
+
+class Pair:
+    """Two memberships whose generations form together."""
+
+    def __init__(self, members: list[ElasticMembership], pool: ThreadPoolExecutor) -> None:
+        self.members, self.pool = members, pool
+        self.applied = -1
+
+    def form(self) -> list[Communicator]:
+        """Changes the generation; raises what the first one raises."""
+        self.applied += 1
+        return [
+            one.result(PATIENCE_S).comm
+            for one in [
+                self.pool.submit(m.next_generation, self._standing(m)) for m in self.members
+            ]
+        ]
+
+    def _standing(self, membership: ElasticMembership) -> Standing | None:
+        if not self.applied:
+            return None
+        return Standing(
+            member=membership.member,
+            generation=membership.generation,
+            applied=self.applied,
+            committed=self.applied,
+            digest="00",
+        )
+
+
+@contextmanager
+def pair(
+    *gpus: ExchangeFacts, deadlines: Deadlines = DEADLINES, shares_memory: bool = False
+) -> Iterator[Pair]:
+    """Members a and b; with ``gpus``, they were asked to exchange over NCCL."""
+
+    def join(member: str, gpu: ExchangeFacts | None) -> ElasticMembership:
+        link = CoordinatorLink(address, token=None, member=member, facts={}, timeout_s=PATIENCE_S)
+        options: Any = {"shares_memory": shares_memory, "timeout_s": PATIENCE_S, "gpu": gpu}
+        return ElasticMembership(link, address, 2, **options)
+
+    with serving(1, 2, deadlines) as address, ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        # One after the other, so that a is rank 0. Handlers of signals are for the main thread.
+        pairs = zip("ab", gpus or (None, None), strict=True)
+        members = [pool.submit(join, *one).result(PATIENCE_S) for one in pairs]
+        for membership in members:
+            stack.callback(membership.close)
+        yield Pair(members, pool)
+
+
+class PretendedNccl:
+    """Stands for NCCL: groups that are formed and ended, by rank; none carries anything."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_on: int | None = None) -> None:
+        self.formed: list[int] = []
+        self.ended: list[int] = []
+        self.fails_on = fails_on
+        monkeypatch.setattr("evener.comm.groups.form_nccl", self.form)
+        monkeypatch.setattr("evener.comm.groups.end_nccl", self.end)
+
+    def form(self, store: Any, rank: int, world_size: int, *limits_s: float) -> int:
+        if rank == self.fails_on:
+            raise RuntimeError("unhandled cuda error")
+        self.formed.append(rank)
+        return rank
+
+    def end(self, group: int, store: Any) -> None:
+        self.ended.append(group)
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_every_generation_has_an_nccl_group_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, shares_memory: bool
+) -> None:
+    nccl = PretendedNccl(monkeypatch)
+    with pair(ON_GPU, OTHER_GPU, shares_memory=shares_memory) as team:
+        for number in range(1, 4):
+            comms = team.form()
+            assert [comm.backend for comm in comms] == ["nccl", "nccl"]
+            assert len(nccl.formed) == 2 * number
+            for comm in comms:
+                comm.close()
+            assert sorted(nccl.ended) == sorted(nccl.formed)
+
+
+def test_members_do_without_nccl_where_one_cannot_connect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nccl = PretendedNccl(monkeypatch, fails_on=1)
+    with pair(ON_GPU, OTHER_GPU) as team:
+        comms = team.form()
+        assert [comm.backend for comm in comms] == ["gloo", "gloo"]
+        assert nccl.ended == nccl.formed == [0]
+        assert comms[0].reason == comms[1].reason
+        for comm in comms:
+            comm.close()
+        nccl.fails_on = None
+        assert [comm.backend for comm in team.form()] == ["nccl", "nccl"]  # it is tried again
+    said = capsys.readouterr().err
+    assert said.count("NCCL did not connect on rank 1: unhandled cuda error; so ranks exch") == 1
+
+
+def test_members_do_without_nccl_where_one_has_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nccl = PretendedNccl(monkeypatch)
+    with pair(ON_GPU, ON_CPU) as team:
+        assert [comm.backend for comm in team.form()] == ["gloo", "gloo"]
+    assert not nccl.formed
+    assert "rank 1 computes on the CPU, and NCCL joins GPUs only; so" in capsys.readouterr().err
+
+
+def test_generations_leave_no_descriptors_behind() -> None:
+    with pair(shares_memory=True) as team:
+        counts = []
+        for _ in range(6):
+            for comm in team.form():
+                comm.close()
+            counts.append(len([*Path("/proc/self/fd").iterdir()]))
+    assert max(counts[1:]) <= counts[0], counts
+
+
+def form_again_and_again(team: Pair) -> None:
+    while True:
+        with suppress(PeerLostError):
+            team.form()
+
+
+def test_members_that_cannot_connect_say_so_and_give_up_after_timeout_s(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **options: object) -> None:
+        raise RuntimeError("Connect timeout [127.0.0.1]:9")
+
+    monkeypatch.setattr(elastic_membership, "GroupCommunicator", refuse)
+    with (
+        pair(deadlines=replace(DEADLINES, timeout_s=0.2)) as team,
+        pytest.raises(LaunchError, match=r"no generation for 0\.2 s \(timeout_s\).*Connect"),
+    ):
+        form_again_and_again(team)
+    said = capsys.readouterr().err
+    assert "a could not connect to all members of generation 1, which are a, b, within" in said
+
+
+def test_a_worker_that_waits_for_an_announcement_notices_that_the_coordinator_is_lost() -> None:
+    with ExitStack() as stack:
+        with serving(1, 1, replace(DEADLINES, patience_s=0.2)) as address:
+            link = CoordinatorLink(address, token=None, member="a", facts={}, timeout_s=PATIENCE_S)
+            stack.callback(link.close)
+            limits: Any = {"shares_memory": False, "timeout_s": PATIENCE_S}
+            membership = stack.enter_context(ElasticMembership(link, address, 1, **limits))
+            membership.next_generation(None)
+        with pytest.raises(CoordinatorLostError, match="patience_s"):
+            membership.announced("run", 5.0)
+
+
+def test_what_a_worker_that_was_left_out_had_announced_counts_no_more() -> None:
+    with pair() as team:
+        a, b = team.members
+        for comm in team.form():
+            comm.close()
+        a.announce("place", "old")
+        assert a.announced("place") == "old"
+        for comm in team.form():
+            comm.close()
+        b.announce("place", "new")
+        assert b.announced("place") == "new"
+        team.form()  # both tell again what they have told
+        assert (a.announced("place"), b.announced("place")) == ("new", "new")
