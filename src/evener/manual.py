@@ -40,7 +40,6 @@ class _Line:
     """
 
     comm: Communicator
-    reason: str
     backend: str
     environment: DistributedTrainConfig
     num_users: int = 1
@@ -61,7 +60,7 @@ class _Line:
             connected = connect_team(
                 environment, backend, "by hand", device, timeout_s, communicator
             )
-            line = cls(*connected, backend, environment)
+            line = cls(connected, backend, environment)
             if communicator is None:
                 _lines[environment] = line
                 # Many scripts never close, and process groups that outlive the interpreter abort.
@@ -387,7 +386,7 @@ def wrap(
     if line.comm.rank == 0 and not quiet:
         say(
             f"replicas of a model: {hardware_summary(members)}\n"
-            f"  backend {line.comm.backend}: {line.reason}"
+            f"  backend {line.comm.backend}: {line.comm.reason}"
         )
     return replicas
 

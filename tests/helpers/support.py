@@ -15,6 +15,7 @@ from torch import nn
 from evener import ApplyPolicy, AverageBackend, ConfigError, Ddp, DdpConfig
 from evener.comm.base import Communicator
 from evener.team.backends import ExchangeFacts, decide_backend
+from helpers.gpu_facts import ON_GPU
 from helpers.limits import PATIENCE_S
 from helpers.models import mlp, regression_data
 from helpers.ranks import Rank, run_ranks
@@ -97,17 +98,6 @@ def threads() -> Outcomes:
 
 def teams_of_gpus() -> Mapping[str, Mapping[str, str]]:
     """What teams of GPUs would agree on, by team and backend; decided as real ranks decide."""
-    one = ExchangeFacts(
-        backend="auto",
-        policy="sync",
-        host="here",
-        local_world_size=2,
-        num_gpus=2,
-        device="cuda:0",
-        vendor="NVIDIA",
-        gpu="GPU-0",
-        nccl="2.29",
-    )
     cpu = {"device": "cpu", "vendor": "", "gpu": "", "nccl": ""}
     teams = {
         "a GPU for each rank": {"device": "cuda:1", "gpu": "GPU-1"},
@@ -122,7 +112,7 @@ def teams_of_gpus() -> Mapping[str, Mapping[str, str]]:
     for name, changes in teams.items():
         table[name] = {}
         for backend in AverageBackend:
-            facts = _facts(one, backend=backend.value, num_gpus=changes.get("num_gpus", 2))
+            facts = _facts(ON_GPU, backend=backend.value, num_gpus=changes.get("num_gpus", 2))
             other = _facts(facts, **changes)
             try:
                 table[name][backend.value] = decide_backend([facts, other])[0]

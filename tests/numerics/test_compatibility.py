@@ -95,7 +95,8 @@ def test_a_model_compiled_to_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_p
         train(loop, torch.compile(model, dynamic=True), epochs=1)
         return state_of(model)
 
-    with config.patch(compile_threads=1):  # no pool of compiling processes
+    # No pool of compiling processes, and no headers that are compiled for a single use.
+    with config.patch(compile_threads=1, cpp_cache_precompile_headers=False):
         # torch compiles a batch of one sample anew, in the thread of the rank that has it, where
         # the patch does not hold: no remainder of one.
         assert_trains_alike(script, 2, POINTS, micro_batch_size=4)

@@ -69,9 +69,13 @@ def train(
 @pytest.mark.timeout(PATIENCE_S + 60)
 @pytest.mark.parametrize(
     ("world_size", "policies", "backend"),
-    # torch's default calls a C++ compiler for many seconds; the others trace and differentiate
-    # as it does.
-    [(1, POLICIES[:1], "inductor"), (1, POLICIES, "aot_eager"), (2, POLICIES, "aot_eager")],
+    # torch's default calls a C++ compiler for many seconds (tests/numerics does so, too); the
+    # others trace and differentiate as it does.
+    [
+        pytest.param(1, POLICIES[:1], "inductor", marks=pytest.mark.long),
+        (1, POLICIES, "aot_eager"),
+        (2, POLICIES, "aot_eager"),
+    ],
 )
 def test_compiled_models_train_as_others(
     world_size: int, policies: Sequence[str], backend: str, tmp_path: Path

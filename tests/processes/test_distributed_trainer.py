@@ -55,7 +55,7 @@ def train(rank: Rank, num_steps: int, folder: str) -> Any:
     return vector(model).numpy()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_processes_train_as_one_on_the_union_batch(world_size: int, tmp_path: Path) -> None:
     (tmp_path / "team.yaml").write_text("{world_size: 2, coordinator_addr: localhost}")
     unions = [union([own_batch(s, r) for r in range(world_size)]) for s in range(3)]
@@ -83,7 +83,7 @@ def meet_in_group(rank: Rank, address: str) -> tuple[int, int, int]:
     ):
         trainer.train_batch(own_batch(0, rank.rank))
         found = (trainer.step, trainer.dist_config.local_rank, trainer.world_size)
-        assert "NCCL joins GPUs only" in trainer.trainer.ddp.assembly.backend_reason
+        assert "NCCL joins GPUs only" in trainer.trainer.ddp.assembly.comm.reason
     dist.destroy_process_group()
     return found
 

@@ -9,12 +9,15 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from evener import WindowResult
+from evener.comm.base import Communicator
+from evener.errors import CollectiveError
 from evener.protocol.formation import Deadlines, ProcessState
+from evener.team import elastic_membership
 from evener.team.connection import SupervisorConnection
 from evener.team.process_state import KernelState, state_of
 from helpers.coordinators import serving
@@ -63,6 +66,32 @@ def test_a_stopped_worker_is_left_out_and_joins_again_when_it_continues() -> Non
     assert windows == WINDOWS
     assert set(some) < set(WINDOWS)
     assert own == state
+
+
+def stop_while_memory_is_shared(rank: Rank, address: str) -> str:
+    def stop(_: Communicator) -> NoReturn:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise AssertionError
+
+    if rank.rank == 1:
+        elastic_membership.share_memory = stop
+    try:
+        set_up(rank, address, "1:2")
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def test_a_worker_that_stops_while_a_generation_connects_holds_the_others_up_no_longer() -> None:
+    with (
+        serving(1, 2, DEADLINES) as address,
+        SupervisorConnection(address, token=None, timeout_s=PATIENCE_S) as supervisor,
+        RankTeam(stop_while_memory_is_shared, 2, address) as team,
+    ):
+        wait_until(lambda: len(team.pids) == 2 and is_stopped(team.pids[1]))
+        supervisor.tell("w1", ProcessState.STOPPED)
+        waited, _ = team.wait(PATIENCE_S / 2)  # exchanges have PATIENCE_S
+    assert "in 'where ranks run'" in waited.value
 
 
 def train_until_told(rank: Rank, address: str) -> tuple[Any, Any]:
@@ -114,7 +143,7 @@ def train_on(rank: Rank, address: str) -> tuple[Any, Any]:
 
     def commit(result: WindowResult) -> None:
         if rank.rank == 0 and result.window in (2, 5):
-            rank.send((result.window, ddp.assembly.team.membership.generation))
+            rank.send((result.window, ddp.assembly.team.membership.generation, rank.port))
             rank.receive()
         if rank.rank == 2 and result.window == 4:
             die()
@@ -128,12 +157,12 @@ def test_workers_outlive_their_coordinator_and_the_next_one_forms_generations() 
         first = stack.enter_context(ExitStack())
         address = first.enter_context(serving(1, 3, DEADLINES))
         team = stack.enter_context(RankTeam(train_on, 3, address))
-        assert team.receive(0) == (2, 1)
+        assert team.receive(0)[:2] == (2, 1)
         first.close()
         port = int(address.rpartition(":")[2])
         stack.enter_context(serving(1, 3, replace(DEADLINES, lease_s=1.0), port=port))
         team.send(0, "continue")
-        assert team.receive(0) == (5, 2)
+        assert team.receive(0)[:2] == (5, 2)
         team.send(0, "continue")
         *outcomes, victim = team.wait()
         assert victim.died_of is signal.SIGKILL
@@ -143,58 +172,73 @@ def test_workers_outlive_their_coordinator_and_the_next_one_forms_generations() 
 
 
 def test_strangers_at_the_connections_between_members_do_no_harm() -> None:
-    """Gloo's listeners take every connection: what strangers send is not taken for a member's."""
-    with serving(1, 3, DEADLINES) as address, RankTeam(train_on, 3, address) as team:
-        crowd: list[socket.socket] = []
-        seen = []
+    """Gloo's listeners take every connection: what strangers send is not taken for a member's.
+
+    Each costs the member one descriptor, and the next generation has none of them.
+    """
+    with (
+        ExitStack() as crowd,
+        serving(1, 3, DEADLINES) as address,
+        RankTeam(train_on, 3, address) as team,
+    ):
+        earlier: set[int] = set()
         for window in (2, 5):
-            assert team.receive(0)[0] == window
-            before = [len(descriptors(pid)) for pid in team.pids[:2]]
-            ports = {port for pid in team.pids[:2] for port in listening_ports(pid)}
-            assert ports
-            crowd += flood(ports)
-            seen.append((len(ports), before, [len(descriptors(pid)) for pid in team.pids[:2]]))
+            at, _, unused = team.receive(0)
+            assert at == window
+            for pid in team.pids[:2]:
+                assert not held(pid, earlier)
+                ports = listening_ports(pid) - {unused}  # on which fixed teams meet
+                assert ports
+                strangers = {port for each in ports for port in flood(each, crowd)}
+                wait_until(lambda pid=pid, those=strangers: held(pid, those) == those)
+                earlier |= strangers
             team.send(0, "continue")
         *outcomes, _ = team.wait()
-        for stranger in crowd:
-            stranger.close()
-    print(f"by flood: listeners, descriptors of members before, and after it: {seen}")
     first_rank, second_rank = all_returned(outcomes)
     assert first_rank == second_rank
     assert first_rank[0] == WINDOWS
 
 
-def descriptors(pid: int) -> list[str]:
-    """What a process has open."""
-    found = []
+def connections(pid: int) -> list[tuple[int, int, bool]]:
+    """Local port, the other end's port, and whether it listens: of each TCP socket of a process."""
+    sockets = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
-            found.append(str(path.readlink()))
-    return found
-
-
-def listening_ports(pid: int) -> list[int]:
-    """Ports on which a process listens."""
-    sockets = {name[8:-1] for name in descriptors(pid) if name.startswith("socket:[")}
+            sockets.add(str(path.readlink()).removeprefix("socket:[").removesuffix("]"))
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     return [
-        int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets
+        (int(row[1].partition(":")[2], 16), int(row[2].partition(":")[2], 16), row[3] == "0A")
+        for row in rows
+        if row[9] in sockets
     ]
 
 
-def flood(ports: set[int], each: int = 40) -> list[socket.socket]:
-    """Connects to each port many times; some are silent, others send what no member would."""
-    noise, crowd = random.Random(0), []
-    for port in sorted(ports):
-        for number in range(each):
-            stranger = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
-            crowd.append(stranger)
-            with suppress(OSError):
-                if number % 2:
-                    stranger.sendall(noise.randbytes(4096))
-                if number % 4 == 3:
-                    stranger.close()
-    return crowd
+def listening_ports(pid: int) -> set[int]:
+    """Ports on which a process listens."""
+    return {port for port, _, listens in connections(pid) if listens}
+
+
+def held(pid: int, strangers: set[int]) -> set[int]:
+    """Those of the strangers' ports to which a process holds a connection."""
+    return {port for _, port, _ in connections(pid)} & strangers
+
+
+def flood(port: int, crowd: ExitStack, count: int = 40) -> set[int]:
+    """Connects to a port many times; some are silent, others send what no member would.
+
+    Returns the ports of those that stay; some end at once.
+    """
+    noise, stay = random.Random(0), set()
+    for number in range(count):
+        stranger = crowd.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S))
+        with suppress(OSError):
+            if number % 2:
+                stranger.sendall(noise.randbytes(4096))
+            if number % 4 == 3:
+                stranger.close()
+            else:
+                stay.add(stranger.getsockname()[1])
+    return stay
 
 
 def train_with_processes(rank: Rank, address: str) -> tuple[Any, Any]:

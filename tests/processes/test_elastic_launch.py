@@ -42,7 +42,7 @@ def launch(sandbox: Sandbox, body: str, *options: object) -> Running:
         "import sys; from evener.team.elastic_launch import ElasticRun, launch_elastic; "
         "from evener.team.child import run_child; "
         "run = ElasticRun(limits='1:3', nproc=2, libraries=['json.tool'], max_failures=3); "
-        "rank = [sys.executable, '-P', '-m', 'evener.team.script', *sys.argv[1:]]; "
+        "rank = [sys.executable, '-B', '-P', '-m', 'evener.team.script', *sys.argv[1:]]; "
         "sys.exit(run_child(lambda: launch_elastic(rank, run)))"
     )
     return sandbox.start(sys.executable, "-P", "-c", code, sandbox.script(JOINED + body), *options)
@@ -104,6 +104,19 @@ def test_workers_die_stop_and_leave_and_the_coordinator_comes_back(sandbox: Sand
     sandbox.open_gate(2)
     assert running.end().code == 0
     assert not token.exists()
+
+
+def test_a_script_that_has_become_the_launcher_tells_how_to_add_a_worker(
+    sandbox: Sandbox,
+) -> None:
+    """What ``Ddp.setup(elastic=...)`` executes where the script was started plainly."""
+    script = sandbox.script("tell(os.environ['EVENER_ELASTIC'])\n")
+    rank = [sys.executable, "-P", "-m", "evener.team.script", script, "--lr", "1"]
+    launcher = [sys.executable, "-P", "-m", "evener.team.elastic_launch", "1:1"]
+    ended = sandbox.start(*launcher, *rank).end()
+    assert (ended.code, sandbox.mailbox.rest()) == (0, ["0 1:1"])
+    assert "evener: elastic team of 1 to 1 workers, 1 of them here; `evener join " in ended.err
+    assert f" -- {script} --lr 1` adds one\n" in ended.err
 
 
 def find_process(*words: bytes) -> int:

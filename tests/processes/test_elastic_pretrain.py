@@ -71,7 +71,9 @@ def test_a_late_worker_takes_the_run_over_from_those_that_are_killed(
     assert run.events[-1]["reason"] == "stopped"
     last = run.events[-1]["window"]
     assert run.checkpoints[-1].name == f"step-{last}"
-    assert report([run.path])
+    (page,) = report([run.path])["runs"]
+    changes = [event["type"] for event in page["events"] if event["type"].startswith("worker")]
+    assert changes == ["worker_joined", "worker_lost", "worker_joined", "worker_lost"]
     lab.run("run.yaml", "--resume", "--set", f"max_steps={last + 2}", "--set", "measure=false")
     assert run.checkpoints[-1].name == f"step-{last + 2}"
 

@@ -249,8 +249,8 @@ def main():
     ("start", "num_ranks"),
     [
         ("main()\n", 0),  # plainly
-        ("main()\n", 3),
-        ("if __name__ == '__main__':\n    main()\n", 2),
+        ("main()\n", 2),
+        pytest.param("if __name__ == '__main__':\n    main()\n", 2, marks=pytest.mark.long),
     ],
 )
 def test_workers_need_neither_a_guard_nor_data_that_pickles(

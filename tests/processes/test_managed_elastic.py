@@ -1,12 +1,13 @@
-"""A managed run whose workers are replaced: one is killed, and the others train to the end."""
+"""A managed run whose workers are replaced: some are killed, and the others do it to the end."""
 
 import os
 import signal
 
+import torch
 from torch import nn
 
 from evener.observe.events import Event, Sink
-from helpers.managed import SAMPLES, assert_same, describe_job, train_plainly
+from helpers.managed import SAMPLES, assert_same, describe_job, make_model, train_plainly
 
 
 class Kept(Sink):
@@ -20,13 +21,24 @@ class Kept(Sink):
         pass
 
 
-def test_a_worker_that_is_killed_costs_nothing_of_the_result() -> None:
+def test_workers_that_are_killed_cost_nothing_of_the_result() -> None:
+    """The main worker dies as an epoch begins, and the next one when it is to send the model."""
+
     def die(epoch: int, _: nn.Module) -> None:
         if epoch == 1 and os.environ["EVENER_MEMBER"].endswith("/0"):
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def make_mortal(device: torch.device) -> nn.Module:
+        def die_instead_of_sending(*_: object) -> None:
+            if os.environ["EVENER_MEMBER"].endswith("/1"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        model = make_model(device)
+        model.register_state_dict_pre_hook(die_instead_of_sending)
+        return model
+
     events = Kept()
-    run = describe_job(epoch_fn=die, sinks=[events], elastic=(2, 2)).run()
+    run = describe_job(model_fn=make_mortal, epoch_fn=die, sinks=[events], elastic=(2, 2)).run()
     metrics = list(run.metrics())
     model, losses = train_plainly(6)
     assert_same(run.join().state_dict(), model)

@@ -105,13 +105,13 @@ def test_children_end_with_their_parent(tmp_path: Path) -> None:
 
 def make_up_a_gpu(rank: Rank) -> None:
     """This rank says that it has a GPU; NCCL finds out that it has none."""
-    describe = backends._describe
+    describe = backends.describe_exchange
 
     def pretend(*args: Any) -> backends.ExchangeFacts:
         gpu = {"device": f"cuda:{rank.rank}", "vendor": "NVIDIA", "gpu": f"GPU-{rank.rank}"}
         return replace(describe(*args), **gpu, nccl="2.29")
 
-    backends._describe = pretend
+    backends.describe_exchange = pretend
 
 
 def pretrain_on_made_up_gpus(rank: Rank, folder: str) -> int:

@@ -69,7 +69,12 @@ def lab(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("signum", "nproc"), [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGUSR1, 1)]
+    ("signum", "nproc"),
+    [
+        (signal.SIGINT, 2),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.long),  # as the others
+        (signal.SIGUSR1, 1),
+    ],
 )
 def test_a_signal_stops_all_ranks_at_once_and_the_run_can_go_on(lab, signum, nproc):
     lab.install(SLOW_WINDOW)

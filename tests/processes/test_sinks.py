@@ -9,29 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from evener import ConfigError, Ddp, DdpConfig, Sink, pretrain
+from evener import ConfigError, Ddp, DdpConfig, pretrain
 from evener.observe.following import read_events
 from helpers.ranks import Rank, run_ranks
+from helpers.sinks import Kept
 
 DATA = torch.arange(24.0).view(8, 3)
-
-
-class Kept(Sink):
-    """Keeps events, and whether it was closed."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.closed = 0
-
-    def emit(self, event: Any) -> None:
-        self.events.append(dict(event))
-
-    def close(self) -> None:
-        self.closed += 1
-
-    @property
-    def kinds(self) -> list[str]:
-        return [event["type"] for event in self.events]
 
 
 class Broken(Kept):

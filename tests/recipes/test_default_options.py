@@ -65,7 +65,7 @@ def test_an_example_of_a_loop(example: tuple[str, Block], world_size: int, tmp_p
     run_ranks(run_script, world_size, str(tmp_path), example[1].text)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("example", ON_TWO, ids=lambda example: example[0])
 def test_an_example_of_a_managed_run(
     example: tuple[str, Block], num_workers: int, tmp_path: Path, monkeypatch: Any
@@ -90,7 +90,9 @@ def test_a_recipe(name: str, world_size: int, tmp_path: Path) -> None:
         assert texts[1:] == [""] * (world_size - 1)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])  # 2: test_managed.py
+@pytest.mark.parametrize(  # 2: test_managed.py
+    "num_workers", [pytest.param(1, marks=pytest.mark.long), 3]
+)
 def test_the_managed_recipe(num_workers: int, tmp_path: Path, monkeypatch: Any) -> None:
     words = ["--smoke", "--devices", str(num_workers), "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["managed.py", *words])

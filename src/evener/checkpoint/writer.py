@@ -7,10 +7,10 @@ folder is renamed to ``step-N``. A rename is atomic, so a reader sees the old st
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -30,6 +30,8 @@ from evener.closing import Closing
 from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.files import flush, hash_file, publish_folder
 
+_AFTER_S: Final = 30.0  # a checkpoint is worth more than its place in the order
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -43,6 +45,7 @@ class Snapshot:
         documents: JSON by file name, such as ``run.json``. Encoded when submitted.
         assets: Other files by name, such as ``config.json`` or those of a tokenizer.
         copy_s: Seconds that training stood still for the copy.
+        after: The checkpoint appears when all of these are set, or half a minute later.
     """
 
     step: int
@@ -50,6 +53,7 @@ class Snapshot:
     documents: Mapping[str, Any]
     assets: Mapping[str, bytes]
     copy_s: float = 0.0
+    after: Sequence[threading.Event] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +291,9 @@ class CheckpointWriter(Closing):
             manifest_path.write_bytes(manifest.to_bytes())
             flush(manifest_path)
             flush(unfinished)
+            until_s = time.monotonic() + _AFTER_S
+            for other in snapshot.after:
+                other.wait(max(0.0, until_s - time.monotonic()))
             self._reach("rename")
             publish_folder(unfinished, self._folder / step_name(snapshot.step))
         return manifest

@@ -51,10 +51,10 @@ from evener.planning.hints import HintWatch
 from evener.planning.policies import ApplyPolicy, Planner, Policy
 from evener.planning.sync import SyncPolicy
 from evener.protocol.row import Purpose
-from evener.team.backends import check_backend, check_policy, connect_team
+from evener.team.backends import check_backend, check_policy, connect_team, describe_exchange
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
-from evener.team.elastic_membership import join_team
+from evener.team.elastic_membership import ElasticMembership, join_team
 from evener.team.environment import COORDINATOR, AverageBackend, DistributedTrainConfig
 from evener.team.members import Member, describe_self, team_lines
 from evener.team.membership import Membership, begin_generation
@@ -80,7 +80,6 @@ class Assembly:
             it.
         device: This rank's device.
         precision: What its forward computes in.
-        backend_reason: Why they exchange as they do.
         team: The ranks.
         flat: The trainable parameters.
         buffers: Keeps the model's buffers equal.
@@ -117,15 +116,10 @@ class Assembly:
         apply_threads(environment)
         self._move()
         training = describe_training(self.model, optimizers, scheduler, chosen, config)
-        if membership is None and communicator is None:
-            membership = _join(training, backend, config)
-        if membership is not None:
-            communicator = _begin(membership, config)
-        comm, self.backend_reason = connect_team(
-            environment, backend, chosen, self.device, config.timeout_s, communicator
-        )
+        if membership is None and communicator is None and COORDINATOR in os.environ:
+            membership = self._join(training, backend, config)
+        self.team = self._connect(backend, config, communicator, membership)
         try:
-            self.team = Team(comm, membership)
             self._config = _with_emulation(config, self.team)
             self._introduce(training)
             is_divided = self._divides_update()
@@ -143,12 +137,44 @@ class Assembly:
             self._habits = self.engine.habits
             self._face_optimizers()
         except BaseException:
-            comm.close()
+            self.team.close()
             raise
         half = HALF.get(self.precision)
         self._autocast = [AutocastForward(m, self.device, half) for m in models if half]
         self._habits.claim(models)
         self._say_team(quiet=config.quiet)
+
+    def _join(self, training: Sequence[Any], backend: str, config: DdpConfig) -> ElasticMembership:
+        """Return this process's place in the elastic team for which it was started."""
+        place = self.environment
+        asked = check_backend(place.comm_backend if backend == AverageBackend.AUTO else backend)
+        own = describe_exchange(place, asked, self.apply_policy, self.device)
+        return join_team(
+            os.environ,
+            summarise(training),
+            shares_memory=asked is not AverageBackend.GLOO,
+            timeout_s=config.timeout_s,
+            gpu=own if asked is AverageBackend.NCCL else None,
+        )
+
+    def _connect(
+        self,
+        backend: str,
+        config: DdpConfig,
+        communicator: Communicator | None,
+        membership: Membership | None,
+    ) -> Team:
+        policy, timeout_s = self.apply_policy, config.timeout_s
+        if membership is None:
+            place = self.environment
+            comm = connect_team(place, backend, policy, self.device, timeout_s, communicator)
+            return Team(comm)
+        try:
+            config.check_elastic()
+            return Team(begin_generation(membership), membership)
+        except BaseException:
+            membership.close()
+            raise
 
     def _make_state(self, schedule: Schedule) -> TrainingState:
         parts = (self.model, self.flat, self.buffers, self.optimizers)
@@ -158,7 +184,7 @@ class Assembly:
         if quiet or not self.engine.is_main:
             return
         present = [self.members[rank] for rank in self.team.members]
-        exchange = f"  backend {self.comm.backend}: {self.backend_reason}"
+        exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
         say("\n".join([*team_lines(present), exchange]))
 
     @property
@@ -402,28 +428,6 @@ def _check_kernels(device: torch.device) -> None:
             f"{', '.join(built_for)}: install a build whose list has {architecture}, or leave the "
             "device out with devices=... or CUDA_VISIBLE_DEVICES"
         )
-
-
-def _begin(membership: Membership, config: DdpConfig) -> Communicator:
-    """Return what joins the ranks with which a worker of an elastic team begins."""
-    try:
-        config.check_elastic()
-        return begin_generation(membership)
-    except BaseException:
-        membership.close()
-        raise
-
-
-def _join(training: Sequence[Any], backend: str, config: DdpConfig) -> Membership | None:
-    """Return this process's place in an elastic team, where it was started for one."""
-    if COORDINATOR not in os.environ:
-        return None
-    return join_team(
-        os.environ,
-        summarise(training),
-        shares_memory=backend in (AverageBackend.AUTO, AverageBackend.CPU),
-        timeout_s=config.timeout_s,
-    )
 
 
 def _with_emulation(config: DdpConfig, team: Team) -> DdpConfig:

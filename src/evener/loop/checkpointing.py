@@ -87,6 +87,11 @@ class Checkpointer:
         self._writer, self._unwritten, self._last_step = None, None, -1
         self._gives_up_s = math.inf
 
+    def move(self, suffix: str) -> None:
+        """Write to a folder of its own from now on, which has this at the end of its name."""
+        self._hand_over()
+        self._folder = self._folder.with_name(f"{self._folder.name}{suffix}")
+
     def save(self, cursor_state: Mapping[str, Any]) -> None:
         """Hand the present state to the writer; all ranks call it together.
 
@@ -120,14 +125,14 @@ class Checkpointer:
                 f"{window}; free disk space there",
             )
         self._unwritten, self._last_step, self._pause_s = None, window, FIRST_PAUSE_S
-        # A run that is killed now resumes from this step, whose windows must be in its events.
-        self._ddp.events.flush()
         writer.submit(
             capture(
                 self._ddp.assembly,
                 [cursor_state],
                 assets=self._assets,
                 documents=self._documents,
+                # A killed run resumes from this step, whose windows must be in its events.
+                after=self._ddp.events.pending(),
                 into=old or writer.take_finished(),
             )
         )

@@ -175,11 +175,11 @@ class DataSide:
         planned = [loader for loader in self._loaders if isinstance(loader, TeamLoader)]
         epoch = 0
         while True:
-            begun = [one.cursor.epoch for one in planned]
             if planned and engine.is_joining:  # perhaps again, as the team has continued without it
                 planned[0].join()
-                begun = [engine.cursor.epoch]  # of the loader that the others iterate over
-            epoch = max([epoch, *begun])
+                epoch = engine.cursor.epoch  # where the others are, be it the one that it was in
+            else:
+                epoch = max([epoch, *(one.cursor.epoch for one in planned)])
             if epoch >= num_epochs:
                 return
             engine.pass_place(f"before epoch {epoch}")

@@ -82,8 +82,12 @@ class EpochLoop(ABC):
 
     def _save_alone(self, error: CoordinatorLostError) -> None:
         """Save what the main rank of an elastic team holds, which cannot continue."""
-        if self.checkpointer is not None and self.ddp.is_main_process:
-            self.ddp.assembly.engine.go_alone()
+        ddp, engine = self.ddp, self.ddp.assembly.engine
+        if self.checkpointer is not None and ddp.is_main_process:
+            hosts = {member.host for member in ddp.members if member.host}
+            if len(hosts) > 1:  # the others may still reach the coordinator, and save, too
+                self.checkpointer.move(f"-of-generation-{engine.state.generation}")
+            engine.go_alone()
             note(error, f"evener: what the team has trained so far is saved in {self.finish()}")
 
     def train_epoch(self, epoch: int) -> None:

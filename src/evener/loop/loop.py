@@ -27,14 +27,14 @@ from evener.loop.reporting import SinkMaker, check_sinks
 from evener.observe.events import Sink
 from evener.places import methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
-from evener.protocol.formation import EVALUATING, TRAINING
+from evener.protocol.formation import EVALUATING, TRAINING, read_team_limits
 from evener.team.elastic_membership import check_team_limits
-from evener.team.environment import DistributedTrainConfig
+from evener.team.environment import ELASTIC, DistributedTrainConfig
 from evener.team.failures import explain_with, forget, note
 from evener.team.members import Member
 from evener.team.membership import Membership
 from evener.team.placement import Devices, devices_of_host, place_in
-from evener.team.starting import start_all_ranks
+from evener.team.starting import start_all_ranks, start_elastic_team
 
 #: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
 CLOSING_S = 60.0
@@ -111,10 +111,11 @@ class Loop(DataSide):
             process_group: A group of ``torch.distributed`` whose ranks are the team; the default
                 group where there is one already. It tells evener who and where they are; gradients
                 travel over connections of evener's own.
-            elastic: Fewest and most workers of an elastic team, such as ``"1:3"`` or ``(1, 3)``:
-                the script has to be started for such a team, by ``evener launch --elastic``.
-                ``None`` is an elastic team where it was, else one that stays as it is. Or a
-                ``Membership``, which decides which ranks are in the team.
+            elastic: Fewest and most workers of an elastic team, such as ``"1:3"`` or ``(1, 3)``. A
+                script that was started plainly becomes the launcher of the most workers; ``evener
+                launch --elastic`` can start fewer. ``None`` is an elastic team where the script
+                was started for one, else a team that stays as it is. Or a ``Membership``, which
+                decides which ranks are in the team.
             quiet: Do not print the team to stderr; warnings are always printed.
             sinks: Take the run's events, on the main process: each is a ``Sink``, or a function
                 without arguments that makes one and is called on the main process alone. Closed by
@@ -131,7 +132,7 @@ class Loop(DataSide):
         place = environment
         membership = elastic if isinstance(elastic, Membership) else None
         if elastic is not None and membership is None:
-            check_team_limits(elastic, os.environ)
+            _find_elastic_team(elastic, quiet=config.quiet)
         if place is None and communicator is None and membership is None:
             place = _find_place(devices, process_group or default_group(), quiet=config.quiet)
         team = cls(
@@ -387,7 +388,8 @@ class Loop(DataSide):
             for loader in [*self._loaders, *self._eval_loaders]:
                 loader.close()
             self.events.end(failed=failed, error=error)
-            if not (failed or engine.stopping):
+            # Members that were all told to leave have ended no run: others may continue it.
+            if not (failed or (engine.stopping and engine.team.is_leaving)):
                 engine.team.finish()
             self.assembly.close()
 
@@ -425,6 +427,14 @@ class Loop(DataSide):
                 note(error, text)
         if isinstance(error, EvenerError) and (place := raised_at(error)):
             note(error, f"evener: raised on rank {self.rank} at {place}")
+
+
+def _find_elastic_team(given: object, *, quiet: bool) -> None:
+    """Make sure that this process is a worker of such a team; may start its workers."""
+    limits = "{}:{}".format(*read_team_limits(given))
+    if ELASTIC not in os.environ and DistributedTrainConfig.from_env().launched_by == "alone":
+        start_elastic_team(limits, quiet=quiet)
+    check_team_limits(limits, os.environ)
 
 
 def _find_place(devices: Devices, process_group: Any, *, quiet: bool) -> DistributedTrainConfig:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -83,7 +84,7 @@ class EventStream:
             "total_windows": None,
             "params": sum(parameter.numel() for parameter in assembly.flat.parameters),
             "backend": assembly.comm.backend,
-            "backend_reason": assembly.backend_reason,
+            "backend_reason": assembly.comm.reason,
         }
 
     def learn(self, **facts: Unpack[RunFacts]) -> None:
@@ -178,6 +179,8 @@ class EventStream:
         """Record a committed window, its plan where shares changed, and stragglers."""
         if not self._engine.is_main:
             self._has_started = True  # the main process has written ``run_started``
+        if self._seconded and self._seconded[-1].window + 1 != result.window:
+            self._seconded.clear()  # this rank was parked, or left out
         if self._team.is_elastic and (self._seconded or not self._engine.is_main):
             self._seconded.append(result)  # ``change`` records it if this rank is the main one now
         elif self._engine.is_main:
@@ -203,7 +206,7 @@ class EventStream:
         records = {
             rank: record
             for rank, record in enumerate(result.ranks)
-            if not team.is_elastic or rank in team.members or record.samples
+            if not team.is_elastic or rank in team.everyone or record.samples
         }
         rows: list[Any] = [self._row(rank, record) for rank, record in records.items()]
         further: dict[str, Any] = {}
@@ -278,17 +281,16 @@ class EventStream:
         """Record that the team has changed: who was lost, who joined, and what it took."""
         if not self._engine.is_main:
             return
-        again, generation = [*self._seconded], change.generation
+        again, generation, window = [*self._seconded], change.generation, change.window
         self._seconded.clear()
-        # Readers drop what the main process before this one has recorded from this window on.
-        window = again[0].window if again else change.window
         for rank, name in change.lost.items():
             self.tell("worker_lost", rank=rank, member=name, window=window, reason=change.why)
         for rank, name in change.left.items():
             self.tell("worker_left", rank=rank, member=name, window=window)
         self.tell(
             "reformed",
-            window=window,
+            # Readers drop what the main process before this one has recorded from this window on.
+            window=again[0].window if again else window,
             generation=generation,
             members=list(change.members),
             detect_s=change.detect_s,
@@ -330,10 +332,9 @@ class EventStream:
             write_s=_rounded(written.write_s),
         )
 
-    def flush(self) -> None:
-        """Let sinks write out what they hold back."""
-        if self._sinks is not None:
-            self._sinks.flush()
+    def pending(self) -> list[threading.Event]:
+        """Return what will be set as soon as sinks have written everything so far; do not wait."""
+        return self._sinks.pending() if self._sinks is not None else []
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
         """Tell the end of a run that has started, once; what ends later adds nothing."""

@@ -7,6 +7,7 @@ way a refused state has changed nothing.
 """
 
 import copy
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ def capture(
     *,
     assets: Mapping[str, bytes] | None = None,
     documents: Mapping[str, Any] | None = None,
+    after: Sequence[threading.Event] = (),
     into: Snapshot | None = None,
 ) -> Snapshot:
     """Copy the team's state to CPU memory; training may continue afterwards.
@@ -80,6 +82,7 @@ def capture(
         positions: The data positions that belong to the state, one for each loader.
         assets: Further files, by name.
         documents: Further JSON documents, by file name.
+        after: As for ``Snapshot``.
         into: An earlier snapshot that nobody reads any more; its memory is used again.
     """
     engine, started_s = assembly.engine, time.perf_counter()
@@ -97,6 +100,7 @@ def capture(
         documents={STATE: state, **(documents or {})},
         assets=dict(assets or {}),
         copy_s=time.perf_counter() - started_s,
+        after=after,
     )
 
 

@@ -101,6 +101,7 @@ class _ManagedLauncher(ElasticLauncher):
     """Launches the workers, and hands on what they send."""
 
     stdin = subprocess.DEVNULL
+    _interrupted_again = ""  # who has abandoned the run knows it
 
     def __init__(
         self, owner: ElasticWorkers, requests: SignalQueue, run: ElasticRun, team: LaunchedTeam

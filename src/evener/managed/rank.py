@@ -28,7 +28,8 @@ from evener.observe.events import Sink
 from evener.team.environment import DistributedTrainConfig
 from evener.team.placement import choose_device
 
-#: Ranks wait for the main process's ``eval_fn`` this long; should it die, they know at once.
+#: Ranks wait so long for what the main process does alone, such as the user's ``eval_fn``; should
+#: it die, they know at once.
 EVAL_TIMEOUT_S = 24 * 3600.0
 #: Checkpoints that stay in ``checkpoint_dir``, the newest.
 KEPT_CHECKPOINTS = 3

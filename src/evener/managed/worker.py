@@ -14,9 +14,10 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 
+from evener.errors import RunEndedError
 from evener.managed.description import ManagedRun
 from evener.managed.processes import JOB_FD
-from evener.managed.rank import ManagedRank
+from evener.managed.rank import EVAL_TIMEOUT_S, ManagedRank
 from evener.managed.trained import pack_trained
 from evener.managed.travel import unpack
 from evener.observe.events import Event, Sink
@@ -47,9 +48,12 @@ class ManagedProcess:
         """Do this rank's part; return the exit code."""
         try:
             self._train()
+        except RunEndedError:
+            pass  # the others have done all of it
         except (Exception, SystemExit) as error:
             # The top of a process: whatever it is, the user has to be told.
             return self._fail(error)
+        self._channel.tell({"place": DONE})
         return 0
 
     def _train(self) -> None:
@@ -70,10 +74,12 @@ class ManagedProcess:
         for metrics in self._rank.train():
             if is_elastic or ddp.is_main_process:  # the main process may be lost before it tells
                 self._channel.tell({"metrics": metrics.document()})
-        if ddp.is_main_process:
-            self._send_state()
+        engine, is_sent = ddp.assembly.engine, False
+        while not (is_sent or engine.is_alone):  # the main process may be lost before it has sent
+            if is_main := ddp.is_main_process:
+                self._send_state()
+            is_sent = engine.hear_main(is_main, timeout_s=EVAL_TIMEOUT_S)
         self._rank.close()
-        self._channel.tell({"place": DONE})
 
     def _is_stopped(self) -> bool:
         """Return whether the process that started this one has asked to stop, its only message."""

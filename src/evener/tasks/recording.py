@@ -25,6 +25,8 @@ from evener.team.terminal import say, warn
 SUMS: Final = "sums.json"
 """Document of a checkpoint with the sums of a run's events up to there."""
 
+_EVENTS_S: Final = 1.0  # a summary waits no longer for a disk that hangs
+
 
 class RunTally(Sink):
     """Adds up a run's events, over all of its sessions.
@@ -151,20 +153,27 @@ def summarise(
     """
     import psutil
 
-    ddp.events.flush()  # the tally may read the file
+    for written in ddp.events.pending():  # the tally may read the file
+        written.wait(_EVENTS_S)
     assembly, sums, own = ddp.assembly, tally.sums, ddp.members[ddp.rank]
-    members = [m for m in ddp.members if m.device]  # some numbers of an elastic team are nobody's
+    team = assembly.team
+    # Of an elastic team: who is there at the end, parked or not.
+    members = [m for m in ddp.members if m.rank in team.everyone]
     done = [sums.members.get(m.member, Totals()) for m in members]
+    gone = sums.members.keys() - {m.member for m in members}
+    solos = speeds.solo if speeds else _modelled_speeds(ddp, sums, batch_size)
+    ranks = {m.rank for m in members}
     return RunSummary(
         tokens_per_s=sums.speed(),
-        solo_tokens_per_s=speeds.solo if speeds else _modelled_speeds(ddp, sums, batch_size),
+        solo_tokens_per_s=tuple(s if r in ranks else None for r, s in enumerate(solos)),
         solo_source="measured" if speeds else "speed model",
         side_by_side_tokens_per_s=speeds.side_by_side if speeds else None,
         equal_split_tokens_per_s=speeds.equal_split if speeds else None,
         committed_tokens=ddp.progress.weight,
         committed_samples=ddp.progress.samples,
         steps=ddp.progress.steps,
-        world_size=ddp.world_size,
+        world_size=len(members),
+        gone_weight=sum(sums.members[name].weight for name in gone),
         policy=str(assembly.apply_policy),
         backend=assembly.comm.backend,
         checkpoint=str(checkpoint) if checkpoint else None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from evener.checkpoint import Checkpoint, find_newest, open_checkpoint
-from evener.config.folders import CHECKPOINTS, EVENTS, FolderLock, agree_on_folder, runs_of
+from evener.config.folders import CHECKPOINTS, EVENTS, FolderLock, claim_folder, runs_of
 from evener.config.options import TaskOptions
 from evener.config.runs import JobConfig
 from evener.engine.team import Team
@@ -31,7 +31,8 @@ def find_run(
 ) -> tuple[Path, Checkpoint | None]:
     """Return the run's folder, and the checkpoint that it resumes from, if it does.
 
-    All ranks call it together; one that joins a team calls it alone.
+    All ranks call it together; one that joins a team calls it alone. Where no member of the team is
+    left, the first of those that join chooses, and the others hear of it.
 
     Args:
         team: The ranks.
@@ -45,8 +46,8 @@ def find_run(
         ConfigError: The folder cannot be made, or is not to be found here.
     """
     parent, name = options.out, str(config.name)
-    if team.is_joining:
-        return _hear_folder(team), None
+    if team.is_joining and (told := _hear_folder(team)) is not None:
+        return told, None
     if options.resume:
         found = choose_checkpoint(team, runs_of(parent, name), say=say, check=check)
         if found is None:
@@ -65,13 +66,16 @@ def find_run(
                 f"from {found[1].path.name}; to begin another run, give another --name"
             )
             return found
-    return agree_on_folder(team, parent, name), None
+    made = str(claim_folder(parent, name)) if team.is_first else ""
+    return Path(team.introduce(made)[0]), None
 
 
-def _hear_folder(team: Team) -> Path:
-    """Return the folder of the run that this rank joins."""
+def _hear_folder(team: Team) -> Path | None:
+    """Return the folder of the run that this rank joins; ``None`` where nobody can tell it."""
     timeout_s = team.comm.timeout_s
     told = team.announced(RUN_FOLDER, timeout_s)
+    if not told and team.leads:
+        return None
     if not told:
         raise ConfigError(
             f"the team has not told the folder of its run within {timeout_s:g} s (timeout_s); "

@@ -1,5 +1,7 @@
 import resource
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +112,32 @@ def test_what_is_saved_has_been_compared_where_that_was_asked_for(tmp_path: Path
 
     run_team(2, body)
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+class Held(Steps):
+    """What it was told is not written before ``written`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def pending(self) -> list[threading.Event]:
+        return [self.written]
+
+
+def test_a_save_waits_for_nothing_and_its_checkpoint_for_the_events_before(tmp_path: Path) -> None:
+    sink = Held()
+    with team_of(SingleCommunicator()) as ddp:
+        ddp.events.report_to([sink])
+        checkpointer = checkpointer_of(ddp, tmp_path)
+        ddp.assembly.engine.progress = Progress(window=2)
+        checkpointer.save(CURSOR)
+        time.sleep(0.3)  # more than it takes to write it
+        assert checkpointer.path is None
+        sink.written.set()
+        checkpointer.finish()
+        assert checkpointer.path == tmp_path / "step-2"
+        checkpointer.close()
 
 
 def test_a_step_is_saved_once(tmp_path: Path, failures: list[str]) -> None:

@@ -112,7 +112,7 @@ def test_what_came_of_a_trial(tmp_path, code, log, events, expected):
     trials = Pretrain(options(tmp_path), tmp_path)
     run = tmp_path / "trials" / "sync-gloo-1"
     (run / "checkpoints" / "step-1").mkdir(parents=True)
-    started = {"type": "run_started", "t": 1.0, "unit": "tokens", "members": ["m"]}
+    started = {"type": "run_started", "t": 1.0, "window": 0, "unit": "tokens", "members": ["m"]}
     (run / "events.jsonl").write_bytes(b"".join(to_line(event) for event in (started, *events)))
     path = tmp_path / "log"
     path.write_text(log)

@@ -1,6 +1,7 @@
 """Jobs of elastic teams, on threads: who joins uses the run's folder; runs outlive all workers."""
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,13 +13,17 @@ from torch import Tensor, nn
 
 from evener import Ddp, DdpConfig
 from evener.checkpoint import Checkpoint, find_newest
+from evener.config import folders
 from evener.config.folders import FolderLock
 from evener.config.options import TaskOptions
 from evener.config.runs import JobConfig
+from evener.errors import PeerLostError, RunEndedError
+from evener.tasks import resuming
 from evener.tasks.job import Job, Task
 from evener.tasks.resuming import RUN
 from evener.tasks.run_results import TaskResult
 from helpers.elastic import ElasticThreads, Fate, ThreadMembership
+from helpers.elastic_runs import park_nobody
 from helpers.limits import PATIENCE_S
 from helpers.lineage import check_exactly_once
 from helpers.pretraining import RunFolder
@@ -30,19 +35,23 @@ KEYS = JobConfig.model_validate({"name": "line", "measure": False, **CONFIG})
 
 
 class Line(Task):
-    """Fits a line, and does what a test wants after an evaluation."""
+    """Fits a line, and does what a test wants after an evaluation and before a micro-batch."""
 
-    def __init__(self, after: Callable[[int], object]) -> None:
+    def __init__(
+        self, after: Callable[[int], object], before: Callable[[int, int], object]
+    ) -> None:
         self.model = nn.Linear(3, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.after = after
+        self.after, self.before = after, before
         self.judged: list[int] = []
 
     def open_data(self, job: Job) -> tuple[Any, Any]:
+        self.ddp = job.ddp
         return DATA, DATA
 
     def loss(self, batch: list[Tensor]) -> tuple[Tensor, float]:
         x, y = batch
+        self.before(self.ddp.window, len(x))
         return (self.model(x) - y).square().mean(), len(x)
 
     def measure(self, samples: list[Any]) -> Sequence[float]:
@@ -66,12 +75,27 @@ class Line(Task):
 
 
 def work(
-    membership: ThreadMembership, out: Path, after: Callable[[ThreadMembership, int], object]
+    membership: ThreadMembership,
+    out: Path,
+    after: Callable[[ThreadMembership, int], object] = lambda *_: None,
+    before: Callable[[ThreadMembership, int, int], object] = lambda *_: None,
 ) -> tuple[TaskResult, list[int]]:
-    task = Line(lambda window: after(membership, window))
+    """One worker's part of the run.
+
+    Args:
+        membership: Its place in the team.
+        out: Folder of runs.
+        after: Called with the number of windows so far, after each evaluation.
+        before: Called with the window and its number of samples, before each micro-batch.
+    """
+    task = Line(
+        lambda window: after(membership, window),
+        lambda window, samples: before(membership, window, samples),
+    )
     config = DdpConfig(quiet=True, timeout_s=PATIENCE_S)
     setup = {"devices": "cpu", "elastic": membership, "config": config}
     with Ddp.setup(task.model, task.optimizer, **setup) as ddp:
+        park_nobody(ddp)
         options = TaskOptions(out=out, resume=False, quiet=True)
         return Job(task, KEYS, options, ddp).go(), task.judged
 
@@ -88,6 +112,9 @@ def test_a_worker_that_joins_becomes_the_main_process_of_the_run(tmp_path: Path)
                 time.sleep(0.001)
         elif window == {"w0": 6, "w1": 10}.get(member):
             team.die(member)
+        elif (member, window) == ("j", 12):
+            for thread in team.threads[:2]:  # their locks end with them
+                thread.join(PATIENCE_S)
         elif (member, window) == ("j", 14):
             free.append(is_free(tmp_path / "line"))
 
@@ -137,17 +164,103 @@ def test_a_team_of_which_nobody_is_left_continues_from_the_newest_checkpoint(
     newest = run.checkpoints[-1].name
 
     # Everything has ended; the same command is given again, twice.
-    again = ElasticThreads(2).run(lambda founder: work(founder, tmp_path, lambda *_: None))
+    again = ElasticThreads(2).run(lambda founder: work(founder, tmp_path))
     result, judged = value(again[0])
     assert result.run_folder == run.path
     assert f"has not been completed: it continues from {newest}" in capsys.readouterr().err
     assert judged == [*range(2, 17, 2)]
     assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
-    other = ElasticThreads(1).run(lambda founder: work(founder, tmp_path, lambda *_: None))
+    other = ElasticThreads(1).run(lambda founder: work(founder, tmp_path))
     assert value(other[0])[0].run_folder == tmp_path / "line-2"
     # The summary names nobody for numbers that no worker has had.
     summary = json.loads((tmp_path / "line-2" / "summary.json").read_text())
-    assert (summary["world_size"], [row["rank"] for row in summary["ranks"]]) == (5, [0])
+    assert (summary["world_size"], [row["rank"] for row in summary["ranks"]]) == (1, [0])
+
+
+def test_workers_that_find_nobody_to_tell_them_the_folder_choose_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first main worker dies before the others know its choice, and they fail with it."""
+    team = ElasticThreads(2)
+
+    def claim_folder(parent: Path, name: str) -> Path:
+        if threading.current_thread().name == "w0":
+            team.die("w0")
+        return folders.claim_folder(parent, name)
+
+    monkeypatch.setattr(resuming, "claim_folder", claim_folder)
+
+    def await_the_other(*_: object) -> None:
+        while len(team.formations[-1].members) == 1 and not team.joiners:
+            time.sleep(0.001)
+
+    def body(membership: ThreadMembership) -> tuple[TaskResult, list[int]]:
+        try:
+            return work(membership, tmp_path, before=await_the_other)
+        finally:
+            if membership.member == "w1":  # which still lives while these come
+                for joiner in ("j0", "j1"):
+                    team.start(joiner)
+
+    team.run(body)
+    assert isinstance(team.fate("w1").error, PeerLostError)
+    for joiner in ("j0", "j1"):
+        assert value(team.fate(joiner))[0].run_folder == tmp_path / "line"
+    assert [path.name for path in tmp_path.iterdir()] == ["line"]
+    run = RunFolder(tmp_path / "line")
+    assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
+    assert run.events[-1]["type"] == "run_finished"
+
+
+def test_a_worker_that_continues_when_the_others_have_ended_the_run_has_nothing_to_do(
+    tmp_path: Path,
+) -> None:
+    team = ElasticThreads(2)
+
+    def stop(membership: ThreadMembership, window: int, _: int) -> None:
+        if (membership.member, window) == ("w1", 15) and len(team.formations) == 1:
+            team.leave_out("w1")
+            with team.condition:
+                assert team.condition.wait_for(lambda: "w0" not in team.living, PATIENCE_S)
+
+    team.run(lambda membership: work(membership, tmp_path, before=stop))
+    assert isinstance(team.fate("w1").error, RunEndedError)
+    run = RunFolder(value(team.fate("w0"))[0].run_folder)
+    assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
+    assert run.events[-1]["reason"] == "completed"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_a_worker_without_memory_computes_smaller_parts_and_then_costs_the_team_no_sample(
+    error: type[Exception], tmp_path: Path
+) -> None:
+    team = ElasticThreads(2)
+    computed: list[int] = []
+
+    def fill(membership: ThreadMembership, window: int, samples: int) -> None:
+        if membership.member == "w1":
+            if samples > 1 or window >= 6:  # it may have no share of one window or another
+                raise error("no memory is left")
+            computed.append(window)
+        elif window >= 10 and not team.joiners and len(team.formations) == 2:
+            team.start("j")
+            while not team.joiners:
+                time.sleep(0.001)
+
+    team.run(lambda membership: work(membership, tmp_path, before=fill))
+    assert computed, "it has computed single samples"
+    assert max(computed) < 6
+    failure = team.fate("w1").error
+    assert isinstance(failure, error)
+    assert failure.__notes__ == [
+        "evener: not even a micro-batch of one sample fits; use a smaller model"
+    ]
+    assert [f.members for f in team.formations] == [("w0", "w1"), ("w0",), ("w0", "j")]
+    results = [value(team.fate(member)) for member in ("w0", "j")]
+    assert results[0] == results[1]
+    run = RunFolder(results[0][0].run_folder)
+    assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
+    assert [event["rank"] for event in run.of_type("worker_lost")] == [1]
 
 
 def is_free(folder: Path) -> bool:

@@ -12,8 +12,10 @@ from evener.checkpoint import Checkpoint
 from evener.comm.base import Communicator
 from evener.config.options import TaskOptions
 from evener.config.runs import JobConfig
+from evener.engine.team import Team
 from evener.errors import CheckpointError, ConfigError
 from evener.tasks.job import Job, Task, run_task
+from evener.tasks.resuming import find_run
 from evener.tasks.run_results import TaskResult
 from helpers.lineage import check_exactly_once
 from helpers.pretraining import RunFolder
@@ -92,7 +94,7 @@ def test_a_share_that_does_not_fit_is_done_again_in_smaller_parts(tmp_path: Path
     keys = {"epochs": 2, "eval": {"every": 3}, "measure": True}
     (_, small), (_, other) = train(2, tmp_path, capacity=2, **keys)
     assert max(small.sizes) > 2  # it was tried
-    assert max(small.sizes[-20:]) <= 2
+    assert max(small.sizes[-5:]) <= 2  # it may have few shares where it is measured as slow
     assert max(other.sizes) > 2
     run = RunFolder(tmp_path / "line")
     assert check_exactly_once(run.events, len(DATA), whole_epochs=2) == []
@@ -155,6 +157,19 @@ def test_a_run_is_resumed_on_other_ranks_and_ends_once(tmp_path: Path, capfd: An
     train(2, tmp_path, resume=True, epochs=2)
     assert run.contents() == before
     assert "has been completed (8 steps): nothing to do" in capfd.readouterr().err
+
+
+def test_all_ranks_take_the_folder_that_rank_0_has_made(tmp_path: Path) -> None:
+    (tmp_path / "x" / "checkpoints").mkdir(parents=True)
+    config = JobConfig(name="x")
+
+    def body(comm: Communicator) -> Path:
+        # Another host may see another folder of runs.
+        options = TaskOptions(out=tmp_path if comm.rank == 0 else tmp_path / "elsewhere")
+        return find_run(Team(comm), options, config, say=print, check=print)[0]
+
+    assert run_team(3, body) == [tmp_path / "x-2"] * 3
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_an_error_is_told_as_the_end_of_the_run(tmp_path: Path) -> None:

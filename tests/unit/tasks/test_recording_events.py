@@ -9,24 +9,14 @@ from torch import nn
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.ddp import Ddp
 from evener.engine.results import Progress, RankRecord, WindowResult
-from evener.observe.events import Event, Sink, make_event
+from evener.observe.events import make_event
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
 from evener.tasks.recording import RunTally, record
 from helpers.event_cases import check_kinds, committed_window, started
+from helpers.limits import PATIENCE_S
+from helpers.sinks import Kept
 from helpers.teams import run_team, setup
-
-
-class Kept(Sink):
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.closed = 0
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 def team_of(comm: Communicator, **config: Any) -> Ddp:
@@ -88,7 +78,8 @@ def test_a_session_in_events(tmp_path: Path) -> None:
             events.end(failed=False, error=None)
             events.end(failed=False, error=None)
             if comm.rank == 0:
-                events.flush()
+                for written in events.pending():
+                    assert written.wait(PATIENCE_S)
                 assert sink.events == read_events(tmp_path / "events.jsonl")
                 for event in sink.events:
                     check_kinds(event)

@@ -85,7 +85,7 @@ class DistributedComm(Closing):
         require("config", config, DistributedTrainConfig, remedy)
         check_timeout(timeout_s)
         device = choose_device("auto", config)
-        communicator, _ = connect_team(
+        communicator = connect_team(
             _meeting_place(config),
             AverageBackend.AUTO.value,
             ApplyPolicy.SYNC.value,

@@ -3,13 +3,13 @@
 import math
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from evener import BatchResult, DataParallelCoordinator, Sample, Sink
+from evener import BatchResult, DataParallelCoordinator, Sample
 from evener.engine.loss_scale import FIRST_SCALE
 from evener.errors import (
     ConfigError,
@@ -21,6 +21,7 @@ from evener.errors import (
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from helpers.classification import LABELS, TINY_BERT, TINY_LLAMA, config, samples
 from helpers.clocks import RankClocks
+from helpers.sinks import Kept
 
 #: Twenty batches whose sizes divide nothing, some smaller than the team.
 SIZES = (7, 11, 2, 13, 5, 1, 9, 3, 17, 4, 7, 6, 2, 11, 5, 8, 1, 13, 3, 10)
@@ -439,21 +440,8 @@ def test_after_close_it_refuses_and_the_classifier_lives_on() -> None:
     assert len(coordinator.primary_pipeline.predict(["a text"])) == 1
 
 
-class Notes(Sink):
-    """Keeps the events of a run."""
-
-    def __init__(self) -> None:
-        self.events: list[Mapping[str, Any]] = []
-
-    def emit(self, event: Mapping[str, Any]) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
-
-
 def test_batches_can_be_watched() -> None:
-    notes = Notes()
+    notes = Kept()
     with make(["cpu"] * 2, partition_ratios=[2, 1], sinks=[notes]) as coordinator:
         result = coordinator.train_batch_parallel(samples(6))
     kinds = [event["type"] for event in notes.events]
