@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,13 @@ MOST_READERS: Final = 200
 #: The most runs that are read at the same time.
 MOST_RUNS_READ: Final = 16
 
+#: Seconds between two looks at a run of which nothing is left to be read.
+INTERVAL_S: Final = 1.0
+#: Looks take so much of a core on the long run, all runs together. Sending comes on top.
+PART_OF_CORE: Final = 0.03
+#: Seconds of processor time that looks may take at once: those at a file of 1 GB.
+AT_ONCE_S: Final = 10.0
+
 _ALIVE_S: Final = 15.0  # who hears nothing for longer takes the server for gone
 _LINGER_S: Final = 30.0  # a page that is loaded again need not have the run read again
 _RETRY: Final = b"retry: 1000\n\n"
@@ -24,6 +32,7 @@ class Broadcasts:
 
     def __init__(self) -> None:
         self._runs: dict[Path, _Broadcast] = {}
+        self._pace = LookPace(time.monotonic())
 
     def has_room(self, folder: Path) -> bool:
         """Return whether one more may look at a run."""
@@ -45,7 +54,7 @@ class Broadcasts:
     async def _joined(self, folder: Path) -> "AsyncIterator[_Broadcast]":
         run = self._runs.get(folder)
         if run is None:
-            run = self._runs[folder] = _Broadcast(folder)
+            run = self._runs[folder] = _Broadcast(folder, self._pace)
         run.num_readers += 1
         try:
             yield run
@@ -61,11 +70,29 @@ class Broadcasts:
         self._runs.pop(folder).end()
 
 
+class LookPace:
+    """Keeps looks at runs within ``PART_OF_CORE``; their processor time is saved up and spent.
+
+    Args:
+        now_s: The time.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._saved_s, self._then_s = AT_ONCE_S, now_s
+
+    def spend(self, cost_s: float, now_s: float) -> float:
+        """Take note of what a look has cost; return for how many seconds there should be none."""
+        earned_s = PART_OF_CORE * (now_s - self._then_s)
+        self._saved_s, self._then_s = min(AT_ONCE_S, self._saved_s + earned_s) - cost_s, now_s
+        return max(0.0, -self._saved_s / PART_OF_CORE)
+
+
 class _Broadcast:
     """One run that is read; ``num_readers`` look at it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pace: LookPace) -> None:
         self.num_readers = 0
+        self._pace = pace
         self._name = folder.name
         self._watch = RunWatch(folder)
         self._changed = asyncio.Condition()
@@ -89,21 +116,25 @@ class _Broadcast:
     def end(self) -> None:
         self._reading.cancel()
 
-    async def _look(self) -> bytes | None:
+    def _look(self) -> tuple[bytes | None, float]:
+        """Return the document, and the seconds of processor time that it took."""
+        begun_s = time.thread_time()
         try:
-            return await asyncio.to_thread(self._watch.look)
+            document = self._watch.look()
         except Exception as error:  # whatever a damaged file leads to: who looks has to be told
             problem = f"{self._name} cannot be shown: {type(error).__name__}: {error}"
-            return json.dumps({"name": self._name, "problem": problem}).encode()
+            document = json.dumps({"name": self._name, "problem": problem}).encode()
+        return document, time.thread_time() - begun_s
 
     async def _read(self) -> None:
         try:
             while True:
-                document = await self._look()
+                document, cost_s = await asyncio.to_thread(self._look)
                 if document is not None and document != self._newest:
                     async with self._changed:
                         self._newest, self._version = document, self._version + 1
                         self._changed.notify_all()
-                await asyncio.sleep(self._watch.pause_s)
+                pause_s = self._pace.spend(cost_s, time.monotonic())
+                await asyncio.sleep(max(pause_s, 0.0 if self._watch.has_more else INTERVAL_S))
         finally:
             self._watch.close()

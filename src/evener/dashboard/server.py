@@ -20,11 +20,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from evener.comm.addresses import bind, is_loopback, listens_everywhere
+from evener.comm.addresses import LOOPBACK, is_loopback, open_port
 from evener.dashboard.broadcasts import Broadcasts
 from evener.dashboard.holders import ask_to_stop
 from evener.dashboard.shelf import Shelf
-from evener.errors import ConfigError, LaunchError, UsageError
+from evener.errors import LaunchError, UsageError
 from evener.team.address import parse_address
 from evener.team.terminal import say
 from evener.version import __version__
@@ -32,7 +32,6 @@ from evener.version import __version__
 #: Where the dashboard listens unless told otherwise; on a free port if that is taken.
 DEFAULT_PORT: Final = 8380
 
-_LOOPBACK: Final = "127.0.0.1"
 _MOST_CONNECTIONS: Final = 512
 _PAGE: Final = "dashboard.html"
 #: What browsers may ask for, and the package that it lies in.
@@ -71,10 +70,10 @@ def serve(shelf: Shelf, address: str | None, token: bytes) -> None:
         ConfigError: The address is none, or lacks a token.
         LaunchError: It cannot listen there.
     """
-    host, port = parse_address(address or _LOOPBACK, "--bind", may_bind=True)
+    host, port = parse_address(address or LOOPBACK, "--bind", may_bind=True)
     is_open = is_loopback(host)
     fragment = "" if token else f"#{quote(token := secrets.token_urlsafe(16).encode())}"
-    with _listen(host, port, needs_token=bool(fragment)) as door:
+    with _listen(host, port, is_guarded=not fragment) as door:
         shown = f"[{host}]" if ":" in host else host
         say(f"evener: dashboard at http://{shown}:{door.getsockname()[1]}/{fragment}")
         config = uvicorn.Config(
@@ -168,26 +167,13 @@ class Dashboard:
         return is_local or self._has_token(request)
 
 
-def _listen(host: str, port: int | None, *, needs_token: bool) -> socket.socket:
-    refusal = ConfigError(
-        f"--bind {host} shows runs to every machine that reaches it; give --token-file FILE, or "
-        f"listen on {_LOOPBACK}"
-    )
-    if needs_token and not is_loopback(host):
-        raise refusal
+def _listen(host: str, port: int | None, *, is_guarded: bool) -> socket.socket:
     try:
-        door = bind(host, port or DEFAULT_PORT, socket.SOMAXCONN)
-    except OSError as error:
-        if port is None:
-            return bind(host, 0, socket.SOMAXCONN)
-        raise LaunchError(
-            f"the dashboard cannot listen on {host} port {port} ({error.strerror}): end the "
-            "program that uses it, or give another port (--bind HOST:PORT)"
-        ) from None
-    if needs_token and listens_everywhere(door):  # the name of loopback is unknown here
-        door.close()
-        raise refusal
-    return door
+        return open_port(host, port or DEFAULT_PORT, program="the dashboard", is_guarded=is_guarded)
+    except LaunchError:
+        if port is not None:
+            raise
+        return open_port(host, 0, program="the dashboard", is_guarded=is_guarded)
 
 
 def _refuse(code: int, why: str) -> Response:

@@ -8,17 +8,16 @@ from typing import Any, Final
 from evener.config.folders import EVENTS, SUMMARY
 from evener.dashboard.holders import find_holder
 from evener.dashboard.view import RunView
+from evener.errors import EvenerError
 from evener.files import read_json
 from evener.observe.event_lines import SUMMED
 from evener.observe.following import EventFollower, find_voids
 from evener.run_report.summary_facts import SummaryFacts, read_facts
 from evener.run_report.writing import SkippedLines
 
-#: Seconds between two looks at the files.
-INTERVAL_S: Final = 1.0
+#: So much of the events is read window by window; of what is before, the less the older it is.
+SKIM_BYTES: Final = 16 << 20
 
-_MOST_OF_TIME: Final = 0.02  # is spent on making documents, which takes longer for longer runs
-_SHORT_PAUSE_S: Final = 0.02
 _CATCH_UP_S: Final = 0.5  # a look at a long file ends after so much reading
 
 
@@ -27,6 +26,9 @@ class RunWatch:
 
     Args:
         folder: Of the run.
+
+    Attributes:
+        has_more: Whether the last look has left something unread.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +36,11 @@ class RunWatch:
         self._skipped = SkippedLines()
         self._view = RunView()
         self._follower = EventFollower(
-            folder / EVENTS, self._skipped.add, follow=False, columns=SUMMED
+            folder / EVENTS,
+            self._skipped.add,
+            follow=False,
+            columns=SUMMED,
+            skim_bytes=SKIM_BYTES,
         )
         self._facts = SummaryFacts()
         self._summary_changed_s = -1.0
@@ -42,33 +48,26 @@ class RunWatch:
         self._is_running: bool | None = None
         self._is_stale = True
         self._read_part = 0.0
-        self._is_all = False
-        self._rest_until_s = 0.0
+        self.has_more = False
 
     def look(self) -> bytes | None:
-        """Return the document as JSON; ``None`` if nothing has changed, or it was made just now."""
+        """Return the document as JSON; ``None`` if nothing has changed."""
+        self.has_more = False
         try:
             self._read_events()
             self._read_summary()
-        except OSError as error:
-            problem = f"{self._folder.name} cannot be read: {error.strerror or error}"
+        except (OSError, EvenerError) as error:
+            self._follower.begin_anew()  # events may have been read that are not in the view
+            why = error.strerror if isinstance(error, OSError) else error
+            problem = f"{self._folder.name} cannot be read: {why}"
             return json.dumps({"name": self._folder.name, "problem": problem}).encode()
         is_running = find_holder(self._folder) is not None or self._unknown()
         self._is_stale |= is_running != self._is_running
         self._is_running = is_running
-        if not self._is_stale or time.monotonic() < self._rest_until_s:
+        if not self._is_stale:
             return None
         self._is_stale = False
-        begun_s = time.thread_time()
-        document = json.dumps(self._document(), allow_nan=False, separators=(",", ":")).encode()
-        cost_s = time.thread_time() - begun_s
-        self._rest_until_s = time.monotonic() + cost_s / _MOST_OF_TIME
-        return document
-
-    @property
-    def pause_s(self) -> float:
-        """Seconds until the next look: hardly any while there is more to be read."""
-        return INTERVAL_S if self._is_all else _SHORT_PAUSE_S
+        return json.dumps(self._document(), allow_nan=False, separators=(",", ":")).encode()
 
     def close(self) -> None:
         """Close the files."""
@@ -97,12 +96,14 @@ class RunWatch:
                     self._view.add(event)
                 except ValueError as error:
                     self._skipped.add(None, str(error))
-            if self._view.history.is_blurred:
+            history = self._view.history
+            has_gap = history.voids.are_left and not self._follower.unfinished()
+            if history.is_blurred or (found.is_all and has_gap):
                 self._follower.begin_anew()
             self._is_stale |= begins or bool(found.events)
             self._is_stale |= found.read_part != self._read_part
             self._read_part = found.read_part
-            self._is_all = found.is_all
+            self.has_more = not found.is_all
             if found.is_all or time.monotonic() >= until_s:
                 return
 
@@ -123,7 +124,12 @@ class RunWatch:
     def _document(self) -> dict[str, Any]:
         notes = self._skipped.notes()
         notes += [self._summary_note] if self._summary_note else []
-        if not self._is_all:
+        if count := self._view.history.num_estimated:
+            notes.append(
+                f"{count:,} of the older windows are passed over, as the files are long: sums are "
+                "estimates, and extremes may be missing; evener report reads all"
+            )
+        if self.has_more:
             notes.append(f"{self._read_part:.0%} of {EVENTS} have been read so far")
         # Until the end, the summary is that of an earlier session.
         facts = self._facts if self._view.history.ending is not None else SummaryFacts()

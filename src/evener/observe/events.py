@@ -4,6 +4,7 @@ Every event has ``t`` (unix seconds, handed in: nothing here reads a clock) and 
 it has them ``rank`` and ``member``. New fields may be added; none changes its meaning.
 """
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ FIELDS: Final = {
     # ``ranks`` has a ``RankRow`` for each rank. Further fields: ``loss``, ``lr``, ``grad_norm``,
     # whether it was ``skipped``, into how many ``update_parts`` ranks divided the update, and which
     # are ``parked``; of local steps also ``turns``, ``anchor``, ``window_s``, ``divergence`` and
-    # ``guard``.
+    # ``guard``. Readers that pass over windows add ``stands_for``: how many windows it represents.
     "window": "window generation epoch committed ranks",
     # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``.
     "eval": "window name loss weight elapsed_s",
@@ -88,9 +89,9 @@ class Sink(Closing):
     def emit(self, event: Event) -> None:
         """Take one event; events come in the order of their ``t``."""
 
-    def flush(self) -> None:
-        """Write out what is held back, if that takes no longer than a second."""
-        return
+    def pending(self) -> list[threading.Event]:
+        """Return what will be set as soon as everything emitted so far is written; do not wait."""
+        return []
 
     @abstractmethod
     def close(self) -> None:
@@ -115,7 +116,10 @@ def make_event(kind: str, *, t: float, **fields: Any) -> dict[str, Any]:
 
 #: Types of events that belong to a window.
 _AT_A_WINDOW: Final = frozenset(
-    ("checkpoint", "checkpoint_missed", "eval", "reformed", "run_finished", "run_resumed", "window")
+    (
+        *("checkpoint", "checkpoint_missed", "eval", "reformed", "window"),
+        *("run_started", "run_resumed", "run_finished"),
+    )
 )
 
 
@@ -135,7 +139,7 @@ def check_fields(value: Any) -> None:
     elif kind == "eval":
         event.number("elapsed_s")
         _check_loss(event)
-    elif kind == "run_started":
+    elif kind in ("run_started", "reformed"):
         event.texts("members")
     elif kind == "run_finished":
         event.text("reason")
@@ -143,6 +147,8 @@ def check_fields(value: Any) -> None:
 
 def _check_window(event: Fields) -> None:
     event.whole("epoch")
+    if "stands_for" in event:
+        event.whole("stands_for", least=1)
     for part in event.items("committed"):
         if not isinstance(part, list) or len(part) != 2:
             raise ValueError(f"committed holds {short(part)}, not two positions")
@@ -184,11 +190,13 @@ class Fanout(Sink):
                 with self._guarding(sink):
                     sink.emit(start)
 
-    def flush(self) -> None:
-        """Let every sink write out what it holds back."""
+    def pending(self) -> list[threading.Event]:
+        """Return what all sinks will set."""
+        found = []
         for sink in self._sinks.copy():
             with self._guarding(sink):
-                sink.flush()
+                found += sink.pending()
+        return found
 
     def close(self) -> None:
         """Close every sink."""

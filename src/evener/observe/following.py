@@ -12,13 +12,13 @@ from evener.observe.event_lines import LineReader
 from evener.observe.jsonl import part_after, parts_of
 from evener.observe.lineage import VOIDING, Voids
 
-MOST_LINE_BYTES: Final = 16 * 1024 * 1024
+MOST_LINE_BYTES: Final = 1 << 20
 """A longer line is not an event; that of a window of 1,000 ranks has 90 kB."""
 
 #: Most bytes that one look takes in.
 LOOK_BYTES: Final = 256 << 10
 
-_END_BYTES: Final = 1 << 20  # the last event of a run that has ended takes less
+_HEAD_BYTES: Final = 60  # a line begins with the time and the type of its event
 
 
 class Look(NamedTuple):
@@ -26,7 +26,7 @@ class Look(NamedTuple):
 
     Attributes:
         events: Those that are new, in the order in which they were written.
-        read_part: How much of the file has been read, from 0 to 1.
+        read_part: How much of the files has been read, from 0 to 1.
         is_all: Whether there was nothing more to be read.
     """
 
@@ -47,8 +47,11 @@ class EventFollower:
         on_skip: Called with line number (counted over all files) and reason for lines that are not
             events, such as one torn by a kill.
         follow: Whether the files may be symbolic links.
-        words: If given, lines that hold none of these are passed over, unread.
+        words: If given, lines may be passed over, unread, that hold none of these.
         columns: As for ``LineReader``.
+        skim_bytes: If given, the newest bytes of which every window is read. Of older windows, one
+            in several is read: the older they are, the fewer. Its ``stands_for`` is the number of
+            windows that it represents: itself, and those right before it that were not read.
     """
 
     def __init__(
@@ -59,16 +62,17 @@ class EventFollower:
         follow: bool = True,
         words: Sequence[bytes] = (),
         columns: Container[str] | None = None,
+        skim_bytes: int | None = None,
     ) -> None:
         self._path = path
         self._on_skip = on_skip
         self._follow = follow
         self._words = words
         self._columns = columns
+        self._skim_bytes = skim_bytes
         self._stream: BinaryIO | None = None
         self._part, self._rest, self._line = path, b"", 0
-        self._has_begun = self._is_too_long = False
-        self._lines = LineReader(self._columns)
+        self.begin_anew()
 
     def begins(self) -> bool:
         """Return whether the next look is the first one at a file: earlier events are void."""
@@ -86,6 +90,8 @@ class EventFollower:
         if self._stream is None:
             self._stream = self._open()
         following = part_after(self._path, self._part)
+        read, size = self._progress()
+        self._stride = 1 + max(0, size - read) // self._skim_bytes if self._skim_bytes else 1
         data = self._stream.read(LOOK_BYTES)
         events = self._take(data)
         is_end = len(data) < LOOK_BYTES
@@ -94,7 +100,9 @@ class EventFollower:
             events += self._take(b"\n") if self._rest else []
             self.close()
             self._part = following
-        return Look(events, self._read_part(), is_end and following is None)
+        read, size = self._progress()
+        part = min(1.0, read / size) if size else 1.0
+        return Look(events, part, is_end and following is None)
 
     def unfinished(self) -> list[dict[str, Any]]:
         """Return the event of a last line that lacks its end, if it is whole otherwise."""
@@ -120,6 +128,7 @@ class EventFollower:
         self._part, self._rest, self._line = self._path, b"", 0
         self._has_begun = self._is_too_long = False
         self._lines = LineReader(self._columns)
+        self._passed: list[bytes] = []  # windows after the last one that was read
 
     def _open(self) -> BinaryIO:
         while True:
@@ -142,31 +151,52 @@ class EventFollower:
         is_other = (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
         return is_other or own.st_size < self._stream.tell()
 
-    def _read_part(self) -> float:
-        if self._stream is None:
-            return 0.0
-        size = os.fstat(self._stream.fileno()).st_size
-        return min(1.0, self._stream.tell() / size) if size else 1.0
+    def _progress(self) -> tuple[int, int]:
+        """Return how many bytes have been read, and how many there are."""
+        parts = parts_of(self._path)
+        sizes = [part.stat().st_size if part.exists() else 0 for part in parts]
+        read = sum(sizes[: parts.index(self._part)]) if self._part in parts else 0
+        read += self._stream.tell() if self._stream is not None else 0
+        return read, sum(sizes)
 
     def _take(self, data: bytes) -> list[dict[str, Any]]:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        data = self._rest + data
+        if self._words and not any(word in data for word in self._words):
+            data = data[max(0, data.rfind(b"\n")) :]  # the end of a line, and what follows it
+        *lines, self._rest = data.split(b"\n")
         events: list[dict[str, Any]] = []
         for line in lines:
             self._line += 1
             is_whole, self._is_too_long = not self._is_too_long, False
-            if self._words and not any(word in line for word in self._words):
-                continue
             if not line.strip():
                 continue
-            try:
-                if not is_whole or len(line) > MOST_LINE_BYTES:
-                    raise ValueError(f"it has more than {MOST_LINE_BYTES:,} bytes")
-                events.append(self._lines.event(line))
-            except ValueError as error:
-                self._on_skip(self._line, str(error))
+            for one, count in self._chosen(line):
+                try:
+                    if not is_whole or len(one) > MOST_LINE_BYTES:
+                        raise ValueError(f"it has more than {MOST_LINE_BYTES:,} bytes")
+                    event = self._lines.event(one)
+                    events.append({**event, "stands_for": count} if count > 1 else event)
+                except ValueError as error:
+                    self._on_skip(self._line, str(error))
         if len(self._rest) > MOST_LINE_BYTES:
             self._rest, self._is_too_long = b"", True
         return events
+
+    def _chosen(self, line: bytes) -> list[tuple[bytes, int]]:
+        """Return the lines that are to be read now, and for how many windows each stands."""
+        if not self._skim_bytes:
+            return [(line, 1)]
+        head = line[:_HEAD_BYTES]
+        is_window = b'"type":"window"' in head
+        if is_window:
+            self._passed.append(line)
+            if len(self._passed) < self._stride and b'"member"' not in line:
+                return []
+        elif b'"type":"plan"' in head or not self._passed:
+            return [(line, 1)]
+        # An evaluation takes time that no window on either side of it may count as its own.
+        passed, self._passed = self._passed, []
+        return [(passed[-1], len(passed)), *([] if is_window else [(line, 1)])]
 
 
 def read_events(
@@ -240,7 +270,7 @@ def find_voids(path: Path, *, follow: bool = True) -> Voids:
     """
     words = [kind.encode() for kind in VOIDING]
     found = each_event(path, follow=follow, words=words)
-    return Voids([event["window"] for event in found if event["type"] in VOIDING])
+    return Voids([event for event in found if event["type"] in VOIDING])
 
 
 def newest_event(path: Path) -> dict[str, Any] | None:
@@ -248,7 +278,7 @@ def newest_event(path: Path) -> dict[str, Any] | None:
     try:
         *_, part = parts_of(path)
         with open_for_reading(part) as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _END_BYTES))
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - MOST_LINE_BYTES))
             return LineReader().event(stream.read().rstrip().rpartition(b"\n")[2])
     except (OSError, ValueError):
         return None

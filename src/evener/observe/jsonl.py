@@ -30,14 +30,13 @@ of the others the oldest is removed when there would be more."""
 MOST_WAITING: Final = 4096
 """Events that may wait for the disk; further ones are left out until it has caught up."""
 
-_FLUSH_S: Final = 1.0
 _CLOSE_S: Final = 30.0
 
 
 class JsonlSink(Sink):
     """Appends events to a file, in a thread: who emits never waits for the disk.
 
-    An event is with the kernel a moment after ``emit``, or when ``flush`` or ``close`` returns. If
+    An event is with the kernel a moment after ``emit``, and when ``close`` returns. If
     the disk hangs for so long that 4,096 events wait, further ones are left out; an event
     ``events_dropped`` says how many.
 
@@ -95,12 +94,13 @@ class JsonlSink(Sink):
         else:
             self._waiting.put(event)
 
-    def flush(self) -> None:
-        """Wait until what was emitted is with the kernel, for a second at most."""
-        if self._thread.is_alive():
-            done = threading.Event()
-            self._waiting.put(done)
-            done.wait(_FLUSH_S)
+    def pending(self) -> list[threading.Event]:
+        """Return what will be set as soon as everything emitted so far is with the kernel."""
+        if self._closed:
+            return []
+        written = threading.Event()
+        self._waiting.put(written)
+        return [written]
 
     def close(self) -> None:
         """Force the file onto the disk and close it, within 30 s; may be called again."""

@@ -1,8 +1,7 @@
 """Which windows of a run are in the final parameters."""
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Final
+from typing import Any, Final
 
 from evener.observe.events import Event
 
@@ -14,16 +13,34 @@ class Voids:
     """Tells which events of a run count, from what is known beforehand of those in ``VOIDING``.
 
     Args:
-        windows: The ``window`` of each event in ``VOIDING``, in the order in which they come.
+        events: Those events, in the order in which they were written.
     """
 
-    def __init__(self, windows: Sequence[int] = ()) -> None:
+    def __init__(self, events: Sequence[Event] = ()) -> None:
         #: From which window on events are void, before each of these events.
-        self._first_void = list(accumulate(reversed(windows), min))
+        self._first_void: list[int] = []
+        #: How many of these events come after one.
+        self._num_after: dict[Any, int] = {}
+        for event in reversed(events):
+            self._num_after.setdefault(_key(event), len(self._first_void))
+            self._first_void.append(min([event["window"], *self._first_void[-1:]]))
 
     def counts(self, event: Event) -> bool:
-        """Return whether an event counts; events come in the order in which they were written."""
-        if event["type"] in VOIDING and self._first_void:
-            self._first_void.pop()
+        """Return whether an event counts; events come in the order in which they were written.
+
+        Of the events in ``VOIDING``, there may be more than were known.
+        """
+        if event["type"] in VOIDING:
+            num_before = len(self._first_void)
+            del self._first_void[self._num_after.get(_key(event), num_before) :]
         is_window = event["type"] == "window" and self._first_void
         return not is_window or event["window"] < self._first_void[-1]
+
+    @property
+    def are_left(self) -> bool:
+        """Whether some of these events have not come: the file that they were in was removed."""
+        return bool(self._first_void)
+
+
+def _key(event: Event) -> Any:
+    return event["type"], event["t"], event["window"]

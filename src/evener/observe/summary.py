@@ -49,9 +49,10 @@ class RunSummary:
     """The figures of a run, as in ``summary.json``.
 
     Attributes:
-        tokens_per_s: Speed of the team after the warm-up, in ``unit`` per second; ``None`` when
-            the run was too short to tell.
-        solo_tokens_per_s: Speed of each rank alone, by rank; ``None`` where unknown.
+        tokens_per_s: Speed of the team after the warm-up, in ``unit`` per second; of an elastic
+            team, in windows of those that are there at the end. ``None`` when they were too few.
+        solo_tokens_per_s: Speed of each rank alone, by rank; ``None`` where unknown, and for those
+            that are gone.
         solo_source: Whether those were measured by running alone, or come from the speed model.
         side_by_side_tokens_per_s: The sum of the ranks' speeds when all work at the same time
             without any exchange, if that was measured.
@@ -60,14 +61,15 @@ class RunSummary:
         committed_tokens: Weight of all committed windows, in ``unit``.
         committed_samples: Samples of all committed windows.
         steps: Optimizer steps.
-        world_size: Ranks in the team.
+        world_size: Ranks in the team; of an elastic team, those that are there at the end.
         policy: Apply policy.
         backend: What carried the exchange.
         checkpoint: Path of the newest checkpoint, if there is one.
         run_folder: Where the files of the run are.
         elapsed_s: Seconds of training, from the start of each session to its end.
         unit: What weights count: ``tokens`` or ``samples``. The keys say tokens in either case.
-        ranks: One row per rank, by rank.
+        ranks: One row for each of them, by rank.
+        gone_weight: Weight of the work of ranks that are gone from an elastic team.
         emulated: Ranks that are slowed down on purpose, and the factor.
         parked: Ranks that got no share, since the team is faster without them.
         skipped_records: Lines or rows of the data that held no text and were left out.
@@ -94,6 +96,7 @@ class RunSummary:
     side_by_side_tokens_per_s: float | None = None
     unit: str = "tokens"
     ranks: tuple[RankSummary, ...] = ()
+    gone_weight: float = 0.0
     emulated: Mapping[int, float] = field(default_factory=dict)
     parked: tuple[int, ...] = ()
     skipped_records: int = 0
@@ -152,8 +155,8 @@ def best_speed_without(summary: RunSummary, rank: int) -> float | None:
     Returns:
         Tokens (or samples) per second; ``None`` when there is no other rank or speeds are unknown.
     """
-    solos = dict(enumerate(summary.solo_tokens_per_s))
-    active = {other: solos[other] or 0.0 for other in solos if other not in summary.parked}
+    solos = {r: solo for r, solo in enumerate(summary.solo_tokens_per_s) if solo is not None}
+    active = {other: solos[other] for other in solos if other not in summary.parked}
     total = sum(active.values())
     others = [speed for other, speed in active.items() if other != rank]
     if summary.of_ideal is None or summary.tokens_per_s is None or not others or total <= 0:
@@ -193,7 +196,7 @@ def closing_table(summary: RunSummary) -> "Table":
     table.add_column(f"{summary.unit}/s alone", justify="right")
     table.add_column("wait", justify="right")
     table.add_column("contribution")
-    total = sum(row.weight for row in summary.ranks)
+    total = _total_weight(summary)
     for row in summary.ranks:
         solo = _solo(summary, row.rank)
         factor = summary.emulated.get(row.rank)
@@ -212,7 +215,7 @@ def verdict(summary: RunSummary) -> list[str]:
     """Return the last lines for a person: what the table does not say."""
     lines = []
     if summary.tokens_per_s is None:
-        lines.append("the run was too short to measure its speed")
+        lines.append("the run was too short, or its team changed too late, to measure its speed")
     elif summary.world_size > 1:
         lines += _team(summary, summary.tokens_per_s)
         equal = summary.equal_split_tokens_per_s
@@ -228,6 +231,9 @@ def verdict(summary: RunSummary) -> list[str]:
             f"{ceiling:.2f} of what each does alone. Other programs, or ranks on the same cores, "
             "take the rest; run it again on a quiet machine"
         )
+    if summary.gone_weight > 0:
+        part = summary.gone_weight / _total_weight(summary)
+        lines.append(f"ranks that are gone did {part:.0%} of the {summary.unit}")
     if summary.skipped_records:
         lines.append(
             f"left out {summary.skipped_records:,} lines or rows of the data that hold no text; "
@@ -235,6 +241,10 @@ def verdict(summary: RunSummary) -> list[str]:
         )
     lines.append(f"run folder: {summary.run_folder}")
     return lines
+
+
+def _total_weight(summary: RunSummary) -> float:
+    return summary.gone_weight + sum(row.weight for row in summary.ranks)
 
 
 def _headline(summary: RunSummary) -> str:
@@ -288,7 +298,7 @@ def _contribution(summary: RunSummary, rank: int) -> str:
 
 def _is_equal(summary: RunSummary, rank: int) -> bool:
     """Return whether a rank alone is about as fast as the fastest other: both are useful."""
-    active = [r for r in range(summary.world_size) if r not in summary.parked]
+    active = [r for r in range(len(summary.solo_tokens_per_s)) if r not in summary.parked]
     others = [_solo(summary, other) or 0.0 for other in active if other != rank]
     best, own = max(others, default=0.0), _solo(summary, rank) or 0.0
     return min(best, own) >= _EQUAL * max(best, own)

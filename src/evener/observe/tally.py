@@ -10,6 +10,9 @@ from evener.parsing import Fields
 WARM_UP_WINDOWS = 3
 """Windows whose time does not count as speed: caches are cold and shares not settled yet."""
 
+MOST_SESSIONS = 100
+"""So many of the latest are measured: in an elastic team each loss and each join begins one."""
+
 
 class _Mark(NamedTuple):
     """What a session had done when a window was committed."""
@@ -20,7 +23,7 @@ class _Mark(NamedTuple):
 
 @dataclass(slots=True)
 class _Session:
-    """The windows of one process group from start or resume on, as far as speed goes."""
+    """The windows of one team from its start, resume or re-form on, as far as speed goes."""
 
     team: tuple[str, ...] | None
     began_t: float
@@ -34,10 +37,14 @@ class _Session:
         self.ended_t = event["t"]
         if event["type"] == "eval":
             self.paused_s += event["elapsed_s"]
-        elif event["type"] == "window":
+        elif event["type"] == "window" and self._is_own(event):
             weight = self.totals.add(event["ranks"]).weight
             del self.marks[WARM_UP_WINDOWS + 1 :]
             self.marks.append(_Mark(event["t"] - self.paused_s, weight))
+
+    def _is_own(self, event: Event) -> bool:
+        """Return whether this team did a window; a new main process records some once more."""
+        return self.team is None or all(row["member"] in self.team for row in event["ranks"])
 
 
 class EventTally:
@@ -45,8 +52,9 @@ class EventTally:
 
     Speed counts from the commit of window k to that of the last window, over the windows between,
     where k is ``WARM_UP_WINDOWS``, or the middle of a shorter run. Evaluations in between do not
-    count as time. Sessions (start, resume) are measured one by one and added up, as far as they
-    had the same members as the last one: the speed is that of the present team.
+    count as time. Sessions (from a start, a resume or a re-form on) are measured one by one and
+    added up, as far as they had the same members as the last one: the speed is that of the present
+    team.
 
     Attributes:
         total: Totals of the whole team.
@@ -57,6 +65,7 @@ class EventTally:
         self.total = Totals()
         self.members: dict[str, Totals] = {}
         self._sessions: list[_Session] = []
+        self._earlier_s = 0.0  # of sessions before these
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "EventTally":
@@ -70,7 +79,8 @@ class EventTally:
         """Return the sums as JSON, for ``from_json``."""
         sessions = [{**asdict(one), "team": one.team and list(one.team)} for one in self._sessions]
         members = {name: asdict(totals) for name, totals in self.members.items()}
-        return {"total": asdict(self.total), "members": members, "sessions": sessions}
+        known = {"total": asdict(self.total), "members": members, "sessions": sessions}
+        return {**known, "earlier_s": self._earlier_s}
 
     @classmethod
     def from_json(cls, document: Any) -> "EventTally":
@@ -84,16 +94,23 @@ class EventTally:
         members = fields.fields("members")
         tally.members = {name: _totals(members.fields(name)) for name in members.values}
         tally._sessions = [_session(one) for one in fields.tables("sessions")]
+        tally._earlier_s = fields.number("earlier_s")
         return tally
 
     def add(self, event: Event) -> None:
         """Take one event into account, in the order in which they happen."""
         kind = event["type"]
-        if kind in {"run_started", "run_resumed"} or not self._sessions:
-            team = self._sessions[-1].team if self._sessions else None
-            if kind == "run_started":
+        last = self._sessions[-1] if self._sessions else None
+        if kind in {"run_started", "run_resumed", "reformed"} or last is None:
+            team = last.team if last is not None else None
+            if kind in {"run_started", "reformed"}:
                 team = tuple(event["members"])
-            self._sessions.append(_Session(team, event["t"], event["t"]))
+            # A team that forms anew has not paused: that time is time of the run.
+            began_t = last.ended_t if last is not None and kind == "reformed" else event["t"]
+            self._sessions.append(_Session(team, began_t, event["t"]))
+            for one in self._sessions[:-MOST_SESSIONS]:
+                self._earlier_s += one.ended_t - one.began_t
+            del self._sessions[:-MOST_SESSIONS]
         self._sessions[-1].add(event)
         if kind == "window":
             self.total.add(event["ranks"])
@@ -103,7 +120,7 @@ class EventTally:
     @property
     def elapsed_s(self) -> float:
         """Seconds from the first event to the last one of each session, added up."""
-        return sum(session.ended_t - session.began_t for session in self._sessions)
+        return self._earlier_s + sum(one.ended_t - one.began_t for one in self._sessions)
 
     def speed(self) -> float | None:
         """Return the team's weight (tokens, or samples) per second after the warm-up.

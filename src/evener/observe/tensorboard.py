@@ -3,10 +3,12 @@
 import contextlib
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from evener.errors import ConfigError
 from evener.observe.events import Event, Sink, Totals, mean_loss
+
+_MOST_WAITING: Final = 100_000  # scalars
 
 
 class TensorBoardSink(Sink):
@@ -31,7 +33,8 @@ class TensorBoardSink(Sink):
                 f"TensorBoard files need the package tensorboard, which is missing ({error}): "
                 "pip install 'evener[tensorboard]', or switch TensorBoard off"
             ) from error
-        self._writer: Any = SummaryWriter(str(folder))
+        # Whoever adds more scalars than that waits for the disk.
+        self._writer: Any = SummaryWriter(str(folder), max_queue=_MOST_WAITING)
         self._unit = "tokens"
         self._last_t: float | None = None
 

@@ -6,6 +6,7 @@ microseconds, instants (``i``), counters (``C``) and names of processes and thre
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -17,6 +18,7 @@ from evener.run_report.history import CommittedWindow, RunHistory
 
 _TEAM: Final = 1  # process id; those of the ranks follow. Viewers take 0 for the idle process.
 _WINDOWS, _EVALUATIONS, _CHECKPOINTS = 1, 2, 3  # tracks of a process
+_EVENTS: Final = _WINDOWS  # of the team
 Trace = Iterator[dict[str, Any]]
 
 
@@ -35,7 +37,7 @@ def trace_events(name: str, events: Iterable[Event], voids: Voids | None = None)
         events: Its events; those that cannot be are left out.
         voids: Which windows are void.
     """
-    history = RunHistory(voids, most_kept=0)
+    history = RunHistory(voids, most_kept=0, most_listed=sys.maxsize)
     newest = None
     for event in events:
         with suppress(ValueError):
@@ -43,7 +45,7 @@ def trace_events(name: str, events: Iterable[Event], voids: Voids | None = None)
         if history.newest is not None and history.newest is not newest:
             newest = history.newest
             yield from _window(newest, list(history.lanes))
-    yield from _named(_TEAM, 0, f"team of {name}", "windows")
+    yield from _named(_TEAM, 0, f"team of {name}", "events")
     for track, name in ((_EVALUATIONS, "evaluations"), (_CHECKPOINTS, "checkpoints")):
         yield _meta(_TEAM, track, "thread_name", name=name)
     yield from _team(history)
@@ -108,8 +110,8 @@ def _team(history: RunHistory) -> Trace:
     for one in [*history.incidents, *history.reasons]:
         yield {
             "ph": "i",
-            "s": "g",
-            **_place(_TEAM, _WINDOWS),
+            "s": "t",
+            **_place(_TEAM, _EVENTS),
             "ts": _us(one.t_s),
             "name": one.kind,
             "args": {"text": one.text, "window": one.window},
@@ -134,11 +136,16 @@ def _window(window: CommittedWindow, members: Sequence[str]) -> Trace:
     weight = sum(row["weight"] for row in window.rows.values())
     sent = sum(row.get("sent_bytes", 0) for row in window.rows.values())
     speed = weight / length_s if length_s > 0 else math.nan
-    counters = {"loss": window.loss, "units per second": speed, "bytes sent": sent or math.nan}
-    for counter, value in counters.items():
+    # Perfetto calls them by name and key, such as "loss mean".
+    counters = (
+        ("loss", "mean", window.loss),
+        ("units", "per second", speed),
+        ("bytes", "sent", sent or math.nan),
+    )
+    for name, key, value in counters:
         if math.isfinite(value):
-            place = {**_place(_TEAM, _WINDOWS), "ts": end_us}
-            yield {"ph": "C", **place, "name": counter, "args": {counter: value}}
+            place = {**_place(_TEAM, _EVENTS), "ts": end_us}
+            yield {"ph": "C", **place, "name": name, "args": {key: value}}
 
 
 def _part(pid: int, row: RankRow, name: str, begin_us: int, end_us: int) -> Trace:

@@ -24,9 +24,6 @@ MOST_NUMBERS: Final = 250_000
 MOST_TIMELINE_BYTES: Final = 6_000_000
 """The most bytes of all timelines of a page; windows are merged where they would take more."""
 
-MOST_LISTED: Final = 500
-"""The most lines of a list, such as that of the checkpoints; a longer one loses its middle."""
-
 
 # Sums of absurd values become infinite, and null in the document.
 @np.errstate(over="ignore", invalid="ignore")
@@ -52,7 +49,7 @@ def figures(
         has_timeline: Whether the timeline is wanted, by far the largest part.
     """
     lanes, cells = in_order(history)
-    solo = _solo_speeds(lanes, cells, facts)
+    solo = _solo_speeds(lanes, cells, facts, history.team_since)
     waits = Waits.of(cells)
     ranks = _ranks(history, lanes, cells, solo, waits)
     parked = [lane.rank in history.parked for lane in lanes]
@@ -67,9 +64,8 @@ def figures(
         "straggler": _straggler(ranks, waits, history, float(cells["length_s"].sum())),
         "series": _series(cells, parked, most_numbers // runs),
         **_lists(history, cells),
-        "num_evals": len(history.evals),
-        "num_events": len(history.incidents),
-        "num_checkpoints": len(history.checkpoints),
+        "num_events": history.incidents.count,
+        "num_checkpoints": history.checkpoints.count,
         "timeline": timeline(cells, MOST_TIMELINE_BYTES // runs) if has_timeline else None,
         "confusion": None
         if facts.confusion is None
@@ -92,6 +88,7 @@ def in_order(history: RunHistory) -> tuple[list[Lane], Cells]:
 
 
 def _lists(history: RunHistory, cells: Cells) -> dict[str, Any]:
+    samples = _samples_before(cells, [one.window for one in history.evals])
     return {
         "evals": [
             {
@@ -99,15 +96,15 @@ def _lists(history: RunHistory, cells: Cells) -> dict[str, Any]:
                 "window": one.window,
                 "loss": number(one.loss),
                 "t_s": number(one.end_s),
-                "samples": number(_samples_before(cells, one.window)),
+                "samples": number(before),
             }
-            for one in _shortened(history.evals)
+            for one, before in zip(history.evals, samples, strict=True)
         ],
         "events": [
             {"t_s": number(one.t_s), "window": one.window, "type": one.kind, "text": one.text}
-            for one in _shortened(history.incidents)
+            for one in history.incidents
         ],
-        "checkpoints": [_checkpoint(one) for one in _shortened(history.checkpoints)],
+        "checkpoints": [_checkpoint(one) for one in history.checkpoints],
         "reasons": [
             {"t_s": number(one.t_s), "window": one.window, "text": one.text}
             for one in history.reasons
@@ -151,13 +148,20 @@ def _unit(history: RunHistory) -> str:
     return str(history.facts.get("unit") or "samples")
 
 
-def _solo_speeds(lanes: Sequence[Lane], cells: Cells, facts: SummaryFacts) -> tuple[Floats, str]:
-    """Return units per second of each rank alone, NaN where unknown, and where they come from."""
-    if facts.solo:  # of the members at the end; those who had left are not part of the ideal
+def _solo_speeds(
+    lanes: Sequence[Lane], cells: Cells, facts: SummaryFacts, since: int
+) -> tuple[Floats, str]:
+    """Return units per second of each rank alone, NaN where unknown, and where they come from.
+
+    Those who had left before the present team began, in window ``since``, have none.
+    """
+    if facts.solo:  # of the members at the end
         return np.array([facts.solo.get(lane.member, np.nan) for lane in lanes]), facts.solo_source
     alone = ratio(cells["weight"].sum(axis=1), cells["compute_s"].sum(axis=1))
     done = np.cumsum(cells["windows"])
-    recent = cells["weight"][:, done > 0.9 * done[-1]] if len(done) else cells["weight"]
+    latest = done > 0.9 * done[-1] if len(done) else np.zeros(0, bool)
+    own = latest & (cells["first"] >= since)
+    recent = cells["weight"][:, own if own.any() else latest]
     return np.where(recent.sum(axis=1) > 0, alone, np.nan), "compute time"
 
 
@@ -166,7 +170,7 @@ def _team(
 ) -> dict[str, Any]:
     speed, ideal = facts.speed, float(np.nansum(solo[0]))
     if speed is None:
-        speed = _speed(cells)
+        speed = _speed(cells, history.team_since)
     spent = {f"{span}_s": float(cells[f"{span}_s"].sum()) for span in SPANS}
     sent = float(cells["sent_bytes"].sum())
     total_s = sum(spent.values())
@@ -197,9 +201,9 @@ def _team(
     }
 
 
-def _speed(cells: Cells) -> float | None:
-    """Return units per second after the warm-up, without evaluations."""
-    done = np.cumsum(cells["windows"])
+def _speed(cells: Cells, since: int) -> float | None:
+    """Return units per second after the warm-up from a window on, without evaluations."""
+    done = np.cumsum(np.where(cells["first"] >= since, cells["windows"], 0.0))
     first = min(WARM_UP_WINDOWS, (int(done[-1]) - 1) // 2) + 1 if len(done) else 0
     counts = done > first
     length_s = float(cells["length_s"][counts].sum())
@@ -304,11 +308,12 @@ def _series(cells: Cells, parked: Sequence[bool], most_numbers: int) -> dict[str
     }
 
 
-def _samples_before(cells: Cells, window: int) -> float:
-    return float(cells["samples"][:, cells["first"] < window].sum())
-
-
-def _shortened(items: Sequence[Any]) -> Sequence[Any]:
-    if len(items) <= MOST_LISTED:
-        return items
-    return [*items[: MOST_LISTED // 2], *items[-MOST_LISTED // 2 :]]
+def _samples_before(cells: Cells, windows: Sequence[int]) -> list[float]:
+    """Return the samples before each of these windows; in a merged cell all have as many."""
+    if not len(cells["windows"]):
+        return [0.0] * len(windows)
+    done = np.cumsum(cells["samples"].sum(axis=0))
+    begins, ends = (cells["first"], np.append(0, done)[:-1]), (cells["last"] + 1, done)
+    at, samples = (np.stack(pair, axis=1).ravel() for pair in zip(begins, ends, strict=True))
+    found: list[float] = np.interp(windows, at, samples).tolist()
+    return found

@@ -1,7 +1,6 @@
 """What the events of a run tell, taken in one by one. Pure."""
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -11,13 +10,11 @@ from evener.observe.lineage import Voids
 from evener.observe.numbers import human_duration
 from evener.observe.progress_line import describe
 from evener.parsing import Fields, short
+from evener.run_report.listed import MOST_LISTED, Listed
 from evener.run_report.windows import LANE_NUMBERS, MOST_KEPT, Windows
 
 MOST_LANES: Final = 1024
 """Rows of further members are counted and left out: a damaged file could name millions."""
-
-MOST_REASONS: Final = 250
-"""Of the changed plans, so many first ones are kept, and so many last ones."""
 
 _INCIDENTS: Final = frozenset(
     {"worker_lost", "worker_left", "worker_joined", "healed", "straggler", "straggler_over"}
@@ -25,6 +22,7 @@ _INCIDENTS: Final = frozenset(
 )
 
 _MOST_TEXT: Final = 300
+_MOST_MESSAGE: Final = 2000  # what an error says may be long
 
 _MOST_T: Final = 1e11
 """Unix seconds of the year 5138; later ones are damage, and would stretch every axis."""
@@ -116,42 +114,55 @@ class RunHistory:
     Args:
         voids: What is known beforehand of windows that are void.
         most_kept: See ``Windows``.
+        most_listed: See ``Listed``.
 
     Attributes:
         facts: What the newest ``run_started`` says; ``emulated`` is a factor by rank.
+        team_since: The first window of the present team: that of its start or re-form.
         ending: ``reason`` and ``message`` of the newest session's ``run_finished``, if it has one.
         elapsed_s: Training time of the newest event.
         sessions: Starts and resumes.
         plans: Plans that differed from the one before.
-        reasons: Why plans changed: the first and the last ``MOST_REASONS``.
+        reasons: Why plans changed.
         void_windows: Windows that were dropped.
         windows: Those that count.
         newest: The newest of them.
+        voids: What is known of windows that are void.
         is_blurred: Whether windows were dropped beside those that are void, with which they had
             been merged: the events have to be read anew.
         lanes: By member, in the order of ``windows``.
         num_omitted: Rows of members beyond ``MOST_LANES``.
+        num_estimated: Windows for which others stand.
         parked: Ranks without a share in the newest window.
         incidents: Membership changes, stragglers and other things of which there are few.
+        evals: Evaluations. Of many old ones, those with the least and the largest loss are kept.
+        checkpoints: What has been saved.
     """
 
-    def __init__(self, voids: Voids | None = None, *, most_kept: int = MOST_KEPT) -> None:
+    def __init__(
+        self,
+        voids: Voids | None = None,
+        *,
+        most_kept: int = MOST_KEPT,
+        most_listed: int = MOST_LISTED,
+    ) -> None:
         self.facts: dict[str, Any] = {}
         self.ending: dict[str, Any] | None = None
         self.elapsed_s = 0.0
-        self.sessions = self.plans = self.void_windows = 0
+        self.sessions = self.plans = self.void_windows = self.team_since = 0
+        self._members: list[str] = []
         self.windows = Windows(most_kept)
         self.newest: CommittedWindow | None = None
         self.is_blurred = False
-        self._voids = voids or Voids()
+        self.voids = voids or Voids()
         self.lanes: dict[str, Lane] = {}
-        self.num_omitted = 0
+        self.num_omitted = self.num_estimated = 0
         self.parked: list[int] = []
-        self.incidents: list[Incident] = []
+        self._most_listed = most_listed
+        self.incidents = Listed[Incident](most_listed)
         self.evals: list[HeldOut] = []
-        self._first_reasons: list[Incident] = []
-        self._last_reasons: deque[Incident] = deque(maxlen=MOST_REASONS)
-        self.checkpoints: list[SavedCheckpoint] = []
+        self.reasons = Listed[Incident](most_listed)
+        self.checkpoints = Listed[SavedCheckpoint](most_listed)
         self._origin_t: float | None = None
         self._free_s = 0.0  # when the team could begin with the next window
         self._has_lost_time = False  # to windows that are void
@@ -165,7 +176,7 @@ class RunHistory:
             ValueError: A field has a value that cannot be. Nothing of the event counts then.
         """
         fields = Fields(event)
-        counts = self._voids.counts(event)  # of every event, also of those that are refused
+        counts = self.voids.counts(event)  # of every event, also of those that are refused
         t, kind = fields.number("t", least=0.0), event["type"]
         if t > _MOST_T:
             raise ValueError(f"t is {short(t)}, not unix seconds")
@@ -175,8 +186,10 @@ class RunHistory:
         if kind in ("run_started", "run_resumed"):
             self._begin_session(t, facts)
         self.elapsed_s = max(self.elapsed_s, t - self._origin_t)
+        if kind in ("run_started", "reformed") and event["members"] != self._members:
+            self._members, self.team_since = event["members"], event["window"]
         if not counts:
-            self.void_windows += 1
+            self.void_windows += event.get("stands_for", 1)  # only windows are void
             self._has_lost_time = True
         elif kind == "window":
             self._window(event)
@@ -193,8 +206,8 @@ class RunHistory:
             self._incident(event)
         elif kind == "run_finished":
             self._incident(event)
-            message = event.get("message")
-            self.ending = {"reason": event["reason"], "message": message and str(message)}
+            message = str(event.get("message") or "")[:_MOST_MESSAGE] or None
+            self.ending = {"reason": event["reason"][:_MOST_TEXT], "message": message}
         elif kind in _INCIDENTS:
             self._incident(event)
 
@@ -239,10 +252,14 @@ class RunHistory:
             if member in self.lanes:
                 self.lanes[member].rank = row["rank"]
         number, loss = event["window"], math.nan if loss is None else loss
+        if self._members and not rows.keys() <= set(self._members):
+            self.team_since = number + 1  # the new main process has recorded it once more
+        count = event.get("stands_for", 1)
+        self.num_estimated += count - 1
         self.newest = CommittedWindow(number, begin_s, end_s, loss, rows)
         self.windows.add(
-            (number, begin_s, end_s, loss, _optional(event, "anchor")),
-            [_numbers(rows[member]) if member in rows else _ABSENT for member in self.lanes],
+            (number, begin_s, end_s, loss, _optional(event, "anchor"), count),
+            [_numbers(rows[m], count) if m in rows else _ABSENT for m in self.lanes],
         )
         self._free_s = end_s
         parked = event.get("parked")
@@ -257,11 +274,6 @@ class RunHistory:
             self._free_s = self.elapsed_s
             self._has_lost_time = False
 
-    @property
-    def reasons(self) -> list[Incident]:
-        """See the class."""
-        return [*self._first_reasons, *self._last_reasons]
-
     def _plan(self, event: Event) -> None:
         self.plans += 1
         shares, reason = event.get("shares"), str(event.get("reason") or "")
@@ -269,9 +281,7 @@ class RunHistory:
         if isinstance(shares, list) and type(window) is int:
             text = f"{' / '.join(map(str, shares[:8]))}{' / …' if len(shares) > 8 else ''}"
             text = f"{text[:_MOST_TEXT]}: {reason[:_MOST_TEXT]}" if reason else text[:_MOST_TEXT]
-            found = Incident(self.elapsed_s, window, "plan", text)
-            few = len(self._first_reasons) < MOST_REASONS
-            (self._first_reasons if few else self._last_reasons).append(found)
+            self.reasons.append(Incident(self.elapsed_s, window, "plan", text))
 
     def _eval(self, event: Event) -> None:
         loss = math.nan if event["loss"] is None else float(event["loss"])
@@ -281,6 +291,8 @@ class RunHistory:
         name = event.get("name")
         found = HeldOut(str(name)[:80], event["window"], loss, begin_s, self._free_s)
         self.evals.append(found)
+        if len(self.evals) > self._most_listed:
+            self.evals = _thinned(self.evals)
 
     def _checkpoint(self, fields: Fields) -> None:
         window, path = fields.whole("window"), fields.text("path")
@@ -292,7 +304,7 @@ class RunHistory:
         self.checkpoints.append(
             SavedCheckpoint(
                 window=window,
-                path=path,
+                path=path[:_MOST_MESSAGE],
                 num_bytes=num_bytes,
                 rank=rank if type(rank) is int else -1,
                 copy_s=copy_s if copy_s > 0 else 0.0,
@@ -309,8 +321,20 @@ class RunHistory:
             raise ValueError(f"the event {kind} has a field that cannot be: {error}") from None
         window = event.get("window")
         self.incidents.append(
-            Incident(self.elapsed_s, window if type(window) is int else 0, kind, text)
+            Incident(
+                self.elapsed_s, window if type(window) is int else 0, kind, text[:_MOST_MESSAGE]
+            )
         )
+
+
+def _thinned(evals: list[HeldOut]) -> list[HeldOut]:
+    """Keep two of each four in the older half: those with the least and the largest loss."""
+    half = len(evals) // 8 * 4
+    kept = []
+    for i in range(0, half, 4):
+        losses = [(math.isnan(one.loss), one.loss, j) for j, one in enumerate(evals[i : i + 4], i)]
+        kept += [evals[j] for j in sorted((min(losses)[-1], max(losses)[-1]))]
+    return kept + evals[half:]
 
 
 def _read_start(fields: Fields) -> dict[str, Any]:
@@ -319,7 +343,7 @@ def _read_start(fields: Fields) -> dict[str, Any]:
     if isinstance(emulated, dict):
         factors = {rank: _optional(emulated, rank) for rank in emulated}
     return {
-        **{name: fields.text(name) for name in ("run", "policy", "backend", "unit")},
+        **{name: fields.text(name)[:_MOST_TEXT] for name in ("run", "policy", "backend", "unit")},
         "num_samples": fields.whole("num_samples"),
         "total_windows": None if total is None else fields.whole("total_windows"),
         "backend_reason": reason if isinstance(reason, str) else None,
@@ -357,6 +381,6 @@ def _number(value: Any) -> float:
 _ABSENT: Final = (0.0,) * len(LANE_NUMBERS)
 
 
-def _numbers(row: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the ``LANE_NUMBERS`` of a row, whose fields have been checked."""
-    return tuple([row.get(name, 0.0) for name in LANE_NUMBERS])
+def _numbers(row: Mapping[str, Any], count: int) -> list[float]:
+    """Return the ``LANE_NUMBERS`` of a row, whose fields have been checked, of so many windows."""
+    return [count * row.get(name, 0.0) for name in LANE_NUMBERS]

@@ -9,8 +9,8 @@ import numpy as np
 from evener.run_report.sampling import Floats, ratio
 from evener.run_report.waiting import attribute_waits
 
-TEAM_NUMBERS: Final = ("window", "begin_s", "end_s", "loss", "anchor")
-"""What is known of a window of the team; NaN where nothing is."""
+TEAM_NUMBERS: Final = ("window", "begin_s", "end_s", "loss", "anchor", "windows")
+"""What is known of a window of the team; NaN where nothing is. It may stand for several."""
 
 LANE_NUMBERS: Final = (
     *("samples", "weight", "compute_s", "wait_s", "sync_s", "data_s", "sent_bytes"),
@@ -53,7 +53,7 @@ class Windows:
         return len(self._team) // len(TEAM_NUMBERS)
 
     def __len__(self) -> int:
-        return int(self._old["windows"].sum()) + self.num_new
+        return int(self._old["windows"].sum() + self._new()[0][:, -1].sum())
 
     def add_lane(self) -> None:
         """Add a lane, which took no part in any window so far."""
@@ -145,30 +145,34 @@ _ABSENT: Final = dict.fromkeys(("waits_low", "waits_high"), np.nan)
 @np.errstate(over="ignore", invalid="ignore")
 def _cells(team: Floats, lanes: Floats) -> Cells:
     """Return a cell for each window."""
-    window, begin_s, end_s, loss, anchor = team.T
+    window, begin_s, end_s, loss, anchor, count = team.T
     own = {name: lanes[:, :, i] for i, name in enumerate(LANE_NUMBERS)}
-    weight, ones = own["weight"].sum(axis=0), np.ones(len(team))
+    weight = own["weight"].sum(axis=0)
     times = own["compute_s"], own["wait_s"], own["sync_s"]
+    waits = attribute_waits(*times[:2])
+    for name in ("windows_last", "shared_windows"):
+        waits[name] *= count
     return {
-        "first": window,
+        "first": window - count + 1,
         "last": window,
-        "windows": ones,
+        "windows": count,
         "begin_s": begin_s,
         "end_s": end_s,
         "length_s": end_s - begin_s,
         **own,
-        **attribute_waits(*times[:2]),
+        **waits,
         **_ratio("loss", loss * weight, weight),
         **_ratio("speed", weight, end_s - begin_s),
-        **_ratio("anchor", anchor, ones),
-        **_ratio("sent", own["sent_bytes"].sum(axis=0), ones),
+        **_ratio("anchor", anchor * count, count),
+        **_ratio("sent", own["sent_bytes"].sum(axis=0), count),
         **_ratio("shares", own["weight"], np.broadcast_to(weight, own["weight"].shape)),
         **_ratio("waits", own["wait_s"], np.sum(times, axis=0)),
     }
 
 
 def _ratio(name: str, over: Floats, under: Floats) -> Cells:
-    counts = np.isfinite(over) & (under > 0)
+    # A window of no length counts, too: its work is done in the time of the windows beside it.
+    counts = np.isfinite(over)
     over, under = np.where(counts, over, 0.0), np.where(counts, under, 0.0)
     single = ratio(over, under)
     return {

@@ -19,6 +19,8 @@ from evener.version import __version__
 
 DEFAULT_PAGE: Final = Path("report.html")
 
+_MOST_READINGS: Final = 3
+
 _MOST_NOTES: Final = 3
 """The most lines that are named because they are not events; further ones are counted."""
 
@@ -94,12 +96,16 @@ def read_history(folder: Path) -> tuple[RunHistory, list[str]]:
     Raises:
         EvenerError: The events cannot be read.
     """
-    history, skipped = RunHistory(find_voids(folder / EVENTS)), SkippedLines()
-    for event in each_event(folder / EVENTS, skipped.add, columns=SUMMED):
-        try:
-            history.add(event)
-        except ValueError as error:
-            skipped.add(None, str(error))
+    for _ in range(_MOST_READINGS):
+        history, skipped = RunHistory(find_voids(folder / EVENTS)), SkippedLines()
+        for event in each_event(folder / EVENTS, skipped.add, columns=SUMMED):
+            try:
+                history.add(event)
+            except ValueError as error:
+                skipped.add(None, str(error))
+        # Between the two looks at the files, one may have been removed, or the run resumed.
+        if not (history.is_blurred or history.voids.are_left):
+            break
     return history, skipped.notes()
 
 

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -11,11 +10,13 @@ import pytest
 
 from evener.config.folders import EVENTS, FolderLock
 from evener.dashboard import watching
+from evener.dashboard.broadcasts import AT_ONCE_S, PART_OF_CORE, LookPace
 from evener.dashboard.holders import ask_to_stop, find_holder
 from evener.dashboard.shelf import Shelf
 from evener.dashboard.watching import RunWatch
-from evener.errors import ConfigError, UsageError
+from evener.errors import ConfigError, EvenerError, UsageError
 from evener.observe import following
+from evener.observe.lineage import Voids
 from helpers.event_cases import committed_window, started, to_line
 
 
@@ -88,10 +89,9 @@ def test_a_long_file_is_read_piece_by_piece(root: Path, monkeypatch: pytest.Monk
     (root / "first" / EVENTS).write_bytes(b"[\n" + b"".join(map(to_line, events)))
     monkeypatch.setattr(following, "LOOK_BYTES", 4096)
     monkeypatch.setattr(watching, "_CATCH_UP_S", 0.0)
-    monkeypatch.setattr(watching, "_MOST_OF_TIME", math.inf)
     watch = RunWatch(root / "first")
     found = [json.loads(watch.look() or b"null")]
-    while watch.pause_s < watching.INTERVAL_S:
+    while watch.has_more:
         found.append(json.loads(watch.look() or b"null"))
     watch.close()
     assert len(found) > 10
@@ -109,3 +109,31 @@ def test_a_run_that_is_removed_is_a_problem_and_no_end(root: Path) -> None:
     (root / "first" / EVENTS).touch()
     assert b'"problem"' not in (watch.look() or b"")
     watch.close()
+
+
+def test_no_event_is_missed_after_a_problem(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [started(), committed_window(0)]
+    (root / "first" / EVENTS).write_bytes(b"".join(map(to_line, events)))
+    watch = RunWatch(root / "first")
+
+    def fail(path: Path, **_: object) -> Voids:
+        raise EvenerError("the disk is tired")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watching, "find_voids", fail)
+        assert b"cannot be read: the disk is tired" in (watch.look() or b"")
+    assert json.loads(watch.look() or b"")["run"]["windows"] == 1
+    watch.close()
+
+
+def test_looks_take_a_small_part_of_a_core_on_the_long_run() -> None:
+    pace, now_s, spent_s = LookPace(0.0), 0.0, 0.0
+    assert pace.spend(AT_ONCE_S, now_s) == 0, "a file of usual length is read at once"
+    while now_s < 1000.0:
+        pause_s = pace.spend(0.2, now_s)
+        spent_s, now_s = spent_s + 0.2, now_s + pause_s
+    assert spent_s <= PART_OF_CORE * now_s
+    assert pace.spend(0.2, now_s + 2 * AT_ONCE_S / PART_OF_CORE) == 0
+    assert pace.spend(AT_ONCE_S, now_s + 2 * AT_ONCE_S / PART_OF_CORE) == pytest.approx(
+        0.2 / PART_OF_CORE
+    ), "no more is saved up"

@@ -1,12 +1,16 @@
 """Events of a run that goes on, look by look."""
 
 import os
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evener.observe import following
-from evener.observe.following import MOST_LINE_BYTES, EventFollower
+from evener.observe.event_lines import LineWriter
+from evener.observe.events import make_event
+from evener.observe.following import MOST_LINE_BYTES, EventFollower, each_effective_event
 from helpers.event_cases import committed_window, started, to_line
 
 
@@ -103,8 +107,11 @@ def test_further_parts_follow(path: Path) -> None:
         append(path.with_name("events.1.jsonl"), to_line(committed_window(2)))
         append(path.with_name("events.10.jsonl"), to_line(committed_window(4)))
         append(path.with_name("events.2.jsonl"), to_line(committed_window(3)))
-        found = [window for _ in range(5) for window in reader.windows()]
-    assert found == [1, 2, 3, 4]
+        looks = [reader.follower.look() for _ in range(5)]
+    assert [event["window"] for look in looks for event in look.events] == [1, 2, 3, 4]
+    parts = [look.read_part for look in looks]
+    assert parts == sorted(parts)
+    assert (parts[0], parts[-1]) == (pytest.approx(0.4, rel=0.01), 1.0)
 
 
 def test_a_part_that_is_removed_while_it_is_read_is_left(path: Path) -> None:
@@ -117,6 +124,49 @@ def test_a_part_that_is_removed_while_it_is_read_is_left(path: Path) -> None:
         second.unlink()
         append(third, to_line(committed_window(2)))
         assert [(reader.windows(), reader.begins) for _ in range(2)] == [([], False), ([2], False)]
+
+
+def test_void_windows_are_known_from_a_quick_look(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "LOOK_BYTES", 64)  # words are cut in two
+    resumed = make_event("run_resumed", t=9.0, window=2, path="step-2", new_data=False)
+    windows = [to_line(committed_window(k)) for k in range(4)]
+    append(path, b"".join(windows) + to_line(resumed) + b"".join(windows[2:]))
+    found = [event["window"] for event in each_effective_event(path) if event["type"] == "window"]
+    assert found == [0, 1, 2, 3]
+
+
+def test_of_long_files_some_windows_stand_for_several(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "LOOK_BYTES", 4096)
+    lines, times = LineWriter(), range(2000)
+    evaluation = {"name": "heldout", "loss": 1.0, "weight": 1.0, "elapsed_s": 0.1}
+    with path.open("wb") as stream:
+        stream.write(lines.line(started()))
+        for k in times:
+            stream.write(lines.line(committed_window(k)))
+            if k % 100 == 50:
+                stream.write(lines.line(make_event("eval", t=k, window=k + 1, **evaluation)))
+    skipped: list[int] = []
+    events: list[dict[str, Any]] = []
+    skim_bytes = path.stat().st_size // 8
+    with EventFollower(path, lambda line, _: skipped.append(line), skim_bytes=skim_bytes) as one:
+        while not (look := one.look()).is_all or look.events:
+            events += look.events
+    assert skipped == []
+    windows = [event for event in events if event["type"] == "window"]
+    assert len(windows) < len(times) // 2
+    counts = [event.get("stands_for", 1) for event in windows]
+    assert max(counts) == 9
+    # Each stands for itself and for those right before it; the newest for themselves alone.
+    assert [event["window"] + 1 for event in windows] == list(accumulate(counts))
+    assert set(counts[-200:]) == {1}
+    assert sum(counts) == len(times)
+    # None stands for windows on both sides of an evaluation, which took time.
+    before = [a for a, b in pairwise(events) if b["type"] == "eval"]
+    assert [event["window"] % 100 for event in before] == [50] * 20
 
 
 def test_a_folder_and_a_pipe_are_not_waited_for(path: Path) -> None:

@@ -11,6 +11,7 @@ from evener.errors import EvenerError
 from evener.observe.following import each_event, read_events
 from evener.observe.jsonl import MOST_WAITING, NUM_PARTS, JsonlSink, parts_of
 from helpers.event_cases import to_line
+from helpers.limits import PATIENCE_S
 
 
 def event(number: int, **fields: Any) -> dict[str, Any]:
@@ -21,12 +22,18 @@ def numbers(path: Path) -> list[int]:
     return [found["number"] for found in read_events(path)]
 
 
+def flush(sink: JsonlSink) -> None:
+    """Waits until what was emitted is written."""
+    for written in sink.pending():
+        assert written.wait(PATIENCE_S)
+
+
 def test_each_event_is_a_line_that_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "new" / "events.jsonl"
     with JsonlSink(path) as sink:
         for number in range(3):
             sink.emit(event(number))
-            sink.flush()
+            flush(sink)
             assert numbers(path) == list(range(number + 1))
     assert path.read_bytes().count(b"\n") == 3
     with JsonlSink(path) as sink:
@@ -96,14 +103,14 @@ def test_full_disk_warns_once_never_raises_and_recovers(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        sink.flush()
+        flush(sink)
         patch.setattr(os, "write", half)
         sink.emit(event(1))
-        sink.flush()
+        flush(sink)
         patch.setattr(os, "write", full)
         sink.emit(event(2))
         sink.emit(event(3))
-        sink.flush()
+        flush(sink)
     sink.emit(event(4))
     sink.close()
     assert numbers(path) == [0, 4]
@@ -159,7 +166,7 @@ def test_a_file_that_was_removed_is_begun_anew_with_a_warning(tmp_path: Path) ->
     warnings: list[str] = []
     with JsonlSink(path, on_warning=warnings.append) as sink:
         sink.emit(event(0))
-        sink.flush()
+        flush(sink)
         path.unlink()
         path.parent.rmdir()
         sink.emit(event(1))
@@ -199,12 +206,12 @@ def test_a_reader_goes_on_with_a_file_that_is_begun_while_it_reads(tmp_path: Pat
     with JsonlSink(path, most_bytes=NUM_PARTS * 10 * len(to_line(event(100)))) as sink:
         for number in range(100, 105):
             sink.emit(event(number))
-        sink.flush()
+        flush(sink)
         reader = each_event(path)
         found = [next(reader)["number"]]
         for number in range(105, 125):
             sink.emit(event(number))
-        sink.flush()
+        flush(sink)
         found += [one["number"] for one in reader]
     assert found == list(range(100, 125))
 
@@ -227,7 +234,11 @@ def test_what_waits_for_a_slow_disk_is_bounded_and_nobody_waits_for_it(
         assert hangs.wait(60.0)
         for number in range(1, MOST_WAITING + 11):
             sink.emit(event(number))
+        (written,) = sink.pending()
+        assert not written.is_set()
         goes_on.set()
+    assert written.is_set()
+    assert sink.pending() == []
     events = read_events(path)
     (dropped,) = (one for one in events if one["type"] == "events_dropped")
     assert dropped["num_events"] == 10

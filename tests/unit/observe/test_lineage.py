@@ -1,6 +1,7 @@
 import pytest
 
 from evener.observe.events import make_event
+from evener.observe.lineage import Voids
 from helpers.event_cases import committed_window, started
 from helpers.lineage import check_exactly_once, effective_events, lineage
 
@@ -50,6 +51,21 @@ def test_two_resumes_void_in_any_order() -> None:
     ]
     assert lineage(events) == {0: [(0, 10)]}
     assert check_exactly_once(events, 20) == []
+
+
+def test_files_may_go_and_come_between_two_readings() -> None:
+    def reformed(t: float, window: int) -> dict[str, object]:
+        return make_event("reformed", t=t, window=window, generation=1, members=["a"])
+
+    first, second, new = reformed(1.0, 4), reformed(2.0, 6), reformed(3.0, 9)
+    voids = Voids([first, second])
+    # The file with the first of them was removed meanwhile, and the last one was not yet there.
+    events = [second, *map(committed_window, (6, 7, 8, 9)), new]
+    assert all(voids.counts(event) for event in events)
+    assert not voids.are_left
+    voids = Voids([first])
+    assert not voids.counts(committed_window(5))
+    assert voids.are_left
 
 
 def test_samples_committed_twice_are_named_with_their_windows() -> None:

@@ -22,6 +22,8 @@ from evener.observe.summary import (
 from evener.observe.tally import EventTally
 from helpers.event_cases import committed_window
 
+TOO_SHORT = "the run was too short, or its team changed too late, to measure its speed"
+
 
 def make(solos: tuple[float | None, ...], team: float | None, **changes: Any) -> RunSummary:
     world_size = len(solos)
@@ -161,9 +163,9 @@ def test_best_team_of_several_others() -> None:
     ("solos", "team", "said"),
     [
         ((1000.0, None), 1310.0, ["what each rank does alone is not known"]),
-        ((1000.0, 400.0), None, ["the run was too short to measure its speed"]),
+        ((1000.0, 400.0), None, [TOO_SHORT]),
         ((1000.0,), 990.0, []),
-        ((1000.0,), None, ["the run was too short to measure its speed"]),
+        ((1000.0,), None, [TOO_SHORT]),
     ],
 )
 def test_what_is_not_known_is_not_claimed(
@@ -182,6 +184,19 @@ def test_table_has_a_row_per_rank() -> None:
     (row,) = [line for line in text.splitlines() if "cpu:1" in line]
     for part in ("cpu:1, emulated 3x slower", "33%", "400", "25%", "24% of the work"):
         assert part in row
+
+
+def test_the_table_of_an_elastic_team_tells_of_those_at_its_end() -> None:
+    # Rank 1 of three numbers is gone; it did a quarter of the work.
+    ranks = tuple(
+        RankSummary(rank=r, member=f"m{r}", device="cpu:0", samples=1, weight=w, wait_fraction=0.0)
+        for r, w in ((0, 500.0), (2, 250.0))
+    )
+    summary = make((100.0, None, 50.0), 145.0, ranks=ranks, world_size=2, gone_weight=250.0)
+    assert [part in table_text(summary) for part in ("50%", "25%", "33%")] == [True, True, False]
+    assert contributions(summary) == ["66% of the work", "31% of the work"]
+    assert verdict(summary)[0] == "the team did 1.45x rank 0 alone"
+    assert "ranks that are gone did 25% of the tokens" in verdict(summary)
 
 
 def test_json_has_every_figure_and_no_infinity(tmp_path: Path) -> None:

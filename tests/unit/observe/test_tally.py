@@ -88,7 +88,7 @@ def test_reformed_team_gives_back_void_windows() -> None:
         effective_events(
             [
                 *(committed_window(window) for window in range(3)),
-                make_event("reformed", t=3.0, window=1, generation=1, members=["b"]),
+                make_event("reformed", t=3.0, window=1, generation=1, members=["a"]),
                 committed_window(
                     1, t=4.0, samples=(10,), losses=(1.0,), times_s=((1.0, 0.0, 0.0),)
                 ),
@@ -100,7 +100,40 @@ def test_reformed_team_gives_back_void_windows() -> None:
         "a": (16, 2),
         "b": (4, 1),
     }
+    assert tally.elapsed_s == 4.0
+
+
+def test_a_team_that_forms_anew_is_measured_by_itself() -> None:
+    events = [started(), *(committed_window(w) for w in range(8))]
+    events.append(make_event("reformed", t=9.0, window=6, generation=1, members=["a"]))
+    alone: dict[str, Any] = {"samples": (10,), "losses": (1.0,), "times_s": ((1.0, 0.0, 0.0),)}
+    # If the main process was lost, the next one records the last windows of before once more.
+    again = [committed_window(w) for w in range(6, 8)]
+    events += again
+    assert EventTally.of(effective_events(events)).speed() is None, "nothing is known of this team"
+    events += [committed_window(w, t=10.0 + 4 * (w - 8), **alone) for w in range(8, 16)]
+    tally = EventTally.of(effective_events(events))
     assert tally.speed() == 25.0
+    assert tally.elapsed_s == 10.0 + 4 * 7, "forming anew takes time of the run"
+    assert EventTally.from_json(tally.to_json()).speed() == 25.0
+    # Those of before again: their windows and the new ones are one measurement.
+    events.append(make_event("reformed", t=40.0, window=16, generation=2, members=["a", "b"]))
+    events += [committed_window(w, t=30.0 + w) for w in range(16, 24)]
+    assert EventTally.of(effective_events(events)).speed() == 100.0
+
+
+def test_a_team_that_often_changes_takes_bounded_memory() -> None:
+    tally = EventTally.of([started()])
+    sizes = set()
+    for change in range(300):
+        t = 10.0 + change
+        members = ["a", f"b.{change}"]
+        tally.add(make_event("reformed", t=t, window=0, generation=change + 1, members=members))
+        tally.add(committed_window(change, t=t + 0.5))
+        sizes.add(len(tally.to_json()["sessions"]))
+    began_t = started()["t"]
+    assert max(sizes) == len(tally.to_json()["sessions"]) < 300
+    assert tally.elapsed_s == EventTally.from_json(tally.to_json()).elapsed_s == 309.5 - began_t
 
 
 def test_nothing_is_no_error() -> None:

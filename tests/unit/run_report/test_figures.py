@@ -5,6 +5,7 @@ import pytest
 
 from evener.observe.events import make_event
 from evener.run_report import figures as figures_module
+from evener.run_report import windows as windows_module
 from evener.run_report.chrome_trace import trace_events
 from evener.run_report.figures import figures, in_order
 from evener.run_report.history import RunHistory
@@ -122,6 +123,63 @@ def test_long_runs_keep_their_extremes(monkeypatch):
     assert max(series["loss"]["high"]) == 9
     assert max(series["loss"]["mean"]) == pytest.approx(2 + 7 / 50, rel=1e-5)
     assert series["windows_per_point"] == 50
+
+
+def test_windows_of_no_length_count_in_the_speed(monkeypatch):
+    monkeypatch.setattr(figures_module, "MOST_POINTS", 20)
+    # Two windows each are known at the same moment.
+    events = [committed_window(k, t=2.0 + k // 2 * 2) for k in range(400)]
+    assert set(document_of(history_of(started(), *events))["series"]["speed"]["mean"]) == {100}
+
+
+def test_the_speed_is_that_of_the_present_team():
+    alone = {"samples": (10,), "losses": (2.0,), "times_s": ((1, 0, 0),)}
+    events = [committed_window(k, t=k + 1.0) for k in range(20)]
+    events.append(make_event("reformed", t=20.0, window=20, generation=1, members=["a"]))
+    assert document_of(history_of(started(), *events))["team"]["speed"] is None
+    events += [committed_window(k, t=20.0 + 4 * (k - 19), **alone) for k in range(20, 40)]
+    team = document_of(history_of(started(), *events))["team"]
+    assert (team["speed"], team["of_ideal"]) == (25, pytest.approx(25 * 34 / 3200, rel=1e-5))
+
+
+def test_the_ideal_is_that_of_the_present_team_from_its_first_windows_on():
+    alone = {"samples": (10,), "losses": (2.0,), "times_s": ((1, 0, 0),)}
+    events = [committed_window(k, t=k + 1.0) for k in range(100)]
+    events.append(make_event("reformed", t=100.0, window=100, generation=1, members=["a"]))
+    events += [committed_window(k, t=k + 1.0, **alone) for k in range(100, 108)]
+    found = document_of(history_of(started(), *events))
+    assert found["team"]["ideal"] == found["ranks"][0]["alone"]
+
+
+def test_held_out_losses_stand_at_their_samples_where_windows_are_merged(monkeypatch):
+    monkeypatch.setattr(windows_module, "_MOST_NEW", 96)
+    monkeypatch.setattr(windows_module, "_LEAST_CELLS", 16)
+    found = RunHistory(most_kept=30)
+    found.add(started())
+    held_out = {"name": "heldout", "loss": 3.0, "weight": 1.0, "elapsed_s": 0.0}
+    for k in range(1000):
+        found.add(committed_window(k, t=k + 1.0))
+        if k % 10 == 4:
+            found.add(make_event("eval", t=k + 1.0, window=k + 1, **held_out))
+    assert len(found.windows.cells()["windows"]) < 200
+    evals = document_of(found)["evals"]
+    assert [one["samples"] for one in evals] == [10 * one["window"] for one in evals]
+
+
+def test_of_very_many_evaluations_the_extremes_are_kept():
+    found = RunHistory()
+    for k in range(20_000):
+        loss = {7777: 9.0, 8888: 0.5}.get(k, 2.0)
+        found.add(
+            make_event(
+                "eval", t=float(k), window=k, name="heldout", loss=loss, weight=1.0, elapsed_s=0.0
+            )
+        )
+    assert 250 < len(found.evals) <= 500
+    assert {one.loss for one in found.evals} == {0.5, 2.0, 9.0}
+    assert [one.window for one in found.evals[-100:]] == list(range(19_900, 20_000))
+    windows = [one.window for one in found.evals]
+    assert windows == sorted(windows)
 
 
 def test_a_run_without_windows_has_a_document():

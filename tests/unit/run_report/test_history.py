@@ -141,11 +141,12 @@ def test_evaluations_of_a_state_that_is_void_are_dropped():
 
 
 def test_a_refused_event_makes_no_later_window_void():
-    found = RunHistory(Voids([1]))
+    refused = make_event("reformed", t=1e300, window=1, generation=1, members=["a"])
+    found = RunHistory(Voids([refused]))
     for event in (started(), committed_window(0, t=1.0), committed_window(1, t=2.0)):
         found.add(event)
     with pytest.raises(ValueError, match="not unix seconds"):
-        found.add(make_event("reformed", t=1e300, window=1, generation=1, members=["a"]))
+        found.add(refused)
     found.add(committed_window(1, t=3.0))
     assert numbers(found, "end_s") == [1, 3]
 

@@ -33,7 +33,7 @@ def curve_of(over, under, starts):
     windows = Windows()
     windows.add_lane()
     for k, (one, weight) in enumerate(zip(over / under, under, strict=True)):
-        windows.add((k, k, k + 1, one, np.nan), [(1, weight, 1, 0, 0, 0, 0)])
+        windows.add((k, k, k + 1, one, np.nan, 1), [(1, weight, 1, 0, 0, 0, 0)])
     cells = merge_at(windows.cells(), starts)
     parts = [cells[f"loss_{part}"] for part in ("over", "under", "low", "high")]
     return band(*parts, is_single=len(starts) == len(over))

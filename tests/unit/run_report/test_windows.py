@@ -55,13 +55,29 @@ def test_merged_windows_have_the_same_sums_and_extremes() -> None:
     assert sum(short["timeline"]["length_us"]) == 1000_000_000
 
 
+def test_a_window_that_stands_for_several_counts_for_them() -> None:
+    every, few = RunHistory(), RunHistory()
+    for found in (every, few):
+        found.add(started())
+    for k in range(1000):
+        one = committed_window(k, t=k + 1.0)
+        every.add(one)
+        if k % 10 == 9:
+            few.add({**one, "stands_for": 10})
+    whole, short = numbers(every), numbers(few)
+    for part in ("ranks", "straggler", "run", "team"):
+        assert whole[part] == short[part]
+    assert set(short["series"]["speed"]["mean"]) == {100}
+    assert few.num_estimated == 900
+
+
 def test_a_lane_that_comes_late_has_zeros_where_windows_were_merged() -> None:
     found = Windows(most_kept=100)
     found.add_lane()
     for k in range(500):
-        found.add((k, k, k + 1, 2.0, np.nan), [(1, 10, 0.5, 0.1, 0.1, 0, 0)])
+        found.add((k, k, k + 1, 2.0, np.nan, 1), [(1, 10, 0.5, 0.1, 0.1, 0, 0)])
     found.add_lane()
-    found.add((500, 500, 501, 2.0, np.nan), [(1, 10, 0.5, 0.1, 0.1, 0, 0)] * 2)
+    found.add((500, 500, 501, 2.0, np.nan, 1), [(1, 10, 0.5, 0.1, 0.1, 0, 0)] * 2)
     cells = found.cells()
     assert cells["samples"].sum(axis=1).tolist() == [501, 1]
     assert cells["waits_high"][1][-1] == pytest.approx(0.1 / 0.7)
@@ -76,6 +92,6 @@ def test_void_windows_are_dropped_where_that_is_known_beforehand_or_soon_enough(
     late = history(1000, 300)
     late.add({**resumed, "window": 101})
     assert late.is_blurred
-    again = history(1000, 300, Voids([101]))
+    again = history(1000, 300, Voids([{**resumed, "window": 101}]))
     again.add({**resumed, "window": 101})
     assert (len(again.windows), again.void_windows, again.is_blurred) == (101, 899, False)
