@@ -6,10 +6,9 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Final
 
-from evener.comm.addresses import bind, is_loopback, listens_everywhere
+from evener.comm.addresses import LOOPBACK, open_port
 from evener.doctor.conversation import Conversation, StrangerError, challenge
 from evener.doctor.host_facts import HostFacts
-from evener.errors import ConfigError, LaunchError
 from evener.team.address import parse_address
 from evener.team.meeting import DEFAULT_PORT
 from evener.team.terminal import say
@@ -21,7 +20,6 @@ IDLE_S: Final = 600.0
 #: Seconds of silence after which a visitor is left: the next one waits for it.
 PATIENCE_S: Final = 5.0
 
-_LOOPBACK: Final = "127.0.0.1"
 _PAUSE_S: Final = 0.05
 _CALL_S: Final = 3.0
 _MOST_COMPLAINTS: Final = 8  # are printed; what is printed for each would fill a disk
@@ -38,25 +36,8 @@ def open_door(address: str | None, token: bytes) -> socket.socket:
         ConfigError: It is not an address, or lacks a token.
         LaunchError: It cannot listen there.
     """
-    host, port = parse_address(address or _LOOPBACK, "ADDR", may_bind=True)
-    needs_token = ConfigError(
-        f"--listen on {host} lets every machine that reaches it ask; give --token-file FILE (the "
-        f"same there), or listen on {_LOOPBACK}"
-    )
-    if not token and not is_loopback(host):
-        raise needs_token
-    port = port or DEFAULT_PORT
-    try:
-        door = bind(host, port, socket.SOMAXCONN)
-    except OSError as error:
-        raise LaunchError(
-            f"evener doctor cannot listen on {host} port {port} ({error.strerror}): end the "
-            "program that uses it, or give another port (HOST:PORT)"
-        ) from None
-    if not token and listens_everywhere(door):  # the name of loopback is unknown here
-        door.close()
-        raise needs_token
-    return door
+    host, port = parse_address(address or LOOPBACK, "ADDR", may_bind=True)
+    return open_port(host, port or DEFAULT_PORT, program="evener doctor", is_guarded=bool(token))
 
 
 def answer_visitors(

@@ -143,8 +143,11 @@ def _reason(team: TeamSpec, predictions: Predictions, best: ApplyPolicy) -> str:
     told = f"it is {chosen.samples_per_s / sync.samples_per_s - 1.0:.0%} faster than sync, which "
     if sync.parked:
         parked = " and ".join(map(str, sync.parked))
-        exchange = human_duration(team.link.exchange_s(len(team.ranks)))
-        told += f"parks rank {parked}, as all ranks would exchange for {exchange} in each step"
+        exchange_s = team.link.exchange_s(len(team.ranks))
+        why = f"all ranks would exchange for {human_duration(exchange_s)} in each step"
+        if not exchange_s:
+            why = f"a batch of {team.batch_size} has too few samples for all"
+        told += f"parks rank {parked}, as {why}"
     else:
         parts = {"waiting": sync.wait, "exchanges": sync.exchange, "bookkeeping": sync.bookkeeping}
         largest = max(parts, key=lambda name: parts[name])

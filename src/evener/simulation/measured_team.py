@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median, median_high
 from typing import Any, Final
 
 from evener.config.folders import EVENTS
@@ -25,6 +25,10 @@ LEAST_WINDOWS: Final = 5
 
 _MOST_EVENTS: Final = 20_000
 """The newest events of a run that are read: it may have been at work for weeks."""
+
+_MOST_TIMES: Final = 100
+"""A window with so many times the usual time or samples does not count: the run was suspended in
+it, or its line is damaged."""
 
 _PAUSES: Final = ("eval", "checkpoint", "checkpoint_missed")
 """Events whose time is in the window that follows, and is not the loop's."""
@@ -69,6 +73,9 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
     windows = _of_last_team([event for event in kept if event["type"] == "window"])
     paused = {event["window"] for event in kept if event["type"] in _PAUSES}
     windows = [one for one in windows if one["window"] not in paused]
+    for measure in (_longest_s, _most_samples):
+        most = _MOST_TIMES * median(map(measure, windows)) if windows else 0.0
+        windows = [one for one in windows if measure(one) <= most]
     if len(windows) < LEAST_WINDOWS:
         raise ConfigError(
             f"{run} has {len(windows)} windows after its warm-up of {WARM_UP_WINDOWS}, at least "
@@ -109,20 +116,30 @@ class _MeasuredWindows:
         for window in windows:
             for row in window["ranks"]:
                 self._by_member[row["member"]].append(row)
-        self._ends_s = tuple(accumulate(max(map(_length_s, w["ranks"])) for w in windows))
+        self._ends_s = tuple(accumulate(map(_longest_s, windows)))
         self._notes: list[str] = []
 
     def result(self) -> TeamSpec:
         """Return the team."""
-        batch_size, micro_batch_size = self._batch_size(), self._micro_batch_size()
-        ranks = [self._rank(rows, micro_batch_size) for rows in self._by_member.values()]
+        micro_batch_size = self._micro_batch_size()
+        ranks = [
+            rank
+            for rows in self._by_member.values()
+            if (rank := self._rank(rows, micro_batch_size)) is not None
+        ]
+        if not ranks:
+            raise ConfigError(
+                f"no rank has computed anything in {self._run}, so no speed is known; name another "
+                "run, or give speeds by hand with --speeds"
+            )
         self._notes_of_policy()
+        batch_size = self._batch_size()
         return TeamSpec(
             ranks=tuple(ranks),
             link=self._link(),
             batch_size=batch_size,
             local_batch_size=batch_size,
-            anchor=_whole(self._windows[0], "anchor") or ANCHOR,
+            anchor=self._anchor(),
             divides_updates=self._parts > 1,
             source=f"{self._run}: {len(self._windows):,} windows of policy {self._policy}",
             notes=tuple(self._notes),
@@ -130,7 +147,8 @@ class _MeasuredWindows:
 
     def _rank(
         self, rows: Sequence[Mapping[str, Any]], micro_batch_size: int | None
-    ) -> SimulatedRank:
+    ) -> SimulatedRank | None:
+        """Return a rank as it was measured; ``None`` for one that has computed nothing."""
         speed = SpeedModel()
         worked = [row for row in rows if row["samples"] > 0 and row["compute_s"] > 0]
         for row in worked:
@@ -139,10 +157,11 @@ class _MeasuredWindows:
             speed.observe_update(update_s * self._parts)
         name = f"rank {rows[-1]['rank']} ({rows[-1]['member']})"
         if not speed.is_measured:
-            raise ConfigError(
-                f"{name} has computed nothing in {self._run}, so its speed is not known; name a "
-                "run in which it has, or give speeds by hand with --speeds"
+            self._notes.append(
+                f"{name} has computed nothing in these windows, so it is left out: give its speed "
+                "with --add"
             )
+            return None
         cost = speed.cost
         if micro_batch_size and not cost.fixed_s:
             size = min(micro_batch_size, max(row["samples"] for row in worked))
@@ -158,11 +177,12 @@ class _MeasuredWindows:
         )
 
     def _factor(self, row: Mapping[str, Any], cost: CostModel) -> float:
-        """Return how many times as long as usual a rank took; 1 where it had no work."""
+        """Return how many times as long as usual a rank took, within limits; 1 without work."""
         samples: int = row["samples"]
         expected_s = cost.fixed_s * _micro_batches(row) + cost.per_sample_s * samples
         expected_s += cost.window_s / self._parts
-        return row["compute_s"] / expected_s if samples and row["compute_s"] else 1.0
+        factor = row["compute_s"] / expected_s if samples and row["compute_s"] else 1.0
+        return min(max(factor, 1.0 / _MOST_TIMES), float(_MOST_TIMES))
 
     def _link(self) -> Link:
         num_bytes = BYTES_PER_PARAMETER * self._params
@@ -196,13 +216,17 @@ class _MeasuredWindows:
             )
 
     def _batch_size(self) -> int:
-        sizes: list[int] = [
-            sum(row["samples"] for row in window["ranks"]) for window in self._windows
-        ]
+        """Return the samples of most optimizer steps; windows at the end of an epoch have fewer."""
+        sizes: list[int] = [sum(row["samples"] for row in w["ranks"]) for w in self._windows]
         if self._is_local:
-            rows = (row for rows in self._by_member.values() for row in rows)
+            rows = (row for rows in self._by_member.values() for row in rows if row["samples"] > 0)
             sizes = [-(-row["samples"] // (_whole(row, "steps") or 1)) for row in rows]
-        return max(sizes)
+        return median_high(sizes)
+
+    def _anchor(self) -> int:
+        """Return the anchor from which the run's has grown."""
+        known = [_whole(window, "anchor") for window in self._windows] if self._is_local else []
+        return min(filter(None, known), default=ANCHOR)
 
     def _micro_batch_size(self) -> int | None:
         known = [
@@ -250,9 +274,15 @@ def _seconds(row: Mapping[str, Any], key: str) -> float:
     return float(value) if isinstance(value, int | float) and 0.0 <= value < math.inf else 0.0
 
 
-def _length_s(row: Mapping[str, Any]) -> float:
-    """Return how long a window was on a rank, above 0 where it was at work."""
-    return max(_seconds(row, "elapsed_s"), _seconds(row, "compute_s"))
+def _longest_s(window: Event) -> float:
+    """Return how long a window was on the rank that took longest, above 0 if one was at work."""
+    keys = ("elapsed_s", "compute_s", "wait_s", "sync_s")
+    return max((_seconds(row, key) for row in window["ranks"] for key in keys), default=0.0)
+
+
+def _most_samples(window: Event) -> int:
+    """Return the samples of the rank that had most."""
+    return max((row["samples"] for row in window["ranks"]), default=0)
 
 
 def _beside_s(row: Mapping[str, Any]) -> float:

@@ -25,6 +25,10 @@ _LEAST_WINDOWS: Final = 6
 """Very unequal ranks have thousands of local steps in a window: the simulation ends after so many
 steps, but not before so many windows."""
 
+_MOST_APART: Final = 20_000
+"""Local steps that a rank makes at most more than the slowest one. Beside one of a hundredth of
+the speed the anchor still grows to its limit; beside slower ones it grows less."""
+
 _ENDLESS: Final = 2**50
 """Samples of an epoch whose end no simulation reaches: predictions are of its middle."""
 
@@ -138,10 +142,14 @@ def simulate(team: TeamSpec, policy: ApplyPolicy) -> SimulatedSync | SimulatedLo
             num_samples=_ENDLESS,
             divides_updates=team.divides_updates,
         )
+    alone = [rank.alone(size) for rank in ranks]
+    affordable = int(_MOST_APART * min(alone) / max(alone))
+    max_anchor = max(team.anchor, min(team.max_anchor, affordable))
     cadence = CadencePolicy(
         members,
-        ElChe(len(ranks), team.anchor).with_max_anchor(max(team.anchor, team.max_anchor)),
+        ElChe(len(ranks), team.anchor).with_max_anchor(max_anchor),
         NoGuard(),
+        max_batch_diff=_MOST_APART,
         in_background=policy is ApplyPolicy.ASYNC,
     )
     return SimulatedLocal(ranks, team.link, cadence, batch_size=size, num_samples=_ENDLESS)

@@ -17,6 +17,9 @@ _BYTES_PER_S: Final = {
 }
 _SECONDS: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
+_LEAST, _MOST = 1e-9, 1e15
+"""What is smaller or larger cannot be meant, and what is computed of it would not be finite."""
+
 _QUANTITY: Final = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 
 
@@ -53,7 +56,7 @@ def read_speeds(option: str, text: str) -> tuple[float, ...]:
     """Read samples per second of several ranks, such as ``120,48``.
 
     Raises:
-        ConfigError: One is not a finite number above 0.
+        ConfigError: One is not such a number.
     """
     speeds = []
     for part in text.split(","):
@@ -61,7 +64,7 @@ def read_speeds(option: str, text: str) -> tuple[float, ...]:
             speed = float(part)
         except ValueError:
             speed = math.nan
-        if not 0.0 < speed < math.inf:
+        if not _LEAST <= speed <= _MOST:
             raise ConfigError(
                 f"{option} is {text!r}, and {part.strip()!r} is not a speed; give samples per "
                 "second of each rank alone, above 0 and with commas between them, such as 120,48"
@@ -76,9 +79,12 @@ def _read(option: str, text: str, units: Mapping[str, float], remedy: str) -> fl
         number = float(match[1]) if match else math.nan
     except ValueError:
         number = math.nan
-    if match is None or not 0.0 < number < math.inf:
-        raise ConfigError(f"{option} is {text!r}, which is not a number with a unit; {remedy}")
+    if match is None or not number > 0.0:
+        raise ConfigError(f"{option} is {text!r}, which is not a number above 0; {remedy}")
     if match[2] not in units:
         unit = f"the unit {match[2]!r} is unknown" if match[2] else "its unit is missing"
         raise ConfigError(f"{option} is {text!r}: {unit}; {remedy}")
-    return number * units[match[2]]
+    value = number * units[match[2]]
+    if not _LEAST <= value <= _MOST:
+        raise ConfigError(f"{option} is {text!r}, which is too large or too small; {remedy}")
+    return value

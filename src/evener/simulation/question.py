@@ -22,6 +22,10 @@ LATENCY_S: Final = 1e-4
 _MOST_RATIO: Final = 1000
 """Ranks that are further apart are not simulated: windows of local steps would have too many."""
 
+_MOST_SAMPLES: Final = 10**9
+_MOST_ANCHOR: Final = 10_000
+"""Nor are larger batches and windows, such as those of a damaged run: they would take long."""
+
 _FLOP_PER_WEIGHT: Final = 6
 """Floating-point operations of a parameter for each token, forward and backward."""
 
@@ -38,7 +42,7 @@ def answer_plan(options: PlanOptions, calibrated: TeamSpec | None = None) -> Adv
     """
     check_options(options)
     team = _with_options(calibrated or _asked(options), options)
-    _refuse_far_apart(team)
+    _refuse_endless(team)
     return advise(team)
 
 
@@ -151,8 +155,15 @@ def _with_options(team: TeamSpec, options: PlanOptions) -> TeamSpec:
     )
 
 
-def _refuse_far_apart(team: TeamSpec) -> None:
-    """Refuse ranks that do hardly anything while another does a step."""
+def _refuse_endless(team: TeamSpec) -> None:
+    """Refuse a team whose simulation would take very long."""
+    for option, number, most in (
+        ("--batch-size", team.batch_size, _MOST_SAMPLES),
+        ("--local-batch-size", team.local_batch_size, _MOST_SAMPLES),
+        ("--anchor", team.anchor, _MOST_ANCHOR),
+    ):
+        if number > most:
+            raise ConfigError(f"{option} would be {number:,}; give {most:,} at most")
     alone = [rank.alone(team.batch_size) for rank in team.ranks]
     fast, slow = alone.index(max(alone)), alone.index(min(alone))
     if alone[fast] > _MOST_RATIO * alone[slow]:

@@ -93,6 +93,8 @@ def test_very_unequal_ranks_are_simulated_in_bounded_time():
     found = predict(team, CADENCE)
     assert found.of_ideal == pytest.approx(1.0, rel=0.01)
     assert found.samples_per_window == pytest.approx(64 * steps, rel=0.01)
+    slow = predict(replace(team, link=slow_link(1e6)), CADENCE)
+    assert slow.samples_per_window < 64 * 30_000, "the anchor grows less than between equals"
 
 
 # ── advice ───────────────────────────────────────────────────────────────────────────────────────
@@ -115,6 +117,7 @@ def test_a_slow_network_makes_local_steps_best_and_says_why():
     parked = advise(team_at(100, 50, link=slow_link(5.0)))
     assert "parks rank 1" in parked.reason
     assert parked.predictions[SYNC].parked == (1,)
+    assert "parks rank 1, as a batch of 1 has too few" in advise(team_at(5, 2, batch_size=1)).reason
 
 
 def test_a_rank_without_work_is_named():
@@ -293,11 +296,32 @@ def test_what_a_run_cannot_tell_is_refused():
         measured_team(few, "r")
     with pytest.raises(ConfigError, match="r has 0 windows"):
         measured_team([], "r")
+
+
+def test_a_rank_that_has_computed_nothing_is_left_out():
     idle = events_of(team_at(100, 50), SYNC, 20)
     for window in idle[1:]:
         window["ranks"][1] |= {"samples": 0, "compute_s": 0.0}
-    with pytest.raises(ConfigError, match=r"rank 1 \(m1\) has computed nothing in r"):
+    read = measured_team(idle, "r")
+    assert [rank.name for rank in read.ranks] == ["rank 0 (m0)"]
+    assert "rank 1 (m1) has computed nothing in these windows" in " ".join(read.notes)
+    for window in idle[1:]:
+        window["ranks"][0]["compute_s"] = 0.0
+    with pytest.raises(ConfigError, match="no rank has computed anything in r"):
         measured_team(idle, "r")
+
+
+@pytest.mark.parametrize("policy", [SYNC, CADENCE])
+def test_windows_that_are_absurd_do_not_count(policy):
+    """A run that was suspended, and damaged lines: batches of 10^12 would be simulated for ever."""
+    events = events_of(team_at(100, 50), policy, 40)
+    usual = measured_team(events, "r")
+    events[20]["ranks"][0]["samples"] = 10**12
+    events[22]["ranks"][1]["elapsed_s"] = 1e6
+    events[24]["anchor"] = 10**9
+    read = measured_team(events, "r")
+    assert (read.batch_size, read.anchor) == (usual.batch_size, usual.anchor)
+    assert predict(read, policy).samples_per_s == pytest.approx(150, rel=0.03)
 
 
 @pytest.mark.parametrize(
