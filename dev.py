@@ -180,7 +180,7 @@ def add_browser() -> None:
     if os.environ.get("EVENER_DEV_FROZEN") or not any(map(shutil.which, BROWSERS)):
         return
     with only_one():
-        if not list(VENV.glob("lib/python*/site-packages/playwright")):
+        if not list(VENV.glob("lib/python*/site-packages/viztracer")):  # the last of them
             project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
             wanted = project["project"]["optional-dependencies"]["browser"]
             say(f"installing {', '.join(wanted)} for the tests with chromium")

@@ -131,6 +131,30 @@ def committed(logs: Sequence[WorkerLog]) -> dict[int, Line]:
     return windows
 
 
+def verdict(logs: Sequence[WorkerLog], samples: int, policy: str) -> Line:
+    """Return whether a team is ``sound``, the ``verdict`` in words, and ``times_trained``.
+
+    ``times_trained`` is the number of ids of whole epochs by how often they were committed.
+    """
+    told: Line = {"sound": False, "times_trained": {}}
+    try:
+        windows = committed(logs)
+    except AssertionError as error:
+        return told | {"verdict": str(error)}
+    times = times_trained(logs, windows, samples, policy)
+    told["times_trained"] = {str(count): ids for count, ids in sorted(times.items())}
+    if not times:
+        return told | {"verdict": "no epoch was completed: let it train for longer"}
+    if set(times) != {1}:
+        return told | {"verdict": f"ids by how often they were trained on: {times}"}
+    states = sum(bool(line["bits"]) for log in logs for line in (*log.commits, *log.handed))
+    words = (
+        f"{len(windows)} windows, none is missing; {times[1]} ids of whole epochs, each exactly "
+        f"once; {states} states of {len(logs)} processes, alike in each window"
+    )
+    return told | {"sound": True, "verdict": words}
+
+
 def times_trained(
     logs: Sequence[WorkerLog], windows: dict[int, Line], samples: int, policy: str
 ) -> dict[int, int]:

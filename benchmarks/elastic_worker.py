@@ -2,8 +2,9 @@
 
 Each worker writes lines of JSON into a file of its own in ``--log``: one when it starts, one when
 it is ready to join, one for each micro-batch that it is handed, with the ids of its samples, and
-one for each window that it sees committed, with a hash of the parameters. With each micro-batch
-that begins a window also goes a hash of the parameters with which this worker computes it.
+one for each window that it sees committed, with a hash of the parameters after it. With each
+micro-batch that begins a window also goes a hash of the parameters with which this worker computes
+it; in ASYNC only with its first one: averages come later while a window is under way.
 
 A file ``slow-MEMBER`` in the folder slows a worker: it holds a number of seconds per micro-batch.
 """
@@ -90,15 +91,14 @@ def main() -> None:
             bits=hash_of(model),
         )
 
-    # In ASYNC, averages come while a window is under way: ranks begin it with numbers of their own.
     begins_alike, begun = arguments.policy != "async", -1
     with ddp:
         loader = ddp.loader(data, batch_size=arguments.batch_size)
         log.write(ready=True)
         for epoch in ddp.epochs(arguments.epochs):
             for x, y, ids in loader.epoch(epoch):
-                bits = hash_of(model) if begins_alike and ddp.window != begun else ""
-                begun = ddp.window
+                is_alike = begun < 0 or (begins_alike and ddp.window != begun)
+                bits, begun = hash_of(model) if is_alike else "", ddp.window
                 log.write(at=begun, rank=ddp.rank, ids=ids.tolist(), bits=bits)
                 # A device that computes, at no cost here.
                 time.sleep(arguments.sleep * len(x) + log.slow_s())

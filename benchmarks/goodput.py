@@ -11,8 +11,9 @@ train; ``of_capacity`` is the goodput over it. Ways take turns, in an order that
 *torchrun* restarts all workers (``--max-restarts``) from a checkpoint; its interval is that of
 Young and Daly for what a checkpoint costs and the time between failures, at least 2 s. *torchft*
 has its Manager in each worker: replicas that remain continue, and the global batch is smaller for
-as long as one lacks. The benchmark starts a replica again as soon as it is killed. Workers sleep in
-place of computing, so cores do not limit the team.
+as long as one lacks. The benchmark starts a replica again as soon as it is killed. A worker is
+killed only while another one trains. Workers sleep in place of computing, so cores do not limit the
+team.
 """
 
 import argparse
@@ -102,7 +103,9 @@ class Way:
         self.running = ExitStack()
 
     def __enter__(self) -> "Way":
-        self.start()
+        with self.running:  # a failure on the way ends what has been started
+            self.start()
+            self.running = self.running.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -284,7 +287,7 @@ def measure(way: Way, arguments: argparse.Namespace, draw: random.Random) -> Mea
             alive = (
                 [pid for pid in way.victims() if pid not in ends] if time.time() > next_t else []
             )
-            if alive:
+            if len(alive) > 1:  # the last one holds what the team has trained
                 next_t += arguments.every
                 pid = draw.choice(sorted(alive))
                 ends[pid] = time.time()

@@ -9,12 +9,14 @@ side by side, by the code of ``evener plan RUN``. ``told_by`` is the policy of t
 SYNC run is not predicted from one of CADENCE, in which updates are not timed by themselves.)
 
 ``error`` is the difference between predicted and measured throughput, as a part of the measured
-one, without its sign; ``bias`` has it, and is above 0 where the prediction is too high. ``lost`` is
-the part of ranks' time that was not compute, ``lost_error`` how many points the prediction of it is
-off. Figures are medians over runs; ``_90`` is their 5th and 95th percentile. ``verdict`` says
-whether both errors are within their aims. Predictions are of the middle of an epoch: the first
-windows, in which the planner learns how fast ranks are, and the tail of an epoch of CADENCE do not
-count. The report is written after each pair.
+one, without its sign; ``bias`` has it, and is above 0 where the prediction is too high. ``drift``
+is the difference between a run and the one before it of the same policy: the machine changes by as
+much from run to run, and no prediction can know that. ``lost`` is the part of ranks' time that was
+not compute, ``lost_error`` how many points the prediction of it is off. Figures are medians over
+runs; ``_90`` is their 5th and 95th percentile. ``verdict`` says whether both errors are within
+their aims. Predictions are of the middle of an epoch: the first windows, in which the planner
+learns how fast ranks are, and the tail of an epoch of CADENCE do not count. The report is written
+after each pair.
 """
 
 import argparse
@@ -49,10 +51,11 @@ Case = tuple[ApplyPolicy, ApplyPolicy]
 
 @dataclass(frozen=True)
 class Pair:
-    """A run and what was predicted of it."""
+    """A run, the speed of the one before it of the same policy, and what was predicted of it."""
 
     samples_per_s: float
     lost: float
+    before: float
     predicted: TeamPrediction
 
     def __str__(self) -> str:
@@ -65,6 +68,11 @@ class Pair:
     def bias(self) -> float:
         """By which part the prediction is above the measured throughput."""
         return self.predicted.samples_per_s / self.samples_per_s - 1.0
+
+    @property
+    def drift(self) -> float:
+        """By which part the run before was faster."""
+        return self.before / self.samples_per_s - 1.0
 
     @property
     def lost_bias(self) -> float:
@@ -88,7 +96,8 @@ def main() -> int:
             runs = run_both(speeds)
             for (told_by, of), known in pairs.items():
                 predicted = predicted_from(earlier[told_by], of, arguments)
-                known.append(pair := Pair(*measured(runs[of]), predicted))
+                before_per_s, _ = measured(earlier[of])
+                known.append(pair := Pair(*measured(runs[of]), before_per_s, predicted))
                 print(f"run {number} of {of}, told by {told_by}: {pair}", flush=True)
             earlier = runs
             found = [describe(case, known, speeds) for case, known in pairs.items()]
@@ -165,6 +174,7 @@ def describe(case: Case, pairs: Sequence[Pair], speeds: Sequence[float]) -> dict
         **spread("error", [abs(pair.bias) for pair in pairs]),
         "error_aim": ERROR_AIM,
         **spread("bias", [pair.bias for pair in pairs]),
+        **spread("drift", [abs(pair.drift) for pair in pairs]),
         **spread("lost", [pair.lost for pair in pairs]),
         **spread("predicted_lost", [one.lost for one in predictions]),
         **spread("lost_error", [abs(pair.lost_bias) for pair in pairs]),

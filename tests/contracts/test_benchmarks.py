@@ -64,14 +64,69 @@ def test_kill(tmp_path):
     assert (row["what"], row["workers"], row["asleep"], row["times"]) == ("kill", 2, True, 1)
     assert row["delay_s"] >= 0
     assert row["redone_windows_max"] >= 0
-    assert set(row["times_trained"]) == {"1"}
+    assert (row["sound"], set(row["times_trained"])) == (True, {"1"})
+
+
+def test_the_longest_window_beside_that_of_an_undisturbed_time(load):
+    logs, kill = load("elastic_logs"), load("kill")
+    log = logs.WorkerLog(Path("0"))
+    times = [0.1 * number for number in range(100)]  # of which one is half a second late
+    times += [10.4 + 0.1 * number for number in range(100)]
+    log.commits = [
+        {"window": window, "t": t, "applied_t": t, "size": 1} for window, t in enumerate(times)
+    ]
+    told = kill.describe([log], [{"t": 9.95, "over_t": 12.0}], "strangers", "sync")
+    assert told["delay_s"] == pytest.approx(0.4, abs=0.01)
+    assert told["undisturbed_s_max"] == pytest.approx(0.0, abs=0.01)
+
+
+def test_a_team_is_sound_if_nothing_is_missing_or_unlike(load):
+    logs = load("elastic_logs")
+
+    def judged(positions: list[int], *, bits: str = "b", begins: str = "b1") -> dict:
+        batch = 2
+        first, other = logs.WorkerLog(Path("0")), logs.WorkerLog(Path("1"))
+        for window, start in enumerate(positions):
+            line = {"window": window, "epoch": window // 2, "start": start, "size": batch}
+            share = {"shares": [batch, 0], "ranges": [[start, start + batch]], "t": 0.0}
+            first.commits.append({**line, **share, "bits": f"b{window}"})
+            ids = [*range(start, start + batch)]
+            first.handed.append({"at": window, "rank": 0, "ids": ids, "bits": ""})
+        other.commits = [{**first.commits[-1], "bits": f"{bits}{len(positions) - 1}"}]
+        # One that has joined: it contributes nothing before it holds what the others hold.
+        other.handed = [{"at": 2, "rank": 1, "ids": [], "bits": begins}]
+        return logs.verdict([first, other], 4, "sync")
+
+    whole = judged([0, 2, 0])
+    assert (whole["sound"], whole["times_trained"]) == (True, {"1": 4})
+    assert "4 ids of whole epochs, each exactly once" in whole["verdict"]
+    assert "no epoch was completed" in judged([0, 2])["verdict"]
+    assert judged([0, 0, 2])["times_trained"] == {"0": 2, "2": 2}
+    assert "others:" in judged([0, 2, 0], bits="c")["verdict"]
+    assert "began window 2 with c1" in judged([0, 2, 0], begins="c1")["verdict"]
+    assert not any(judged(p)["sound"] for p in ([0, 2], [0, 0, 2]))
+
+
+def test_a_way_of_which_a_part_does_not_start_leaves_nothing_running(load, tmp_path):
+    goodput = load("goodput")
+
+    class Half(goodput.Way):
+        def start(self) -> None:
+            self.process = self.run("-c", "import time; time.sleep(600)")
+            raise OSError("no more processes")
+
+    way = Half(argparse.Namespace(), tmp_path)
+    with pytest.raises(OSError, match="no more processes"), way:
+        pass
+    assert way.process.poll() is not None
 
 
 @pytest.mark.long
 def test_chaos_and_goodput(tmp_path):
     few = ("--seed", "1", "--minutes", "0.2", *SMALL)
     (row,) = run(tmp_path, "chaos.py", "--workers", "2", "--kinds", "kill,slow", *few)["rows"]
-    assert set(row["times_trained"]) == {"1"}
+    assert row["sound"]
+    assert "each exactly once" in row["verdict"]
     more = ("--rounds", "1", "--calm-minutes", "0.05", "--every", "4", "--ways", "evener,torchrun")
     rows = run(tmp_path, "goodput.py", "--workers", "2", *more, *few)["rows"]
     assert [row["name"] for row in rows] == ["evener.sync", "torchrun"]

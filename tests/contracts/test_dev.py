@@ -219,9 +219,9 @@ def test_all_installs_what_drives_chromium_where_it_is_missing(dev, monkeypatch)
 
     assert installed() == []
     [command] = installed("--all")
-    assert command.endswith(f" playwright -c {dev.ROOT}/constraints.txt")
+    assert command.endswith(f" playwright viztracer -c {dev.ROOT}/constraints.txt")
     assert dev.STAMP.read_text() == stamp
-    (dev.VENV / "lib/python3.11/site-packages/playwright").mkdir(parents=True)
+    (dev.VENV / "lib/python3.11/site-packages/viztracer").mkdir(parents=True)
     assert installed("--all") == []
     shutil.rmtree(dev.VENV / "lib")
     here.clear()
