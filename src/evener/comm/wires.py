@@ -131,10 +131,13 @@ def _is_torchs(descriptor: int) -> bool:
     return False
 
 
-def _tcp(descriptor: int) -> socket.socket:
-    """Return a copy of a TCP socket; raises ``OSError`` for any other."""
-    end = socket.socket(fileno=os.dup(descriptor))
-    if end.family not in (socket.AF_INET, socket.AF_INET6):
-        end.close()
-        raise OSError("no TCP socket")
-    return end
+@contextmanager
+def _tcp(descriptor: int) -> Iterator[socket.socket]:
+    """Use a TCP socket, which stays open; raise ``OSError`` for any other descriptor."""
+    end = socket.socket(fileno=descriptor)
+    try:
+        if end.family not in (socket.AF_INET, socket.AF_INET6):
+            raise OSError("no TCP socket")
+        yield end
+    finally:
+        end.detach()
