@@ -311,7 +311,6 @@ def classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
 @_command(ScriptOptions, context_settings={"allow_interspersed_args": False})
 def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
     """Run a training script as one rank per device of this host, or of several."""
-    from evener.team.elastic_launch import SCRIPT_LIBRARIES
     from evener.team.launch import launch
 
     parse_emulation(options.emulate_slow)
@@ -330,7 +329,7 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
     if options.elastic is not None:
         with _with_dashboard(Path("runs"), options, None):
             program = [str(options.script), *options.arguments]
-            return _launch_elastic(options, command, SCRIPT_LIBRARIES, program)
+            return _launch_elastic(options, command, program)
     _check_fixed(options)
     node = choose_node(options, DEFAULT_TIMEOUT_S)
     nproc = _count_ranks(options.nproc)
@@ -518,9 +517,7 @@ def _check_fixed(options: LaunchOptions) -> None:
             )
 
 
-def _launch_elastic(
-    options: LaunchOptions, command: Sequence[str], libraries: Sequence[str], program: Sequence[str]
-) -> int:
+def _launch_elastic(options: LaunchOptions, command: Sequence[str], program: Sequence[str]) -> int:
     from evener.team.elastic_launch import MAX_FAILURES, ElasticRun, launch_elastic
 
     for option, value in options.given.items():
@@ -535,7 +532,6 @@ def _launch_elastic(
         port=options.port,
         token_file=options.token_file,
         max_failures=MAX_FAILURES if options.max_failures is None else options.max_failures,
-        libraries=libraries,
         program=program,
     )
     return launch_elastic(command, run)
@@ -547,9 +543,8 @@ def _launch_task(
     if options.elastic is not None:
         _check_emulation(options, nproc)
         command = [*_PYTHON, "evener", *arguments]
-        libraries = ("torch", "transformers", "evener.tasks.job")
         with _with_dashboard(options.out, options, None):
-            return _launch_elastic(options, command, libraries, arguments)
+            return _launch_elastic(options, command, arguments)
     _check_fixed(options)
     node = choose_node(options, timeout_s)
     if node is None:

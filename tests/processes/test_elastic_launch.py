@@ -39,9 +39,10 @@ def sandbox(tmp_path: Path) -> Any:
 def launch(sandbox: Sandbox, body: str, *options: object) -> Running:
     """Two workers; a standby loads a small library instead of torch."""
     code = (
-        "import sys; from evener.team.elastic_launch import ElasticRun, launch_elastic; "
+        "import sys; from evener.team.elastic_launch import LIBRARIES, ElasticRun, launch_elastic; "
         "from evener.team.child import run_child; "
-        "run = ElasticRun(limits='1:3', nproc=2, libraries=['json.tool'], max_failures=3); "
+        "LIBRARIES['evener.team.script'] = ('json.tool',); "
+        "run = ElasticRun(limits='1:3', nproc=2, max_failures=3); "
         "rank = [sys.executable, '-B', '-P', '-m', 'evener.team.script', *sys.argv[1:]]; "
         "sys.exit(run_child(lambda: launch_elastic(rank, run)))"
     )

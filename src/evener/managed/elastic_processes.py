@@ -53,7 +53,6 @@ class ElasticWorkers(ThreadedRun):
             limits=self._limits,
             nproc=len(self._devices),
             max_failures=self._max_failures,
-            libraries=("evener.managed.rank",),
             environ=worker_environment(),
             handed={JOB_FD: self._job.fileno()},
         )

@@ -45,8 +45,12 @@ from evener.team.terminal import say, warn
 
 #: A team stops when more workers than this have failed, unless the user says otherwise.
 MAX_FAILURES: Final = 10
-#: What a standby loads for a script.
-SCRIPT_LIBRARIES: Final = ("torch", "evener.ddp")
+#: What a standby loads, by the module that it runs when it becomes a worker.
+LIBRARIES: Final = {
+    "evener": ("torch", "transformers", "evener.tasks.job"),
+    "evener.team.script": ("torch", "evener.ddp"),
+    "evener.managed.worker": ("evener.managed.rank",),
+}
 #: Seconds that workers get to stop: they finish their window.
 GRACE_S: Final = 30.0
 
@@ -74,7 +78,6 @@ class ElasticRun:
         token_file: Holds what workers must know. ``None`` makes one that lives as long as the run;
             where a team is joined, its coordinator has no token then.
         max_failures: The run stops when more workers than this have failed here.
-        libraries: What a standby loads, as module names.
         join: ``HOST:PORT`` of the coordinator of a team that runs already; empty to begin one.
         program: What a further worker has to run: the script, or a command, with its arguments.
         environ: What the environment of each worker is made from.
@@ -86,7 +89,6 @@ class ElasticRun:
     port: int | None = None
     token_file: Path | None = None
     max_failures: int = MAX_FAILURES
-    libraries: Sequence[str] = ("torch",)
     join: str = ""
     program: Sequence[str] = ("SCRIPT",)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -97,7 +99,8 @@ def launch_elastic(command: Sequence[str], run: ElasticRun) -> int:
     """Run workers of an elastic team until the run is over; call it on the main thread.
 
     Args:
-        command: Python, its options, ``-m``, a module, its arguments; the same for every worker.
+        command: Python, its options, ``-m``, a module of ``LIBRARIES``, its arguments; the same for
+            every worker.
         run: The rest.
 
     Returns:
@@ -384,9 +387,10 @@ class ElasticLauncher(TerminalSupervisor):
         said_s = time.monotonic() + _FAREWELL_S
         is_said = False
         is_told = self._stop_signal not in (None, signal.SIGINT)
+        heard: list[signal.Signals] = []
         while self._coordinator is not None and not (self._why or is_told):
             others = sorted(self._connection.workers - own)
-            if not others or (is_said and self._signals.take()):
+            if not others or (is_said and heard):
                 return
             if not is_said and time.monotonic() >= said_s:
                 is_said = True
@@ -395,6 +399,7 @@ class ElasticLauncher(TerminalSupervisor):
                     f"{', '.join(others)} until these have ended, too: press Ctrl-C to end it now"
                 )
             wait([*self._requests], _LOOK_S)
+            heard += self._signals.take()  # or the next waits would end at once
             self._keep_coordinator()
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
@@ -459,7 +464,7 @@ class ElasticLauncher(TerminalSupervisor):
             pause_s = slot.fail()
             end = child.silent_end
             if report is not None and report.kind == LeftOutError.__name__:
-                end = f"{child.who} ended, as the team had gone on without it"
+                end = f"{child.who} ended, as the team had continued without it"
             elif child.has_raised:
                 say(words, end="")
                 end = f"{child.who} failed"
@@ -515,7 +520,7 @@ class ElasticLauncher(TerminalSupervisor):
             return
         end = self._command.index("-m") + 1
         python, program = self._command[:end], self._command[end:]
-        command = [*python, "evener.team.standby", ",".join(self._run.libraries), *program]
+        command = [*python, "evener.team.standby", ",".join(LIBRARIES[program[0]]), *program]
         with start_in_silence():
             environ = self._team.environment(0, "")
             self._standby = self._spawn(command, environ, self._run.handed, 0, False, "the standby")
@@ -542,7 +547,7 @@ class ElasticLauncher(TerminalSupervisor):
 
 
 def _has_left(child: Child) -> bool:
-    """Return whether a worker was told to leave or to stop, by somebody other than its launcher."""
+    """Return whether a worker was told to leave or to stop, and not by its launcher."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     return not child.has_raised and child.code in {
         code for signum in signals for code in (-signum, 128 + signum)
@@ -551,8 +556,7 @@ def _has_left(child: Child) -> bool:
 
 def _launch_script(limits: str, command: Sequence[str]) -> int:
     program = command[command.index("evener.team.script") + 1 :]
-    run = ElasticRun(limits=limits, libraries=SCRIPT_LIBRARIES, program=program)
-    return launch_elastic(command, run)
+    return launch_elastic(command, ElasticRun(limits=limits, program=program))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,33 @@ def test_the_coordinator_stays_for_workers_of_other_launchers(
     options: Any = {"other": "far/0", "when_served": when_served}
     assert launch("tell('joined')", coordinator=Coordinator(), **options) == 0
     assert "its coordinator serves far/0 until" in said[-1]
+
+
+def test_a_signal_before_that_is_said_is_heard_once(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher then waits on, instead of seeing the same signal in every wait."""
+    woken: list[Any] = []
+    wait = elastic_launch.wait
+
+    def signalled(requests: Any, timeout_s: float) -> Any:
+        if not woken:
+            os.kill(os.getpid(), signal.SIGINT)
+        woken.append(wait(requests, timeout_s))
+        if len(woken) == 3:
+            monkeypatch.setattr(SupervisorConnection, "workers", frozenset())
+        return woken[-1]
+
+    monkeypatch.setattr(elastic_launch, "_FAREWELL_S", PATIENCE_S)
+    monkeypatch.setattr(elastic_launch, "wait", signalled)
+    assert launch("tell('joined')", coordinator=Coordinator(), other="far/0") == 0
+    assert [bool(ready) for ready in woken] == [True, False, False]
+    assert not any("serves" in line for line in said)
+
+
+def test_a_standby_loads_what_there_is() -> None:
+    names = [name for names in elastic_launch.LIBRARIES.values() for name in names]
+    assert all(map(find_spec, [*elastic_launch.LIBRARIES, *names]))
 
 
 def test_sigterm_ends_the_coordinator_too(said: list[str]) -> None:
