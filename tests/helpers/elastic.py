@@ -220,7 +220,7 @@ class ElasticThreads:
             while member not in self.formed:
                 if member in self.left_out:
                     self.left_out.remove(member)
-                    raise LeftOutError(f"the team went on without {member}")
+                    raise LeftOutError(f"the team continued without {member}")
                 if member in self.refused:
                     raise self.refused[member]
                 if not self.condition.wait(PATIENCE_S):
@@ -286,10 +286,6 @@ class ThreadMembership(Membership):
         return self._joins
 
     @property
-    def leads(self) -> bool:
-        return self.team.roster.leads(self.team.now_s, self.member)
-
-    @property
     def wants_change(self) -> bool:
         return self.team.wanted.get(self.member, False)
 
@@ -332,11 +328,15 @@ class ThreadMembership(Membership):
             self.team.announced[key] = text
             self.team.condition.notify_all()
 
-    def announced(self, key: str, timeout_s: float = 0.0) -> str:
+    def announced(self, key: str, timeout_s: float = 0.0) -> str | None:
         told, condition = self.team.announced, self.team.condition
+
+        def leads() -> bool:
+            return self.team.roster.leads(self.team.now_s, self.member)
+
         with condition:
-            condition.wait_for(lambda: key in told or self.leads, min(timeout_s, PATIENCE_S))
-            return told.get(key, "")
+            condition.wait_for(lambda: key in told or leads(), min(timeout_s, PATIENCE_S))
+            return told.get(key, None if leads() else "")
 
     def close(self) -> None:
         self.is_closed = True

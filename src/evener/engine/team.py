@@ -75,11 +75,6 @@ class Team:
         return self.membership.is_joining
 
     @property
-    def leads(self) -> bool:
-        """Whether no member of the team is left that this rank is to join; it then decides."""
-        return self.membership.leads
-
-    @property
     def wants_change(self) -> bool:
         """Whether a worker waits to join an elastic team."""
         return self.membership.wants_change
@@ -143,7 +138,7 @@ class Team:
         """Tell workers that join an elastic team later something of the run."""
         self.membership.announce(key, text)
 
-    def announced(self, key: str, timeout_s: float = 0.0) -> str:
+    def announced(self, key: str, timeout_s: float = 0.0) -> str | None:
         """Return what the team has announced; see ``Membership.announced``."""
         return self.membership.announced(key, timeout_s)
 

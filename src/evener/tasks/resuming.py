@@ -74,7 +74,7 @@ def _hear_folder(team: Team) -> Path | None:
     """Return the folder of the run that this rank joins; ``None`` where nobody can tell it."""
     timeout_s = team.comm.timeout_s
     told = team.announced(RUN_FOLDER, timeout_s)
-    if not told and team.leads:
+    if told is None:
         return None
     if not told:
         raise ConfigError(
@@ -168,7 +168,7 @@ def _newest_of_any(
         if checkpoint is not None:
             if passed_over:
                 say(
-                    f"going on with {folder}: there is no complete checkpoint in "
+                    f"continuing with {folder}: there is no complete checkpoint in "
                     f"{', '.join(passed_over)}"
                 )
             return folder, checkpoint

@@ -170,13 +170,9 @@ class CoordinatorConnection(Closing):
             with self._changed:
                 self._is_welcome = False
                 self._outgoing.clear()
-                self._disconnected()
                 self._changed.notify_all()
         self._wake_end.close()
         self._wake.close()
-
-    def _disconnected(self) -> None:
-        """Note that the connection has ended; the lock is held."""
 
     def _lost(self, why: str) -> EvenerError:
         if not self._has_met:

@@ -61,8 +61,10 @@ class CoordinatorLink(CoordinatorConnection):
         self._over: dict[int, str] = {}
         self._lease_end_s = 0.0
         self._micro_batches, self._phase = 0, "setting up"
-        self._answers: dict[int, Fields | None] = {}
+        self._asked: dict[int, Message] = {}  # requests to the store that wait for an answer
+        self._answers: dict[int, Fields] = {}
         self._num_asked = 0
+        self._put: dict[str, Message] = {}  # keys that were set in the store of this generation
         self._announced: dict[str, Message] = {}
         super().__init__(address, token=token, member=member, role="worker", timeout_s=timeout_s)
 
@@ -98,7 +100,7 @@ class CoordinatorLink(CoordinatorConnection):
             The next generation, of which this worker is a member.
 
         Raises:
-            LeftOutError: The team has gone on without it; it must drop its state and ask again,
+            LeftOutError: The team has continued without it; it must drop its state and ask again,
                 with ``None``.
             TeamRefusedError: The coordinator refuses it, or too few workers came in time.
             RunEndedError: The run has ended.
@@ -121,7 +123,7 @@ class CoordinatorLink(CoordinatorConnection):
             self.check()
             if self._left_out:
                 raise LeftOutError(
-                    f"{self.member} was in generation {generation}, and the team went on without "
+                    f"{self.member} was in generation {generation}, and the team continued without "
                     f"it to generation {self._generation}"
                 )
             return self._take_formation()
@@ -243,25 +245,29 @@ class CoordinatorLink(CoordinatorConnection):
     def ask_store(self, request: Message, timeout_s: float) -> Any:
         """Send a request to the store, and return the answer.
 
+        It is sent again with a new connection, as is what this worker has set in this generation: a
+        coordinator that was started again knows nothing of either.
+
         Raises:
             RuntimeError: It failed, as torch expects it of a store.
         """
         with self._changed:
             self._num_asked += 1
             number = self._num_asked
-            self._answers[number] = None
-            self._post({"type": "store", "number": number, **request})
+            message = {"type": "store", "number": number, **request}
+            self._asked[number] = message
+            self._post(message)
             # A member that is lost while others connect to it leaves its key unset.
             self._changed.wait_for(
                 lambda: (
-                    self._answers.get(number)
-                    or number not in self._answers
-                    or request["generation"] in self._over
-                    or self._failure
+                    number in self._answers or request["generation"] in self._over or self._failure
                 ),
                 timeout_s + self.deadlines.reconnect_s,
             )
+            del self._asked[number]
             answer = self._answers.pop(number, None)
+            if answer is not None and request["what"] == "put":
+                self._put[request["keys"][0]] = {**message, "number": 0}
         if answer is None and (why := self.why_over(request["generation"])):
             raise RuntimeError(
                 f"{self.member} gives up waiting for {request['keys']} of generation "
@@ -295,8 +301,10 @@ class CoordinatorLink(CoordinatorConnection):
         self._generation, self._is_open = welcome.whole("generation"), welcome.flag("open")
         number = welcome.whole("number", least=NO_NUMBER)
         self._number = number
-        told = self._announced.values()
-        return [*told] if self._asking is None else [*told, self._asking]
+        # The coordinator may have carried out an addition before the connection ended.
+        asked = [one for one in self._asked.values() if one["what"] != "increase"]
+        told = [*self._announced.values(), *self._put.values(), *asked]
+        return told if self._asking is None else [*told, self._asking]
 
     def _beat(self, now_s: float) -> Message:
         return {
@@ -338,11 +346,8 @@ class CoordinatorLink(CoordinatorConnection):
             self._has_left = True
         elif kind == "stored":
             number = fields.whole("number")
-            if number in self._answers:
+            if number in self._asked:
                 self._answers[number] = fields
-
-    def _disconnected(self) -> None:
-        self._answers.clear()  # who asked may ask again
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────────────
 
@@ -350,6 +355,7 @@ class CoordinatorLink(CoordinatorConnection):
         formation, self._formed = self._formed, None
         assert formation is not None
         self._held = formation
+        self._put.clear()
         self._number = formation.number_of(self.member)
         self._beat_soon()  # for the lease
         for message in self._announced.values():  # who told them before may be lost

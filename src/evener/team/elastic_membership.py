@@ -46,7 +46,7 @@ class ElasticMembership(Membership):
     """A worker's place in a team that a coordinator keeps.
 
     Every generation has connections of its own, and memory of its own where members share a host:
-    a process that was stopped and wakes up reaches nobody in the team that has gone on.
+    a process that was stopped and wakes up reaches no member of the team that has continued.
 
     Ctrl-C (SIGINT) tells a member to leave after its window; a second one ends it at once, as does
     the first one while it is no member.
@@ -78,7 +78,7 @@ class ElasticMembership(Membership):
         self._joins = link.generation > 0
         #: Of the generation: torch keeps no reference to a store that is written in Python.
         self._store: Any = None
-        self._apart_since_s: float | None = None  # since when no generation has connected
+        self._tried_s = 0.0  # connecting in vain, since a generation connected
         self._has_left = self._closed = False
         self._handlers = ExitStack()
         interrupts = StopSignals([signal.SIGINT], max_interrupts=0)
@@ -126,13 +126,8 @@ class ElasticMembership(Membership):
         return self._joins
 
     @property
-    def leads(self) -> bool:
-        """Whether the coordinator knows of no member that is left, and of this worker first."""
-        return self._link.leads
-
-    @property
     def wants_change(self) -> bool:
-        """Whether somebody waits to join, or is to leave."""
+        """Whether a worker waits to join, or members are fewer than the least."""
         return self._link.wants_change
 
     @property
@@ -150,7 +145,7 @@ class ElasticMembership(Membership):
 
         Raises:
             CollectiveError: Not all members connected: they form another generation.
-            LaunchError: That has been so for ``timeout_s``.
+            LaunchError: Attempts to connect have taken ``timeout_s`` in all.
         """
         self._interrupts.take_interrupts(0)  # who waits for a generation need finish no window
         try:
@@ -162,20 +157,20 @@ class ElasticMembership(Membership):
         self._joins, self.generation = False, formation.generation
         self.number = formation.number_of(self.member)
         tell(place=JOINED)
+        began_s = time.monotonic()
         try:
             comm = self._connect(formation)
         except CollectiveError as error:
-            self._bear(error)
+            self._bear(error, time.monotonic() - began_s)
             raise
-        self._apart_since_s = None
+        self._tried_s = 0.0
         return Formed(formation, comm)
 
-    def _bear(self, error: CollectiveError) -> None:
+    def _bear(self, error: CollectiveError, took_s: float) -> None:
         """Say that a generation did not connect; raise LaunchError where that lasts too long."""
-        now_s, timeout_s = time.monotonic(), self._link.deadlines.timeout_s
-        if self._apart_since_s is None:
-            self._apart_since_s = now_s
-        if now_s - self._apart_since_s >= timeout_s:
+        timeout_s, connect_s = self._link.deadlines.timeout_s, self._link.deadlines.connect_s
+        self._tried_s += min(took_s, connect_s)  # it takes longer where this process is stopped
+        if self._tried_s >= timeout_s:
             raise LaunchError(
                 f"rank {self.number} has connected to no generation for {timeout_s:g} s "
                 f"(timeout_s), the last time as {error}: check the network between the workers"
@@ -246,17 +241,19 @@ class ElasticMembership(Membership):
         """Leave a text with the coordinator."""
         self._link.announce(key, text)
 
-    def announced(self, key: str, timeout_s: float = 0.0) -> str:
+    def announced(self, key: str, timeout_s: float = 0.0) -> str | None:
         """Ask the coordinator for what a member has announced."""
         store = self._link.store(WHOLE_RUN, self._link.deadlines.connect_s)
         deadline = time.monotonic() + timeout_s
         while True:
             self._link.check()
-            is_last = self.leads or time.monotonic() >= deadline
+            leads, is_late = self._link.leads, time.monotonic() >= deadline
             with suppress(RuntimeError):  # the coordinator may be restarted meanwhile
                 if store.check([key]):
                     return store.get(key).decode()
-            if is_last:
+                if leads:
+                    return None
+            if is_late:
                 return ""
             time.sleep(_PAUSE_S)
 

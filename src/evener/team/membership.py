@@ -50,13 +50,11 @@ class Membership(Closing):
 
     @property
     @abstractmethod
-    def leads(self) -> bool:
-        """Whether no member of the team is left, and this worker decides with what it begins."""
-
-    @property
-    @abstractmethod
     def wants_change(self) -> bool:
-        """Whether somebody waits to join, or is to leave: the planner then ends the generation."""
+        """Whether a worker waits to join, or members are fewer than the least.
+
+        The planner then ends the generation.
+        """
 
     @property
     @abstractmethod
@@ -120,11 +118,12 @@ class Membership(Closing):
         """Tell workers that join later something of the run; of one key, the last text counts."""
 
     @abstractmethod
-    def announced(self, key: str, timeout_s: float = 0.0) -> str:
+    def announced(self, key: str, timeout_s: float = 0.0) -> str | None:
         """Wait for what the team announces, and return it.
 
         Returns:
-            An empty text after ``timeout_s``, or as soon as this worker ``leads``.
+            An empty text after ``timeout_s``; ``None`` as soon as no member of the team is left
+            that could tell it, and this worker decides with what the team begins.
         """
 
 
@@ -144,11 +143,6 @@ class FixedMembership(Membership):
 
     @property
     def is_joining(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def leads(self) -> bool:
         """Never."""
         return False
 

@@ -1,5 +1,6 @@
 """Memberships of an elastic team, on threads of this process; a coordinator serves them."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -70,6 +71,18 @@ def pair(
         for membership in members:
             stack.callback(membership.close)
         yield Pair(members, pool)
+
+
+class Clock:
+    """Stands for ``time``: a clock on which time passes at will, too."""
+
+    passed_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed_s
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class PretendedNccl:
@@ -164,6 +177,29 @@ def test_members_that_cannot_connect_say_so_and_give_up_after_timeout_s(
         form_again_and_again(team)
     said = capsys.readouterr().err
     assert "a could not connect to all members of generation 1, which are a, b, within" in said
+
+
+def test_time_between_attempts_to_connect_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that is stopped while it connects has not tried for so long, either."""
+    clock = Clock()
+
+    def refuse(*_: object, **options: object) -> None:
+        clock.passed_s += 1e6
+        raise RuntimeError("Connect timeout [127.0.0.1]:9")
+
+    monkeypatch.setattr(elastic_membership, "GroupCommunicator", refuse)
+    deadlines = replace(DEADLINES, timeout_s=2.5 * PATIENCE_S)  # connect_s is PATIENCE_S
+    with pair(deadlines=deadlines) as team:
+        monkeypatch.setattr(elastic_membership, "time", clock)
+        for _ in range(2):
+            with pytest.raises(PeerLostError):
+                team.form()
+            clock.passed_s += 1e6
+        with pytest.raises(LaunchError, match=r"no generation for 300 s \(timeout_s\)"):
+            team.form()
+    assert "a could not connect to all members of generation 2" in capsys.readouterr().err
 
 
 def test_a_worker_that_waits_for_an_announcement_notices_that_the_coordinator_is_lost() -> None:
