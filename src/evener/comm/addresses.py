@@ -92,7 +92,7 @@ def open_port(host: str, port: int, *, program: str, is_guarded: bool) -> socket
         is_guarded: Whether visitors must know a token.
 
     Raises:
-        ConfigError: Other machines could connect, and need no token.
+        ConfigError: The program would listen on other than loopback without a token.
         LaunchError: The port is in use, or not allowed.
     """
     exposed = ConfigError(

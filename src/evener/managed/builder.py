@@ -103,7 +103,7 @@ class DdpBuilder:
         sinks: Take the run's events, in the process that called ``run``; closed with the run. Each
             is a ``Sink``, or a function without arguments that makes one. With several devices
             they are called from a thread of their own.
-        elastic: Fewest and most workers of a run that goes on when one fails; see ``elastic``.
+        elastic: Fewest and most workers of a run that continues when one fails; see ``elastic``.
         max_failures: A run with ``elastic`` ends when more workers than this have failed; 3.
     """
 
@@ -175,7 +175,7 @@ class DdpBuilder:
         newest checkpoint.
 
         Args:
-            least: Fewest workers with which the run goes on.
+            least: Fewest workers with which the run continues.
             most: How many there are, each with a device of its own, or all on the CPU.
             max_failures: The run ends when more workers than this have failed.
         """

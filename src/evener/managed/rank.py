@@ -211,8 +211,8 @@ class ManagedRank(EpochLoop):
         if eval_fn is None or self.ddp.stopping:
             return {}
         agreed: Mapping[str, float] | None = None
-        # The main rank may be lost: the next one evaluates. If the team goes on without this rank,
-        # it has no figures.
+        # The main rank may be lost: the next one evaluates. If the team continues without this
+        # rank, it has no figures.
         while agreed is None and not self._engine.is_alone:
             values = None
             if self.ddp.is_main_process:

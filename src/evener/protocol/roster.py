@@ -182,7 +182,7 @@ class Roster:
             if self._was_told:
                 self._send(member, "over", self._why_over())
         elif held is not None:
-            why = f"the team went on without {member}, to generation {self.generation}"
+            why = f"the team continued without {member}, to generation {self.generation}"
             self._send(member, "over", {"generation": held.generation, "why": why})
         self._consider(now_s)
         return ""

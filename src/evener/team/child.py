@@ -28,7 +28,7 @@ _supervisors: list[Channel] = []
 
 
 def is_supervised() -> bool:
-    """Return whether somebody listens to this process: not to children of a rank."""
+    """Return whether a supervisor listens to this process: not to children of a rank."""
     return any(not channel.has_ended for channel in _supervisors)
 
 
@@ -66,7 +66,7 @@ def run_child(main: Callable[[], int | None]) -> int:
     except RunEndedError as ended:
         say(f"evener: {ended}")
         return 0
-    except Exception as error:  # the top of a process: whatever it is, somebody has to be told
+    except Exception as error:  # the top of a process: whatever it is, it has to be reported
         if follows_from_ctrl_c(error):
             return 128 + signal.SIGINT
         return report_failure(error)

@@ -79,7 +79,7 @@ def coordinate(options: CoordinatorOptions) -> int:
     It prints its address as soon as workers can connect.
 
     Raises:
-        ConfigError: Other machines could connect, and there is no token.
+        ConfigError: The coordinator would listen on other than loopback without a token.
         LaunchError: The port is in use or not allowed.
     """
 
@@ -105,7 +105,7 @@ class Coordinator:
         options: How it is started.
 
     Raises:
-        ConfigError: Other machines could connect, and there is no token.
+        ConfigError: The coordinator would listen on other than loopback without a token.
         LaunchError: The port is in use or not allowed.
     """
 

@@ -160,7 +160,7 @@ def _wrap_hook() -> None:
         before(kind, error, traceback)
 
     def undo() -> None:
-        if sys.excepthook is show:  # else somebody has wrapped it in turn, and may still call it
+        if sys.excepthook is show:  # else other code has wrapped it in turn, and may still call it
             sys.excepthook = before
 
     sys.excepthook = show

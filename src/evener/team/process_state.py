@@ -21,7 +21,7 @@ class KernelState(StrEnum):
 
     @property
     def is_halted(self) -> bool:
-        """Whether it does nothing until somebody continues it."""
+        """Whether it does nothing until it is continued."""
         return self in (KernelState.STOPPED, KernelState.TRACED)
 
 

@@ -26,7 +26,7 @@ def warn(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text that somebody else wrote, without what would steer a terminal."""
+    """Return text of other origin, without what would steer a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -26,14 +26,14 @@ _LOOKS_PER_WAIT = 8
 
 @dataclass(slots=True)
 class _LongWait:
-    """What is known of a wait that goes on.
+    """What is known of a wait that has not ended.
 
     Attributes:
         look_at_s: Length of the wait at which this rank looks who is absent.
         absent: Who was at the last look; ``None`` where nobody could tell.
         halted: Ranks that were halted when this was looked at last.
         told: Ranks that people were told about.
-        has_spoken: Whether they were told that somebody is silent.
+        has_spoken: Whether they were told that a rank is silent.
     """
 
     look_at_s: float = _FIRST_LOOK_S
