@@ -121,6 +121,8 @@ class ProcessState(StrEnum):
     """What a supervisor reports of a worker's process."""
 
     GONE = "gone"
+    FINISHED = "finished"
+    """It has ended, with exit code 0: the run was done to its end."""
     STOPPED = "stopped"
     CONTINUED = "continued"
 

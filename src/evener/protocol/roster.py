@@ -197,7 +197,7 @@ class Roster:
         if held is None or held.generation <= self.generation or self._has_formed:
             return
         self.formation = replace(held, lease_s=self.deadlines.lease_s)
-        self._over, self._was_told = "", False
+        self._over, self._was_told, self._finished = "", False, frozenset()
         for member, number in zip(held.members, held.numbers, strict=True):
             if member not in self._seats:
                 self._seats[member] = Seat(member, advanced_s=now_s)
@@ -270,8 +270,8 @@ class Roster:
         seat = self._seats[member]
         seat.leave()
         if self.is_member(member):
-            if finished and self.formation is not None:
-                self._finished |= {*self.formation.members}
+            if finished:
+                self._finished |= {one.member for one in self._members()}
             self._end(now_s, f"{member} left the team", tell=False)
         self._consider(now_s)
 
@@ -295,8 +295,11 @@ class Roster:
         seat = self._seats.get(member)
         if seat is None:
             return
-        if state is ProcessState.GONE:
+        if state in (ProcessState.GONE, ProcessState.FINISHED):
             seat.end(reason or "its process has ended")
+            # The worker has told so itself, unless that was to a coordinator before this one.
+            if state is ProcessState.FINISHED and self.is_member(member):
+                self._finished |= {one.member for one in self._members()}
         elif state is ProcessState.CONTINUED:
             seat.continue_()
         else:

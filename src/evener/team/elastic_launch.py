@@ -425,7 +425,8 @@ class ElasticLauncher(TerminalSupervisor):
             return
         slot, member = self._workers[child.pid]
         how = child.in_short.partition("(")[2].rstrip(")")
-        self._connection.tell(member, ProcessState.GONE, f"its process ended ({how})")
+        state = ProcessState.GONE if child.failed or child.code else ProcessState.FINISHED
+        self._connection.tell(member, state, f"its process ended ({how})")
         if self._deadline is not None:
             return
         if not child.failed:

@@ -19,6 +19,7 @@ from evener.errors import (
     CoordinatorLostError,
     LaunchError,
     LeftOutError,
+    RunEndedError,
     TeamRefusedError,
 )
 from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
@@ -219,6 +220,26 @@ def test_a_restarted_coordinator_continues_the_team() -> None:
             until(lambda: a.await_lease(0.2) and b.await_lease(0.2))
             assert not a.why_over(1)
             assert form([a, b], [standing("a", 1, 3), standing("b", 1, 3)])[0].generation == 2
+
+
+def test_a_restarted_coordinator_hears_of_the_end_of_the_run_from_a_launcher() -> None:
+    with ExitStack() as stack:
+        with serving() as address:
+            supervisor = stack.enter_context(SupervisorConnection(address, token=TOKEN))
+            a = stack.enter_context(link(address, "a"))
+            b = stack.enter_context(link(address, "b"))
+            form([a, b], [None, None])
+            for each in (a, b):
+                each.leave(finished=True)
+                each.close()
+            supervisor.tell("a", ProcessState.FINISHED)
+            until(lambda: not supervisor.workers)
+        with (
+            serving(port=int(address.rpartition(":")[2])),
+            link(address, "late") as late,
+            pytest.raises(RunEndedError, match="the team's run has ended, in generation 1"),
+        ):
+            late.next_generation(None)
 
 
 def test_members_that_connect_to_one_another_do_so_though_the_coordinator_restarts() -> None:
