@@ -428,7 +428,10 @@ class ElasticEngine(AskingEngine):
                 "record": self._record.state_dict() if self.is_main else None,
             }
         )
+        before = {member.rank: member for member in team.people if member.host}
         team.meet([Member(**one["who"]) for one in told])
+        # A launcher starts the next worker on the same device, which is as fast as before.
+        self.policy.forget([r for r, old in before.items() if team.people[r].place != old.place])
         by_rank = dict(zip(team.members, told, strict=True))
         fp16_ranks = [rank for rank, one in by_rank.items() if one["fp16"]]
         self._scale.learn_ranks(fp16_ranks, self.rank)

@@ -5,7 +5,7 @@ on other machines, but it is deterministic, as a run that is replayed should be.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
@@ -104,6 +104,10 @@ class Planner(ABC):
         Returns:
             Speeds by rank; 0.0 for a rank that has not been measured.
         """
+
+    def forget(self, ranks: Collection[int]) -> None:
+        """Start these ranks as new ones: others, on other devices, have their numbers now."""
+        return
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

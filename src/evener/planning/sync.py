@@ -1,7 +1,7 @@
 """SYNC: a fixed global batch, split so that all ranks finish together. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median, median_low
 from typing import Any, final
 
@@ -86,7 +86,7 @@ class SyncPolicy(Policy):
             raise ConfigError(f"members={list(members)} must be different ids, at least one")
         super().__init__(members)
         self._avoid_ones = avoid_ones
-        self._speeds = tuple(SpeedModel() for _ in members)
+        self._speeds = [SpeedModel() for _ in members]
         # What follows from the speeds that are known now: costs, and by size the best shares and
         # their finish.
         self._costs: tuple[CostModel, ...] | None = None
@@ -347,6 +347,16 @@ class SyncPolicy(Policy):
         moving_s = change_s or _TRANSFER * max(everyone.exchange_s, exchange_s)
         lost_s = _TRIAL_WINDOWS * slow_s + 2 * _PATIENCE * idle_s + moving_s
         return max(LEAST_APART, math.ceil(lost_s / (_TRIALS * now_s)))
+
+    def forget(self, ranks: Collection[int]) -> None:
+        """Start ranks as new ones, which count as fast until they are measured; see ``Planner``."""
+        hinted = [speed.hinted.per_sample_s for speed in self._speeds if speed.hinted is not None]
+        for rank in ranks:
+            self._speeds[rank] = SpeedModel()
+            self._speeds[rank].hint(1.0 / min(hinted, default=1.0))
+            self._idle_windows[rank] = 0
+            self._in_use = {}
+        self._forget_forecasts()
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
         """Predicted samples per second of each rank alone; see ``Policy``."""

@@ -46,6 +46,11 @@ class Member:
     versions: Mapping[str, str]
     precision: str = "fp32"
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where it computes: its host, and its device there."""
+        return self.host, self.device
+
 
 def describe_self(
     rank: int,

@@ -18,6 +18,7 @@ from evener.comm.base import Call
 from evener.errors import ConfigError, CoordinatorLostError, ReplicasDifferError, UsageError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
+from evener.planning.sync import SyncPolicy
 from helpers.elastic import ElasticThreads, Kill, MortalCommunicator, ThreadMembership
 from helpers.elastic_runs import (
     BATCH,
@@ -105,6 +106,26 @@ def test_two_ranks_die_one_after_the_other() -> None:
     team, trained = run(3, kills)
     check(team, trained)
     assert [formation.base for formation in team.formations] == [0, 1, 5]
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_the_speed_of_a_number_is_forgotten_where_another_device_has_it(
+    is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, forgotten = socket.gethostname(), []
+    hosts = {"j": "elsewhere"} if is_elsewhere else {}
+
+    def forget(_: SyncPolicy, ranks: list[int]) -> None:
+        forgotten.extend((threading.current_thread().name, rank) for rank in ranks)
+
+    monkeypatch.setattr(SyncPolicy, "forget", forget)
+    monkeypatch.setattr(
+        socket, "gethostname", lambda: hosts.get(threading.current_thread().name, host)
+    )
+    team, trained = run(3, [Kill("w1", "gradients of window 1")], joins_after=2)
+    check(team, trained, replays=False)
+    assert team.formations[-1].numbers == (0, 2, 1)
+    assert sorted(forgotten) == ([("w0", 1), ("w2", 1)] if is_elsewhere else [])
 
 
 @pytest.mark.parametrize("leaver", ["w0", "w1"])

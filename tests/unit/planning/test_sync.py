@@ -518,6 +518,18 @@ def test_bad_arguments_are_named(make, message):
         make()
 
 
+@pytest.mark.parametrize("hint", [False, True])
+def test_a_rank_that_is_forgotten_counts_as_new_until_it_is_measured(hint):
+    team = Team([CostModel(0.0, 0.01), CostModel(0.0, 0.04)], 60, noise=0.0, hint=hint)
+    assert team.run(40)[1][-1] == (48, 12)
+    team.policy.forget([1])
+    assert team.policy.is_calibrated
+    assert team.policy.plan(99, 0, 0, 60).shares == (30, 30)
+    assert list(team.policy.state_dict()["members"]) == ["member-0"]
+    team.set_cost(1, CostModel(0.0, 0.02))
+    assert team.run(40)[1][-1] == (40, 20)
+
+
 def test_reports_of_another_team_are_refused():
     policy = SyncPolicy(["a", "b"], [8, 8])
     with pytest.raises(ProtocolError, match="1 reports and 2 shares for a team of 2"):
