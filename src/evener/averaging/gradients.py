@@ -186,7 +186,7 @@ class GradientAverager:
                 torch._foreach_mul_(tensors, own)
 
     def _norm(self, part: int | None) -> float:
-        """2-norm of the gradients as they are; finite whenever they are."""
+        """Return the 2-norm of the gradients as they are; finite whenever they are."""
         norm = norm_of([self._flat.gradients(group) for group in self._flat.groups_of(part)])
         return norm if math.isfinite(norm) else self._exact_norm(part)
 
@@ -232,7 +232,7 @@ def clip(factor: float, norm: float, max_norm: float | None) -> float:
 
 
 def norm_of(groups: Sequence[list[torch.Tensor]], dtype: torch.dtype | None = None) -> float:
-    """2-norm of groups of tensors, each group of one device and dtype; half ones in float32."""
+    """Return the 2-norm of groups of tensors of one device and dtype; half ones in float32."""
     norms = [_norms(tensors, dtype) for tensors in groups if tensors]
     return _root(Reading(norms).read())
 

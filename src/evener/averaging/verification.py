@@ -140,7 +140,7 @@ class ReplicaCheck:
 
 
 def _factors(device: torch.device) -> Tensor:
-    """Odd numbers without a pattern, int64 of shape ``(_CHUNK,)``; the same on every device."""
+    """Return odd int64 numbers without a pattern, ``(_CHUNK,)``; equal on every device."""
     x = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * _STEP
     x = (x ^ (x >> 29)) * _MIX
     return (x ^ (x >> 32)) | 1
@@ -152,7 +152,7 @@ def _bits(data: Tensor) -> Tensor:
 
 
 def _hash(bits: Tensor, factors: Tensor) -> Tensor:
-    """Scalar int64; products and sums wrap round at 2**64."""
+    """Return a scalar int64; products and sums wrap round at 2**64."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in torch.split(bits, _CHUNK):
         total = total * _FOLD + (part.to(torch.int64) * factors[: part.numel()]).sum()

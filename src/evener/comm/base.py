@@ -53,11 +53,11 @@ class WaitListener(ABC):
 
     @abstractmethod
     def still_waits(self, comm: "Communicator", call: Call, waited_s: float) -> None:
-        """A call has waited for others for so many seconds; told again and again."""
+        """Hear that a call has waited for others for so many seconds; called repeatedly."""
 
     @abstractmethod
     def wait_over(self, comm: "Communicator", *, succeeded: bool) -> None:
-        """The call of which ``still_waits`` has told is over; ``succeeded`` if the others came."""
+        """Hear that the call of ``still_waits`` is over; ``succeeded`` if the others came."""
 
 
 class Communicator(Closing):
@@ -138,7 +138,7 @@ class Communicator(Closing):
 
     @property
     def number(self) -> int:
-        """The number of this rank in the team."""
+        """Return the number of this rank in the team."""
         return self.numbers[self.rank]
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -405,7 +405,7 @@ class Communicator(Closing):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was closed, or an error has ended it."""
+        """Return whether it was closed, or an error has ended it."""
         return self._ended is not None
 
     def close(self) -> None:
@@ -437,7 +437,7 @@ class Communicator(Closing):
 
     @property
     def _left_s(self) -> float:
-        """Seconds that are left to the call under way."""
+        """Return the seconds left for the call under way."""
         if not (self._is_orphaned or threading.main_thread().is_alive()):
             self._is_orphaned = True
             self.hurry(_ORPHAN_S)  # the interpreter waits for this thread, and nobody for it

@@ -62,7 +62,7 @@ def form_gloo(
 def form_nccl(
     store: Store, rank: int, world_size: int, timeout_s: float, form_timeout_s: float
 ) -> Any:
-    """The same for NCCL on the current CUDA device. End the group with ``end_nccl``.
+    """Form an NCCL group on the current CUDA device. End the group with ``end_nccl``.
 
     Args:
         store: As in ``form_gloo``.
@@ -141,7 +141,7 @@ def _run_within(timeout_s: float, function: Callable[[], None]) -> None:
 
 
 def nccl_version() -> str:
-    """Major and minor version of NCCL (or RCCL), which ranks must share; empty where it is absent.
+    """Return the version of NCCL (or RCCL) that ranks must share; empty where it is absent.
 
     Only to be asked where there is a GPU.
     """

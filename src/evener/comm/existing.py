@@ -105,7 +105,7 @@ def _reachable_address() -> str:
 
 
 def device_of_group(backend: str, kinds: Iterable[str]) -> str:
-    """Where tensors must lie that a group exchanges: a device type, for its current device.
+    """Return the device type for tensors that a group exchanges, on its current device.
 
     Args:
         backend: The group's backend, such as ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
@@ -120,7 +120,7 @@ def device_of_group(backend: str, kinds: Iterable[str]) -> str:
 
 
 def _gather(group: Any, payload: bytes, num_bytes: int = _BYTES) -> list[bytes]:
-    """Every rank's payload of at most ``num_bytes``, as tensors: nothing is pickled."""
+    """Return every rank's payload of at most ``num_bytes``, as tensors: nothing is pickled."""
     device = torch.device(device_of_group(str(dist.get_backend(group)), count_accelerators()))
     padded = bytearray(payload[:num_bytes].ljust(num_bytes, b"\0"))
     own = torch.frombuffer(padded, dtype=torch.uint8).to(device)

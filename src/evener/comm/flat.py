@@ -216,7 +216,7 @@ class FlatBuffers:
 
     @property
     def outside(self) -> list[Parameter]:
-        """Parameters in no group: they have never been trainable when one was looked for."""
+        """Return the parameters in no group: none of them was ever found to be trainable."""
         return [parameter for _, parameter in self._frozen]
 
     def _attach_grads(self, *, are_in_place: bool) -> int:
@@ -318,7 +318,7 @@ class FlatBuffers:
         return [held is not None for held in self._held]
 
     def first_non_finite(self, part: int | None = None) -> int | None:
-        """Flat number of the first parameter whose gradient holds an inf or a NaN, if any."""
+        """Return the flat number of the first parameter whose gradient holds an inf or a NaN."""
         for i in (i for group in self.groups_of(part) for i in group.indices):
             held = self._held[i]
             if held is not None and not bool(torch.isfinite(held).all()):
@@ -437,7 +437,7 @@ class FlatBuffers:
 def _turns(
     buckets: Sequence[tuple[str, Sequence[str]]], known: set[str]
 ) -> dict[str, tuple[int, str]]:
-    """By parameter, number and label of its bucket."""
+    """Return number and label of the bucket, by parameter."""
     turns: dict[str, tuple[int, str]] = {}
     for number, (label, names) in enumerate(buckets):
         for name in names:

@@ -100,7 +100,7 @@ class FlatGroup:
         return replace(self, grad=grad, grad_values=grad[:size], touched=touched)
 
     def spans(self) -> list[tuple[int, int]]:
-        """First and last-plus-one element of each view."""
+        """Return the first and last-plus-one element of each view."""
         return [(o, o + p.numel()) for o, p in zip(self.offsets, self.parameters, strict=True)]
 
 

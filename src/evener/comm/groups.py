@@ -517,12 +517,12 @@ class GroupCommunicator(Communicator, NotInherited):
 
     @property
     def _left_s(self) -> float:
-        """Seconds that are left to the operation under way; none once the groups are let go."""
+        """Return the seconds left for the operation; none once the groups are let go."""
         return 0.0 if self._gloo is None else super()._left_s
 
     @property
     def _is_cut_off(self) -> bool:
-        """Whether the store has been silent for the default deadline; only long waits ask.
+        """Return whether the store was silent for the default deadline; long waits ask it.
 
         A network that is cut closes no connection, so nothing else would tell.
         """
@@ -567,7 +567,7 @@ class GroupCommunicator(Communicator, NotInherited):
             del work
 
     def _poll(self, work: Work, call: Call, started: float) -> bool:
-        """The same for NCCL, whose ``wait`` returns before the device is done.
+        """Wait for NCCL, whose ``wait`` returns before the device is done.
 
         NCCL does not notice that a peer has died, but Gloo's connection to it closes.
         """

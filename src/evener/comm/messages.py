@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """``(1,)`` as ``"rank 1"``, ``(0, 2, 3)`` as ``"ranks 0, 2 and 3"``."""
+    """Return ``(1,)`` as ``"rank 1"``, ``(0, 2, 3)`` as ``"ranks 0, 2 and 3"``."""
     words = [str(r) for r in sorted(ranks)]
     if len(words) == 1:
         return f"rank {words[0]}"

@@ -367,7 +367,7 @@ class SharedCommunicator(Communicator, NotInherited):
 
     @property
     def _parity(self) -> int:
-        """Which cell the next swap uses."""
+        """Return which cell the next swap uses."""
         return self._num_swaps & 1
 
     def _cells(self, like: Tensor) -> list[Tensor]:
@@ -457,7 +457,7 @@ class SharedCommunicator(Communicator, NotInherited):
                 self._links.wake(rank)
 
     def _are_here(self, number: int) -> bool:
-        """Whether all others have arrived at a barrier."""
+        """Return whether all others have arrived at a barrier."""
         for rank, page in self._others:
             if (page.arrived if KEEPS_ORDER else self._links.count(rank)) < number:
                 return False
@@ -500,7 +500,7 @@ class SharedCommunicator(Communicator, NotInherited):
         return self._are_here(number)
 
     def _is_lost(self, number: int) -> bool:
-        """Whether a rank has gone before it could pass a barrier.
+        """Return whether a rank has ended before it could pass a barrier.
 
         One that has passed it may close while bytes of others are still on their way to this one.
         """

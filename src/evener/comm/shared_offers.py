@@ -135,7 +135,7 @@ class MemoryOffer:
 
 
 def find_obstacle(spots: Sequence[Spot]) -> str:
-    """Why these ranks cannot share memory; empty where they can."""
+    """Return why these ranks cannot share memory; empty where they can."""
     for spot in spots:
         if spot.obstacle:
             return f"rank {spot.rank} cannot share memory ({spot.obstacle})"

@@ -92,7 +92,7 @@ class ControlPage:
 
     @property
     def arrived(self) -> int:
-        """The last barrier at which the rank has arrived."""
+        """Return the last barrier at which the rank has arrived."""
         return self._words[_ARRIVED]
 
     def arrive(self, number: int) -> None:
@@ -101,7 +101,7 @@ class ControlPage:
 
     @property
     def asleep(self) -> int:
-        """The barrier in which it sleeps and wants to be woken up; 0 for none."""
+        """Return the barrier in which it sleeps and must be woken up; 0 for none."""
         return self._words[_ASLEEP]
 
     def sleep(self, number: int) -> None:
@@ -110,7 +110,7 @@ class ControlPage:
 
     @property
     def ended(self) -> int:
-        """The barrier that it will not pass any more; 0 for none."""
+        """Return the barrier that it will not pass any more; 0 for none."""
         return self._words[_ENDED]
 
     def end(self, number: int) -> None:
@@ -149,7 +149,7 @@ class ControlPage:
 
     @property
     def notice(self) -> Notice | None:
-        """Why the rank gave up waiting, if it did."""
+        """Return why the rank gave up waiting, if it did."""
         text = bytes(self.content[_NOTICE:_CELLS]).partition(b"\0")[0]
         return Notice(*json.loads(text)) if text else None
 

@@ -61,6 +61,6 @@ class Slots:
 
 
 def steps(size: int, step: int) -> Iterator[tuple[int, int]]:
-    """First and last-plus-one element of each step through ``size`` elements."""
+    """Return the first and last-plus-one element of each step through ``size`` elements."""
     for start in range(0, size, step):
         yield start, min(start + step, size)

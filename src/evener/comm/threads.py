@@ -145,7 +145,7 @@ class ThreadTeam:
     def _obstacle(
         self, rank: int, call: Call, exchange: _Exchange, started: float, deadline: float
     ) -> CollectiveError | None:
-        """Why ``rank`` must stop waiting, if it must."""
+        """Return why ``rank`` must stop waiting, if it must."""
         if exchange.errors:
             return exchange.errors[0](rank)
         if rank in self._dead:

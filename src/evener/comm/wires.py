@@ -67,7 +67,7 @@ class Wires(NotInherited):
 
     @property
     def is_broken(self) -> bool:
-        """Whether a connection that a new group had was closed since, by a peer or by torch."""
+        """Return whether a connection of a new group was closed since, by a peer or by torch."""
         return sum(map(_is_connected, self._own())) < self._num_connections
 
     def leave_behind(self) -> None:
@@ -94,7 +94,7 @@ def close_server(port: int) -> None:
 
 
 def _sockets() -> dict[int, str]:
-    """Every socket of this process: its inode by descriptor; empty where they are not listed."""
+    """Return the inode of every socket of this process, by descriptor; empty if unknown."""
     if sys.platform != "linux":
         return {}
     found = {}

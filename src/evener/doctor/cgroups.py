@@ -47,7 +47,7 @@ def read_group_limits(root: Path = Path("/")) -> GroupLimits:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Folders that may hold limits of this process, from its own group up to the top."""
+    """Return the folders that may limit this process, from its own group up to the top."""
     top = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

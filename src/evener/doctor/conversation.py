@@ -58,12 +58,12 @@ class Conversation:
 
     @property
     def own_address(self) -> str:
-        """The number of this end."""
+        """Return the number of this end."""
         return str(self._end.getsockname()[0])
 
     @property
     def peer_address(self) -> str:
-        """The number of the other end."""
+        """Return the number of the other end."""
         return str(self._end.getpeername()[0])
 
     def say(self, **message: Any) -> None:

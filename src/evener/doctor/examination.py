@@ -168,7 +168,7 @@ def _processor(group: GroupLimits) -> ProcessorFacts:
 
 
 def _extras() -> dict[str, dict[str, str]]:
-    """Versions of the packages that each extra of evener asks for."""
+    """Return the versions of the packages that each extra of evener needs."""
     extras: dict[str, dict[str, str]] = {}
     try:
         requirements = importlib.metadata.requires("evener") or []

@@ -158,7 +158,7 @@ class HostFacts:
 
     @property
     def accelerators(self) -> tuple[DeviceFacts, ...]:
-        """Devices other than the CPU."""
+        """Return the devices other than the CPU."""
         return tuple(device for device in self.devices if device.name != "cpu")
 
 

@@ -69,7 +69,7 @@ class AskingEngine(Engine):
     @property
     @abstractmethod
     def is_alone(self) -> bool:
-        """Whether this rank's script is where the others have been before it joined."""
+        """Return whether the others passed this point of the script before this rank joined."""
 
     @abstractmethod
     def _survive(self, error: CollectiveError) -> bool:

@@ -130,14 +130,14 @@ class ElasticEngine(AskingEngine):
 
     @property
     def _keeps_own(self) -> bool:
-        """Whether this rank needs no more than these tensors to be where the donor is."""
+        """Return whether these tensors are all that this rank needs to hold the donor's state."""
         return False
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────
 
     @property
     def is_joining(self) -> bool:
-        """Whether the team began before this rank came, which is not in it yet."""
+        """Return whether the team began before this rank came, and the rank is not in it yet."""
         return not self._is_in
 
     def call_on_change(self, function: Callable[[Change], None]) -> None:
@@ -156,7 +156,7 @@ class ElasticEngine(AskingEngine):
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank's script is where the others have been before it joined."""
+        """Return whether the others passed this point of the script before this rank joined."""
         return self.is_joining or (self._is_new and not self.committing)
 
     def _step_in(self) -> None:
@@ -170,7 +170,7 @@ class ElasticEngine(AskingEngine):
 
     @property
     def has_just_joined(self) -> bool:
-        """Whether this rank has joined and not begun an epoch since."""
+        """Return whether this rank has joined and not begun an epoch since."""
         return self._is_new
 
     def hold_position(self, position: Position) -> None:
@@ -393,7 +393,7 @@ class ElasticEngine(AskingEngine):
 
     @property
     def _takes_joiners(self) -> bool:
-        """Whether plans are all that this rank exchanges next, as does one that joins."""
+        """Return whether plans are all that this rank exchanges next, like a rank that joins."""
         is_planning = self._wants_plans or self._is_new
         return is_planning and not (self.committing or self._is_asking)
 

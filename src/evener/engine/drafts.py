@@ -62,7 +62,7 @@ class DraftingEngine(LateEngine):
 
     @property
     def policy(self) -> Policy:
-        """Who does how much; it knows all windows that are over."""
+        """Return the policy, which knows all windows that are over."""
         self._learn()
         return self._policy
 

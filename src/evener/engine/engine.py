@@ -136,16 +136,16 @@ class Engine(ABC):
     @property
     @abstractmethod
     def policy(self) -> Planner:
-        """Who does how much; the word of the lowest rank that is present counts."""
+        """Return the policy that divides the work; only the lowest present rank's decides."""
 
     @property
     @abstractmethod
     def turns(self) -> int:
-        """What ``max_steps`` counts: optimizer steps of the team, those left out included."""
+        """Return what ``max_steps`` limits: the team's optimizer steps, skipped ones included."""
 
     @property
     def parts_of_batch(self) -> int:
-        """On how many ranks the samples of one optimizer step are: a local step is a rank's own."""
+        """Return over how many ranks the samples of one optimizer step are spread."""
         return self.world_size if self.state.is_sync else 1
 
     @property
@@ -155,46 +155,46 @@ class Engine(ABC):
 
     @property
     def comm(self) -> Communicator:
-        """Joins the ranks that are present."""
+        """Return the communicator of the ranks that are present."""
         return self.team.comm
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies on this rank."""
+        """Return the device of the model on this rank."""
         return self.flat.groups[0].data.device
 
     @property
     def stopping(self) -> bool:
-        """Whether the team has agreed to stop."""
+        """Return whether the team has agreed to stop."""
         return self.state.stopping
 
     @property
     def is_lost(self) -> bool:
-        """Whether other ranks need not be waited for: a connection or the agreement was lost."""
+        """Return whether waiting for others is useless: a connection or the agreement was lost."""
         return self.team.has_ended or self.state.phase is Phase.ENDED
 
     @property
     def is_working(self) -> bool:
-        """Whether there is a window to compute."""
+        """Return whether there is a window to compute."""
         return self.state.is_working
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank plans, writes and prints for the team: one that is not parked."""
+        """Return whether this rank plans, writes and prints for the team; it is not parked then."""
         return self.rank == self.state.planner
 
     @property
     def is_training(self) -> bool:
-        """Whether this rank is in a training loop, of a loader or of its own."""
+        """Return whether this rank is in a training loop, of a loader or of its own."""
         return self.in_epoch or self.share.in_micro_batch
 
     @property
     def has_left(self) -> bool:
-        """Whether the user has left a loader's loop by ``break``, and others may not know."""
+        """Return whether the user has left a loader's loop by ``break`` and others may not know."""
         return self.state.phase is Phase.REST
 
     def stop(self) -> None:
-        """This rank wants the team to stop after the window that is being computed."""
+        """Ask the team to stop after the window that is being computed."""
         self._wants_stop = True
 
     def wants_stop(self) -> bool:
@@ -260,7 +260,7 @@ class Engine(ABC):
 
     @property
     def cursor(self) -> Cursor:
-        """The data position of the epoch that was begun last."""
+        """Return the data position of the epoch that was begun last."""
         assert self._cursor is not None, "no epoch was begun"
         return self._cursor
 
@@ -274,7 +274,7 @@ class Engine(ABC):
 
     @contextmanager
     def epoch_open(self) -> Iterator[None]:
-        """The length of the user's loop over a loader with plans."""
+        """Keep the user's loop over a loader with plans open, in a ``with`` block."""
         self.in_epoch = True
         try:
             yield
@@ -507,7 +507,7 @@ class Engine(ABC):
     # ── commits ──────────────────────────────────────────────────────────────────────────────────
 
     def _commit(self, rows: Mapping[int, Row]) -> None:
-        """All ranks are here, so all have applied the window before: it is committed."""
+        """Commit the previous window: all ranks have arrived here, so all have applied it."""
         applied, self._applied = self._applied, None
         self.state = self.state._replace(applied=False)
         assert applied is not None
@@ -575,7 +575,7 @@ class Engine(ABC):
         self.state = self.state._replace(window=progress.window)
 
     def _reports(self, rows: Mapping[int, Row]) -> list[Report]:
-        """Reports by rank; blank ones of ranks that are parked."""
+        """Return the reports by rank; blank ones for ranks that are parked."""
         return [rows[r].report if r in rows else NOTHING for r in range(self.world_size)]
 
     def _records(self, rows: Mapping[int, Row]) -> tuple[RankRecord, ...]:

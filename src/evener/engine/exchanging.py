@@ -44,7 +44,7 @@ class Exchanger(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether ``wait`` would return without waiting for a thread."""
+        """Return whether ``wait`` would return without waiting for a thread."""
         return True
 
     def wait(self) -> T:
@@ -81,7 +81,7 @@ class BackgroundExchanger(Exchanger[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether the job has ended."""
+        """Return whether the job has ended."""
         return self._done.is_set()
 
     def wait(self) -> T:

@@ -109,7 +109,7 @@ class Habits:
 
     @property
     def is_active(self) -> bool:
-        """Whether the team is still there."""
+        """Return whether the team is still open."""
         return bool(self._hooks)
 
     def claim(self, models: Sequence[nn.Module]) -> None:
@@ -119,7 +119,7 @@ class Habits:
 
     @property
     def are_hooked(self) -> bool:
-        """Whether the user has hooks on the steps of optimizers, or has replaced one's step."""
+        """Return whether an optimizer's step has hooks of the user, or was replaced."""
         if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
             return True
         return any(

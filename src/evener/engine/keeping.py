@@ -79,13 +79,13 @@ class KeepingEngine(ElasticEngine):
 
     @property
     def policy(self) -> CadencePolicy:
-        """Who does how much; the planner's word counts."""
+        """Return the policy that divides the work; only the planner's decides."""
         return self._policy
 
     @property
     @abstractmethod
     def turns(self) -> int:
-        """Optimizer steps of all ranks, those left out included."""
+        """Return the optimizer steps of all ranks, skipped ones included."""
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 
@@ -113,7 +113,7 @@ class KeepingEngine(ElasticEngine):
             self._go_by(plan)
 
     def _tell_held(self) -> dict[int, list[Slice]] | None:
-        """In an elastic team, tell what this rank has done of a window; return what each has."""
+        """Tell the others of an elastic team this rank's part of a window; return each rank's."""
         if not self.team.is_elastic:
             return None
         own = () if self._book is None else self._book.queue(self.rank)[: self._steps.num_done]

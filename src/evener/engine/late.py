@@ -125,22 +125,22 @@ class LateUpdate:
 
     @property
     def non_finite(self) -> int:
-        """What is not finite, as in ``Report``; waits for the device, as all that follows."""
+        """Return what is not finite, as in ``Report``; waits for the device."""
         return self._values.non_finite
 
     @property
     def loss(self) -> float:
-        """Mean loss per unit of weight."""
+        """Return the mean loss per unit of weight."""
         return self._values.loss_sum / self._weight
 
     @property
     def grad_norm(self) -> float:
-        """2-norm of the mean gradient, before clipping; ``nan`` where the update was left out."""
+        """Return the 2-norm of the mean gradient, before clipping; ``nan`` for a skipped update."""
         return math.nan if self.skipped else self._values.norm * self._factor
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was left out."""
+        """Return whether the update was skipped."""
         return self._values.non_finite != 0
 
     def show(self, result: WindowResult, progress: Progress) -> WindowResult:
@@ -271,7 +271,7 @@ class LateEngine(ParkingEngine):
         )
 
     def _undo(self, *, failed: bool) -> None:
-        """Correct the progress, as the device has left out the update of the window before."""
+        """Correct the progress, because the device has skipped the previous window's update."""
         late, applied = self._undecided, self._applied
         assert late is not None
         assert applied is not None

@@ -73,7 +73,7 @@ class LocalEngine(KeepingEngine):
 
     @property
     def turns(self) -> int:
-        """Optimizer steps of all ranks, those left out included."""
+        """Return the optimizer steps of all ranks, skipped ones included."""
         return self.progress.steps + self.progress.skipped
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
@@ -454,7 +454,7 @@ class LocalEngine(KeepingEngine):
                 self._heard = Heard(number)
 
     def optimizer_states(self) -> list[OptimizerState]:
-        """Rank 0's means, of the last ``prepare_save``."""
+        """Return rank 0's means, of the last ``prepare_save``."""
         return self._moments.states
 
     def close_down(self) -> None:
@@ -464,7 +464,7 @@ class LocalEngine(KeepingEngine):
 
 
 def merged(pieces: Sequence[Slice]) -> tuple[tuple[int, int], ...]:
-    """Ranges of positions, sorted, adjacent ones as one."""
+    """Return ranges of positions sorted, with adjacent ones merged."""
     ranges: list[tuple[int, int]] = []
     for piece in sorted(pieces, key=lambda p: p.start):
         if ranges and ranges[-1][1] == piece.start:

@@ -59,7 +59,7 @@ class LossScale:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether a smaller scale is left to try."""
+        """Return whether a smaller scale is left to try."""
         return self.value > SMALLEST_SCALE
 
     def may_shrink(self, rank: int) -> bool:

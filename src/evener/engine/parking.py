@@ -57,7 +57,7 @@ class ParkingEngine(ElasticEngine):
     @property
     @abstractmethod
     def policy(self) -> Policy:
-        """Who does how much, and who is parked."""
+        """Return the policy, which divides the work and decides which ranks are parked."""
 
     @abstractmethod
     def _drop_plans(self) -> None:
@@ -204,7 +204,7 @@ class ParkingEngine(ElasticEngine):
         return found
 
     def _rejoin(self, found: Answer, *, receives: bool) -> None:
-        """All ranks are present again, with one state; without effect where they stay away."""
+        """Make all ranks present again, with one state; without effect where they stay away."""
         if found.said is Said.STAY:
             return
         if not receives:

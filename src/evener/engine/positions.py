@@ -12,7 +12,7 @@ class Position(Protocol):
 
     @property
     def cursor(self) -> Cursor | None:
-        """What windows are planned on; ``None`` for a stream."""
+        """Return the position from which windows are planned; ``None`` for a stream."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -26,11 +26,11 @@ class RecordedSums:
 
     @property
     def is_at_start(self) -> bool:
-        """Whether the script is before its first epoch."""
+        """Return whether the script is before its first epoch."""
         return self._place == "start"
 
     def move(self, place: str) -> None:
-        """The script has come to another place."""
+        """Note that the script has come to another place."""
         self._place, self._next = place, 0
 
     def add(self, result: Sequence[float]) -> None:

@@ -207,7 +207,7 @@ class Replica:
         return zip(self._flat.groups, self.consensus, self._scratch, self._snapshots, strict=True)
 
     def _relative(self, differences: Sequence[Tensor]) -> float:
-        """2-norm of differences, relative to that of the consensus."""
+        """Return the 2-norm of differences, relative to that of the consensus."""
         size = norm_of([[agreed] for agreed in self.consensus])
         norm = norm_of([[difference] for difference in differences])
         return norm / size if size else norm

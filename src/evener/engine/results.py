@@ -96,7 +96,7 @@ class WindowResult:
 
     @property
     def committed(self) -> tuple[int, int]:
-        """The range of the epoch's permutation that a SYNC window covers, end exclusive."""
+        """Return the range of the epoch's permutation of a SYNC window, end exclusive."""
         return self.start, self.start + self.size
 
 

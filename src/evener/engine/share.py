@@ -33,7 +33,7 @@ class Lap(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took; waits until the device has passed both points."""
+        """Return its duration; waits until the device has passed both points."""
         if isinstance(self.start, Milestone):
             assert isinstance(self.stop, Milestone)
             return self.start.seconds_to(self.stop) + self.added_s
@@ -107,7 +107,7 @@ class WindowSpans:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since a window was applied, or the epoch was begun."""
+        """Return the seconds since a window was applied, or the epoch was begun."""
         return time.perf_counter() - self._applied_s
 
     def receive(self, asked_s: float) -> None:
@@ -219,12 +219,12 @@ class Share:
 
     @property
     def micro_batch_weight(self) -> float:
-        """Weight of the micro-batch that is being computed; 0 before its backward."""
+        """Return the weight of the present micro-batch; 0 before its backward."""
         return next(iter(self._open_weights.values()), 0.0)
 
     @property
     def weight(self) -> float:
-        """Weight of the micro-batches so far; where optimizers take turns, of the first turn."""
+        """Return the weight of the micro-batches so far, of the first turn if there are several."""
         return next(iter(self._weights.values()), 0.0)
 
     def weight_of(self, part: int | None) -> float:
@@ -240,12 +240,12 @@ class Share:
 
     @property
     def compute_s(self) -> float:
-        """Seconds that the micro-batches took; waits for the device."""
+        """Return the seconds that the micro-batches took; waits for the device."""
         return sum(lap.seconds for lap in self._laps)
 
     @property
     def warmup_s(self) -> float:
-        """How many of these seconds the first micro-batches of their sizes took."""
+        """Return how many of these seconds the first micro-batches of their sizes took."""
         return sum(lap.seconds for lap in self._warmup_laps)
 
     def losses_of(self, part: int | None = None) -> list[Tensor]:

@@ -36,7 +36,7 @@ class Stateful(Protocol):
     """Anything with ``state_dict`` and ``load_state_dict``."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Its state."""
+        """Return its state."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
@@ -150,7 +150,7 @@ class TrainingState:
             self._registered[name].load_state_dict(state)
 
     def check_identity(self) -> None:
-        """The model must hold the parameters that are averaged and stepped, not others instead.
+        """Check that the model holds the parameters that are averaged and stepped, not others.
 
         Raises:
             UsageError: One has been replaced since the set-up.

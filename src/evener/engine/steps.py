@@ -49,12 +49,12 @@ class LocalSteps:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first parameter group, as it is applied."""
+        """Return the learning rate of the first parameter group, as it is applied."""
         return float(self.optimizers[0].param_groups[0]["lr"]) * self._lr_factor
 
     @property
     def num_done(self) -> int:
-        """Steps of the window so far, those left out included."""
+        """Return the steps of the window so far, skipped ones included."""
         return self._work.steps
 
     def wants_another(self) -> bool:

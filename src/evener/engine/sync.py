@@ -63,7 +63,7 @@ class SyncEngine(DraftingEngine):
 
     @property
     def turns(self) -> int:
-        """Windows: each is an optimizer step, or one left out."""
+        """Return the windows: each is one optimizer step, or a skipped one."""
         return self.progress.window
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
@@ -433,7 +433,7 @@ class SyncEngine(DraftingEngine):
 
     @property
     def _finds_in_mean(self) -> bool:
-        """Whether ranks do without the norms of their own gradients, in a divided update.
+        """Return whether ranks take no norms of their own gradients, in a sharded update.
 
         The norm of the mean is taken anyway, before anything is applied, and ``blame`` then finds
         the rank. A loss scale, and batches that others hand out, are judged by ranks' own norms.
@@ -442,7 +442,7 @@ class SyncEngine(DraftingEngine):
         return self._sharded.can_blame and is_planned and not self._scale.is_used
 
     def _overflowed(self, norm: float, plan: WindowPlan, part: int | None) -> bool:
-        """Whether a window is to be left out, as its mean gradient is not finite.
+        """Return whether to skip a window, because its mean gradient is not finite.
 
         Raises:
             NonFiniteGradientError: It must not be left out.

@@ -66,22 +66,22 @@ class Team:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether members may join and leave."""
+        """Return whether members may join and leave."""
         return self.membership.is_elastic
 
     @property
     def is_joining(self) -> bool:
-        """Whether an elastic team began before this rank came, which is not in it yet."""
+        """Return whether an elastic team began before this rank came, and it has not joined yet."""
         return self.membership.is_joining
 
     @property
     def wants_change(self) -> bool:
-        """Whether a worker waits to join an elastic team."""
+        """Return whether a worker waits to join an elastic team."""
         return self.membership.wants_change
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this rank was told to leave an elastic team."""
+        """Return whether this rank was told to leave an elastic team."""
         return self.membership.is_leaving
 
     def leave(self) -> None:
@@ -95,12 +95,12 @@ class Team:
 
     @property
     def name(self) -> str:
-        """What this rank is called."""
+        """Return the name of this rank."""
         return self.membership.member
 
     @property
     def is_over(self) -> bool:
-        """Whether the generation is known to have ended: nobody need be waited for in it."""
+        """Return whether the generation is known to have ended: waiting in it is useless."""
         return self.membership.is_over
 
     def await_lease(self) -> None:
@@ -109,7 +109,7 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of those that are present."""
+        """Return whether this rank is the first of those that are present."""
         return self.rank == self.members[0]
 
     def declare(self, phase: str, done: int = 0) -> None:
@@ -144,22 +144,22 @@ class Team:
 
     @property
     def away(self) -> frozenset[int]:
-        """Ranks that are not present: parked or absent."""
+        """Return the ranks that are not present: parked or absent."""
         return frozenset(range(self.world_size)) - frozenset(self.members)
 
     @property
     def parked(self) -> frozenset[int]:
-        """Ranks that wait to be called back."""
+        """Return the ranks that wait to be called back."""
         return self.away - self.absent
 
     @property
     def absent(self) -> frozenset[int]:
-        """Numbers that no member of an elastic team has."""
+        """Return the numbers that no member of an elastic team has."""
         return frozenset(range(self.world_size)) - frozenset(self.everyone)
 
     @property
     def has_ended(self) -> bool:
-        """Whether a connection was closed or lost."""
+        """Return whether a connection was closed or lost."""
         return self.comm.has_ended or self.whole.has_ended
 
     def meet(self, people: Sequence[Member]) -> None:
@@ -203,7 +203,7 @@ class Team:
         return self.introduce(told, timeout_s=timeout_s)[self.members.index(rank)]
 
     def places(self) -> dict[int, str]:
-        """Where each rank is in the user's code, as far as ranks can say it."""
+        """Return the line of the user's code at which each rank is, where ranks can tell it."""
         try:
             told = self.comm.all_gather_bytes(
                 here().encode(), what="places of ranks", timeout_s=min(10.0, self.comm.timeout_s)
@@ -233,7 +233,7 @@ class Team:
 
     @property
     def call_is_due(self) -> bool:
-        """Whether parked ranks should be called."""
+        """Return whether parked ranks should be called."""
         return bool(self.parked) and time.monotonic() - self._called_s >= CALL_S
 
     def call(self, *, is_parked: bool) -> None:
@@ -244,7 +244,7 @@ class Team:
         self._called_s = time.monotonic()
 
     def rejoin(self) -> None:
-        """All ranks are present again."""
+        """Make all ranks present again."""
         self._let_go(self.comm)
         self.comm, self.members = self.whole, self.everyone
 

@@ -189,17 +189,17 @@ class Assembly:
 
     @property
     def policy(self) -> Planner:
-        """Who does how much."""
+        """Return the policy that divides the work."""
         return self.engine.policy
 
     @property
     def comm(self) -> Communicator:
-        """Joins the ranks, those that are parked included."""
+        """Return the communicator of all ranks, parked ones included."""
         return self.team.whole
 
     @property
     def names(self) -> list[str]:
-        """The members' names, in rank order."""
+        """Return the members' names, in rank order."""
         if self.team.is_elastic:  # others may come under the same numbers
             return [f"number {rank}" for rank in range(self.team.world_size)]
         return [member.member for member in self.members]
@@ -307,7 +307,7 @@ class Assembly:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """What each rank is."""
+        """Return the member of each rank."""
         return self.team.people
 
     def _introduce(self, training: Sequence[object]) -> None:

@@ -185,7 +185,7 @@ class Checkpointer:
 
     @property
     def path(self) -> Path | None:
-        """The newest complete checkpoint, on the main process."""
+        """Return the newest complete checkpoint, on the main process."""
         return self._writer.last_path if self._writer is not None else None
 
     def finish(self) -> bool:

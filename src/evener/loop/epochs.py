@@ -55,7 +55,7 @@ class EpochLoop(ABC):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last epoch or step has been committed; a checkpoint may say so, too."""
+        """Return whether the last epoch or step is committed; a checkpoint may say so, too."""
         if self._max_steps is not None:
             return self.ddp.assembly.engine.turns >= self._max_steps
         return self.loader.cursor.epoch >= self._num_epochs

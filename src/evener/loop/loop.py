@@ -159,12 +159,12 @@ class Loop(DataSide):
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """What each rank is; in an elastic team, or was last; see ``devices``."""
+        """Return the member of each rank, or its last one in an elastic team; see ``devices``."""
         return self.assembly.members
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Each rank's device, such as ``"cuda:0"``; empty for a number that no rank ever had."""
+        """Return each rank's device, such as ``"cuda:0"``; empty for ranks that had no worker."""
         return tuple(member.device for member in self.members)
 
     @property
@@ -174,7 +174,7 @@ class Loop(DataSide):
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this rank writes and prints for the team; true on one rank.
+        """Return whether this rank writes and prints for the team; true on one rank.
 
         It is rank 0 until that is parked because it is too slow; then the lowest rank that stays,
         also after rank 0 has come back. In an elastic team it is the rank that has been there for
@@ -184,17 +184,17 @@ class Loop(DataSide):
 
     @property
     def window(self) -> int:
-        """Windows closed so far: the only counter that is the same on every rank."""
+        """Return the windows closed so far: the only counter that is the same on every rank."""
         return self._engine.window
 
     @property
     def progress(self) -> Progress:
-        """What the team has applied so far."""
+        """Return what the team has applied so far."""
         return self._engine.progress
 
     @property
     def stopping(self) -> bool:
-        """Whether the team has agreed to stop; loaders then yield nothing more."""
+        """Return whether the team has agreed to stop; loaders then yield nothing more."""
         return self._engine.stopping
 
     def backward(

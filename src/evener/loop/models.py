@@ -98,7 +98,7 @@ def _described(value: object) -> str:
 
 
 def combine_models(models: Models) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """One module that holds all, and those whose ``forward`` the user calls.
+    """Return one module that holds all, and those whose ``forward`` the user calls.
 
     Raises:
         ConfigError: None was given, or one is wrapped for data-parallel training already.
@@ -161,7 +161,7 @@ def _check_schedulers(scheduler: Schedulers, optimizers: Sequence[Optimizer]) ->
 
 
 def parts_of(optimizers: Sequence[Optimizer], model: nn.Module) -> dict[int, int]:
-    """By ``id`` of a parameter, the number of the optimizer that holds it.
+    """Return, by ``id`` of a parameter, the number of the optimizer that holds it.
 
     An optimizer must not step what is not averaged: replicas would drift apart.
 

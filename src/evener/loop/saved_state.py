@@ -60,7 +60,7 @@ class SavedState:
 
     @property
     def progress(self) -> Progress:
-        """What the team had applied."""
+        """Return what the team had applied."""
         return Progress(**self.engine["progress"])
 
 

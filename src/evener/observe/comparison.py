@@ -47,7 +47,7 @@ class Trial:
     completed: bool = False
 
     def speed(self) -> float:
-        """Units per second, after the warm-up where there is enough for that."""
+        """Return units per second, after the warm-up if the run is long enough for that."""
         start = next(i for i, t in enumerate(self.elapsed_s) if t >= _WARM_UP * self.elapsed_s[-1])
         if start == len(self.units) - 1:
             return self.units[-1] / max(self.elapsed_s[-1], 1e-9)
@@ -55,11 +55,11 @@ class Trial:
         return (self.units[-1] - self.units[start]) / max(seconds, 1e-9)
 
     def loss_by_time(self, seconds: float) -> float:
-        """Mean loss of the last windows until then."""
+        """Return the mean loss of the last windows before a time."""
         return self._loss(self.elapsed_s, seconds)
 
     def loss_by_units(self, units: float) -> float:
-        """Mean loss of the last windows until so many units were committed."""
+        """Return the mean loss of the last windows before so many units were committed."""
         return self._loss(self.units, units)
 
     def _loss(self, axis: Sequence[float], end: float) -> float:
@@ -131,7 +131,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Such as ``sync/gloo``."""
+        """Return a name such as ``sync/gloo``."""
         return f"{self.policy}/{self.backend}"
 
 

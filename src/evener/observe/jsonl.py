@@ -86,7 +86,7 @@ class JsonlSink(Sink):
         atexit.register(self.close)
 
     def emit(self, event: Event) -> None:
-        """Append one event; a full disk is reported once and does not raise."""
+        """Append one event; report a full disk once, and do not raise."""
         if self._closed:
             self._warn("it is closed")
         elif self._waiting.qsize() >= MOST_WAITING:

@@ -38,7 +38,7 @@ class Voids:
 
     @property
     def are_left(self) -> bool:
-        """Whether some of these events have not come: the file that they were in was removed."""
+        """Return whether some of these events have not come, because their file was removed."""
         return bool(self._first_void)
 
 

@@ -265,7 +265,7 @@ def _loss(loss: float | None) -> str:
 
 
 def _width(stream: TextIO) -> int:
-    """Columns of the terminal that the stream writes to."""
+    """Return the columns of the terminal that the stream writes to."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):

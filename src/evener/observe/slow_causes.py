@@ -49,7 +49,7 @@ class SlowDiagnosis:
         self._before: _Counts | None = None
 
     def forget(self) -> None:
-        """The rank is not slow any more: begin anew with the next suspicion."""
+        """Forget the rank, which is not slow any more; the next suspicion starts over."""
         self._before = None
 
     def look(self) -> SlowCause:

@@ -107,7 +107,7 @@ class RunSummary:
 
     @property
     def of_ideal(self) -> float | None:
-        """Speed of the team over the sum of the speeds of its ranks alone; at best about 1."""
+        """Return the team's speed over the sum of its ranks' speeds alone; at best about 1."""
         solos = [speed for speed in self.solo_tokens_per_s if speed is not None]
         if self.tokens_per_s is None or not solos or len(solos) != self.world_size:
             return None
@@ -115,7 +115,7 @@ class RunSummary:
 
     @property
     def ceiling(self) -> float | None:
-        """Speed of the ranks side by side without any exchange, over that of each alone.
+        """Return the ranks' speed side by side without exchange, over that of each alone.
 
         What is missing to 1 is lost to other programs, and to what ranks share, such as cores.
         """

@@ -119,7 +119,7 @@ class EventTally:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from the first event to the last one of each session, added up."""
+        """Return the seconds from the first event to the last one of each session, added up."""
         return self._earlier_s + sum(one.ended_t - one.began_t for one in self._sessions)
 
     def speed(self) -> float | None:

@@ -270,7 +270,7 @@ class CadencePolicy(Planner):
         return self.elche.anchor_wall_ms / 1000.0
 
     def _ms(self) -> list[float]:
-        """Milliseconds a step by rank; one that was never timed is taken for the slowest."""
+        """Return milliseconds a step by rank; a rank that was never timed counts as the slowest."""
         known = self.elche.ms_per_batch
         slowest = max(known)
         if slowest > 0:

@@ -206,7 +206,7 @@ class ElChe:
     # ── what to do ───────────────────────────────────────────────────────────────────────────────
 
     def batches(self, rank: int) -> int:
-        """Batches of ``rank`` until the next averaging, 1 or more.
+        """Return the batches of ``rank`` until the next averaging, 1 or more.
 
         Raises:
             ConfigError: There is no such rank.
@@ -216,22 +216,22 @@ class ElChe:
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
-        """Batches until the next averaging, by rank."""
+        """Return the batches until the next averaging, by rank."""
         return tuple(self._counts)
 
     @property
     def total_batches(self) -> int:
-        """The same, over all ranks."""
+        """Return the batches until the next averaging, over all ranks."""
         return sum(self._counts)
 
     @property
     def anchor_wall_ms(self) -> float:
-        """Milliseconds in which the slowest rank does them; 0 before the first report."""
+        """Return the milliseconds of the slowest rank's batches; 0 before the first report."""
         return self.anchor * max(self._ms)
 
     @property
     def ms_per_batch(self) -> tuple[float, ...]:
-        """Milliseconds that a batch takes, by rank; 0 where none was timed."""
+        """Return the milliseconds of a batch, by rank; 0 where none was timed."""
         return tuple(self._ms)
 
     def clamp_total(self, n: int) -> tuple[int, ...]:
@@ -396,7 +396,7 @@ class ElChe:
 
 
 def _round(value: float) -> int:
-    """Halves go up; the built-in ``round`` sends them to the even number."""
+    """Round halves up; the built-in ``round`` rounds them to the even number."""
     return math.floor(min(value, _MOST_BATCHES) + 0.5)
 
 

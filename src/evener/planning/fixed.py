@@ -43,7 +43,7 @@ class FixedShares(Policy):
         self._micro_batch_sizes = tuple(sizes)
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
-        """Zeros: nothing is measured."""
+        """Return zeros: nothing is measured."""
         return (0.0,) * len(self.members)
 
     def plan(
@@ -57,7 +57,7 @@ class FixedShares(Policy):
         return WindowPlan(window, epoch, start, size, shares)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is learnt."""
+        """Return nothing: nothing is learnt."""
         return {"policy": "fixed"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ class HintWatch:
 
     @property
     def is_done(self) -> bool:
-        """Whether every rank has been compared, or is not waited for."""
+        """Return whether every rank has been compared, or need not be."""
         return len(self._judged) == len(self._hinted) or self._num_observed >= _LAST_WINDOW
 
     def observe(self, worked: Sequence[bool], speeds: Sequence[float]) -> list[str]:

@@ -38,7 +38,7 @@ class LocalPlan:
 
     @property
     def total_steps(self) -> int:
-        """Local steps expected of all ranks."""
+        """Return the local steps expected of all ranks."""
         return sum(self.steps)
 
     def _repr_html_(self) -> str:

@@ -28,11 +28,11 @@ class WindowPlan:
 
     @property
     def stop(self) -> int:
-        """One past the last position of the window."""
+        """Return one past the last position of the window."""
         return self.start + self.size
 
     def positions(self, rank: int) -> range:
-        """Positions of the epoch's permutation that ``rank`` computes: ranks take adjacent slices.
+        """Return the positions of the epoch's permutation of ``rank``: ranks take adjacent slices.
 
         Args:
             rank: Rank of the generation that the plan is for.

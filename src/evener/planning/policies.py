@@ -79,7 +79,7 @@ class Planner(ABC):
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether something is known of the speed of every member, or nothing needs to be."""
+        """Return whether every member's speed is known to some degree, or need not be."""
         return True
 
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
@@ -96,7 +96,7 @@ class Planner(ABC):
 
     @abstractmethod
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
-        """Predicted samples per second of each rank if it did a whole batch alone.
+        """Return the predicted samples per second of each rank if it did a whole batch alone.
 
         Args:
             batch_size: Samples of an optimizer step.

@@ -104,7 +104,7 @@ class Report(NamedTuple):
 
     @property
     def per_sample_s(self) -> float | None:
-        """Seconds of compute for each sample, without updates; ``None`` where nothing tells."""
+        """Return seconds of compute for each sample, without updates; ``None`` if unknown."""
         timed = self.samples - self.warmup_samples
         return (self.compute_s - self.update_s - self.warmup_s) / timed if timed > 0 else None
 

@@ -36,7 +36,7 @@ def evaluation_rounds(
 
 
 def _sizes(num_samples: int, whole: int, num_ranks: int) -> list[int]:
-    """Sizes of the rounds: whole ones and a rest, the last one with a sample for every rank."""
+    """Return the sizes of the rounds; every rank has a sample in the last one."""
     count, rest = divmod(num_samples, whole)
     if rest >= num_ranks or rest == 0 or count == 0:
         return [whole] * count + [rest] * (rest > 0)
@@ -48,7 +48,7 @@ def _sizes(num_samples: int, whole: int, num_ranks: int) -> list[int]:
 
 
 def _divide(size: int, whole: Parts) -> Parts:
-    """Parts of a round in proportion to those of a whole one, with a sample each if it can."""
+    """Divide a round in proportion to the parts of a whole one, with a sample each if possible."""
     present = [rank for rank, part in enumerate(whole) if part]
     if size <= len(present):
         return tuple(int(rank in present[:size]) for rank in range(len(whole)))

@@ -19,7 +19,7 @@ _Ranks = tuple[Sequence[CostModel], Sequence[int], Sequence[int]]
 def finish_s(
     shares: Sequence[int], costs: Sequence[CostModel], micro_batch_sizes: Sequence[int | None]
 ) -> float:
-    """Predicted seconds until the last rank has finished its share, of those that have one."""
+    """Return the predicted seconds until the last rank with a share has finished it."""
     seconds = _seconds(shares, costs, micro_batch_sizes)
     return max((s for s, share in zip(seconds, shares, strict=True) if share), default=0.0)
 
@@ -30,7 +30,7 @@ def fastest_shares(
     micro_batch_sizes: Sequence[int | None],
     min_shares: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Whole shares of ``total`` whose latest finish is earliest.
+    """Return the whole shares of ``total`` whose latest finish is earliest.
 
     Costs grow with the share, so what a rank can do by a deadline does too: a deadline is sought by
     which ranks can do a few samples too many, which are then taken, one by one, from whoever
@@ -104,7 +104,7 @@ def without_ones(
     heapify(partners)
 
     def step_with(rank: int, other: int) -> int:
-        """1 if ``rank`` can take a sample from ``other``, -1 if it can give one, or else 0."""
+        """Return 1 if ``rank`` can take a sample from ``other``, -1 if it can give one, else 0."""
         for step in (1, -1):
             mine, theirs = result[rank] + step, result[other] - step
             if (
@@ -143,7 +143,7 @@ def _has_one(share: int, micro_batch_size: int | None) -> bool:
 def _seconds(
     shares: Sequence[int], costs: Sequence[CostModel], sizes: Sequence[int | None]
 ) -> list[float]:
-    """``CostModel.seconds`` of each rank, without a call for each: teams may be large."""
+    """Return ``CostModel.seconds`` of each rank, without a call for each: teams may be large."""
     return [
         window_s + fixed_s * -(-share // (size or share or 1)) + per_sample_s * share
         for share, (fixed_s, per_sample_s, window_s), size in zip(shares, costs, sizes, strict=True)

@@ -64,7 +64,7 @@ class CostModel(NamedTuple):
     window_s: float = 0.0
 
     def seconds(self, samples: int, micro_batch_size: int | None) -> float:
-        """Seconds for ``samples`` in micro-batches of at most ``micro_batch_size``.
+        """Return seconds for ``samples`` in micro-batches of at most ``micro_batch_size``.
 
         Args:
             samples: Whole samples; 0 costs ``window_s``.
@@ -74,7 +74,7 @@ class CostModel(NamedTuple):
         return self.window_s + self.fixed_s * micro_batches + self.per_sample_s * samples
 
     def samples_per_s(self, samples: int, micro_batch_size: int | None) -> float:
-        """Speed at ``samples`` in micro-batches of at most ``micro_batch_size``."""
+        """Return the speed at ``samples`` in micro-batches of at most ``micro_batch_size``."""
         return samples / self.seconds(samples, micro_batch_size)
 
     def scaled(self, factor: float) -> "CostModel":
@@ -83,7 +83,7 @@ class CostModel(NamedTuple):
 
 
 def num_micro_batches(samples: int, micro_batch_size: int | None) -> int:
-    """Micro-batches that ``samples`` are computed in: as few as fit."""
+    """Return the micro-batches in which ``samples`` are computed: as few as fit."""
     return -(-samples // (micro_batch_size or samples or 1))
 
 
@@ -112,22 +112,22 @@ class SpeedModel:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is known: a hint or an observation."""
+        """Return whether anything is known: a hint or an observation."""
         return (self._cost or self.hinted) is not None
 
     @property
     def is_measured(self) -> bool:
-        """Whether ``cost`` is in seconds; after a hint alone its unit is arbitrary."""
+        """Return whether ``cost`` is in seconds; after a hint alone its unit is arbitrary."""
         return self._cost is not None
 
     @property
     def is_settled(self) -> bool:
-        """Whether enough windows were measured that one which was disturbed has no say."""
+        """Return whether enough windows were measured that a disturbed one has no influence."""
         return len(self._recent) >= _SURPRISES_IN_A_ROW
 
     @property
     def cost(self) -> CostModel:
-        """The present estimate.
+        """Return the present estimate.
 
         Raises:
             ConfigError: Nothing is known; ask ``is_known`` before.
@@ -140,7 +140,7 @@ class SpeedModel:
 
     @property
     def update_s(self) -> float:
-        """Usual seconds of the optimizer's update; 0 before the first."""
+        """Return the usual seconds of the optimizer's update; 0 before the first."""
         return median_low(self._updates_s) if self._updates_s else 0.0
 
     def hint(self, relative_speed: float) -> None:
@@ -217,7 +217,7 @@ class SpeedModel:
         self._cost = _fitted(recent) if recent else None
 
     def _unexpected(self, observation: _Observation, cost: CostModel) -> float:
-        """Measured over predicted time, as far as another size of micro-batch cannot explain it.
+        """Return measured over predicted time, without what another micro-batch size explains.
 
         How much of the cost is fixed is not known before sizes have differed: any time between that
         by the estimate and that by a cost which is all fixed is then to be expected.

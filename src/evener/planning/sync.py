@@ -112,7 +112,7 @@ class SyncPolicy(Policy):
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether something is known of the speed of every member; see ``Planner``."""
+        """Return whether every member's speed is known to some degree; see ``Planner``."""
         return all(speed.is_known for speed in self._speeds)
 
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
@@ -133,7 +133,7 @@ class SyncPolicy(Policy):
 
     @property
     def exchange_s(self) -> float:
-        """Usual seconds of an exchange of the present ranks, without waiting; 0 if unknown."""
+        """Return usual seconds of an exchange of the present ranks, without waits; 0 if unknown."""
         return self._exchange_of(len(self._present))
 
     def _exchange_of(self, num_ranks: int) -> float:
@@ -146,7 +146,7 @@ class SyncPolicy(Policy):
 
     @property
     def costs(self) -> tuple[CostModel, ...] | None:
-        """Predicted cost by rank, all in one unit; ``None`` while nothing is known of any rank.
+        """Return the predicted cost by rank, all in one unit; ``None`` if no rank's speed is known.
 
         A rank of which nothing is known is taken for a middling one, so that it gets work and is
         measured. A rank that is only hinted at is put on the scale of those that are measured.
@@ -359,7 +359,7 @@ class SyncPolicy(Policy):
         self._forget_forecasts()
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
-        """Predicted samples per second of each rank alone; see ``Policy``."""
+        """Return the predicted samples per second of each rank alone; see ``Policy``."""
         return tuple(
             speed.cost.samples_per_s(batch_size, size) if speed.is_measured else 0.0
             for speed, size in zip(self._speeds, self.micro_batch_sizes, strict=True)
@@ -480,7 +480,7 @@ class SyncPolicy(Policy):
 
 
 def _presumed_costs(speeds: Sequence[SpeedModel]) -> tuple[CostModel, ...] | None:
-    """Costs as measured, or as far as may be presumed; see ``SyncPolicy.costs``."""
+    """Return costs as measured, or as presumed; see ``SyncPolicy.costs``."""
     if all(speed.is_settled for speed in speeds):
         return tuple(speed.cost for speed in speeds)
     measured = [speed for speed in speeds if speed.is_measured]

@@ -149,28 +149,28 @@ class State(NamedTuple):
 
     @property
     def plan(self) -> Plan | None:
-        """That of the window that is being computed."""
+        """Return the plan of the window that is being computed."""
         return self.plans[0] if self.plans else None
 
     @property
     def is_sync(self) -> bool:
-        """Whether a window is one optimizer step."""
+        """Return whether a window is one optimizer step."""
         return self.policy is ApplyPolicy.SYNC
 
     @property
     def is_working(self) -> bool:
-        """Whether there is a window to compute."""
+        """Return whether there is a window to compute."""
         return self.phase is Phase.WORK
 
     @property
     def away(self) -> frozenset[int]:
-        """Ranks that are parked."""
+        """Return the ranks that are parked."""
         return frozenset(range(self.world_size)) - self.absent - frozenset(self.members)
 
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
 
     def say(self, purpose: Purpose, **said: Any) -> "State":
-        """This rank speaks; ``own`` is its row.
+        """Return this rank's row to send, and the state after it; ``own`` is what the rank reports.
 
         Args:
             purpose: What it wants.
@@ -186,12 +186,12 @@ class State(NamedTuple):
         return self._replace(own=row)
 
     def start(self) -> "State":
-        """A window of local steps is over, and its exchange begins."""
+        """End a window of local steps, and begin its exchange."""
         assert isinstance(self.plan, LocalPlan)
         return self._replace(flight=self.plan)
 
     def leave(self) -> "State":
-        """The loop is left by ``break``, or by an error: ``REST`` follows.
+        """Leave the loop, by ``break`` or by an error: ``REST`` follows.
 
         In SYNC that also holds in ``OUT``, which is the phase in windows of streams, and between
         epochs. In CADENCE and ASYNC it holds in ``OUT`` where the last window of an epoch is not
@@ -202,16 +202,16 @@ class State(NamedTuple):
         return self._replace(phase=Phase.REST) if self.is_working or is_owed else self
 
     def release(self) -> "State":
-        """Plans are dropped: an epoch begins, or ends."""
+        """Drop all plans, at the beginning or the end of an epoch."""
         phase = self.phase if self.phase in (Phase.AWAY, Phase.ENDED) else Phase.OUT
         return self._replace(phase=phase, plans=(), winding=False)
 
     def begin(self) -> "State":
-        """An epoch begins: nothing of the one before is left."""
+        """Begin an epoch, without anything of the previous one."""
         return self.release()._replace(led_out=False)
 
     def end(self) -> "State":
-        """The team was left, or lost."""
+        """End the team, which was left or lost."""
         return self._replace(phase=Phase.ENDED, own=None, flight=None)
 
 
@@ -257,7 +257,7 @@ _WITH_IDLE = frozenset({Purpose.WINDOW, Purpose.STEP, Purpose.REST, Purpose.IDLE
 
 
 def judge(state: State, rows: Mapping[int, Row]) -> Ruling:
-    """What follows from the rows of a round; the same on every rank.
+    """Return what follows from the rows of a round; it is the same on every rank.
 
     Args:
         state: This rank's.
@@ -394,7 +394,7 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ru
 
 
 def _close(verdict: Ruling, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Ruling:
-    """A window of SYNC is over; the plan of the window after the next comes with it."""
+    """Close a window of SYNC, and take in the plan of the window after the next."""
     before = verdict.state
     state = before._replace(window=before.window + 1, applied=True)
     do = (*do, Do.APPLY)
@@ -410,7 +410,7 @@ def _close(verdict: Ruling, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Ruli
 def land(
     state: State, rows: Mapping[int, Row], numbers: tuple[float, ...], verdict: Ruling
 ) -> Ruling:
-    """A window of local steps has been exchanged, and its average lands.
+    """Land the average of a window of local steps whose exchange is over.
 
     Args:
         state: This rank's now, with the window in flight.
@@ -473,7 +473,7 @@ def _unlike_work(state: State, rows: Mapping[int, Row]) -> ProtocolError | None:
 
 
 def combine(reports: Mapping[int, Report]) -> tuple[float, float]:
-    """Weight and mean loss of a window over all ranks, by the one weight rule.
+    """Return weight and mean loss of a window over all ranks, by the one weight rule.
 
     Sums run from the left in rank order: the built-in ``sum()`` rounds differently from Python 3.12
     on.

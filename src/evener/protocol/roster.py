@@ -88,7 +88,7 @@ class Roster:
 
     @property
     def generation(self) -> int:
-        """The highest generation that has been formed; 0 for none."""
+        """Return the highest generation that has been formed; 0 for none."""
         return self.formation.generation if self.formation else 0
 
     def number_of(self, member: str) -> int:
@@ -404,7 +404,7 @@ class Roster:
                 )
 
     def _awaited(self, now_s: float) -> list[Seat]:
-        """Members that live and have not left the newest generation."""
+        """Return the living members that have not left the newest generation."""
         return [seat for seat in self._members() if not (seat.ready or self._is_lost(now_s, seat))]
 
     def _is_lost(self, now_s: float, seat: Seat) -> bool:
@@ -448,7 +448,7 @@ class Roster:
 
     @property
     def _takes_joiners(self) -> bool:
-        """Whether all members that hold state are where a joiner can follow.
+        """Return whether a joiner can follow all members that hold state.
 
         Elsewhere, such as in an evaluation, those who remain continue alone, even where they are
         fewer than the least: their next window ends the generation.

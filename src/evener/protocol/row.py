@@ -127,7 +127,7 @@ class Row(NamedTuple):
 
 
 def room_of(world_size: int) -> int:
-    """Most numbers of a body: the longest plan, and what a rank says of its data."""
+    """Return the most numbers of a body: the longest plan, or a rank's description of its data."""
     return 16 + 3 * world_size
 
 
@@ -146,7 +146,7 @@ def encode(row: Row, world_size: int) -> list[float]:
 
 
 def decode(numbers: Sequence[float]) -> Row:
-    """Inverse of ``encode``.
+    """Invert ``encode``.
 
     Weight and loss pass as they are: both come from the user, and what is wrong with them is told
     in the user's terms where they are combined.
@@ -190,7 +190,7 @@ def pack(value: Any) -> list[float]:
 
 
 def unpack(kind: type[T], numbers: Sequence[float], **given: Any) -> T:
-    """Inverse of ``pack``.
+    """Invert ``pack``.
 
     Args:
         kind: What to make of it. All its tuples have one length, which follows from how many
@@ -259,7 +259,7 @@ def _layout(kind: Any) -> _Layout:
 
 
 def checksum(numbers: Sequence[float]) -> float:
-    """CRC-32 of numbers as little-endian float64; below 2**32, so float64 carries it."""
+    """Return the CRC-32 of numbers as little-endian float64; float64 holds it exactly."""
     return float(zlib.crc32(struct.pack(f"<{len(numbers)}d", *numbers)))
 
 

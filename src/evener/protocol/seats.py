@@ -64,18 +64,18 @@ class Seat:
 
     @property
     def can_join(self) -> bool:
-        """Whether it may be in the next generation."""
+        """Return whether it may be in the next generation."""
         is_there = self._disconnected_s is None and self._stopped_s is None
         return self.ready and is_there and not (self.gone or self.has_left or self.refused)
 
     @property
     def may_commit(self) -> bool:
-        """Whether it may commit until its lease ends: it has not said that it has left."""
+        """Return whether it may commit until its lease ends: it has not said that it has left."""
         return not (self.ready or self.gone or self.has_left)
 
     @property
     def is_connected(self) -> bool:
-        """Whether it has a connection."""
+        """Return whether it has a connection."""
         return self._disconnected_s is None and not self.gone
 
     def connect(self, now_s: float, session: str, facts: Mapping[str, Any]) -> None:

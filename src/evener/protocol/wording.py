@@ -6,7 +6,7 @@ from evener.protocol.row import DATA_LENGTH, Purpose, Row
 
 
 def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
-    """Ranks have come for different things.
+    """Describe the different purposes of ranks that have met.
 
     Args:
         rows: What each rank said.
@@ -43,7 +43,7 @@ def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
 
 
 def other_data(rank: int, row: Row, own_rank: int, own: Row) -> str:
-    """Two ranks would draw other samples: their shares would not make one epoch."""
+    """Describe data that differs between two ranks: their shares would not make one epoch."""
     return (
         f"rank {rank} trains on {_data(row)}, rank {own_rank} on {_data(own)}; "
         "give every rank the same data set, batch_size and seed"

@@ -47,7 +47,7 @@ class Waits:
 
     @property
     def straggler(self) -> int | None:
-        """The lane for which the others waited most; ``None`` where that is hardly anything."""
+        """Return the lane for which the others waited most; ``None`` if that is hardly anything."""
         if not len(self.waited_s) or self.team_s <= 0:
             return None
         lane = int(np.argmax(self.waited_s))

@@ -49,7 +49,7 @@ class Windows:
 
     @property
     def num_new(self) -> int:
-        """How many of the newest windows are not merged yet."""
+        """Return how many of the newest windows are not merged yet."""
         return len(self._team) // len(TEAM_NUMBERS)
 
     def __len__(self) -> int:

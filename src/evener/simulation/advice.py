@@ -36,7 +36,7 @@ class Worth:
 
     @property
     def gain(self) -> float:
-        """By which part the rank raises the throughput; below 0 where it lowers it."""
+        """Return by which part the rank raises the throughput; below 0 if it lowers it."""
         return self.samples_per_s / self.without - 1.0
 
 

@@ -109,7 +109,7 @@ class TeamPrediction:
 
     @property
     def lost(self) -> float:
-        """Part of the time that is not compute."""
+        """Return the part of the time that is not compute."""
         return self.wait + self.exchange + self.bookkeeping
 
 

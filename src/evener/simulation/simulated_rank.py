@@ -143,10 +143,10 @@ class SimulatedWindow(NamedTuple):
 
     @property
     def length_s(self) -> float:
-        """Seconds of the rank that took longest."""
+        """Return the seconds of the rank that took longest."""
         return max(self.elapsed_s)
 
     @property
     def samples(self) -> int:
-        """Samples of all ranks."""
+        """Return the samples of all ranks."""
         return sum(report.samples for report in self.reports)

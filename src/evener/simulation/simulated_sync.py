@@ -61,7 +61,7 @@ class SimulatedSync:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Ranks that are not parked."""
+        """Return the ranks that are not parked."""
         return tuple(rank for rank in range(len(self.ranks)) if rank not in self.parked)
 
     def run(self, num_windows: int) -> list[SimulatedWindow]:

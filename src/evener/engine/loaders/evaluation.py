@@ -57,11 +57,11 @@ class EvaluationLoader(LikeDataLoader):
         self._closing.atexit = False
 
     def __len__(self) -> int:
-        """Batches that one process would go through; each rank has some of them."""
+        """Return the batches of one process; each rank has some of them."""
         return -(-self._order.num_samples // self.batch_size)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
-        """The same as iterating: an evaluation has one order."""
+        """Return the same as iterating: an evaluation has one order."""
         return iter(self)
 
     def __iter__(self) -> Iterator[Any]:

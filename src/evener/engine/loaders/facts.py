@@ -30,7 +30,7 @@ class LikeDataLoader:
 
     @property
     def sampler(self) -> NoReturn:
-        """Not there; the error says why."""
+        """Raise: there is no sampler, and the error says why."""
         raise AttributeError(
             "evener's loaders have no sampler: each epoch has an order of its own, which follows "
             "from its number and the seed. Leave sampler.set_epoch(epoch) out, and iterate over "

@@ -46,12 +46,12 @@ class _Offer(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Where the rank is."""
+        """Return the line at which the rank is."""
         return self.round, self.turn
 
     @property
     def kind(self) -> tuple[int, tuple[int, ...]]:
-        """What must be the same on all ranks: dtype, and all of the shape but the rows."""
+        """Return what must be equal on all ranks: the dtype, and the shape without the rows."""
         return self.dtype, self.shape[1:]
 
     def __str__(self) -> str:

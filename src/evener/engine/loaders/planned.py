@@ -71,12 +71,12 @@ class TeamLoader(LikeDataLoader):
         self._fetched: dict[range, deque[tuple[int, int, Pending]]] = {}
 
     def __len__(self) -> int:
-        """Optimizer steps of an epoch: windows of ``batch_size`` samples, the last one shorter."""
+        """Return the windows of an epoch: ``batch_size`` samples each, the last one shorter."""
         return self.cursor.num_windows(self.batch_size)
 
     @property
     def micro_batch_size(self) -> int:
-        """Most samples in one forward and backward on this rank."""
+        """Return the most samples in one forward and backward on this rank."""
         limits = self._engine.limits
         return min(self._most_samples, limits.own or self._most_samples)
 

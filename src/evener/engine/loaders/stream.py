@@ -61,7 +61,7 @@ class StreamLoader(LikeDataLoader):
         engine.habits.tell_once(_REMARK.format(what=type(what).__name__))
 
     def __len__(self) -> int:
-        """Batches of this rank in an epoch; ``TypeError`` where the data set has no length."""
+        """Return this rank's batches of an epoch; ``TypeError`` if the data set has no length."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
@@ -107,7 +107,7 @@ class StreamLoader(LikeDataLoader):
 
     @property
     def cursor(self) -> None:
-        """None: no window of a stream is planned."""
+        """Return ``None``: no window of a stream is planned."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
