@@ -170,7 +170,7 @@ class State(NamedTuple):
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
 
     def say(self, purpose: Purpose, **said: Any) -> "State":
-        """Return this rank's row to send, and the state after it; ``own`` is what the rank reports.
+        """Make this rank's row; the returned state holds it as ``own``.
 
         Args:
             purpose: What it wants.
