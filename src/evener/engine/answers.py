@@ -1,4 +1,4 @@
-"""Exchanges outside of windows, by what ranks tell one another; a lost rank ends none of them."""
+"""Exchanges outside of windows, which survive the loss of a rank."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ _ALONE = (
 class Heard(NamedTuple):
     """The newest exchange outside of windows.
 
-    Where a rank is lost in one, some of the others may have heard its end, and the rest not: they
-    take the answer over.
+    If a rank is lost in one, some of the others may have its result and others not. These adopt the
+    result.
 
     Attributes:
-        number: How many there have been.
+        number: How many there have been so far.
         answer: Its result, in JSON.
         rows: Its result, where that is a tensor.
     """
@@ -44,13 +44,13 @@ class Heard(NamedTuple):
 class AskingEngine(Engine):
     """An engine whose ranks exchange something outside of windows, such as in an evaluation.
 
-    No other class exchanges anything after the set-up of a team, apart from what belongs to a
-    window or to a change of the team. Each exchange is numbered. Where a rank is lost in it, those
-    who remain repeat it, unless one of them has heard its end: then its answer is that of all. An
-    exchange needs all ranks, so none is ahead of another by more than one of them. What
-    exchanges nothing has no number.
+    After the set-up of a team, all exchanges go through this class, except those of a window or of
+    a change of the team. Each exchange has a number. If a rank is lost in it, the remaining ranks
+    repeat it, unless one of them has its result: then all adopt that. An exchange needs all ranks,
+    so no rank is ahead of another by more than one exchange. A call that exchanges nothing has no
+    number.
 
-    A rank whose script is where the others have been before it joined exchanges nothing.
+    A rank exchanges nothing at a point of the script that the others passed before it joined.
 
     Attributes:
         summed_ranks: Ranks whose numbers are in the newest sums of ``sum_up``.
@@ -73,7 +73,7 @@ class AskingEngine(Engine):
 
     @abstractmethod
     def _survive(self, error: CollectiveError) -> bool:
-        """Continue with those who remain, as a rank was lost; all of them call it."""
+        """Continue with the remaining ranks after a loss; all of them call it together."""
 
     @abstractmethod
     def announce(self, epoch: int) -> None:
@@ -85,7 +85,7 @@ class AskingEngine(Engine):
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Continue with those who remain where a rank is lost in the block."""
+        """Continue with the remaining ranks if one is lost in the block."""
         before, self._is_asking = self._is_asking, True
         try:
             yield
@@ -208,12 +208,12 @@ class AskingEngine(Engine):
         ranks, rows = tuple(self._heard.answer), self._heard.rows
         assert rows is not None
         if self.team.is_elastic:
-            return ranks, rows.clone()  # the script may write to what it gets
-        self._heard = self._heard._replace(rows=None)  # nobody will ask for them
+            return ranks, rows.clone()  # the script may write to the result
+        self._heard = self._heard._replace(rows=None)  # no rank will ask for them
         return ranks, rows
 
     def verify(self) -> None:
-        """Compare what all ranks have agreed on, where ``verify_every`` is given.
+        """Compare the state of all ranks, if ``verify_every`` is given.
 
         All ranks call it together: at a commit, or between epochs.
 
@@ -227,9 +227,9 @@ class AskingEngine(Engine):
                 self._heard = Heard(number)
 
     def _take_heard(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the answer of the newest exchange outside of windows."""
+        """Adopt the result of the newest exchange outside of windows."""
         numbers = [-1 if one["is_new"] else int(one["heard"][0]) for one in told]
-        if (latest := max(numbers)) < 0:  # nobody holds state: all begin anew
+        if (latest := max(numbers)) < 0:  # no rank holds state: all start over
             self._heard = Heard()
             return
         source = numbers.index(latest)

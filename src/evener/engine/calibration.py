@@ -1,8 +1,8 @@
-"""How fast a rank's device is, timed on work of our own before the first window.
+"""The speed of a rank's device, timed on matrix products before the first window.
 
 It never touches the user's model, loop or data: batch statistics, contrastive losses, compiled
-models and optimizers that take turns depend on what they are given. So it says little of how long
-the user's micro-batches take, only how ranks compare, and windows soon know better.
+models and optimizers that take turns depend on what they are given. So it only compares ranks, and
+does not predict the time of the user's micro-batches. The first windows replace it.
 """
 
 from typing import Final
@@ -51,7 +51,7 @@ def time_slices(device: torch.device, dtype: torch.dtype, slowdown: Slowdown) ->
         kind_of(device).finish(device)
         return watch.stop().seconds
 
-    seconds(1)  # pays for what is set up once
+    seconds(1)  # includes one-time work
     one_s = seconds(1)
     repeats = max(1, min(int(_SLICE_S / one_s), _MOST_REPEATS)) if one_s > 0 else 1
     best_s = min(seconds(repeats) for _ in range(NUM_SLICES))

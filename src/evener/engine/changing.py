@@ -1,4 +1,4 @@
-"""Elastic teams: a generation ends as a rank is lost, joins or leaves, and the next one begins."""
+"""Elastic teams: end a generation when a rank is lost, joins or leaves, and begin the next one."""
 
 import hashlib
 import json
@@ -33,27 +33,28 @@ from evener.protocol.generation import renewed
 from evener.protocol.row import RENEW, Purpose
 from evener.team.members import Member
 
-#: Under this key the team announces where it is.
+#: Under this key the team announces its place in the script.
 _PLACE = "place"
-#: So long a worker that joins waits for a team that has begun to say where it is. Not longer: the
-#: members may all be lost, and wait for this worker to begin anew with it.
+#: A joiner waits so long for a team that has begun to announce its place. It does not wait longer,
+#: because all members may be lost, and their replacements may wait for this worker to start over.
 _PLACE_S = 10.0
 
 
 class ElasticEngine(AskingEngine):
     """An engine whose team may change, where its membership is elastic.
 
-    A rank that is lost ends the exchange that the others are in, or the next one. Each of them
-    drops what it has begun and waits for the next generation. There, ranks that are behind or new
-    receive the state of the donor, all compare what they hold, the newest window that was applied
-    is committed, and new plans are made. A leaf says what it drops, and how it makes plans.
+    If a rank is lost, the exchange under way on the others fails, or the next one does. Each of
+    them drops the window under way and waits for the next generation. There, ranks that are behind
+    or new receive the state of the donor, and all compare hashes of it. Then the newest applied
+    window is committed, and new plans are made. A subclass defines what it drops, and how it makes
+    plans.
 
-    A rank may find that the team has continued without it, such as one that was stopped. It then
-    drops its state, and joins again as a rank does that has just come.
+    A rank may find that the team has continued without it, for example because it was stopped. It
+    then drops its state, and joins again like a new rank.
 
     A rank may be lost while functions of ``on_commit`` exchange something. Ranks that have not
     heard of the commit then commit in the new generation, and their functions meet those of the
-    others there. What else the commit's round has led to is void (``Superseded``).
+    others there. The rest of that round's actions is void (``Superseded``).
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class ElasticEngine(AskingEngine):
         self._is_in = not membership.is_joining
         #: Whether this rank has joined and not begun an epoch since.
         self._is_new = False
-        #: Whether the team has begun again with nobody that held its state, and no epoch since.
+        #: Whether the team has started over without a member that held its state, and no epoch
+        #: since.
         self._is_anew = False
-        #: Whether this rank is where the windows of an epoch are planned.
+        #: Whether this rank is at the point at which the windows of an epoch are planned.
         self._wants_plans = False
         #: Names of the ranks of the last generation that has begun.
         self._known = {} if self.is_joining else {r: team.names[r] for r in team.members}
-        #: Names of ranks that were to leave in it.
+        #: Names of ranks that were told to leave in it.
         self._leaving: set[str] = set()
         #: Whether all ranks continue with new plans when the newest change is complete.
         self._are_planning = False
@@ -121,7 +123,7 @@ class ElasticEngine(AskingEngine):
 
         A rank that has applied fewer receives it afterwards.
         """
-        return  # where all that was under way is dropped
+        return  # everything under way is dropped there
 
     def _shared(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the model that a rank receives, with what they are."""
@@ -164,7 +166,7 @@ class ElasticEngine(AskingEngine):
         if self._is_new:
             self._is_new = False
             self.team.step_in()
-            # The script may have changed them since, where the others had been before.
+            # The script may have changed them since, at points that the others have passed before.
             joined_with, self._joined_with = self._joined_with, {}
             self.training.load_registered(joined_with)
 
@@ -218,7 +220,7 @@ class ElasticEngine(AskingEngine):
                     self._survive(error)
 
     def _drop_out(self, left_out: LeftOutError, *, may_join: bool) -> None:
-        """Be a rank that joins, as the team has continued without this one.
+        """Become a rank that joins, because the team has continued without this one.
 
         Args:
             left_out: How this rank has learnt of it; raised where it cannot join again.
@@ -248,7 +250,7 @@ class ElasticEngine(AskingEngine):
     # ── a change ─────────────────────────────────────────────────────────────────────────────────
 
     def _survive(self, error: CollectiveError, *, may_join: bool = True) -> bool:
-        """Continue with those who remain, as a rank was lost; all of them call it.
+        """Continue with the remaining ranks after a loss; all of them call it together.
 
         If the others have continued without this rank, it joins again: at once if it is in an epoch
         of plans and so are they, otherwise when it begins the next one.
@@ -265,7 +267,7 @@ class ElasticEngine(AskingEngine):
         while True:
             try:
                 if isinstance(error, Superseded):
-                    self._break_off()  # what the void round was for; the team has changed already
+                    self._break_off()  # the purpose of the void round; the team has changed already
                 else:
                     self._renew(str(error))
                 return self._resume()
@@ -309,7 +311,7 @@ class ElasticEngine(AskingEngine):
             self._begin_anew()
             self._epoch = 0 if self._cursor is None else self._cursor.epoch
         num_bytes = self._heal(formation) if formation.receivers else 0
-        self._set_progress(self.progress)  # a team in which nobody held state may have loaded one
+        self._set_progress(self.progress)  # it may have loaded a checkpoint
         self._compare(formation.base)
         self._is_in = True
         self._tell_change(
@@ -353,7 +355,7 @@ class ElasticEngine(AskingEngine):
         raise KeyboardInterrupt(f"rank {self.rank} has left the team in window {self.window}")
 
     def _begin_anew(self) -> None:
-        """Let the run load what it has saved, as no worker is left that holds its state."""
+        """Let the run load its newest checkpoint: no worker is left that holds its state."""
         for load in self._on_anew:
             load()
         self.habits.notice(describe_loss_of_state(self.window))
@@ -398,17 +400,17 @@ class ElasticEngine(AskingEngine):
         return is_planning and not (self.committing or self._is_asking)
 
     def _digest(self) -> str:
-        """Return a hash of what all ranks hold alike, in hexadecimal."""
+        """Return a hash of the state that all ranks share, in hexadecimal."""
         hashes = self._hashes()
         return hashlib.blake2b(struct.pack(f"={len(hashes)}q", *hashes), digest_size=8).hexdigest()
 
     def _hashes(self) -> list[int]:
-        self.flat.adopt()  # or ranks that have not computed since a thaw would hold less
+        self.flat.adopt()  # otherwise ranks that have not computed since a thaw would hold less
         with self.consensus():
             return self._check.hashes()
 
     def _introduce(self, *, is_new: bool) -> bool:
-        """Tell the others who this rank is and what it is about to do, and learn it of them.
+        """Exchange names and purposes with the other ranks.
 
         Returns:
             Whether all are about to do the same.
@@ -465,7 +467,7 @@ class ElasticEngine(AskingEngine):
         return self.training.num_bytes
 
     def _counters(self) -> dict[str, Any]:
-        """Return what a rank that was away has to know beside what is trained, in JSON."""
+        """Return the state beside the model that a rank which was away needs, in JSON."""
         return {
             "progress": asdict(self.progress),
             **self._positions.state_dict(self._cursor),
@@ -485,7 +487,7 @@ class ElasticEngine(AskingEngine):
         self.restored()
 
     def _learnt(self) -> dict[str, Any]:
-        """Return what else a rank has to know that was not in the team, in JSON."""
+        """Return the further state that a rank from outside of the team needs, in JSON."""
         return {
             "policy": self.policy.state_dict(),
             "limits": self.limits.known,
@@ -504,12 +506,12 @@ class ElasticEngine(AskingEngine):
         self._take_again()
 
     def _take_again(self) -> None:
-        """Lease anew the samples of the window that is applied and not committed."""
+        """Lease the samples of the applied, uncommitted window again."""
         for lease in () if self._applied is None else self._applied.leases:
             self.cursor.lease(lease)
 
     def _compare(self, base: int) -> None:
-        """Make sure that all ranks hold the same before one of them contributes.
+        """Check that all ranks hold the same state before a new one contributes.
 
         Raises:
             ReplicasDifferError: On every rank.

@@ -16,14 +16,14 @@ from evener.planning.policies import Policy
 from evener.protocol.machine import Phase
 from evener.protocol.row import DATA_LENGTH, Purpose, Row
 
-#: Part of an epoch that it may be lengthened by, so that every rank has work in its beginning.
+#: An epoch may be lengthened by this part, so that every rank has work in its first window.
 _LONGER_EPOCH: Final = 0.01
 
 
 class DraftingEngine(LateEngine):
     """An engine that plans windows ahead of computing them.
 
-    Plans are made two windows ahead, so that data is there before it is needed: the plan of window
+    Plans are made two windows ahead, so that data is loaded before it is needed: the plan of window
     w + 2 travels in the rows of w. Every rank leases the same slices of the epoch; only the planner
     plans, while its device computes the gradients of w.
     """
@@ -56,7 +56,7 @@ class DraftingEngine(LateEngine):
         policy.set_absent(team.absent)
         #: Leases of planned windows, and of the one whose plan comes next.
         self._leases: dict[int, Slice] = {}
-        #: What this rank wants to say of the window after the next: a plan, where it plans.
+        #: This rank's plan of the window after the next, if it plans.
         self._draft: tuple[float, ...] | None = None
         self._wish = 0
 

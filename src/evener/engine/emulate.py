@@ -91,8 +91,8 @@ class Slowdown:
 
     Compute is measured on a clock of its own. On a CPU rank that is the processor time of the
     calling thread: the slower device needs the factor times that, and a wait for a core that ranks
-    of one machine share is part of it, as long as it lasts no longer. (A real slow device would not
-    know of that wait.)
+    of one machine share is part of it, as long as it lasts no longer. (A device that is really slow
+    would not have that wait.)
 
     Args:
         factor: How many times as long compute shall take; 1 adds nothing.

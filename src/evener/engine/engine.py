@@ -1,4 +1,4 @@
-"""What runs the windows of one rank, whatever the policy: rounds of rows, verdicts carried out."""
+"""Run the windows of one rank, in every policy: exchange rows, carry out verdicts."""
 
 import time
 from abc import ABC, abstractmethod
@@ -49,7 +49,7 @@ class Superseded(CollectiveError):
 
 @dataclass(slots=True, kw_only=True)
 class EngineOptions:
-    """What an engine is told; see ``DdpConfig`` for the meaning."""
+    """Options of an engine; see ``DdpConfig`` for the meaning."""
 
     max_grad_norm: float | None
     non_finite: str
@@ -67,19 +67,19 @@ class EngineOptions:
 
 
 class Engine(ABC):
-    """Runs windows on one rank; a leaf for each way of applying updates.
+    """Runs windows on one rank; there is a subclass for each way of applying updates.
 
-    It meets the other ranks in rounds of rows, and does what ``protocol/`` makes of them. Who has
-    left, rests, stops or is away is in ``state``, and nowhere else.
+    It exchanges rows with the other ranks, and carries out the verdict of ``protocol/``. Only
+    ``state`` says which ranks have left, rest, stop or are away.
 
     Attributes:
         team: The ranks.
-        state: Where the team is, as this rank knows it.
+        state: The state of the team, as this rank knows it.
         training: What this rank trains with, of which ``flat``, ``buffers`` and ``optimizers`` are
             parts.
         rank: Number of this rank.
         world_size: Ranks of the team, those that are parked included.
-        options: What the engine was told.
+        options: The options.
         habits: Watches the user's loop.
         slowdown: Stretches compute on a rank that is emulated slower.
         progress: What the team has applied so far.
@@ -322,12 +322,12 @@ class Engine(ABC):
         return self.share
 
     def drop_share(self) -> None:
-        """Throw away what the open share has accumulated, in gradients and buffers."""
+        """Discard gradients and buffer changes of the open share."""
         self.flat.zero_()
         self.buffers.restore()
 
     def shrink(self, samples: int) -> None:
-        """Throw the open share away, as a micro-batch of ``samples`` did not fit into memory."""
+        """Discard the open share, because a micro-batch of ``samples`` did not fit into memory."""
         self.limits.shrink(samples)
         self.drop_share()
 
@@ -346,7 +346,7 @@ class Engine(ABC):
 
     @abstractmethod
     def consensus(self) -> AbstractContextManager[None]:
-        """Show what all ranks have agreed on in the model, for the length of a block."""
+        """Show the consensus in the model, in a ``with`` block."""
 
     def _verify(self) -> None:
         """Compare what all ranks have agreed on; see ``AskingEngine.verify``."""
@@ -356,7 +356,7 @@ class Engine(ABC):
 
     @abstractmethod
     def restored(self) -> None:
-        """Take the model as it is for what all ranks have agreed on, as after a load."""
+        """Take the present model as the consensus, as after a load."""
 
     def prepare_save(self) -> None:
         """Agree on ``optimizer_states`` before a save; all ranks call it together."""
@@ -398,14 +398,14 @@ class Engine(ABC):
         self.team.hurry(timeout_s)
 
     def close_down(self) -> None:
-        """End whatever runs beside the training loop, and the exchanges; idempotent."""
+        """End the exchanges and all work beside the training loop; idempotent."""
         self.state = self.state.end()
         self.team.close()  # while a rank is parked, the others have connections of their own
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 
     def _meet(self, purpose: Purpose, **said: Any) -> Round:
-        """Say a row, hear all others, and do what follows; all ranks call it together.
+        """Exchange rows and carry out the verdict; all ranks call it together.
 
         Args:
             purpose: What this rank wants.
@@ -423,8 +423,8 @@ class Engine(ABC):
 
     def _swap(self, row: Row, comm: Communicator, ranks: Iterable[int]) -> dict[int, Row]:
         """Give every rank of ``comm`` each one's row, in rank order; all call it together."""
-        # The same words on every rank: what a rank wants is in its row, so that ranks which want
-        # different things meet all the same, and each can say who wanted what.
+        # The label is the same for all purposes. A rank's purpose is in its row, so ranks with
+        # different purposes meet, and each can name the purpose of every rank.
         numbers = encode(row, self.world_size) if comm.world_size > 1 else []
         try:
             rows = comm.all_gather_rows(numbers, what="a meeting of the team")
@@ -439,7 +439,7 @@ class Engine(ABC):
         }
 
     def _follow(self, found: Round) -> None:
-        """Carry a verdict out.
+        """Carry out a verdict.
 
         The state follows when all is done: functions of ``on_commit`` see the window before, and
         what they exchange may tell of a stop. A change of the generation belongs to the new state.
@@ -474,7 +474,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _carry_out(self, do: Do, found: Round) -> None:
-        """Do one thing that a round has led to."""
+        """Carry out one action of a verdict."""
 
     def _raise(
         self, error: EvenerError, rows: Mapping[int, Row], wire: Team | None = None
@@ -518,7 +518,7 @@ class Engine(ABC):
             self._tell_committed(self._unjudged[-1])
 
     def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
-        """Return the result with what ranks tell of it a round later: waits, exchange times."""
+        """Return the result with the waits and exchange times that ranks report a round later."""
         ranks = list(result.ranks)
         for rank, row in rows.items():
             ranks[rank] = ranks[rank]._replace(**{k: getattr(row.report, k) for k in TOLD_LATER})
@@ -541,7 +541,7 @@ class Engine(ABC):
         return (float(cursor.num_samples), float(self.batch_size), float(cursor.seed % 2**53))
 
     def _told(self) -> Mapping[str, Any]:
-        """Return what this rank has to say of the window before, in its report of this one."""
+        """Return what this rank's report of this window says of the previous one."""
         return {} if self._applied is None else self._applied.told
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────

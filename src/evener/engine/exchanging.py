@@ -39,7 +39,7 @@ class Exchanger(Generic[T]):
         self._jobs: list[Callable[[], T]] = []
 
     def start(self, job: Callable[[], T]) -> None:
-        """Take a job in; the one before has been waited for."""
+        """Take a job; the previous one has ended."""
         self._jobs.append(job)
 
     @property
@@ -60,8 +60,9 @@ class Exchanger(Generic[T]):
 class BackgroundExchanger(Exchanger[T]):
     """Runs each job in a thread of its own.
 
-    A thread for each, and no daemon: none is left waiting for work when a script ends without
-    closing its team, and none is killed inside a collective while the interpreter shuts down.
+    Each job has its own thread, which is not a daemon. So no thread waits for work if a script ends
+    without closing its team, and none is killed inside a collective while the interpreter shuts
+    down.
 
     Args:
         name: Name of the threads.
@@ -94,7 +95,7 @@ class BackgroundExchanger(Exchanger[T]):
         return super().wait()
 
     def close(self) -> None:
-        """Wait for a job that is under way, and forget what came of it."""
+        """Wait for a job that is under way, and forget its result."""
         if self._thread is not None:
             self._thread.join(_LIMIT_S)
             self._thread = None
@@ -105,8 +106,8 @@ class BackgroundExchanger(Exchanger[T]):
             result = job()
             self._jobs.append(lambda: result)
         except BaseException as error:
-            # Without the frames: they would keep handles of a broken group alive, and ranks that
-            # are not neighbours of the lost one would then hang.
+            # Drop the frames: they would keep handles of a broken group alive, and ranks that are
+            # not neighbours of the lost one would then hang.
             error.__context__ = error.__cause__ = None
             self._jobs.append(partial(_raise, error.with_traceback(None)))
         finally:

@@ -1,9 +1,9 @@
-"""What people do out of habit in a training loop, and what becomes of it inside a window.
+"""Habits of plain training loops: ignore or refuse them inside a window.
 
-A window's gradients are unfinished sums until every rank has added its part. Whatever a plain loop
-does to them in between is ignored where that is what the user means, and refused with the remedy
-where it would act on something else than the user thinks. So are a model in two teams, and an
-optimizer with parameters that its team does not average.
+A window's gradients are unfinished sums until every rank has added its part. A plain loop may act
+on them in between. evener ignores such an act if its absence does what the user means. It refuses
+the act with the remedy if it would work on numbers that the user does not expect. It also refuses a
+model in two teams, and an optimizer with parameters that its team does not average.
 """
 
 import gc
@@ -44,7 +44,7 @@ def refuse_second_team(models: Sequence[nn.Module]) -> None:
     """
     for model in models:
         if _is_taken(model):
-            gc.collect()  # a team that nobody holds any more, nor its optimizers, is gone
+            gc.collect()  # a team is gone if neither it nor its optimizers are referenced any more
         if _is_taken(model):
             raise ConfigError(
                 f"this {type(model).__name__} is in a team already: Ddp.setup was called with it "
@@ -91,7 +91,7 @@ class Habits:
         self._warn = warn
         self._rank = rank
         self._speaks = rank == 0
-        #: Windows without weight so far; minus infinity once something of this rank has counted.
+        #: Windows without weight so far; minus infinity once a window had weight on this rank.
         self._weightless = 0.0
         self._stepping = False
         self._told: set[str] = set()
@@ -201,7 +201,7 @@ class Habits:
             )
 
     def close(self) -> None:
-        """Give the optimizers back as they were; idempotent."""
+        """Restore the optimizers; idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
         for optimizer in self._optimizers:
@@ -212,12 +212,12 @@ class Habits:
         self._speaks = for_all
 
     def notice(self, text: str) -> None:
-        """Tell the user something about the team: the main process says it for all."""
+        """Warn the user about the team: the main process does it for all."""
         if self._speaks:
             self._warn(text)
 
     def tell_once(self, text: str) -> None:
-        """Tell the user something about the team, the first time that it is said."""
+        """Warn the user about the team, once for each text."""
         if text not in self._told:
             self._told.add(text)
             self.notice(text)

@@ -1,4 +1,4 @@
-"""What local steps make of a change of the team: those who remain keep what they have done."""
+"""Local steps through a change of the team: the remaining ranks keep their steps."""
 
 from abc import abstractmethod
 from collections import deque
@@ -30,20 +30,21 @@ from evener.protocol.row import Purpose, Row, pack
 class KeepingEngine(ElasticEngine):
     """An engine whose ranks make local steps, and keep them when their team changes.
 
-    A rank that is lost takes its part of a window with it: its batches go back to the epoch. Those
-    who remain keep theirs. The next generation begins with a plan that closes the window, so that
-    they average it at once. So it is where they have steps of the next window already when another
-    rank joins. Nothing is computed again, and no optimizer has to go back.
+    The batches of a lost rank go back to the epoch. The remaining ranks keep theirs. The next
+    generation begins with a plan that closes the window, so that they average their steps at once.
+    The same happens when a rank joins while they have already made steps of the next window. Only
+    the lost rank's batches are computed again, and no optimizer has to be rolled back.
 
-    An exchange that broke off may have landed on some ranks. The others receive the consensus from
-    one of these, and land by it as they would have by the exchange.
+    An exchange that failed may have landed on some ranks. The others receive the consensus from one
+    of these. They land by it as they would have landed by the exchange.
 
     Args:
         team: The ranks.
-        policy: Plans; the planner's word counts.
+        policy: Plans; only the planner's counts.
         training: What this rank trains with.
         options: What the engine is told.
-        background: For ASYNC: the same ranks once more, for the thread that exchanges.
+        background: For ASYNC: a second communicator of the same ranks, for the thread that
+            exchanges.
     """
 
     def __init__(
@@ -67,14 +68,14 @@ class KeepingEngine(ElasticEngine):
         self._steps = LocalSteps(training, options)
         self._moments = RecentMoments(team.comm, self.optimizers, self._schedule)
         self._book: LeaseBook | None = None
-        #: What is left of this rank's queue, less the batch that is open.
+        #: The rest of this rank's queue, without the batch that is open.
         self._own: deque[Slice] = deque()
         self._in_batch = False
         #: This rank's work in the window whose exchange has begun and not landed.
         self._flown: Report | None = None
         #: Progress and loss scale before a window that has landed on other ranks only.
         self._lag: tuple[Progress, float] | None = None
-        #: Whether the micro-batch that the loop is in is for nothing.
+        #: Whether the loop's present micro-batch is void.
         self._is_void = False
 
     @property
@@ -132,7 +133,7 @@ class KeepingEngine(ElasticEngine):
 
     def _go_by(self, plan: LocalPlan) -> None:
         """Follow a plan; batches of it that this rank has already computed count."""
-        done = self._steps.num_done + self._in_batch  # a batch that is open is not to come again
+        done = self._steps.num_done + self._in_batch  # the open batch must not be handed out again
         self._own = deque(self._leases.queue(self.rank)[done:])
         self._steps.follow(plan, self.rank)
 
@@ -164,7 +165,7 @@ class KeepingEngine(ElasticEngine):
             samples = self.share.open_samples
             self.drop_share()
             self._open(0, 1.0)
-            if self._is_void:  # the loop ends it for nothing
+            if self._is_void:  # the loop completes it, but it is void
                 self.share.start_micro_batch(samples)
         self._own.clear()
         if self._cursor is not None:
@@ -179,8 +180,8 @@ class KeepingEngine(ElasticEngine):
     def _use_team(self) -> None:
         self._policy.set_absent(self.team.absent)
         self.habits.speak(for_all=self.is_main)
-        # What lies in the memory of an earlier generation may be written by a rank of it that was
-        # stopped and wakes up.
+        # A rank of an earlier generation that was stopped and continues may write into that
+        # generation's memory, so the tensors move out of it.
         self.buffers.move(self.comm)
         self._replica.move(self.comm)
         self._moments.use(self.comm)
@@ -221,19 +222,19 @@ class KeepingEngine(ElasticEngine):
             self._scale.reset()
 
     def _commit(self, rows: Mapping[int, Row]) -> None:
-        """Commit the window before, when this rank may."""
+        """Commit the previous window, if this rank may."""
         if self.state.is_elastic:
             self.team.await_lease()
         super()._commit(rows)
 
     def _resume(self) -> bool:
-        # In a commit the model shows the consensus, and not what this rank has.
+        # In a commit the model shows the consensus, and not this rank's working copy.
         if self._lag is not None and not self.committing:
             self._catch_up(*self._lag)
             self._lag = None
         has_plans = super()._resume()
         if self._is_void:
-            self.buffers.keep()  # to these the void batch goes back, not to those from before
+            self.buffers.keep()  # the void batch goes back to these, not to the previous ones
         return has_plans
 
     def _catch_up(self, before: Progress, scale: float) -> None:

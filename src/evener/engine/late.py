@@ -1,4 +1,4 @@
-"""An update that a device makes or leaves out by itself, while the host is ahead of it."""
+"""An update that a device makes or skips by itself, while the host runs ahead."""
 
 import math
 import time
@@ -35,7 +35,7 @@ _UNLEARNT: Final = 32
 
 
 class Values(NamedTuple):
-    """What the host has read of an update.
+    """The numbers of an update that the host has read.
 
     Attributes:
         loss_sum: Σ weight · loss.
@@ -61,12 +61,12 @@ class LateUpdate:
         averager: Averages the gradients, which are still sums.
         flat: Holds the gradients.
         queue: Queue of the device that the gradients are on.
-        update: Time of the update before, which counts as compute of this window.
+        update: Time of the previous update, which counts as compute of this window.
         scale: The loss scale that the share was computed with.
 
     Attributes:
-        found_inf: Shape ``()``, float32: 1 where the update has to be left out, else 0.
-        plan: What window it is; after ``apply``.
+        found_inf: Shape ``()``, float32: 1 if the update must be skipped, else 0.
+        plan: The plan of its window; after ``apply``.
         before: The team's progress before it.
         scale: As given.
     """
@@ -171,7 +171,7 @@ class LateUpdate:
 
 @final
 class LateResult(WindowResult):
-    """The result of a window whose update a device makes or leaves out.
+    """The result of a window whose update a device makes or skips.
 
     Attributes:
         late: The update.
@@ -208,10 +208,10 @@ class LateEngine(ParkingEngine):
 
     def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
         super().__init__(team, training, options)
-        #: The update of this window, and that of the window before, where the device decides.
+        #: The update of this window, and that of the previous one, if the device decides.
         self._late: LateUpdate | None = None
         self._undecided: LateUpdate | None = None
-        #: Time of the last update, which is part of what this rank costs in a window.
+        #: Time of the last update, which is part of this rank's cost of a window.
         self._update_lap: Lap | None = None
         self._sync_s = 0.0
         #: Windows that the policy has not learnt from.
@@ -252,7 +252,7 @@ class LateEngine(ParkingEngine):
         return can_decide
 
     def _apply_late(self, found: Round, plan: WindowPlan, late: LateUpdate) -> WindowResult:
-        """Queue the update of one rank, which the device leaves out if it is not finite."""
+        """Queue the update of one rank, which the device skips if it is not finite."""
         started_s, weight = time.perf_counter(), found.verdict.weight
         late.apply(plan, self.progress, self.options.max_grad_norm)
         self._average_buffers(found, weight, f"window {plan.window}", late.found_inf)
@@ -283,7 +283,7 @@ class LateEngine(ParkingEngine):
             self._drop_plans()
 
     def _learn_late(self, late: LateUpdate) -> None:
-        """Complete the result of the window before, and learn from it."""
+        """Complete the result of the previous window, and learn from it."""
         applied, self._undecided = self._applied, None
         assert applied is not None
         result = late.complete(applied.result)

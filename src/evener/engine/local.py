@@ -1,6 +1,6 @@
 """CADENCE and ASYNC: a window is some local optimizer steps of each rank.
 
-What is averaged is how far ranks have moved from the consensus.
+Ranks average their differences from the consensus.
 """
 
 import math
@@ -43,17 +43,18 @@ class LocalEngine(KeepingEngine):
     """A rank's windows of CADENCE and ASYNC.
 
     A rank takes batches from the front of its queue and steps its own optimizer on each, until its
-    clock says that the window is over. Then it takes a *snapshot* of how far it has moved from the
-    consensus, and the ranks exchange rows, differences and the next plan. When that has *landed*
-    the consensus moves on, and the working copy with it. In CADENCE a rank waits for it; in ASYNC
-    it continues with the next window, whose deadline runs from the landing.
+    deadline. Then it takes a *snapshot* of its difference from the consensus, and the ranks
+    exchange rows, differences and the next plan. When the average *lands*, the rank applies it to
+    the consensus and to its working copy. In CADENCE a rank waits for the landing. In ASYNC it
+    continues with the next window, whose deadline starts at the landing.
 
     Args:
         team: The ranks.
-        policy: Plans; the planner's word counts.
+        policy: Plans; only the planner's counts.
         training: What this rank trains with: the model is its working copy.
-        options: What the engine is told.
-        background: For ASYNC: the same ranks once more, for the thread that exchanges.
+        options: The options.
+        background: For ASYNC: a second communicator of the same ranks, for the thread that
+            exchanges.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class LocalEngine(KeepingEngine):
         A batch that has not been stepped on is dropped, and will be handed out again.
         """
         super().leave()
-        self._wants_plans = self.has_left  # what it has done is to be averaged
+        self._wants_plans = self.has_left  # its steps must be averaged
         if self._in_batch or self._is_void:
             self._is_void = False
             self.drop_share()
@@ -144,14 +145,15 @@ class LocalEngine(KeepingEngine):
         it at the same window. A rank that has left keeps joining exchanges until all have left, and
         the others are led out of the epoch. Then all are at one consensus.
         """
-        # In a commit all are at one consensus; the window that lands must not be exchanged again.
+        # In a commit all ranks hold one consensus; the window that lands must not be exchanged
+        # again.
         is_settled = self.committing
         while not is_settled:
             try:
                 self._settle()
                 is_settled = True
             except CollectiveError as error:
-                # What this rank and others have done is averaged first, where some are in a loop.
+                # First average the steps of this rank and of others, if some are in a loop.
                 is_settled = not (self._survive(error) and self.has_left)
                 if is_settled and self.has_left:
                     self.state = self.state.release()
@@ -177,7 +179,7 @@ class LocalEngine(KeepingEngine):
             return flies or bool(self.state.plans)
         if self._background is None or not (self.in_epoch and self.is_working) or self.is_lost:
             return flies
-        # In mid-epoch others may have begun an exchange, or this rank may: all land theirs first.
+        # In mid-epoch this rank or others may have begun an exchange: all land theirs first.
         rows = self._rest(busy=flies).rows
         return any(row.busy for row in rows.values())
 
@@ -346,7 +348,7 @@ class LocalEngine(KeepingEngine):
         plan = self.state.plan
         if isinstance(plan, LocalPlan) and Do.CHANGE not in found.verdict.do:
             # In ASYNC a rank may have begun a batch that would move to another rank's queue. At the
-            # tail all ranks have waited, so none has.
+            # end of an epoch all ranks have waited, so no rank has begun one.
             book = self._leases
             hands_on = outcome.over.blocking and book.num_free == 0
             book.fill(plan.queues, hand_on=hands_on)

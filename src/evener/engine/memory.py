@@ -36,11 +36,11 @@ def explain(error: BaseException, samples: int) -> None:
 
 
 class MicroBatchTooLarge(Exception):
-    """Thrown into a loader's generator: what it has yielded last did not fit into memory.
+    """Thrown into a loader's generator: its last micro-batch did not fit into memory.
 
     Args:
-        samples: Samples of that micro-batch, where the loader raises it again, having no smaller
-            one to offer.
+        samples: Samples of that micro-batch, if the loader raises it again because it has no
+            smaller one.
     """
 
     def __init__(self, samples: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The weighted mean of optimizer states that ranks have moved apart: what a checkpoint holds."""
+"""The weighted mean of the ranks' optimizer states, for checkpoints of local steps."""
 
 import math
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class RecentMoments:
         }
         note = {"tensors": index, "weight": self._weight, "document": document}
         notes = comm.all_gather_json(note, what="optimizer states")
-        # A rank that has made no step yet has no state; who has one speaks for it.
+        # A rank that has made no step yet has no state; the ranks with a state determine the mean.
         richest = max(notes, key=lambda n: len(n["tensors"]))
         somewhere = next(iter(own.values()), torch.empty(0))
         mean: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Parking: a rank that costs more than it brings leaves the windows, and is called back later."""
+"""Parking: a rank that costs more than it contributes leaves the windows for a while."""
 
 import math
 import time
@@ -30,16 +30,16 @@ _MAIN_STAYS = (
 class ParkingEngine(ElasticEngine):
     """An engine whose planner may park ranks.
 
-    The planner wishes it in the rows of a window, and ``protocol/generation.py`` makes the next
-    generation of it. A leaf leaves its plans behind, and makes new ones with those who are present.
+    The planner asks for it in the rows of a window, and ``protocol/generation.py`` returns the next
+    generation. A subclass drops its plans, and makes new ones with the ranks that are present.
 
-    A parked rank does not hold the state of the team, as the others train on. So a member of an
-    elastic team whose generation ends while it is parked joins the next one as if it had just come.
+    A parked rank does not hold the current state, because the others train on. So if its generation
+    ends meanwhile in an elastic team, it joins the next one like a new rank.
     """
 
     def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
         super().__init__(team, training, options, ApplyPolicy.SYNC)
-        #: In its memory lies what is exchanged.
+        #: Tensors that are exchanged lie in its memory.
         self._home = team.whole
         self._averager = GradientAverager(self.flat, team.comm)
         self._sharded = training.sharded
@@ -66,7 +66,8 @@ class ParkingEngine(ElasticEngine):
     def _wanted_change(self) -> int:
         """Return what the planner wishes to change about the team after this window."""
         if renewal := self._wanted_renewal():
-            # Parked ranks come first: who leaves may be the last one that holds the state.
+            # Call parked ranks back first: the rank that leaves may be the last one that holds the
+            # state.
             return ADMIT if self.team.parked else renewal
         self._misfits = self._find_misfits()
         if self._misfits:
@@ -91,7 +92,7 @@ class ParkingEngine(ElasticEngine):
 
     def _change(self, found: Round) -> None:
         """Do what the planner wished: the generation changes, or parked ranks are called."""
-        applied = Do.APPLY in found.verdict.do  # otherwise a loop was left, whatever was wished
+        applied = Do.APPLY in found.verdict.do  # otherwise a loop was left
         wish = found.rows[self.state.planner].change if applied else 0
         if wish == CALL:
             self._call(Said.STAY)
@@ -143,7 +144,7 @@ class ParkingEngine(ElasticEngine):
     def _park(self, ranks: Sequence[int]) -> None:
         """Form the next generation, without some ranks."""
         self._sharded.join()
-        # Before the exchange that others may hear the end of, and this rank not.
+        # Before the exchange, because others may see its end while this rank does not.
         self.state = without(self.state, ranks)
         self._is_in = not (self.team.is_elastic and self.rank in ranks)
         self._known_windows = self.window if self.rank in ranks else 0
@@ -233,7 +234,7 @@ class ParkingEngine(ElasticEngine):
         super()._take_learnt(learnt)
         applied, known, self._known_windows = self._applied, self._known_windows, 0
         if applied is not None and applied.result.window < known:
-            # A rank was lost in the round that has committed it, and of which this one has heard.
+            # A rank was lost in the round that committed it, whose end this rank has seen.
             self._applied = None
             for lease in applied.leases:
                 self.cursor.commit(lease)
@@ -244,8 +245,8 @@ class ParkingEngine(ElasticEngine):
         self.policy.set_parked(self.team.parked)
         self.habits.speak(for_all=self.is_main)
         if self._home is not self.team.whole:
-            # What lies in the memory of an earlier generation may be written by a rank of it that
-            # was stopped and wakes up.
+            # A rank of an earlier generation that was stopped and continues may write into that
+            # generation's memory, so the tensors move out of it.
             self._home = self.team.whole
             self.flat.move(self._home)
             self.buffers.move(self._home)

@@ -1,4 +1,4 @@
-"""Where a rank's loaders are in their data: positions travel to ranks that join."""
+"""Data positions of a rank's loaders, which ranks that join receive."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast, final
@@ -30,7 +30,7 @@ class Positions:
 
     def __init__(self) -> None:
         self._own: list[Position] = []
-        #: States that another rank has told, also of loaders that are not made yet.
+        #: States received from another rank, also of loaders that are not made yet.
         self._known: Sequence[Any] = ()
 
     def hold(self, position: Position) -> None:

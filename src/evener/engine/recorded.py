@@ -1,4 +1,4 @@
-"""What ranks have found between epochs, for the scripts of workers that join later."""
+"""Results of exchanges between epochs, for the scripts of workers that join later."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -11,9 +11,9 @@ class RecordedSums:
     """Sums over ranks, by where the script was: a worker that joins runs it from the top.
 
     A *place* is the time from one mark of the script to the next: before its first epoch, and after
-    the beginning of each. In a place, a script comes by the same sums in the same order on every
-    rank. What belongs to a window (``ddp.on_commit``, the body of a training loop) is not recorded:
-    no window is computed again.
+    the beginning of each. In one place, a script asks for the same sums in the same order on every
+    rank. Sums within a window (``ddp.on_commit``, the body of a training loop) are not recorded,
+    because no window is computed again.
 
     Args:
         most: Results that are kept; those of the oldest places go first.

@@ -16,7 +16,7 @@ from evener.comm.flat_groups import FlatGroup
 
 
 class Drift(NamedTuple):
-    """How far a rank had moved when its window was over.
+    """A rank's difference from the consensus at the end of its window.
 
     Attributes:
         size: 2-norm of the difference of parameters from the consensus, relative to the latter.
@@ -39,9 +39,9 @@ class Replica:
     consensus and brings the working copy up to date. The working copy then is the consensus plus
     the steps made since the snapshot, so no step is ever lost.
 
-    Differences are averaged, not values, and what is subtracted where nobody has changed anything
-    is +0, which leaves every bit as it is. All ranks subtract the same sum from the same consensus,
-    so that it stays the same to the bit on all of them, also on unlike devices.
+    Differences are averaged, not values: where no rank has changed anything, +0 is subtracted,
+    which changes no bit. All ranks subtract the same sum from the same consensus. So it stays
+    bit-identical on all of them, also on different kinds of devices.
 
     Args:
         flat: The trainable parameters, the same on every rank when this is made.

@@ -51,7 +51,7 @@ class CadenceRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowResult:
-    """A window that has been applied; the same on every rank, but for times of this moment.
+    """An applied window; the same on every rank, except times of this moment.
 
     On one rank with a GPU and a fused optimizer, ``ddp.step()`` returns before the GPU has done its
     work. Then ``loss``, ``grad_norm`` and ``skipped`` wait for the GPU when they are read. Until
@@ -101,7 +101,7 @@ class WindowResult:
 
 
 class Work(NamedTuple):
-    """What a rank computes next.
+    """The next work of a rank.
 
     Attributes:
         window: Number of the window.
@@ -113,7 +113,7 @@ class Work(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A round of rows: what each rank said, what follows, and how long this rank waited."""
+    """A round of rows: all rows, the verdict, and how long this rank waited."""
 
     rows: dict[int, Row]
     verdict: Ruling
@@ -126,9 +126,8 @@ class Applied(NamedTuple):
     Attributes:
         result: Its result.
         leases: The samples that it took from the epoch.
-        told: What this rank will say of it in the next window's report, and nothing else: seconds
-            that it waited for others, seconds that averaging took of its time, and how far it was
-            from the average.
+        told: What this rank's report of the next window says of it: seconds of waiting for others,
+            seconds of averaging, and its distance from the average.
     """
 
     result: WindowResult

@@ -96,7 +96,7 @@ class Schedule:
         self.is_empty = not self._schedulers and self._factor is None
         self.agreed_rates: Rates = []
         self._places = self._find_places()
-        #: What was set here last; ``None`` where whatever is found is taken.
+        #: The rates that were set here last; ``None`` if any rate is accepted.
         self._known: Rates | None = None
         #: Torch schedulers and parameter groups at the last ``agree``, once a rank has run ahead.
         self._agreed: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
@@ -213,7 +213,8 @@ class Schedule:
     def _step_all(self, num_steps: int) -> None:
         for _ in range(num_steps):
             for scheduler in self._schedulers:
-                # A rank may have had no step of its own so far, others had: nothing to warn of.
+                # This rank may have made no step so far, while others have: torch's warning would
+                # be wrong.
                 vars(scheduler.optimizer)["_opt_called"] = True
             self.after_update()
 
@@ -229,7 +230,7 @@ class Schedule:
             group.update(values)
 
     def _groups(self) -> list[dict[str, Any]]:
-        # Asked for every time: loading an optimizer's state makes new groups.
+        # Read every time: loading an optimizer's state makes new groups.
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> list[dict[str, object]]:

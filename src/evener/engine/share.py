@@ -1,6 +1,6 @@
 """This rank's part of a window while it is being computed: micro-batches, weight, loss, time.
 
-``WindowSpans`` says what the time of a whole window went to.
+``WindowSpans`` measures how the time of a whole window is spent.
 """
 
 import math
@@ -61,7 +61,7 @@ class Stopwatch:
             return Lap(self._started, self._now())
         slowdown, start = self._slow
         if self._queue is not None:
-            self._queue.finish()  # the emulation sleeps as long as compute has taken
+            self._queue.finish()  # the emulation sleeps in proportion to compute
         stopped = self._now()
         return Lap(self._started, stopped, slowdown.after(start))
 
@@ -70,7 +70,7 @@ class Stopwatch:
 
 
 class OwnWork(NamedTuple):
-    """What a rank does by itself in a window, until it meets the others.
+    """The work of a rank in a window, until it meets the others.
 
     Attributes:
         began_s: When it asked for the first data; ``None`` before, and where it had no work.
@@ -83,13 +83,13 @@ class OwnWork(NamedTuple):
 
 @final
 class WindowSpans:
-    """Notes when the spans of a window begin on this rank, and what else the window took.
+    """Records when the spans of a window begin on this rank, and how long they take.
 
     All times are on the clock of ``time.perf_counter``. Of a span in several pieces, such as a wait
     for data before each micro-batch, the first piece counts as its begin.
 
     Args:
-        *teams: Those through which this rank sends.
+        *teams: The communicators through which this rank sends.
     """
 
     def __init__(self, *teams: Team) -> None:
@@ -97,7 +97,7 @@ class WindowSpans:
         self._applied_s = time.perf_counter()
         self._sent_bytes = 0
         self._work = OwnWork()
-        #: Work that is over while its window is not: in ASYNC that of the next one has begun.
+        #: Completed work of a window that is not over: in ASYNC, work of the next one has begun.
         self._finished: OwnWork | None = None
         self._wait_s = self._sync_s = self._applied_s
 
@@ -264,7 +264,7 @@ class Share:
         """Start the clock on a micro-batch."""
         self.resume()
         if self.micro_batches and samples not in self._known_sizes:
-            # Otherwise the device would finish earlier micro-batches in the time of this one.
+            # Otherwise the time of this micro-batch would include earlier ones on the device.
             self._wait_for_device()
             self.pause()
             self.resume()
@@ -312,7 +312,7 @@ class Share:
                 f"{known}; losses of one micro-batch share one weight: scale the loss instead"
             )
         if known == 0 or self._planned == 0:
-            return  # one that is for nothing, and what its forward has kept may have been written
+            return  # a void one: tensors that its forward has kept may have been overwritten
         self._losses.append((part, known, loss.detach()))
         factor = known / self.scale_of(part)
         scaled = loss if factor == 1.0 else loss * factor

@@ -45,12 +45,12 @@ class Stateful(Protocol):
 
 
 class TrainingContent(NamedTuple):
-    """A training state that was read, and has changed nothing yet.
+    """A training state that was read, and is not loaded yet.
 
     Attributes:
-        optimizers: What each optimizer's ``load_state_dict`` takes.
+        optimizers: The argument of each optimizer's ``load_state_dict``.
         schedule: State of each torch scheduler.
-        registered: What the ``load_state_dict`` of each registered object takes, by name.
+        registered: The argument of each registered object's ``load_state_dict``, by name.
     """
 
     optimizers: tuple[dict[str, Any], ...]
@@ -202,7 +202,8 @@ class TrainingState:
         Raises:
             CheckpointError: The state of a registered object is missing or refused.
         """
-        # What may be refused comes first: the code of registered objects is the user's.
+        # First load the parts that may be refused: loading a registered object runs the user's
+        # code.
         self._waiting = self._restore_registered(content.registered)
         self.schedule.load_state_dict(content.schedule)
         for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):

@@ -24,8 +24,7 @@ class LocalSteps:
     Args:
         training: What it trains with; the parameters are laid out for one rank, so that gradients
             stay where autograd puts them.
-        options: What the engine was told; ``lr_factor`` multiplies the learning rate for the length
-            of a step.
+        options: The options; ``lr_factor`` multiplies the learning rate for the length of a step.
 
     Attributes:
         optimizers: The rank's own.
@@ -184,7 +183,7 @@ class LocalSteps:
 
     def _update(self) -> None:
         # Schedulers compute from what is in the groups, so the factor is there only for a moment.
-        # Without one a rate is not touched: if it is a tensor, a graph may have kept it.
+        # Without a factor, rates are not written: if one is a tensor, a graph may have kept it.
         groups = [g for o in self.optimizers for g in o.param_groups if self._lr_factor != 1.0]
         rates = [group["lr"] for group in groups]
         self._flat.mask_untouched()

@@ -36,8 +36,8 @@ class SyncEngine(DraftingEngine):
     """A rank's windows of SYNC.
 
     The loader hands out this rank's micro-batches, which ``share`` accounts for; after the last one
-    the window is closed. The round of rows comes before the gradients, so a mistake (another
-    collective, a non-finite gradient, a stop) is known before any of it could be averaged in.
+    the window is closed. The round of rows precedes the exchange of gradients. So a mistake
+    (another collective, a non-finite gradient, a stop) is known before anything is averaged.
 
     A *part* is the number of one optimizer, which is then stepped alone on the gradients of its own
     parameters; ``None`` stands for all optimizers together.
@@ -50,7 +50,7 @@ class SyncEngine(DraftingEngine):
         #: Updates of optimizers that were stepped alone in this window.
         self._turns: list[WindowResult] = []
         self._result: WindowResult | None = None
-        #: Whether the micro-batch that the loop is in is for nothing.
+        #: Whether the loop's present micro-batch is void.
         self._is_void = False
         #: Why ranks could not exchange something after an update.
         self._torn: CollectiveError | None = None
@@ -83,7 +83,7 @@ class SyncEngine(DraftingEngine):
     def settle(self) -> None:
         """Commit what has been applied and not yet committed; all ranks call it together."""
         if self.committing:
-            return  # it is committed, and not all ranks in a commit have left their loops
+            return  # it is committed; in a commit, not all ranks have left their loops
         if self._turns and self.share.in_micro_batch:
             self.share.end_micro_batch()
             self.close()  # by its plan, which ranks without a share and the data position follow
@@ -104,7 +104,7 @@ class SyncEngine(DraftingEngine):
 
     def leave(self) -> None:
         """Leave an epoch in its middle; the others learn of it in ``settle``."""
-        # Else the team has stopped, or changed after others had left: no rank owes a row.
+        # Otherwise the team has stopped, or has changed after others left: no rank waits for a row.
         if self.is_working or self.state.applied or not self.in_epoch:
             super().leave()
         if not self._turns:
@@ -127,13 +127,13 @@ class SyncEngine(DraftingEngine):
         last = self.share.end_micro_batch()
         if not self.in_epoch:
             return self._close(Purpose.STEP)
-        if self._is_void:  # a rank was lost meanwhile: the window is done again
+        if self._is_void:  # a rank was lost meanwhile: the window is computed again
             self._is_void = False
             self.drop_share()
             self.open_share(0)
             return None
         if not self.is_working:
-            return None  # dropped at an optimizer's turn: what is left goes through, for nothing
+            return None  # dropped at an optimizer's turn: the rest of the share is void
         if self._is_interrupted() and not last:
             return self.close(drop=not self._turns)
         return self.close() if last else None
@@ -194,7 +194,7 @@ class SyncEngine(DraftingEngine):
         """Take part in a window without a plan, with nothing; ``None`` where no rank had data."""
         generation = -1
         while generation != self.state.generation:
-            generation = self.state.generation  # in another one the window is done again
+            generation = self.state.generation  # in another one the window is computed again
             self.open_share(0)  # every window has a scale of its own
             if result := self._close(Purpose.IDLE):
                 return result
@@ -205,7 +205,7 @@ class SyncEngine(DraftingEngine):
     ) -> WindowResult | None:
         """Say what this rank did, and do what follows from what all say."""
         if self.has_left and purpose is Purpose.STEP:
-            self.settle()  # plans of a loop that was left by `break` are not for what follows it
+            self.settle()  # plans of a loop that was left by `break` do not hold after it
         self._result, window = None, self.window
         try:
             self._say(purpose, part, drop=drop)
@@ -384,7 +384,7 @@ class SyncEngine(DraftingEngine):
         stepped = self.optimizers if part is None else [self.optimizers[part]]
         if not skipped:
             self._step(stepped, part)
-        # Also of a window left out: it may have overflowed because another weight was expected.
+        # Also for a skipped window: it may have overflowed because another weight was expected.
         self._expected_weight = weight or self._expected_weight
         if weight and self._scale.is_used:
             self._scale.update(overflowed=skipped)
@@ -475,7 +475,7 @@ class SyncEngine(DraftingEngine):
         if self._sharded.is_on or self.options.unlike_devices:
             started_s = time.perf_counter()
             try:
-                # In a divided update a rank touches its own part alone since norms were exchanged.
+                # In a sharded update a rank writes only its own part once norms were exchanged.
                 have_met = self._sharded.is_on
                 self._averager.unify(part, what=f"parameters of {what}", have_met=have_met)
             except CollectiveError as error:
@@ -499,7 +499,7 @@ class SyncEngine(DraftingEngine):
         share = self.share
         self.drop_share()
         self.open_share(0)
-        # The loop may be in a micro-batch, which it then ends for nothing.
+        # The loop may be in a micro-batch, which is then void.
         self._is_void = share.in_micro_batch and self.in_epoch
         if self._is_void:
             self.share.start_micro_batch(share.open_samples)

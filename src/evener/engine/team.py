@@ -1,4 +1,4 @@
-"""The ranks as one of them sees them: who is present, and what joins them."""
+"""The ranks as one of them sees them: which are present, and the communicators between them."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ _CALL = "the call to parked ranks"
 
 
 class Team:
-    """Knows who takes part, and holds the door for those that do not.
+    """Knows which ranks take part, and runs the door at which the others wait.
 
-    A *parked* rank costs more than it brings. It leaves every exchange and waits to be called; the
-    others use a communicator of their own. They call twice a second: so a parked rank that
-    was told to stop can say so, and either side notices when the other is gone. Ranks keep their
+    A *parked* rank costs more than it contributes. It leaves every exchange and waits to be called;
+    the others use a communicator of their own. They call about twice a second. So a parked rank can
+    report that it was told to stop, and either side notices if the other is gone. Ranks keep their
     numbers.
 
     In an elastic team, ranks may be *absent*: a member was lost, or has not come yet. Members keep
@@ -40,7 +40,7 @@ class Team:
         rank: Number of this rank.
         world_size: Ranks of the team, those that are parked or absent included.
         members: Ranks that are present, in order.
-        everyone: The same, and those that are parked.
+        everyone: These, and the parked ones.
         people: What each rank is, as they introduced themselves; see ``meet``.
         names: What each rank is called in events; empty where nobody has that number.
         comm: Joins them.
@@ -238,8 +238,8 @@ class Team:
 
     def call(self, *, is_parked: bool) -> None:
         """Meet all ranks at the door: those that work call, those that are parked wait for it."""
-        # A rank says what it wants when an exchange begins. This wait comes first, so that what a
-        # parked rank says then is not as old as the call before.
+        # A rank sends its purpose when an exchange begins. This wait comes first, so that a parked
+        # rank's answer is not as old as the previous call.
         self.whole.barrier(what=_CALL, timeout_s=PARKED_TIMEOUT_S if is_parked else None)
         self._called_s = time.monotonic()
 

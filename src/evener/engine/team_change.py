@@ -1,4 +1,4 @@
-"""A change of an elastic team, as events and the terminal tell it."""
+"""A change of an elastic team, for events and the terminal."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Change:
     Attributes:
         generation: The one that begins.
         window: Its first window.
-        why: What led to it.
+        why: The cause.
         members: Names of its ranks, in order.
         lost: Names of ranks that are gone, by number.
         left: Names of ranks that have left as they were told to, by number.

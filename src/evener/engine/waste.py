@@ -14,9 +14,9 @@ WINDOWS = 3
 class EqualBatches:
     """Finds ranks that read the same batches, where ``ddp.loader`` does not hand them out.
 
-    evener does not see such a batch. What it sees is the loss and the norm of the gradient before
-    averaging, which each rank has computed anyway: both are equal, in window after window, only
-    where the batches are.
+    evener does not see such a batch. It sees the loss and the norm of the gradient before
+    averaging, which each rank has computed anyway. Both are equal, window after window, only if the
+    batches are equal.
     """
 
     def __init__(self) -> None:

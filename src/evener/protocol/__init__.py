@@ -1,1 +1,1 @@
-"""What ranks tell one another in a window, and what follows from it. Pure."""
+"""The state machines of a window and of an elastic team, and the rows that ranks exchange. Pure."""

@@ -1,6 +1,7 @@
-"""What the coordinator and the workers of an elastic team tell one another. Pure.
+"""Messages between the coordinator and the workers of an elastic team. Pure.
 
-A *standing* is what a member holds that has left its generation. A *formation* is the next one.
+A *standing* is the state that a member reports when it has left its generation. A *formation* is
+the next generation.
 """
 
 from collections.abc import Sequence
@@ -13,13 +14,13 @@ from evener.errors import ConfigError
 from evener.parsing import Fields, whole
 
 NO_NUMBER: Final = -1
-"""The number of a worker for which there is none as long as others have them all."""
+"""The number of a worker that has none, because other workers have all numbers."""
 
 WHOLE_RUN: Final = 0
 """Generation under which the coordinator keeps what holds for all generations."""
 
 TRAINING: Final = "training"
-"""The phase of a member that agrees on plans next: the only one in which a joiner can follow."""
+"""The phase of a member whose next exchange is about plans: only then can a joiner take part."""
 
 EVALUATING: Final = "evaluating"
 
@@ -27,12 +28,12 @@ WAITING: Final = "waiting"
 """The phase of a member that waits for others, in an exchange."""
 
 PARKED: Final = "parked"
-"""The phase of a member without which the others train: it waits to be called back."""
+"""The phase of a parked member: the others train without it, and it waits to be called back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a member that has left its generation holds.
+    """The state of a member that has left its generation.
 
     Attributes:
         member: Its id.
@@ -41,7 +42,7 @@ class Standing:
         committed: Windows that it has committed; at most ``applied``.
         digest: Of its state after ``applied``, in hexadecimal; members with the same digest hold
             the same bits.
-        phase: What it was doing: ``TRAINING``, or in its own words.
+        phase: Its phase then: ``TRAINING``, or a text of its own.
     """
 
     member: str
@@ -61,14 +62,14 @@ class Formation:
         members: Ids in the order of ranks: members that stay keep their order, joiners follow.
         numbers: By member, a number below the most members of a team. A member keeps it from one
             generation to the next.
-        base: The windows that the state in which all members begin has seen.
-        has_state: Whether a member holds state. Otherwise the team begins, anew or from a
-            checkpoint, and ``base`` is 0.
-        donor: The member whose state counts.
+        base: How many windows the state has applied in which all members begin.
+        has_state: Whether a member holds state. Otherwise the team starts over, from a checkpoint
+            or not, and ``base`` is 0.
+        donor: The member whose state all members adopt.
         receivers: Members that must receive the donor's state; the others hold the same bits.
         lease_s: So long after a heartbeat a member may commit.
-        detect_s: Seconds from the last heartbeat of the member that was lost to the end of the
-            generation before; 0 where none was lost.
+        detect_s: Seconds from the last heartbeat of the lost member to the end of the previous
+            generation; 0 if none was lost.
     """
 
     generation: int
@@ -88,7 +89,7 @@ class Formation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Every deadline of an elastic team, in seconds; the coordinator tells them to all workers.
+    """Every deadline of an elastic team, in seconds; the coordinator sends them to all workers.
 
     Attributes:
         lease_s: So long after a heartbeat a member may commit. Also how long a coordinator that
@@ -100,7 +101,7 @@ class Deadlines:
             most workers. Also how long members may take to leave a generation together.
         connect_s: So long members of a new generation may take to connect to one another, and a
             worker may wait for a number that becomes free.
-        hello_s: A connection that has not said who it is closes after so long.
+        hello_s: A connection that has not identified itself is closed after so long.
         patience_s: A worker waits so long for a coordinator that does not answer.
         timeout_s: So long a generation waits for living members that do not come, and for workers
             that are missing.
@@ -118,7 +119,7 @@ class Deadlines:
 
 
 class ProcessState(StrEnum):
-    """What a supervisor reports of a worker's process."""
+    """The state of a worker's process, as its supervisor reports it."""
 
     GONE = "gone"
     FINISHED = "finished"

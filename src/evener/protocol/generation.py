@@ -1,23 +1,23 @@
 """Generations: who takes part in windows, and how that changes. Pure.
 
-A generation is a period in which membership does not change. A rank that is parked or called back
-changes it, and that is agreed: the planner wishes it in the last window of a generation, a round of
-``CHANGE`` rows shows that all have applied that window, and each forms the next generation from
-what it knows. Any rank may be parked, rank 0 too. Where it is the planner that is parked, the
-lowest rank that stays plans from then on. It continues to plan when others come back, as they have
-missed what the team has learnt.
+A generation is a period in which membership does not change. Parking a rank, or calling it back,
+changes the generation by agreement. The planner asks for the change in the last window of a
+generation. A round of ``CHANGE`` rows shows that all ranks have applied that window. Then each rank
+forms the next generation from the same rows. Any rank may be parked, rank 0 too. If the planner is
+parked, the lowest rank that stays plans from then on. It continues to plan when others come back,
+because they have missed the reports of many windows.
 
-Ranks that are parked wait at the *door*, where those that work come by now and then. What is said
-there are rows, too: ``CALL`` of those who work, ``AWAY`` of the others. At the end of an epoch all
-ranks come back. Those that were parked are parked again when the next one begins, unless the
-planner says that it is time to try them.
+Parked ranks wait at the *door*: a round that working ranks run from time to time. Working ranks
+send ``CALL`` rows there, parked ranks ``AWAY`` rows. At the end of an epoch all ranks come back.
+Those that were parked are parked again when the next epoch begins, unless the planner tries them
+again.
 
 In an elastic team the coordinator numbers and forms generations, and ``renewed`` gives the state in
 which one begins. A rank that joins or leaves changes the generation in the same agreed way. A rank
 that is lost forces the change. In SYNC, those who remain drop the window under way and redo it. In
-CADENCE and ASYNC they keep their local steps, and average them at once. The coordinator knows
-nothing of parked ranks: they remain members of the generation, which keeps its number. Before a
-rank joins or leaves they are called back, and a loss brings them back as ranks that join.
+CADENCE and ASYNC they keep their local steps, and average them at once. The coordinator does not
+distinguish parked ranks: they remain members of the generation, which keeps its number. Before a
+rank joins or leaves, parked ranks are called back. After a loss they come back as ranks that join.
 """
 
 from collections.abc import Collection, Mapping
@@ -32,7 +32,7 @@ from evener.protocol.row import Purpose, Row
 
 
 class Said(IntEnum):
-    """What ranks that work tell those that are parked."""
+    """The message of working ranks to parked ranks at the door."""
 
     STAY = 0
     GO_ON = 1
@@ -44,12 +44,12 @@ class Said(IntEnum):
 
 
 class Answer(NamedTuple):
-    """What comes of a meeting at the door.
+    """The outcome of a round at the door.
 
     Attributes:
         state: The state after it.
-        said: What those who work have said.
-        source: Place of the lowest rank that worked, in rank order: its state is everybody's.
+        said: The message of the working ranks.
+        source: Position of the lowest working rank, in rank order: all ranks adopt its state.
     """
 
     state: State

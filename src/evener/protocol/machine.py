@@ -1,9 +1,9 @@
 """The state machine of a window: what follows from the rows of all ranks. Pure.
 
-A *round* is one exchange of rows. Before it a rank says what it is about to do (``State.say``);
-after it ``judge`` gives the verdict: what to do, in order, and the state that comes of it. All
-ranks judge the same rows by the same function, so all do the same. Engines carry it out and keep
-no flags of their own about who has left, rests, stops or is away.
+A *round* is one exchange of rows. Before it, a rank makes the row of its next action
+(``State.say``). After it, ``judge`` returns the verdict: a list of actions, and the state that
+follows. All ranks judge the same rows by the same function, so all do the same. Engines carry out
+the verdict, and keep no flags of their own about which ranks have left, rest, stop or are away.
 
 The whole table is in ``judge`` and the functions below it; the first line that matches applies::
 
@@ -31,12 +31,12 @@ The whole table is in ``judge`` and the functions below it; the first line that 
       ... samples differ from the plan (WINDOW)       error on every rank
       ... otherwise                                   APPLY; CHANGE if the planner wishes it
 
-Where a device decides whether an update is made, rows tell a window late what was not finite. Then
-``UNDO`` comes first. If no skip is allowed, nothing else is done: the window before is not
-committed, and it is an error on every rank.
+If a device decides whether an update is made, rows report non-finite values one window late. Then
+``UNDO`` comes first. If no skip is allowed, nothing else is done: the previous window is not
+committed, and every rank raises an error.
 
-``COMMIT`` is about the window before, and only where one was applied: rows of all ranks show that
-all have applied it. In a line that has it, it precedes everything but ``VERIFY``, errors included.
+``COMMIT`` concerns the previous window, if one was applied: the rows of all ranks show that all
+have applied it. In a line that has it, it precedes everything but ``VERIFY``, errors included.
 """
 
 import math
@@ -69,7 +69,7 @@ class Phase(Enum):
 
 
 class Do(Enum):
-    """What an engine is told to do."""
+    """An action of the verdict, which an engine carries out."""
 
     VERIFY = auto()
     """Compare replicas, where that is wanted."""
@@ -99,26 +99,27 @@ Plan = WindowPlan | LocalPlan
 
 
 class State(NamedTuple):
-    """All that one rank knows of where the team is.
+    """The state of the team, as one rank knows it.
 
     Attributes:
         me: This rank's number in the team.
         world_size: Ranks of the team, those that are away included.
         policy: What a window is.
         members: Ranks of this generation, in order.
-        planner: The rank of these that plans, writes and prints: rank 0 until it is parked, then
-            the lowest one that is present, until that is parked. In an elastic team the one that
-            has been there for longest; -1 on a rank that has not joined.
+        planner: The rank of these that plans, writes and prints. It is rank 0 until that is parked,
+            then the lowest present one until that is parked. In an elastic team it is the oldest
+            member; -1 on a rank that has not joined.
         generation: Its number.
         phase: Where this rank is.
         window: Number of the window that is being computed.
-        own: The row that was said and not yet answered.
+        own: The row that was sent and not yet answered.
         plans: Agreed plans, that of this window first; one at a time in CADENCE and ASYNC.
         flight: Plan of the window whose exchange has begun and not landed.
         applied: Whether the window before is applied and not known to be committed.
         stopping: Whether the team has agreed to stop.
         winding: Whether the epoch ends early, with one more window at which all wait.
-        led_out: Whether the others have left their loops by ``break``, and this rank with them.
+        led_out: Whether the others have left their loops by ``break``, so that this rank has left
+            its own.
         again: Ranks that were parked when the last epoch ended, and are parked again when the next
             one begins.
         is_elastic: Whether members may join and leave.
@@ -224,9 +225,9 @@ class Ruling(NamedTuple):
         part: The optimizer that is stepped; ``None`` for all of them.
         weight: Of the window, over all ranks.
         loss: Mean loss; ``nan`` without weight.
-        skip: Whether the window is left out, though its samples count.
+        skip: Whether the window is skipped; its samples count as used.
         culprit: The first rank on which something is not finite, where that is an error.
-        error: What to raise, when all that is in ``do`` was done.
+        error: The error to raise after all of ``do``.
     """
 
     state: State
@@ -252,7 +253,7 @@ _ANSWERS = frozenset(
         Purpose.FORM,
     }
 )
-# What a rank without work may take part in: it joins whatever the others do.
+# Purposes that a rank without work may meet: it joins whatever the others do.
 _WITH_IDLE = frozenset({Purpose.WINDOW, Purpose.STEP, Purpose.REST, Purpose.IDLE})
 
 
@@ -269,7 +270,7 @@ def judge(state: State, rows: Mapping[int, Row]) -> Ruling:
         error = CollectiveMismatchError(wording.mismatch(rows, {}))
         return Ruling(state=state.end(), error=error)
     leaving = tuple(rank for rank, row in rows.items() if row.leaving)
-    # Nobody would continue without them all: then they stop together, and save what they have.
+    # If all of them leave, no rank would continue: they stop together, and save their state.
     stops = len(leaving) == len(rows) and not state.away
     leaving += tuple(rank for rank in state.leaving if rank in state.away)  # as heard at the door
     stops |= any(row.stop or row.drop for row in rows.values())
@@ -339,7 +340,7 @@ def _accept(state: State, numbers: tuple[float, ...]) -> State:
 def _settle(state: State, rows: Mapping[int, Row]) -> Ruling:
     """Commit what was applied: all rest. Ranks that were idle in a loop that was left leave it."""
     if any(row.busy for row in rows.values()):
-        return Ruling(state=state)  # whoever has an exchange in flight lands it first
+        return Ruling(state=state)  # a rank with an exchange in flight lands it first
     do = _commit(state, Do.VERIFY)
     state = state._replace(applied=False)
     if state.phase is Phase.REST or rows[state.me].purpose is Purpose.IDLE or not state.plans:

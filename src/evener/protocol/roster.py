@@ -1,15 +1,15 @@
 """Who is in an elastic team, and when its next generation may form. Pure: time is a number.
 
-The coordinator owns a ``Roster``. It tells it what has happened, with the time, and sends out what
-``take`` returns. Terms:
+The coordinator owns a ``Roster``. It reports events with their time to the roster, and sends the
+messages that ``take`` returns. Terms:
 
 - A worker is *ready* when it waits for a generation: a joiner, or a member that has left its own.
 - A generation is *over* when one of its members has left it or is lost. It then renews no lease.
 
 A commit in generation g needs the rows of all members of g. So once a member has left g, nothing
 that it has not applied can be committed there: with it, g + 1 may form at once. A generation
-without any member that holds state begins anew. It forms only when no other worker can commit any
-more: each has left, its process has ended, or its lease has run out.
+without any member that holds state starts over. It forms only when no other worker can still
+commit: each has left, its process has ended, or its lease has run out.
 """
 
 from collections import deque
@@ -32,12 +32,12 @@ from evener.protocol.formation import (
 from evener.protocol.seats import Seat
 
 _MOST_PACES: Final = 64
-#: Workers of one start come within so long; nothing is printed before.
+#: Workers that start together arrive within so long; nothing is printed before.
 _SILENT_S: Final = 5.0
 
 
 class Outgoing(NamedTuple):
-    """A message that follows from what has happened.
+    """A message that follows from an event.
 
     Attributes:
         to: The member that it is for; empty for the terminal.
@@ -76,12 +76,12 @@ class Roster:
     _over_s: float = 0.0
     _older_lease_s: float = 0.0  # no member of an older generation commits later
     _was_told: bool = False  # members were told that it is over
-    _named: set[str] = field(default_factory=set)  # those of whom people were told
+    _named: set[str] = field(default_factory=set)  # those that were named at the terminal
     _wanted: bool = False
     _arrival_s: float = 0.0
     _short_s: float | None = None  # since when too few workers are ready
     _said_short: bool = False
-    _has_formed: bool = False  # a generation of its own
+    _has_formed: bool = False  # a generation that this coordinator has formed
     #: Members of a generation that one of them has left because the run had ended.
     _finished: frozenset[str] = frozenset()
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_PACES))
@@ -170,7 +170,7 @@ class Roster:
             if seat is not None and self.is_member(member):  # its process has been replaced
                 self._older_lease_s = max(self._older_lease_s, seat.lease_end_s)
                 self._end(now_s, f"{member} is another process now", tell=True)
-            self._seats.pop(member, None)  # so that the newcomer is the last in the order
+            self._seats.pop(member, None)  # so that the new worker is the last in the order
             self._seats[member] = new
         seat = self._seats[member]
         seat.connect(now_s, session, facts)
@@ -201,7 +201,7 @@ class Roster:
         for member, number in zip(held.members, held.numbers, strict=True):
             if member not in self._seats:
                 self._seats[member] = Seat(member, advanced_s=now_s)
-                # It has as long to come back as generations take to form again.
+                # It may take as long to come back as generations take to form again.
                 came_s = self.started_s + self.deadlines.lease_s
                 self._seats[member].disconnect(max(now_s, came_s))
             seat = self._seats[member]
@@ -247,7 +247,7 @@ class Roster:
         if is_member and not self._over and generation < self.generation:
             self._send_formation(member)  # the first message did not reach it
             return
-        # A restarted coordinator may yet hear of the generation in which this worker was.
+        # A restarted coordinator may still learn of the generation in which this worker was.
         is_known = self.is_open(now_s) or self.formation is not None
         if standing is not None and not is_member and is_known:
             self._send(member, "left_out", {"generation": self.generation})
@@ -283,7 +283,7 @@ class Roster:
         pace_s = seat.advance(now_s, micro_batches, phase)
         if pace_s is not None:
             self._paces.append(pace_s)
-        if seat.advanced_s == now_s:  # who advances is slow, and not dead
+        if seat.advanced_s == now_s:  # a worker that advances is slow, not dead
             self._named.discard(member)
         if self._over or not self.is_member(member) or seat.ready:
             return False
@@ -360,7 +360,7 @@ class Roster:
     def _tell_wanted(self, now_s: float) -> None:
         members = self._members()
         waits = any(seat.can_join and not self.is_member(seat.member) for seat in self._all())
-        # A team that left its generation before the next one may form would only wait.
+        # If a team left its generation before the next one may form, it would only wait.
         may_form = self.is_open(now_s)
         wanted = may_form and 0 < len(members) < (self.most if waits else self.least)
         if wanted != self._wanted:
@@ -542,15 +542,15 @@ class Roster:
         self._named.clear()
         for seat in self._members():
             seat.work(seat.number)
-            # Its own lease begins with a heartbeat; this one is for a coordinator that does not
-            # hear of it.
+            # The member's own lease begins with a heartbeat; this one counts if the coordinator
+            # gets none.
             seat.lease(now_s + self.deadlines.lease_s)
             self._send_formation(seat.member)
         for seat in self._all():
             if seat.ready and seat.standing is not None and not self.is_member(seat.member):
                 self._leave_out(seat)
         self._sweep(now_s)
-        self._wanted = False  # as members take it that enter a generation
+        self._wanted = False  # the order in which members enter a generation
         self._tell_wanted(now_s)
 
     def _leave_out(self, seat: Seat) -> None:
@@ -559,7 +559,7 @@ class Roster:
 
     def _difference(self, seat: Seat) -> str:
         others = [o for o in self._all() if o.facts and o.member != seat.member and not o.refused]
-        # Those in the team decide what is right; before there is one, those that came first.
+        # The facts of the team's members count; before there is a team, those of the first workers.
         others.sort(key=lambda other: not self.is_member(other.member))
         return next((why for other in others if (why := seat.difference(other))), "")
 

@@ -1,8 +1,8 @@
-"""The row: what one rank tells the others in one round, for every policy and purpose. Pure.
+"""The row: one rank's message to the others in one round, for every policy and purpose. Pure.
 
 Rows travel as float64. One codec serves rows, reports and plans: the fields of a dataclass in
-order. Decoding checks and never repairs: a row that does not add up means that ranks run different
-code, and training on it would be worse than stopping.
+order. Decoding checks and never repairs. An inconsistent row means that ranks run different code,
+and training on it would give wrong results, so the team stops.
 """
 
 import math
@@ -48,7 +48,7 @@ _LEAST: Final = {"part": ALL, "change": CALL, "non_finite": -2, "late_non_finite
 
 
 class Purpose(IntEnum):
-    """What a rank wants when it meets the others; all must want the same.
+    """The purpose of a rank in a round; it must be the same on all ranks.
 
     Attributes:
         deed: The purpose in words, for errors.
@@ -82,14 +82,14 @@ class Purpose(IntEnum):
 
 
 class Row(NamedTuple):
-    """What one rank says in one round.
+    """One rank's message in one round.
 
     Attributes:
         purpose: What it wants.
         window: Number of the window that it is in.
         generation: Number of the generation that it belongs to.
         stop: Whether it wants the team to stop after this window.
-        drop: Whether it was told to stop in mid-window, so that nobody may apply the window: its
+        drop: Whether it was told to stop in mid-window, so that no rank may apply the window: its
             samples stay uncommitted.
         left: Whether its loop was left by ``break``.
         leaving: Whether it was told to leave an elastic team for good.
@@ -99,12 +99,13 @@ class Row(NamedTuple):
         trainable: How many of its parameters are trainable: those that are averaged.
         rates: Digest of its learning rates.
         hooked: Whether the user's hooks on its optimizers need all gradients and parameters.
-        may_skip: Whether what is not finite on it may be left out: an overflow of fp16 that a
-            smaller scale may mend, or the user's wish.
-        late_non_finite: ``non_finite`` of the window before, where a device decides whether an
-            update is made: its report did not tell, as the host did not wait for the device.
+        may_skip: Whether a window that is not finite on it may be skipped: an overflow of fp16 that
+            a smaller scale may prevent, or the user's option.
+        late_non_finite: ``non_finite`` of the previous window, if a device decides whether an
+            update is made. The host did not wait for the device, so that window's report did not
+            have it.
         report: Its part of the window.
-        body: Further numbers; what they are depends on the purpose.
+        body: Further numbers; their meaning depends on the purpose.
     """
 
     purpose: Purpose

@@ -33,10 +33,10 @@ class Seat:
         ready: Whether it waits for a generation.
         knows: The last generation that it was in, as it said then.
         standing: What it held then.
-        gone: Why its process is no more.
+        gone: Why its process has ended.
         has_left: Whether it has left for good.
         refused: Why it cannot be in the team.
-        lease_end_s: No later than then it commits.
+        lease_end_s: The last time at which it may commit.
         micro_batches: How many it has done.
         phase: What it is doing, in its own words.
         advanced_s: When one of the two changed.
@@ -97,7 +97,7 @@ class Seat:
         self.refused = why
 
     def end(self, why: str) -> None:
-        """Note that its process is no more."""
+        """Note that its process has ended."""
         self.gone, self.ready = why, False
 
     def leave(self) -> None:
@@ -121,7 +121,7 @@ class Seat:
         self.ready, self.standing, self.number = False, None, number
 
     def give_up_number(self) -> None:
-        """Note that others may have its number; it wishes it back."""
+        """Note that others may have its number; it asks for it again."""
         self.wish = self.wish if self.number == NO_NUMBER else self.number
         self.number = NO_NUMBER
 
@@ -134,7 +134,7 @@ class Seat:
         self.lease_end_s = max(self.lease_end_s, end_s)
 
     def advance(self, now_s: float, micro_batches: int, phase: str) -> float | None:
-        """Note how far it is; return the seconds since the last micro-batch if it did another."""
+        """Note its progress; return the seconds since the last micro-batch if it did one."""
         self.heard_s = now_s
         if (micro_batches, phase) == (self.micro_batches, self.phase):
             return None

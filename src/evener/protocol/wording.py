@@ -1,4 +1,4 @@
-"""What people are told when ranks do not agree. Pure."""
+"""Messages for users about ranks that do not agree. Pure."""
 
 from collections.abc import Mapping
 
