@@ -1,1 +1,1 @@
-"""What ``evener doctor`` finds: facts about this machine, another one and the link between them."""
+"""``evener doctor``: facts about this machine, another one and the link, and problems in them."""

@@ -1,4 +1,4 @@
-"""``evener doctor --listen``: what a machine answers to one that asks from elsewhere."""
+"""``evener doctor --listen``: answer another machine that asks for facts."""
 
 import socket
 import time
@@ -15,9 +15,9 @@ from evener.team.terminal import say
 
 #: Most bytes of one transfer.
 MOST_BYTES: Final = 64 << 20
-#: Seconds without a visitor after which the door closes.
+#: Seconds without a visitor after which listening ends.
 IDLE_S: Final = 600.0
-#: Seconds of silence after which a visitor is left: the next one waits for it.
+#: Seconds of silence after which a visitor is cut off, because the next one waits.
 PATIENCE_S: Final = 5.0
 
 _PAUSE_S: Final = 0.05

@@ -1,4 +1,4 @@
-"""``evener doctor ADDR``: asks another machine, and measures the link to it."""
+"""``evener doctor ADDR``: ask another machine, and measure the link to it."""
 
 import json
 import socket
@@ -33,7 +33,7 @@ _FACTS: Final = TypeAdapter(HostFacts)
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of asking.
+    """The outcome of asking.
 
     Attributes:
         facts: Of the other host; ``None`` if it did not tell.
@@ -178,7 +178,7 @@ def _ask_for_call(talk: Conversation) -> str:
     """Return why a connection from there to here failed; empty where it succeeded."""
     own = talk.own_address
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    # Nobody needs to accept it: the kernel answers for a socket that listens.
+    # No process needs to accept it: the kernel answers for a socket that listens.
     with socket.create_server((own, 0), family=family) as door:
         talk.say(want="call", port=door.getsockname()[1])
         return printable(talk.hear().text("failure"))[:200]

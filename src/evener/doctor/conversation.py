@@ -1,8 +1,8 @@
 """Messages and raw bytes between two machines, each proved to the other by a shared token.
 
-A message is a line of JSON of limited length. Every wait has a deadline, for a whole message and
-not for a byte of it, so a peer that says little by little is no different from a silent one.
-Nothing is encrypted, and what follows the proof is not signed: the token keeps strangers out.
+A message is a line of JSON of limited length. Every wait has a deadline for a whole message, not
+for a byte of it. So a peer that sends byte by byte is treated like a silent one. Nothing is
+encrypted, and what follows the proof is not signed: the token keeps strangers out.
 """
 
 import hashlib

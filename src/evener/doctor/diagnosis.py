@@ -1,4 +1,4 @@
-"""What ``evener doctor`` prints: facts in a table, then problems, each with its remedy."""
+"""The output of ``evener doctor``: facts in a table, then problems, each with its remedy."""
 
 import io
 import json
@@ -82,7 +82,7 @@ def diagnose(address: str | None, token: bytes) -> Diagnosis:
     if address is None:
         here = examine_host()
         return Diagnosis(here=here, problems=tuple(judge_host(here)))
-    reply = ask(address, token)  # first: a wrong address need not wait for the rest
+    reply = ask(address, token)  # first, so that a wrong address is reported at once
     here = examine_host()
     problems = judge_host(here)
     if reply.failure is not None:

@@ -1,4 +1,4 @@
-"""Finds out what a host is like, by looking and by trying; facts only, no judgement."""
+"""Collect facts about a host, by reading and by trying; no judgement."""
 
 import ctypes
 import importlib.metadata
@@ -103,7 +103,7 @@ def _build(accelerators: list[torch.device]) -> TorchBuild:
 
 
 def _try_exchanges(gpus: list[torch.device], devices: tuple[DeviceFacts, ...]) -> ExchangeTrials:
-    # Where a card does not compute alone, that is the problem to name, and not NCCL.
+    # If a card does not compute alone, report that problem, and not NCCL.
     tries_nccl = len(gpus) > 1 and not any(d.failure for d in devices) and bool(nccl_version())
     shm = Path("/dev/shm")
     return ExchangeTrials(

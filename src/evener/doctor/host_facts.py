@@ -1,7 +1,7 @@
-"""What can be known of a host, and of the link to another: plain values, as they are in the JSON.
+"""Facts about a host, and about the link to another: plain values, as in the JSON.
 
-``None`` stands for what cannot be known, and for a limit that is not set. A field whose name ends
-in ``failure`` holds the reason why something does not work, and is empty where it works.
+``None`` means unknown, or a limit that is not set. A field whose name ends in ``failure`` holds the
+reason why something does not work, and is empty where it works.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What is wrong with a host, with a link or between two hosts, and what helps. Pure: facts in."""
+"""Judge facts: problems of a host, a link or two hosts, with remedies. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

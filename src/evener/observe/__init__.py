@@ -1,1 +1,1 @@
-"""What people see: events, and the sinks that store or show them where they are told to."""
+"""Events of a run, and the sinks that store or show them."""

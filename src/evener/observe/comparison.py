@@ -22,7 +22,7 @@ _LOCAL_LOSSES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What one trial has done, window by window.
+    """The windows of one trial.
 
     Attributes:
         policy: Apply policy.
@@ -112,7 +112,7 @@ class Candidate:
 
     Attributes:
         speed: Units per second.
-        loss_by_time: After the seconds that every trial has had, or has ended before.
+        loss_by_time: After the seconds that every trial has had, unless it ended earlier.
         loss_by_units: After the units that every trial has done.
         spread: Largest difference of ``loss_by_time`` between rounds.
         heldout_loss: The last one, where the configuration evaluates.
@@ -145,7 +145,7 @@ class Comparison:
         units: What every trial has done.
         candidates: In the order in which they were asked for.
         skipped: Reason by name, for those that could not run.
-        recommended: Name of the one to take; empty where none ran.
+        recommended: Name of the recommended one; empty if none ran.
         reason: Why, in a sentence.
     """
 

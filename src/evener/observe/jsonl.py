@@ -34,13 +34,13 @@ _CLOSE_S: Final = 30.0
 
 
 class JsonlSink(Sink):
-    """Appends events to a file, in a thread: who emits never waits for the disk.
+    """Appends events to a file, in a thread: the caller of ``emit`` never waits for the disk.
 
     An event is with the kernel a moment after ``emit``, and when ``close`` returns. If
     the disk hangs for so long that 4,096 events wait, further ones are left out; an event
     ``events_dropped`` says how many.
 
-    A file that is removed meanwhile is begun anew. A line that was torn by a killed process or a
+    A file that is removed meanwhile is created again. A line that was torn by a killed process or a
     full disk is ended before the next one begins. Numbers that are not finite become ``null``, for
     readers that know strict JSON only.
     """

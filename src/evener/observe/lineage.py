@@ -10,14 +10,14 @@ VOIDING: Final = ("run_resumed", "reformed")
 
 
 class Voids:
-    """Tells which events of a run count, from what is known beforehand of those in ``VOIDING``.
+    """Decides which events of a run count, from its ``VOIDING`` events.
 
     Args:
         events: Those events, in the order in which they were written.
     """
 
     def __init__(self, events: Sequence[Event] = ()) -> None:
-        #: From which window on events are void, before each of these events.
+        #: The window from which earlier events are void, for each of these events.
         self._first_void: list[int] = []
         #: How many of these events come after one.
         self._num_after: dict[Any, int] = {}

@@ -1,4 +1,4 @@
-"""A line in the terminal that says how far the run is, how fast, and who waits for whom."""
+"""The progress line of the terminal: progress, speed, and each rank's share and wait."""
 
 import math
 import os
@@ -67,7 +67,7 @@ class ProgressSink(Sink):
                 self._state.restart()
             elif kind == "run_finished":
                 self._end_live()
-            # Of a straggler the engine tells the user itself, also where there is no such line.
+            # The engine itself warns of stragglers, even if this line is not shown.
             text = None if kind in {"straggler", "straggler_over"} else describe(event)
             if text is not None:
                 self._print_above(text)
@@ -98,7 +98,7 @@ class ProgressSink(Sink):
 
         # A line as wide as the terminal would wrap when the cursor moves on.
         most = max(1, _width(self._stream) - 1)
-        # What is least missed goes first; a share and a wait are worth more than a bar.
+        # Drop the least important parts first; shares and waits matter more than the bar.
         for options in ({"bar": True}, {}, {"brief": True}):
             line = self._state.line(**options)
             if cell_len(line) <= most:
@@ -159,7 +159,7 @@ class ProgressFigures:
         self._recent.append(_Window(event["t"], self._step, rows, Totals().add(rows)))
         loss = mean_loss(event)
         if loss is not None:
-            # One loss that is not finite is shown, and does not stay for ever.
+            # Show a loss that is not finite once, and do not keep it in the smoothed loss.
             smooth = self._loss is not None and math.isfinite(self._loss) and math.isfinite(loss)
             self._loss = loss + _LOSS_KEPT * ((self._loss or 0.0) - loss) if smooth else loss
 
@@ -253,7 +253,7 @@ def describe(event: Event) -> str | None:
     if kind == "run_resumed":
         source = f" from {event['path']}" if event["path"] is not None else ""
         return f"resumed after step {event['window']:,}{source}"
-    # A failure is told, with its cause, by whoever sees all ranks; here it might be a follow-up.
+    # The supervisor reports a failure with its cause; a failure seen here might be a consequence.
     if kind == "run_finished" and event["reason"] != "failed":
         message = f": {event['message']}" if event["message"] else ""
         return f"{event['reason']} after step {event['window']:,}{message}"

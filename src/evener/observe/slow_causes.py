@@ -1,4 +1,4 @@
-"""Why a rank is slow: what the system and the GPU's driver say of the last seconds.
+"""Find out why a rank is slow, from the system and the GPU's driver.
 
 Asked only while a rank is suspected of being slow: it costs a fraction of a millisecond.
 """
@@ -40,7 +40,7 @@ class SlowDiagnosis:
 
     Args:
         gpu: Id of its NVIDIA GPU, as torch calls it (``uuid``); empty for another device.
-        proc: Where the system tells of itself.
+        proc: The folder of the system's own figures.
     """
 
     def __init__(self, gpu: str = "", proc: Path = Path("/proc")) -> None:

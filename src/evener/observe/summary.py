@@ -1,4 +1,4 @@
-"""What a run amounted to: a JSON file for programs, a table and a verdict for people."""
+"""The summary of a run: a JSON file for programs, a table and a verdict for people."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # A contribution below this part of the run is within what two equal runs differ by.
 _NEGLIGIBLE = 0.01
-# Where ranks side by side do less than this part of what each does alone, a run tells little.
+# If ranks side by side do less than this part of what each does alone, a run allows no verdict.
 _DISTURBED = 0.9
 # A rank that does this part of the best other rank's speed alone is as fast as that one.
 _EQUAL = 0.9

@@ -15,7 +15,7 @@ MOST_SESSIONS = 100
 
 
 class _Mark(NamedTuple):
-    """What a session had done when a window was committed."""
+    """Totals of a session at the commit of a window."""
 
     t: float  # without evaluations
     weight: float
@@ -105,7 +105,7 @@ class EventTally:
             team = last.team if last is not None else None
             if kind in {"run_started", "reformed"}:
                 team = tuple(event["members"])
-            # A team that forms anew has not paused: that time is time of the run.
+            # A team that forms again has not paused: that time is time of the run.
             began_t = last.ended_t if last is not None and kind == "reformed" else event["t"]
             self._sessions.append(_Session(team, began_t, event["t"]))
             for one in self._sessions[:-MOST_SESSIONS]:

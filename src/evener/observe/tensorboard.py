@@ -33,7 +33,7 @@ class TensorBoardSink(Sink):
                 f"TensorBoard files need the package tensorboard, which is missing ({error}): "
                 "pip install 'evener[tensorboard]', or switch TensorBoard off"
             ) from error
-        # Whoever adds more scalars than that waits for the disk.
+        # Adding more scalars than that waits for the disk.
         self._writer: Any = SummaryWriter(str(folder), max_queue=_MOST_WAITING)
         self._unit = "tokens"
         self._last_t: float | None = None

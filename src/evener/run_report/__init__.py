@@ -1,1 +1,1 @@
-"""Reports of runs, made from their folders: figures, a page to look at, a trace for Perfetto."""
+"""Reports of runs, made from their folders: figures, an HTML page, a trace for Perfetto."""

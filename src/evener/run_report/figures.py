@@ -1,4 +1,4 @@
-"""The figures of a run: what the page shows and what programs get, as one JSON document. Pure."""
+"""The figures of a run as one JSON document, for the page and for programs. Pure."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -288,7 +288,7 @@ def _series(cells: Cells, parked: Sequence[bool], most_numbers: int) -> dict[str
 
     lanes = range(len(cells["weight"]))
     for lane, worked in enumerate(points["weight"] > 0):
-        # Before and after its time in the team a member has no share, which is not a share of 0.
+        # Outside of its time in the team a member has no share; a share of 0 would be wrong.
         is_there = np.maximum.accumulate(worked)
         if not parked[lane]:
             is_there &= np.maximum.accumulate(worked[::-1])[::-1]

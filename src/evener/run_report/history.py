@@ -1,4 +1,4 @@
-"""What the events of a run tell, taken in one by one. Pure."""
+"""The history of a run, read from its events one by one. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _INCIDENTS: Final = frozenset(
 )
 
 _MOST_TEXT: Final = 300
-_MOST_MESSAGE: Final = 2000  # what an error says may be long
+_MOST_MESSAGE: Final = 2000  # the text of an error may be long
 
 _MOST_T: Final = 1e11
 """Unix seconds of the year 5138; later ones are damage, and would stretch every axis."""
@@ -90,8 +90,8 @@ class SavedCheckpoint:
         path: Its folder.
         num_bytes: Its size.
         rank: The rank that wrote it; -1 where that is not known.
-        copy_s: Seconds that training stood still on that rank, right before it was written.
-        write_s: Seconds that a thread wrote it.
+        copy_s: Seconds for which training stopped on that rank, right before the write.
+        write_s: Seconds in which a thread wrote it.
         t_s: When it was written, in seconds of training.
     """
 
@@ -108,11 +108,11 @@ class RunHistory:
     """The events of a run, taken one by one in the order in which they were written.
 
     Time is *training time*: seconds from the first event on, without those between the end of a
-    session and the resume. Windows that a resume or a re-form made void are dropped, and
-    evaluations after them; the time that they took remains.
+    session and the resume. Windows that a resume or a re-formed team superseded are dropped, and
+    evaluations after them. Their time remains.
 
     Args:
-        voids: What is known beforehand of windows that are void.
+        voids: Windows that are void, if known beforehand.
         most_kept: See ``Windows``.
         most_listed: See ``Listed``.
 
@@ -214,7 +214,7 @@ class RunHistory:
     def _begin_session(self, t: float, facts: dict[str, Any] | None) -> None:
         assert self._origin_t is not None
         is_resume = facts is None
-        # A resume tells twice: first which windows are void, then who is there.
+        # A resume writes two events: first the void windows, then the team.
         if not self._is_resuming:
             self.sessions += 1
             self.ending = None
@@ -253,7 +253,7 @@ class RunHistory:
                 self.lanes[member].rank = row["rank"]
         number, loss = event["window"], math.nan if loss is None else loss
         if self._members and not rows.keys() <= set(self._members):
-            self.team_since = number + 1  # the new main process has recorded it once more
+            self.team_since = number + 1  # the new main process has recorded it again
         count = event.get("stands_for", 1)
         self.num_estimated += count - 1
         self.newest = CommittedWindow(number, begin_s, end_s, loss, rows)
@@ -285,7 +285,7 @@ class RunHistory:
 
     def _eval(self, event: Event) -> None:
         loss = math.nan if event["loss"] is None else float(event["loss"])
-        # It follows the window before it at once; its event may come late.
+        # It follows the previous window at once; its event may come late.
         begin_s = self._free_s
         self._free_s = min(begin_s + max(0.0, event["elapsed_s"]), max(begin_s, self.elapsed_s))
         name = event.get("name")

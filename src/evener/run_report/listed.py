@@ -1,4 +1,4 @@
-"""Lists of any length in bounded room. Pure."""
+"""Lists of any length in bounded memory. Pure."""
 
 from collections import deque
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""The report as one HTML page that needs nothing else: no server, no network. Pure but for assets.
+"""The report as one HTML page that needs no server and no network. Pure but for assets.
 
-Tables and sentences are in the page as they are; its script draws charts from the same numbers,
-which are in the page as JSON. A content security policy lets the page run its own script and
-nothing else, whatever the names and messages of a run hold. uPlot 1.6.32 draws the curves; the
-files of its ``dist`` folder and its license are in ``assets/``.
+Tables and sentences are in the page as HTML. Its script draws charts from the same numbers, which
+the page holds as JSON. A content security policy allows the page's own script only, whatever names
+and messages of a run contain. uPlot 1.6.32 draws the curves; the files of its ``dist`` folder and
+its license are in ``assets/``.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""Fewer points for the same curve: means of neighbours, and their extremes beside them. Pure."""
+"""Thin out curves: means of neighbouring points, with their extremes. Pure."""
 
 import math
 from typing import Any, Final

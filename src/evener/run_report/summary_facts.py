@@ -1,4 +1,4 @@
-"""What a report takes from ``summary.json``, which may be of another version or damaged. Pure."""
+"""Facts of a report from ``summary.json``, which may be of another version or damaged. Pure."""
 
 from dataclasses import dataclass, field
 from typing import Any

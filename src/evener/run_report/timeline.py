@@ -1,4 +1,4 @@
-"""What each rank did when: compute, wait and exchange, window by window. Pure."""
+"""The timeline: compute, wait and exchange of each rank, window by window. Pure."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who waits for whom, from the waits of committed windows. Pure."""
+"""Which rank the others wait for, from the waits of committed windows. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ NOTEWORTHY: Final = 0.02
 class Waits:
     """How much the ranks waited for each of them, by lane.
 
-    The rank that waits least in a window is the last one to arrive there. What the others wait
-    longer than that rank does, they wait for it.
+    The rank that waits least in a window arrives last. The others wait for it for the time by which
+    they wait longer than it does.
 
     Attributes:
         windows_last: Windows in which it was the last of at least two.
         waited_s: Seconds that all the others together waited for it.
-        delay_s: Seconds by which windows would have ended sooner, had it arrived together with
-            the last of the others.
+        delay_s: Seconds by which windows would have ended sooner if it had arrived with the last of
+            the others.
         shared_windows: Windows with at least two ranks at work.
         team_s: Seconds of all ranks together, at work, waiting and exchanging.
     """

@@ -1,4 +1,4 @@
-"""The windows of a run in bounded room: the newest one by one, older ones merged. Pure."""
+"""The windows of a run in bounded memory: the newest ones singly, older ones merged. Pure."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -137,7 +137,7 @@ def merge_at(cells: Cells, starts: "np.ndarray[tuple[int], np.dtype[np.intp]]") 
 
 
 _MERGES: Final = {"low": np.fmin, "high": np.fmax}
-#: What a lane has of windows before its first one, where that is not 0.
+#: A lane's values of windows before its first one, where they are not 0.
 _ABSENT: Final = dict.fromkeys(("waits_low", "waits_high"), np.nan)
 
 
@@ -171,7 +171,7 @@ def _cells(team: Floats, lanes: Floats) -> Cells:
 
 
 def _ratio(name: str, over: Floats, under: Floats) -> Cells:
-    # A window of no length counts, too: its work is done in the time of the windows beside it.
+    # A window of no length counts, too: its work falls into the time of its neighbours.
     counts = np.isfinite(over)
     over, under = np.where(counts, over, 0.0), np.where(counts, under, 0.0)
     single = ratio(over, under)

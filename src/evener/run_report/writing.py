@@ -103,7 +103,7 @@ def read_history(folder: Path) -> tuple[RunHistory, list[str]]:
                 history.add(event)
             except ValueError as error:
                 skipped.add(None, str(error))
-        # Between the two looks at the files, one may have been removed, or the run resumed.
+        # Between the two reads of the files, one may have been removed, or the run resumed.
         if not (history.is_blurred or history.voids.are_left):
             break
     return history, skipped.notes()

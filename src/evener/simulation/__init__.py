@@ -1,1 +1,1 @@
-"""What a team would do: its planner and its data position under virtual time."""
+"""Simulate a team: its planner and its data position in virtual time."""

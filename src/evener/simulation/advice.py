@@ -1,4 +1,4 @@
-"""Which policy to choose, and which devices are worth having, from predictions. Pure."""
+"""Advice from predictions: which policy to choose, and which devices are worth adding. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ Predictions = Mapping[ApplyPolicy, TeamPrediction]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worth:
-    """What a rank adds to a team.
+    """The throughput that a rank adds to a team.
 
     Attributes:
         rank: The rank.
@@ -42,7 +42,7 @@ class Worth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to do with a team.
+    """The advice for a team.
 
     Attributes:
         team: The team.
@@ -50,7 +50,7 @@ class Advice:
         best: The policy to choose.
         reason: Why.
         worth: By rank; empty for a team of one.
-        kept: Ranks of the fastest team that is known: the others cost more than they bring.
+        kept: Ranks of the fastest known team: the others cost more than they contribute.
         samples_per_s: Its throughput.
     """
 

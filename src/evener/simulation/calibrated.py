@@ -1,4 +1,4 @@
-"""How fast this machine's devices are, for ``evener plan --calibrate``; loads torch."""
+"""The speed of this machine's devices, for ``evener plan --calibrate``; loads torch."""
 
 import torch
 

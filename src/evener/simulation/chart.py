@@ -1,4 +1,4 @@
-"""The picture of ``evener plan``: what each policy would do, and what it would lose."""
+"""The picture of ``evener plan``: throughput and lost time of each policy."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -109,7 +109,7 @@ class _MeasuredWindows:
         self._is_local = self._policy is not ApplyPolicy.SYNC
         self._parts = _whole(windows[-1], "update_parts") or 1
         self._params = _whole(start, "params")
-        #: Members keep their ids when ranks are numbered anew; they are in the newest order here.
+        #: Members keep their ids when ranks get new numbers; they are in the newest order here.
         self._by_member: dict[str, list[Mapping[str, Any]]] = {
             row["member"]: [] for row in windows[-1]["ranks"]
         }

@@ -1,4 +1,4 @@
-"""What a team would do under each policy: throughput, where time goes, bytes. Pure."""
+"""Predictions for a team under each policy: throughput, lost time, bytes. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,14 +39,14 @@ class TeamSpec:
 
     Attributes:
         ranks: By rank.
-        link: What connects them.
+        link: The link between them.
         batch_size: Samples of an optimizer step: of the team in SYNC.
         local_batch_size: The same of a local step in CADENCE and ASYNC.
         anchor: Local steps of the slowest rank in a window, to begin with.
         max_anchor: The anchor grows no further.
         divides_updates: In SYNC each rank makes its part of the optimizer's update.
         source: Where its speeds come from, for people.
-        notes: What is not known of it.
+        notes: What is unknown about it.
     """
 
     ranks: tuple[SimulatedRank, ...]
@@ -75,7 +75,7 @@ class TeamSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamPrediction:
-    """What a team is predicted to do under a policy, in the middle of an epoch.
+    """The prediction for a team under a policy, in the middle of an epoch.
 
     Attributes:
         policy: The policy.
@@ -88,7 +88,7 @@ class TeamPrediction:
         samples_per_window: Of all ranks.
         shares: Part of the samples by rank.
         waits: Part of each rank's time in which it waits; 0 of a parked one.
-        parked: Ranks that the planner leaves out.
+        parked: Ranks that the planner parks.
         sent_bytes: Bytes that each rank at work sends in a window.
         sent_bytes_per_s: The same in a second.
     """

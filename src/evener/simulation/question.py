@@ -1,4 +1,4 @@
-"""What ``evener plan`` is asked: a team from a run, from a calibration, or by hand."""
+"""The question to ``evener plan``: a team from a run, from a calibration, or by hand."""
 
 from collections.abc import Iterable
 from dataclasses import replace

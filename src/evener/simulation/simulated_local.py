@@ -1,4 +1,4 @@
-"""A team in CADENCE or ASYNC under virtual time: planner, clocks and queues of a run. Pure."""
+"""A team in CADENCE or ASYNC in virtual time: planner, deadlines and queues of a run. Pure."""
 
 import math
 from collections import deque
@@ -17,12 +17,12 @@ from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindo
 class SimulatedLocal:
     """Windows of local steps, closed by each rank's clock and exchanged as the engine does it.
 
-    Whether ranks wait for an exchange is in the policy's plans: always in CADENCE; in ASYNC only
-    where a rank may do no more before the average has landed.
+    Whether ranks wait for an exchange is in the policy's plans: always in CADENCE; in ASYNC only if
+    a rank has no step left before the average has landed.
 
     Args:
         ranks: The ranks.
-        link: What connects them.
+        link: The link between them.
         policy: Plans.
         batch_size: Samples of a local step.
         num_samples: Samples of an epoch.
@@ -49,7 +49,7 @@ class SimulatedLocal:
         self._batch_size = batch_size
         self._book = LeaseBook(self.cursor, batch_size, len(ranks))
         self._ranks = [_LocalRank(rank) for rank in ranks]
-        #: What was exchanged last, of which the planner hears with the window after it.
+        #: The newest exchange, which the planner learns with the window after it.
         self._sync_s = 0.0
 
     def run(self, num_windows: int) -> list[SimulatedWindow]:

@@ -1,4 +1,4 @@
-"""Ranks, links and windows under virtual time. Pure: times come in as numbers and go out so."""
+"""Ranks, links and windows in virtual time. Pure: times are numbers."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ BYTES_PER_PARAMETER = 4
 
 
 class Noise(NamedTuple):
-    """How much longer than usual a rank took, over the windows of a run; repeated without end.
+    """Disturbances of a rank, over the windows of a run, repeated without end.
 
-    It goes by time: what disturbed two ranks at once does so again, and for as long as it did.
+    They follow time: one that slowed two ranks at once does so again, for as long as it did.
 
     Attributes:
         factors: Of the computed time, one for each window.
@@ -35,10 +35,9 @@ UNDISTURBED = Noise((1.0,), (1.0,))
 
 @dataclass
 class SimulatedRank:
-    """How long a rank computes.
+    """The compute time of a rank.
 
-    Subclasses may take other times; everything that is simulated goes through ``share`` and
-    ``step``.
+    Subclasses may return other times; the simulation only calls ``share`` and ``step``.
 
     Attributes:
         cost: Seconds of compute; ``window_s`` is the optimizer's update.
@@ -94,7 +93,7 @@ class SimulatedRank:
 
 @dataclass(frozen=True)
 class Link:
-    """How long ranks take to exchange, and what each of them sends.
+    """Duration of an exchange, and the bytes that each rank sends.
 
     An exchange is a ring: each of n ranks sends its tensor in n parts, 2 (n - 1) of them.
 
@@ -129,8 +128,8 @@ class SimulatedWindow(NamedTuple):
 
     Attributes:
         present: Ranks that took part; the figures of others are 0.
-        reports: What ranks did.
-        elapsed_s: Seconds from applying the window before to applying this one.
+        reports: The ranks' reports.
+        elapsed_s: Seconds from applying the previous window to applying this one.
         waits_s: Seconds of waiting for others.
         exchanges_s: Seconds of the exchange in which a rank did nothing else.
     """

@@ -1,4 +1,4 @@
-"""A team in SYNC under virtual time: planner and cursor of a run, without a device. Pure."""
+"""A team in SYNC in virtual time: planner and cursor of a run, without a device. Pure."""
 
 import math
 from collections import deque
@@ -18,12 +18,12 @@ _AHEAD: Final = 2
 class SimulatedSync:
     """Windows over a fixed batch, planned, parked and committed as the engine does it.
 
-    The plan of window w + 2 rests on what ranks reported up to w - 1.
+    The plan of window w + 2 is based on reports up to w - 1.
 
     Args:
         ranks: The ranks.
-        link: What connects them.
-        policy: Plans; knows nothing but what it was told by the caller.
+        link: The link between them.
+        policy: Plans; knows only what the caller has given it.
         batch_size: Samples of a window; may be changed between windows.
         num_samples: Samples of an epoch.
         divides_updates: Each rank that is present makes its part of the update.
@@ -32,7 +32,7 @@ class SimulatedSync:
         now_s: Virtual seconds since the beginning.
         parked: Ranks that are parked.
         windows: Windows so far.
-        reports: What ranks reported of the newest window.
+        reports: The ranks' reports of the newest window.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Advice for people, as text, and for programs, as JSON. Pure."""
+"""Advice as text for people, and as JSON for programs. Pure."""
 
 from typing import Any
 
