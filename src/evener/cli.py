@@ -1,4 +1,4 @@
-"""The command ``evener``: reads options, and starts ranks or becomes one.
+"""The command ``evener``: read options, and start ranks or become one.
 
 It answers ``--help`` at once, so torch is imported by what a command runs, never here.
 """
@@ -65,7 +65,7 @@ DASHBOARD_OF: Final = "EVENER_DASHBOARD_OF"
 #: So long a dashboard gets to end with the run, in seconds.
 _DASHBOARD_END_S: Final = 5.0
 
-#: Ranks of the pretraining demo, and of a classification of which nothing is said.
+#: Ranks of the pretraining demo, and of a classification without options.
 DEMO_NPROC: Final = 2
 #: How much slower the second rank of the demo is.
 DEMO_EMULATE_SLOW: Final = ("1:3",)
@@ -237,13 +237,13 @@ def pretrain(options: PretrainOptions, arguments: Sequence[str]) -> int:
         _become_rank(options, place)
         from evener.tasks.pretraining import run_pretraining
 
-        # The demo shows an uneven team, unless the user has put one together or is alone.
+        # The demo shows an unequal team, unless the user has chosen one or uses one rank.
         if options.demo and not options.emulate_slow and place.world_size > 1:
             options = replace(options, emulate_slow=DEMO_EMULATE_SLOW)
         return run_pretraining(options, place)
     from evener.config.presets import resolve_config
 
-    # What can be known to be wrong is said once, before any rank starts.
+    # Report errors that can be known now once, before any rank starts.
     demo_nproc = DEMO_NPROC if options.demo else None
     nproc = _count_ranks(demo_nproc if options.nproc is None else options.nproc)
     config = resolve_config(options, holds_runs=not options.node_rank)

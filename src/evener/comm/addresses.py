@@ -1,4 +1,4 @@
-"""Which address of this host a name stands for, and sockets that listen there alone.
+"""Resolve names to addresses of this host, and listen only there.
 
 Launchers use it, so it loads no torch.
 """
@@ -67,7 +67,7 @@ def bind(host: str, port: int, backlog: int = 0) -> socket.socket:
     """
     try:
         numbers = numbers_of(host)
-    except (OSError, UnicodeError):  # reported by whoever connects
+    except (OSError, UnicodeError):  # the connecting side reports it
         numbers = []
     for number in numbers:
         if is_loopback(number) and not is_loopback(host):
@@ -148,7 +148,7 @@ def _bound(family: socket.AddressFamily, number: str, port: int, backlog: int) -
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6 and not number:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # Resolved again for the sake of a scope, as in fe80::1%eth0.
+        # Resolved again because of a scope, as in fe80::1%eth0.
         info = socket.getaddrinfo(
             number or None, port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )

@@ -1,4 +1,4 @@
-"""The seam through which ranks exchange tensors, rows and bytes, and its leaf for one rank."""
+"""The interface by which ranks exchange tensors, rows and bytes, and its one-rank class."""
 
 import json
 import math
@@ -26,7 +26,7 @@ _SHORT_BYTES = 960
 
 
 class Call(NamedTuple):
-    """One collective call as a leaf sees it.
+    """One collective call, as an implementation sees it.
 
     Attributes:
         number: How many calls this communicator has had, this one included; equal on all ranks.
@@ -34,7 +34,8 @@ class Call(NamedTuple):
         what: What is exchanged, in words for a message; equal on all ranks.
         timeout_s: Seconds after which the call must have failed.
         label: ``what``, and the operation with its size: what ranks compare.
-        have_met: Whether the caller vouches that all ranks are ready; see ``reduce_scatter_parts``.
+        have_met: Whether the caller guarantees that all ranks are ready; see
+            ``reduce_scatter_parts``.
     """
 
     number: int
@@ -46,9 +47,10 @@ class Call(NamedTuple):
 
 
 class WaitListener(ABC):
-    """Is told while a rank waits for others in a call, by the thread that waits.
+    """Hears while a rank waits for others in a call, on the thread that waits.
 
-    It must neither raise nor take long: the thread does not see meanwhile that the others came.
+    It must neither raise nor take long: meanwhile the thread does not notice the arrival of the
+    others.
     """
 
     @abstractmethod
@@ -440,7 +442,7 @@ class Communicator(Closing):
         """Return the seconds left for the call under way."""
         if not (self._is_orphaned or threading.main_thread().is_alive()):
             self._is_orphaned = True
-            self.hurry(_ORPHAN_S)  # the interpreter waits for this thread, and nobody for it
+            self.hurry(_ORPHAN_S)  # the interpreter waits for this thread, and no other thread does
         (number, deadline), (hurried, latest) = self._current, self._hurried
         return (min(deadline, latest) if number <= hurried else deadline) - time.monotonic()
 
@@ -496,7 +498,7 @@ class Communicator(Closing):
 
     def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> bool:
         """Sum up ``flat`` (not empty), at least this rank's part; whether that left the others."""
-        self._count_parts(flat, 1)  # what all ranks get, beyond their own parts
+        self._count_parts(flat, 1)  # the elements that all ranks get, beyond their own parts
         self._all_reduce_each([flat], [call])
         return False
 

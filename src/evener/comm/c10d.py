@@ -1,4 +1,4 @@
-"""What torch keeps private or untyped of its stores and process groups, in one place.
+"""Private or untyped parts of torch's stores and process groups, in one place.
 
 ``torch.distributed`` re-exports these names without saying so to type checkers, and has no public
 way to build a process group that is not derived from a default one.
@@ -79,8 +79,8 @@ def form_nccl(
         raise LaunchError("backend is 'nccl', which this build of torch does not have: use 'gloo'")
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
-    # Where NCCL reports a lost peer, torch's watchdog would end the process (3, its default) before
-    # this rank can say who is lost, or continue without that. With 2 it only aborts the group.
+    # With torch's default (3), the watchdog ends the process when NCCL reports a lost peer, before
+    # this rank can name the peer or continue without it. With 2 it only aborts the group.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     options = ProcessGroupNCCL.Options()
     # The caller reports a timeout long before the watchdog notices it.
@@ -112,7 +112,7 @@ def end_nccl(group: Any, store: Store) -> None:
         del kept[:]
 
     kept = [store]
-    with suppress(RuntimeError):  # it hangs in a driver: the process can do without it
+    with suppress(RuntimeError):  # it hangs in a driver: the process does not need it any more
         _run_within(ABORT_S, abort)
 
 
@@ -128,7 +128,7 @@ def _run_within(timeout_s: float, function: Callable[[], None]) -> None:
     def run() -> None:
         try:
             function()
-        except Exception as error:  # nobody else would hear of it
+        except Exception as error:  # no other rank would hear of it
             failures.append(str(error))
         finally:
             ended.set()

@@ -1,8 +1,8 @@
-"""What an error that torch raises in an exchange means: a lost peer, a deadline, or neither.
+"""Classify errors that torch raises in an exchange: a lost peer, a deadline, or neither.
 
-Told by the exception's type and by the state of the operation, as far as torch offers them. Gloo
-offers neither: it raises ``RuntimeError`` for everything, and its operations keep no result. For
-these, and only for these, the text decides. Loads no torch, as launchers ask, too.
+The exception's type and the state of the operation decide, as far as torch offers them. Gloo offers
+neither: it raises ``RuntimeError`` for everything, and its operations keep no result. For these,
+and only for these, the text decides. Loads no torch, as launchers ask, too.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ _TEXTS: Final = {
     "Application timeout caused pair closure": Cause.TIMED_OUT,  # Gloo; raised in tests
     "Operation timed out!": Cause.TIMED_OUT,  # torch
     "Connect timeout": Cause.TIMED_OUT,  # Gloo
-    # The kernel's words, after "Read error" or "Write error": nobody answers any more.
+    # The kernel's words, after "Read error" or "Write error": the peer does not answer any more.
     "Connection timed out": Cause.TIMED_OUT,
     "Connection closed by peer": Cause.LOST,  # Gloo; raised in tests
     "Connection reset by peer": Cause.LOST,  # the kernel; raised in tests

@@ -99,7 +99,7 @@ def close_in_children(group: Any) -> None:
 def _reachable_address() -> str:
     """Return this host's address for the others: a number where possible, as it needs no DNS."""
     name = socket.gethostname()
-    # On the network on which the ranks have met, where that is known.
+    # On the network on which the ranks have met, if it is known.
     address = own_address(os.environ.get("MASTER_ADDR") or name, 1)
     return name if is_loopback(address) else address
 

@@ -1,7 +1,7 @@
-"""What a forked child lets go of: its copies of descriptors outlive this process's death.
+"""Close a forked child's copies of descriptors, which would outlive this process's death.
 
 A peer learns of a death when the last descriptor of a connection is closed. A child that holds
-copies (a worker of the user's ``DataLoader``, for example) delays that by as long as it lives.
+copies (a worker of the user's ``DataLoader``, for example) delays that until it ends.
 """
 
 import gc
@@ -15,7 +15,7 @@ import torch
 
 
 class NotInherited(ABC):
-    """A resource of this process alone. Every forked child lets its copy go."""
+    """A resource of this process alone. Every forked child closes its copy."""
 
     @abstractmethod
     def leave_behind(self) -> None:

@@ -50,9 +50,9 @@ from evener.errors import (
     PeerLostError,
 )
 
-# Gloo aborts the process of whoever receives more bytes than it expected. So whatever fits travels
-# in cells of one size that say what they are, and larger exchanges are announced by such a cell
-# the first time that their size occurs.
+# Gloo aborts a process that receives more bytes than it expected. So small payloads travel in cells
+# of one size that name their content. Larger exchanges are announced by such a cell the first time
+# that their size occurs.
 _CELL_BYTES = 1088
 _HEADER = struct.Struct("=qqq88s")  # number of the call, bytes of payload, checksum of label, label
 _PAYLOAD_BYTES = _CELL_BYTES - _HEADER.size
@@ -65,8 +65,8 @@ _ALIGNMENT = 64
 # death. It gets this much longer than the deadline, in which a rank can say that it gave up.
 _GRACE_S = 0.25
 _SLICE_S = 0.25  # waits are cut so that signal handlers of Python run in between
-# So long an operation may go on after a peer has closed: it may have had all that it needed, and
-# the others still be at it.
+# An operation may continue so long after a peer has closed: the peer may have had all of its data,
+# while the others still exchange.
 _CLOSED_S = 5.0
 _SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
 _ASKS = 4  # how often within the default deadline a longer wait asks whether the store answers
@@ -139,7 +139,7 @@ class GroupCommunicator(Communicator, NotInherited):
     A sum of up to 976 bytes is formed on each rank in rank order, longer ones and those that travel
     with others by Gloo or NCCL, each element on one rank and then copied: either way all ranks get
     the same bits. Both add in the tensor's dtype: float16 and bfloat16 are rounded after each
-    addition. They are not sent in a wider dtype, since half the bytes are why one would use them.
+    addition. They are not sent in a wider dtype: users choose them for half the bytes.
 
     Mismatches are noticed at once where a rank is in an exchange of at most 976 bytes per rank, or
     in one whose kind and size are not among its latest 256; else at the deadline. Only where ranks
@@ -346,7 +346,7 @@ class GroupCommunicator(Communicator, NotInherited):
             call: The call.
             payload: What to carry, of one length on all ranks; it must fit into a cell.
         """
-        label = call.label.encode()  # the cell has room for its front only
+        label = call.label.encode()  # the cell holds only its beginning
         _HEADER.pack_into(self._cell, 0, call.number, len(payload), zlib.crc32(label), label)
         self._cell[_HEADER.size : _HEADER.size + len(payload)] = payload
         how = options(AllgatherOptions, call.timeout_s + _GRACE_S)
@@ -507,7 +507,7 @@ class GroupCommunicator(Communicator, NotInherited):
             return CollectiveError(closed_message(number, call.what))
         if cause is not Cause.TIMED_OUT:
             self._release()
-            if not self._board.read():  # else somebody gave up waiting, and so closed them
+            if not self._board.read():  # otherwise a rank gave up waiting, and so closed them
                 if cause is Cause.LOST:
                     return PeerLostError(lost_message(number, call.what, failure))
                 return CollectiveError(f"rank {number} failed in {call.what!r}: {failure}")

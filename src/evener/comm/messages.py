@@ -1,4 +1,4 @@
-"""What errors of an exchange say, worded alike on every leaf."""
+"""Texts of errors of an exchange, the same for every communicator."""
 
 from collections.abc import Sequence
 

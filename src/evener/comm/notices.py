@@ -1,4 +1,4 @@
-"""A board on which ranks that gave up waiting say so, so that the others can tell who did not."""
+"""A board of notices of ranks that gave up waiting, which show who is missing."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Notice(NamedTuple):
-    """What a rank that gave up had waited for.
+    """The wait of a rank that gave up.
 
     Attributes:
         number: Number of the call.
@@ -39,7 +39,7 @@ class Notice(NamedTuple):
 class NoticeBoard(ABC):
     """One short text per rank.
 
-    It is read when something has already gone wrong, so nothing here may wait for long or raise.
+    It is read after a failure, so nothing here may wait for long or raise.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class NoticeBoard(ABC):
             for other, notice in notes.items()
             if (notice.number, notice.what) not in together
         ]
-        # Who has waited much less than others came when they had already given up.
+        # A rank that has waited much less than others came after they had given up.
         longest_s = max([waited_s, *(notice.waited_s for notice in notes.values())])
         late = {r for r, notice in notes.items() if notice.waited_s < longest_s / 2}
         absent = [r for r in self._ranks if r not in notes and r != rank]
@@ -108,7 +108,8 @@ class NoticeBoard(ABC):
 
     def _gather(self, rank: int) -> dict[int, Notice] | None:
         """Wait a moment for the others' notices; ``None`` where the store does not answer."""
-        # Who serves the store looks for longer: others ask it until their own look is over.
+        # The rank that serves the store looks for longer, because others query it until they have
+        # finished.
         serves = self._host_rank == rank
         known = seen = self.read()
         deadline = time.monotonic() + (2 * _LOOK_S if serves else _LOOK_S)
@@ -180,7 +181,7 @@ class StoreNotices(NoticeBoard):
             return True
         try:
             with socket.create_connection(self._host, PROBE_TIMEOUT_S) as probe:
-                # A process that is being killed takes connections for a moment, and drops them.
+                # A process that is being killed accepts connections for a moment, and drops them.
                 probe.settimeout(DYING_S)
                 return probe.recv(1) != b""
         except TimeoutError:  # silence: a store answers only what it is asked

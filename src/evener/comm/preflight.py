@@ -1,12 +1,12 @@
-"""Tries a way to exchange before training relies on it, in throw-away processes, one per rank.
+"""Try a backend before training relies on it, in throw-away processes, one per rank.
 
 NCCL on new machines may hang, end the process or add up wrong numbers (peer-to-peer copies behind
 an IOMMU, a firewall, mixed drivers), and none of that can be undone in the process that trains. So
 each rank starts a child that loads nothing of the user's, forms the group and exchanges tensors
 whose result is known. The ranks agree on the outcome over the connection that they have.
 
-``python -m evener.comm.preflight`` is the child. It ends when its standard input closes, which it
-does when the parent dies, however that happens.
+``python -m evener.comm.preflight`` is the child. It ends when its standard input closes, which
+always happens when the parent dies.
 """
 
 import importlib
@@ -37,13 +37,13 @@ CONNECT: Final = "evener.comm.groups:connect"
 SIZES: Final = (1 << 10, 1 << 20, 32 << 20)
 
 _LONGEST_S = 120.0  # a process that loads torch and forms an NCCL group takes a tenth of it
-_ROUND_S = 0.2  # how often ranks tell one another how far their children are
+_ROUND_S = 0.2  # how often ranks exchange the progress of their children
 _FOLLOW_UP_S = 2.0  # a child that lost its peer may say so before the peer's end is noticed
 _SHORTEST_PART_BYTES = 1 << 10  # less travels with the announcement, over Gloo
 
 
 class _ChildState(IntEnum):
-    """How far a child is; the number travels in a row."""
+    """The progress of a child; the number travels in a row."""
 
     RUNNING = 0
     PASSED = 1
@@ -53,7 +53,7 @@ class _ChildState(IntEnum):
 
 
 class PreflightJob(NamedTuple):
-    """What a child is told.
+    """The job of a child.
 
     Attributes:
         rank: Its rank, that of its parent.
@@ -78,7 +78,7 @@ class PreflightResult(NamedTuple):
     """What the ranks agreed on.
 
     Attributes:
-        seconds: What it has taken.
+        seconds: Its duration.
         failure: Which ranks failed and how, for people; empty if all passed.
     """
 
@@ -145,7 +145,7 @@ def _watch(
         if states == {_ChildState.PASSED} or _ChildState.FAILED in states or waited_s >= limit_s:
             return rows
         if _ChildState.TIMED_OUT in states or _ChildState.LOST_PEER in states:
-            # What really happened may come to light on another rank.
+            # Another rank may know the cause.
             lost_at = waited_s if lost_at is None else lost_at
             if waited_s - lost_at >= _FOLLOW_UP_S:
                 return rows
@@ -204,7 +204,7 @@ class _TrialChild:
         self._said, says = Pipe(duplex=False)
         told = [str(says.fileno()), json.dumps(job)]
         try:
-            # What libraries write to standard output (NCCL_DEBUG) goes where errors go.
+            # Output of libraries (NCCL_DEBUG) goes to standard error.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "evener.comm.preflight", *told],
                 stdin=subprocess.PIPE,
@@ -292,7 +292,7 @@ def _try_all(job: PreflightJob, tell: Callable[[str], None]) -> Communicator:
     tell("selecting its device")
     kind_of(device).select(device)
     tell("forming the group")
-    # The parent gives up before: it can tell who is behind, and a child that is alone cannot.
+    # The parent gives up earlier: it can name the rank that is behind, and a child alone cannot.
     place = (job.rank, job.world_size, job.address, job.port)
     comm: Communicator = connect(
         *place, hosts_store=False, backend="nccl", timeout_s=4 * job.timeout_s

@@ -1,4 +1,4 @@
-"""How the ranks of a team find one another: the store, the roll call, the network device."""
+"""The rendezvous of a team's ranks: the store, the roll call, the network device."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ class MeetingPoint(NamedTuple):
 
     Attributes:
         store: Shared by all ranks; each group uses a prefix of its own.
-        server: What serves it, where this process does; kept for as long as a group may need it.
+        server: The server, if this process serves it; kept for as long as a group may need it.
         host: Address and port of the store's server; ``None`` for a store without one.
         host_rank: Number in the team of the rank whose process serves the store; ``None`` for
             none of them.
@@ -208,7 +208,7 @@ def _client(address: str, port: int, timeout_s: float) -> TCPStore:
         except Exception as error:  # raised where it is waited for
             answer.set_exception(error)
 
-    # A thread, as torch waits without end for a server that says nothing, and hears no Ctrl-C.
+    # A thread, because torch waits without end for a silent server, and ignores Ctrl-C.
     threading.Thread(target=ask, name="evener-store", daemon=True).start()
     try:
         return answer.result(timeout.total_seconds())
@@ -355,7 +355,7 @@ def _unlike_worlds(rank: int, world_size: int, other: int, theirs: int) -> str:
 
 
 def _get(store: Store, key: str) -> str:
-    # check() first: get() would wait for the key, and not listen to Ctrl-C.
+    # check() first: get() would wait for the key, and ignore Ctrl-C.
     return store.get(key).decode() if store.check([key]) else ""
 
 

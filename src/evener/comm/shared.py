@@ -40,11 +40,11 @@ from evener.comm.shared_slots import Slots, steps
 from evener.devices import kind_of
 from evener.errors import CollectiveError, CollectiveMismatchError, PeerLostError
 
-#: How long a rank looks for the others before it sleeps. Waking up takes about half as long, so
-#: looking costs at most twice what it can save.
+#: How long a rank spins before it sleeps. Waking up takes about half as long, so spinning costs at
+#: most twice what it can save.
 _SPIN_S = 100e-6
 _SLICE_S = 0.25  # sleep is cut so that deadlines can be shortened by another thread
-# Who has left may have done so because another died, whose end comes to light a moment later.
+# A rank may have left because another one died, whose end shows a moment later.
 _CAUSE_S = 0.1
 #: So many of the latest sets of views are kept.
 _MAX_KEPT = 256
@@ -61,9 +61,9 @@ class SharedCommunicator(Communicator, NotInherited):
     there. A tensor from ``allocate`` is exchanged where it lies; any other is copied into shared
     memory and back, piece by piece; up to 8 KiB travel with the announcement of the call.
 
-    A call is one to three barriers. A rank that arrives at a barrier says so on its own page, looks
-    for the others for a short time, and then sleeps until the last to arrive wakes it up. Every
-    call tells all ranks what it is, so a mismatch is noticed at once.
+    A call is one to three barriers. A rank that arrives at a barrier writes that on its own page,
+    spins for a short time, and then sleeps until the last rank to arrive wakes it up. Every call
+    tells all ranks what it is, so a mismatch is noticed at once.
 
     It stands on another communicator: ranks have found one another there, splits are formed there,
     and NCCL moves CUDA tensors there once it was added.
@@ -132,7 +132,7 @@ class SharedCommunicator(Communicator, NotInherited):
 
     def leave_behind(self) -> None:
         """Let connections and memory go in a forked child; see ``NotInherited``."""
-        self._closing = threading.RLock()  # a thread that only the parent has may have held it
+        self._closing = threading.RLock()  # a thread of the parent may have held it
         if not self._is_released:
             self._is_released = self._closed = True
             self._links.close()
@@ -141,7 +141,7 @@ class SharedCommunicator(Communicator, NotInherited):
             self._end(CollectiveError(f"{text}call collectives in the rank itself"))
 
     def _begin(self, kind: str, what: str, timeout_s: float | None, size: str) -> Call:
-        # Waking up takes longer than what this rank does until it arrives, so it starts now.
+        # Waking up takes longer than this rank's work until it arrives, so it starts now.
         number = self._num_barriers + 1
         if self._spins and self._are_here(number):
             self._wake_all(number)
@@ -170,7 +170,7 @@ class SharedCommunicator(Communicator, NotInherited):
                 return self._base.reduce_scatter_parts(
                     flat, what=call.what, timeout_s=call.timeout_s
                 )
-            # Where others may still be at it, the next call's meeting is the end of that.
+            # If others may still work on it, the next call's barrier ends that.
             return self._sum(flat, call, for_owner=True)
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:

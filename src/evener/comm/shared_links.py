@@ -13,14 +13,14 @@ from contextlib import suppress
 from typing import NamedTuple, final
 
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"={_TOKEN_BYTES}sq")  # token of whose door it is, rank of who comes
+_HELLO = struct.Struct(f"={_TOKEN_BYTES}sq")  # token of the door's rank, rank that connects
 _CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid
 _GREETING_S = 5.0  # a rank sends its greeting with its connection; a stranger may never send one
 _WAKE = b"\0"
 
 
 class Arrival(NamedTuple):
-    """What one rank has of another.
+    """One rank's link to another.
 
     Attributes:
         connection: To it.
@@ -41,8 +41,8 @@ class Arrival(NamedTuple):
 class Door:
     """A Unix socket without a path at which one rank waits for the others.
 
-    It is found by a random name, in the network namespace of the ranks; who comes must be the same
-    user and know a random token.
+    Others find it by a random name, in the network namespace of the ranks. A process that connects
+    must belong to the same user and know a random token.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Door:
                 connection.settimeout(_left(deadline))
                 received += _receive(connection, len(_WAKE), len(descriptors))[1]
         except BaseException:
-            self.close()  # or those who have come would wait for an answer
+            self.close()  # otherwise ranks that have connected would wait for an answer
             for arrival in arrivals.values():
                 arrival.drop()
             raise

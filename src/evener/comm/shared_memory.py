@@ -36,7 +36,7 @@ NOWHERE = -1
 
 
 class MemoryPlace(NamedTuple):
-    """Where a tensor lies in a rank's file, in bytes; what ranks tell one another.
+    """The place of a tensor in a rank's file, in bytes, as ranks send it to one another.
 
     Attributes:
         offset: Its first byte; ``NOWHERE`` where it lies elsewhere.

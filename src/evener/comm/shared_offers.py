@@ -1,4 +1,4 @@
-"""What ranks of one host bring to the forming of a communicator over shared memory."""
+"""Offers of the ranks of one host, from which a communicator over shared memory is formed."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ _NETWORK = Path("/proc/self/ns/net")
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where a rank runs, and how others can get at its memory.
+    """Where a rank runs, and how others can map its memory.
 
     Attributes:
         rank: Its number in the team.
@@ -31,7 +31,7 @@ class Spot:
         user: Id of its user.
         cores: Processors that it may use.
         door: Name of its socket.
-        token: Who comes must know it.
+        token: A rank that connects must know it.
         obstacle: Why it cannot share memory; empty where it can.
     """
 
@@ -47,7 +47,7 @@ class Spot:
 
 
 class Joined(NamedTuple):
-    """What a rank has when all have connected.
+    """The resources of a rank after all have connected.
 
     Attributes:
         pages: The page of each rank, by rank.
@@ -64,7 +64,7 @@ class Joined(NamedTuple):
 
 @final
 class MemoryOffer:
-    """What a rank brings to the formation: a door, a page, and memory."""
+    """A rank's offer: a door, a page, and memory."""
 
     def __init__(self, comm: Communicator, memory: SharedMemory | None) -> None:
         self._door: Door | None = None

@@ -1,4 +1,4 @@
-"""The page of each rank on which it alone writes, and which all others read."""
+"""The control page of each rank: it alone writes there, and all others read."""
 
 import json
 import mmap
@@ -15,8 +15,8 @@ from torch import Tensor
 from evener.comm.notices import Notice, NoticeBoard
 from evener.comm.shared_memory import MemoryPlace, create_file, map_file, reserve
 
-#: Whether what one core writes is seen by others in that order, so that a flag may follow data.
-#: Python has no fences with which to enforce it elsewhere.
+#: Whether other cores see one core's writes in order, so that a flag may follow data. Python has no
+#: fences with which to enforce it elsewhere.
 KEEPS_ORDER: Final = platform.machine() in ("x86_64", "AMD64")
 
 # Each word has two cache lines of its own: processors fetch lines in pairs.
@@ -58,10 +58,10 @@ class Header(NamedTuple):
 
 @final
 class ControlPage:
-    """How far one rank is, where its tensor lies, and copies of tensors that lie elsewhere.
+    """The progress of one rank, the place of its tensor, and copies of tensors that lie elsewhere.
 
-    There are two cells, used in turn: when a rank fills one anew, all have read what it held, as
-    each has arrived with the other one since. So it is with the two halves of the stage.
+    There are two cells, used in turn: when a rank fills one again, all have read its content,
+    because each has arrived with the other cell since. So it is with the two halves of the stage.
 
     Attributes:
         stage: ``(2, STAGE_BYTES)``, uint8; where tensors outside of shared memory are copied to.

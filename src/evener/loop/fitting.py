@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds can be put into a rank's parts, which stay as they are."""
+"""Check whether a checkpoint fits a rank's parts, without changing these."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from evener.averaging.optimizer_state import ELEMENTWISE
 from evener.errors import CheckpointError
 from evener.parsing import MOST_WHOLE, Fields, short
 
-#: What torch's optimizers keep for a parameter in a tensor of its shape.
+#: State of torch's optimizers in tensors of the parameter's shape.
 _OF_PARAMETER_SHAPE = frozenset[str]().union(*ELEMENTWISE.values())
 
 
@@ -25,7 +25,7 @@ def check_weights(path: Path, saved: Mapping[str, Tensor], model: nn.Module) -> 
         CheckpointError: The weights in ``path`` cannot be those of any training of this model.
     """
     for name, own in model.state_dict().items():
-        other = saved.get(name, own)  # what is of another model, perhaps: see ``check_model``
+        other = saved.get(name, own)  # perhaps state of another model: see ``check_model``
         if other.shape == own.shape and _kind(other) != _kind(own):
             raise CheckpointError(
                 f"{path / 'model.safetensors'} is damaged: {name!r} is of "

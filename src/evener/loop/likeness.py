@@ -1,4 +1,4 @@
-"""What must be the same on every rank for replicas to stay alike, compared at the start."""
+"""Compare at the start what must be the same on every rank for replicas to stay equal."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ _OPTIMIZERS: Final = "; make the same optimizers on every rank"
 _SCHEDULERS: Final = "; make the same schedulers on every rank"
 _GROUP: Final = "optimizer {0} of rank {rank}, parameter group {1}: "
 
-#: How a difference is told, by the kind of fact. Numbers stand for the fact's place.
+#: The text of a difference, by the kind of fact. Numbers mean the fact's place.
 _SAYINGS: Final = {
     "version": "rank 0 runs {0} {mine}, rank {rank} runs {0} {theirs}; install the same version on "
     "every machine",

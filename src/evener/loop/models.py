@@ -1,4 +1,4 @@
-"""The models and optimizers that a user gives to ``Ddp.setup``: brought into one form, checked."""
+"""Check the models and optimizers of ``Ddp.setup``, and bring them into one form."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Runs a model's forward pass in the precision that its device is good at."""
+"""Run a model's forward pass in the precision that is fast on its device."""
 
 import functools
 from typing import Any, Final, Literal

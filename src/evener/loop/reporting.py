@@ -1,4 +1,4 @@
-"""Turns what the team does into events, for whoever takes them; on the main process."""
+"""Turn the team's actions into events for sinks, on the main process."""
 
 import math
 import sys
@@ -23,12 +23,13 @@ from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
 
-#: So many windows the next main process records again, as the one before may have been lost first.
+#: The next main process records so many windows again, because the previous one may have been lost
+#: before it wrote them.
 _SECONDED: Final = 4
 
 
 class RunFacts(TypedDict, total=False):
-    """What is known of a run when its start is told, as ``run_started``.
+    """The facts of ``run_started``.
 
     ``t`` and ``window`` are those of the start, ``resumed_from`` is the checkpoint that was loaded,
     and ``new_data`` says whether the run continues with other data.
@@ -47,13 +48,13 @@ class RunFacts(TypedDict, total=False):
 
 
 class EventStream:
-    """Hands the team's events to sinks, on the main process; other ranks keep silent.
+    """Passes the team's events to sinks, on the main process only.
 
     Rank 0 is the main process until it is parked. It closes its sinks then, and the next main
     process opens its own: so a file has one writer at a time.
 
-    Where nobody calls ``start``, as in a loop that the user has written, the start is told with the
-    first event, which is that of a window or a checkpoint: by then it is known what is trained on.
+    If ``start`` is not called, as in a user's own loop, ``run_started`` precedes the first event of
+    a window or a checkpoint: by then the data is known.
 
     Args:
         assembly: The team.
@@ -171,7 +172,7 @@ class EventStream:
         emulated = {str(m.rank): m.emulated for m in self._team.people if m.emulated != 1}
         told = {"resumed_from", "new_data"}
         facts = {name: fact for name, fact in self._facts.items() if name not in told}
-        # In an elastic team nobody may have a number.
+        # In an elastic team a number may have no worker.
         names = [name for name in self._names if name]
         return make_event("run_started", members=names, emulated=emulated, **facts)
 
@@ -289,7 +290,7 @@ class EventStream:
             self.tell("worker_left", rank=rank, member=name, window=window)
         self.tell(
             "reformed",
-            # Readers drop what the main process before this one has recorded from this window on.
+            # Readers drop the events of the previous main process from this window on.
             window=again[0].window if again else window,
             generation=generation,
             members=list(change.members),

@@ -1,9 +1,8 @@
-"""A team's state on disk: what a checkpoint holds, and how it goes back into a team of any size.
+"""A team's state on disk: the content of a checkpoint, and how a team of any size loads it.
 
-A checkpoint is read and checked as a whole before any of it is put into a rank. What is damaged (a
-value of the wrong kind, a tensor that is missing) shows while it is read; what does not belong to
-this run (another model, another optimizer) shows when it is compared with the rank's parts. Either
-way a refused state has changed nothing.
+A checkpoint is read and checked as a whole before any of it is loaded. Damage (a value of the wrong
+kind, a missing tensor) is found while it is read. Another model or optimizer is found when it is
+compared with the rank's parts. Either way a refused state has changed nothing.
 """
 
 import copy
@@ -42,14 +41,14 @@ STATE: Final = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """What a checkpoint holds of a team.
+    """The content of a team's checkpoint.
 
     Attributes:
         path: The checkpoint.
         positions: The data position of each loader, in the order in which they were made.
         model: Parameters and buffers by name, on the CPU.
         training: Optimizers, schedule, and registered objects.
-        engine: What ``Engine.load_state_dict`` takes.
+        engine: The argument of ``Engine.load_state_dict``.
     """
 
     path: Path

@@ -1,8 +1,8 @@
 """Events as lines of JSON, and back.
 
 In memory, a ``window`` has a row for each rank (``RankRow``). In a line, its ``ranks`` are columns,
-so that each name is said once: a list with a value for each rank, or one value where all ranks have
-the same. Seconds (``compute_s``) are whole microseconds there (``compute_us``). The columns
+so that each name is written once: a list with a value for each rank, or one value where all ranks
+have the same. Seconds (``compute_s``) are whole microseconds there (``compute_us``). The columns
 ``rank`` and ``member`` are left out where they are those of an earlier line of the file with the
 same ``team``, which is a checksum of the two. They are in every ``NAMED_EVERY``-th line at least.
 """
@@ -35,7 +35,7 @@ _MOST_NUMBER: Final = 1e150  # the product of two such numbers is a finite float
 NAMED_EVERY: Final = 1000
 """If the line that names a team is damaged, no more windows than these are lost with it."""
 
-#: Teams that a reader remembers; a run has a new one whenever its members change.
+#: Teams that a reader remembers; a run has a new team whenever its members change.
 _MOST_TEAMS: Final = 1024
 
 _ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=str)

@@ -1,7 +1,7 @@
-"""What happens in a run, as plain dicts: one schema for files, terminal, TensorBoard and reports.
+"""Events of a run, as plain dicts: one schema for files, terminal, TensorBoard and reports.
 
-Every event has ``t`` (unix seconds, handed in: nothing here reads a clock) and ``type``, and where
-it has them ``rank`` and ``member``. New fields may be added; none changes its meaning.
+Every event has ``t`` (unix seconds, passed in: no clock is read here) and ``type``. Some have
+``rank`` and ``member``. New fields may be added; none changes its meaning.
 """
 
 import threading
@@ -25,15 +25,15 @@ FIELDS: Final = {
     "run_started": "run window members policy backend unit num_samples total_windows",
     # A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``.
     "worker_started": "rank member pid host device",
-    # A window was planned otherwise than the one before: ``shares`` are whole samples per rank and
-    # sum to ``size``. The further field ``reason`` says why, for people, where that is known.
+    # A plan differs from the previous one: ``shares`` are whole samples per rank and sum to
+    # ``size``. The further field ``reason`` says why, for people, where that is known.
     "plan": "window generation epoch start size shares",
     # It is known that every rank applied a window. ``window`` is its number over the whole run,
     # ``committed`` are the ranges [start, stop] of the epoch's permutation that it holds, and
     # ``ranks`` has a ``RankRow`` for each rank. Further fields: ``loss``, ``lr``, ``grad_norm``,
     # whether it was ``skipped``, into how many ``update_parts`` ranks divided the update, and which
     # are ``parked``; of local steps also ``turns``, ``anchor``, ``window_s``, ``divergence`` and
-    # ``guard``. Readers that pass over windows add ``stands_for``: how many windows it represents.
+    # ``guard``. Readers that skip windows add ``stands_for``: how many windows it represents.
     "window": "window generation epoch committed ranks",
     # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``.
     "eval": "window name loss weight elapsed_s",
@@ -41,32 +41,32 @@ FIELDS: Final = {
     # began to write it at ``begin_t`` (unix seconds) on rank ``rank``, where training had stood
     # still for ``copy_s`` before.
     "checkpoint": "window path num_bytes write_s",
-    # The state after ``window`` windows was not written: the attempt failed, or was left out.
+    # The state after ``window`` windows was not written: the attempt failed, or was skipped.
     "checkpoint_missed": "window reason",
-    # A member is gone; ``window`` is the one that was under way.
+    # A member was lost; ``window`` is the one that was under way.
     "worker_lost": "rank member window reason",
-    # A member has left as it was told to; it contributed last to the window before ``window``.
+    # A member has left on request; its last contribution was to the window before ``window``.
     "worker_left": "rank member window",
     # A member contributes from ``window`` on, in a new generation.
     "worker_joined": "rank member window generation",
-    # A member took the live state of member ``donor``, as it was before ``window``.
+    # A member has received the live state of member ``donor``, as it was before ``window``.
     "healed": "rank member window donor num_bytes elapsed_s",
     # The run resumes with ``window`` from the checkpoint ``path``; earlier events of it and of
     # later windows are void. With ``new_data`` it continues with other data, from its epoch 0.
     "run_resumed": "window path new_data",
-    # The team formed anew and continues with ``window``; earlier events from there on are void.
+    # The team formed again and continues with ``window``; earlier events from there on are void.
     # Further fields, in seconds: ``detect_s`` from the last heartbeat of a lost member to the end
     # of its generation, ``reform_s`` until the new one was connected, ``heal_s`` until all of its
     # members held the same state. The next ``window`` has ``redo_s``: from there to its commit.
     "reformed": "window generation members",
-    # A rank has become slow: it needed ``compute_s`` where ``expected_s`` were to be expected.
-    # Further fields: ``factor`` times as slow as ``against``, from the window ``since`` on, on
-    # ``host`` and ``device``, with the likely ``cause`` for people; ``delay_s`` is by how much
-    # windows would have ended sooner so far.
+    # A rank has become slow: it needed ``compute_s`` instead of ``expected_s``. Further fields:
+    # ``factor`` times as slow as ``against``, from the window ``since`` on, on ``host`` and
+    # ``device``, with the likely ``cause`` for people; ``delay_s`` are the seconds by which windows
+    # would have ended sooner so far.
     "straggler": "rank member window compute_s expected_s",
-    # It is as fast as before, as of ``window``.
+    # It is as fast as before again, from ``window`` on.
     "straggler_over": "rank member window since delay_s",
-    # So many events were not written here, as the disk was too slow for them.
+    # So many events were not written here, because the disk was too slow.
     "events_dropped": "num_events",
     # The run ends after ``window`` windows: ``completed``, ``stopped`` or ``failed``.
     "run_finished": "window reason message",
@@ -74,7 +74,7 @@ FIELDS: Final = {
 
 
 class Sink(Closing):
-    """Takes events and shows or stores them.
+    """Receives events and shows or stores them.
 
     A sink runs on the training thread: it is quick, and it never raises into training.
 
@@ -163,10 +163,10 @@ def _check_loss(fields: Fields) -> None:
 
 @final
 class Fanout(Sink):
-    """Hands events to several sinks; one that raises is left out from then on.
+    """Passes events to several sinks; one that raises is left out from then on.
 
     Args:
-        on_warning: Told of a sink that has raised.
+        on_warning: Called for a sink that has raised.
     """
 
     def __init__(self, on_warning: Callable[[str], None]) -> None:
@@ -226,14 +226,14 @@ class RankRow(TypedDict):
 
     Attributes:
         rank: Its rank in that window's generation.
-        member: Its id, which stays the same when ranks are numbered anew.
+        member: Its id, which stays the same when ranks get new numbers.
         samples: Samples that it did.
         weight: Their weight (tokens, or samples).
         loss: Its mean loss by weight; ``None`` without work.
         compute_s: Seconds of compute, without waiting.
         wait_s: Seconds in which it waited for other ranks.
         sync_s: Seconds of exchange after all had arrived.
-        elapsed_s: Seconds on its clock from applying the window before, or from the beginning of
+        elapsed_s: Seconds on its clock from applying the previous window, or from the beginning of
             the epoch, to applying this one. The part that is in none of the three times above is
             bookkeeping: fetching data, planning, events, and whatever the loop does besides.
         data_s: Seconds for which it waited for data.
@@ -268,7 +268,7 @@ class RankRow(TypedDict):
 
 @dataclass(slots=True)
 class Totals:
-    """What rows of committed windows add up to.
+    """Sums over rows of committed windows.
 
     Attributes:
         windows: Windows.

@@ -1,4 +1,4 @@
-"""Events of a run, read from its files: all that are there, or what is new at each look."""
+"""Read the events of a run from its files: all of them, or the new ones at each look."""
 
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -22,12 +22,12 @@ _HEAD_BYTES: Final = 60  # a line begins with the time and the type of its event
 
 
 class Look(NamedTuple):
-    """What a look has found.
+    """The result of a look.
 
     Attributes:
         events: Those that are new, in the order in which they were written.
         read_part: How much of the files has been read, from 0 to 1.
-        is_all: Whether there was nothing more to be read.
+        is_all: Whether everything was read.
     """
 
     events: list[dict[str, Any]]
@@ -36,7 +36,7 @@ class Look(NamedTuple):
 
 
 class EventFollower:
-    """Reads the events of a run bit by bit, also while they are written.
+    """Reads the events of a run piece by piece, also while they are written.
 
     A line that has no end yet is left for the next look. A file that has become shorter, or was
     replaced, is read from its beginning. ``events.jsonl`` may be followed by ``events.1.jsonl`` and
@@ -194,7 +194,7 @@ class EventFollower:
                 return []
         elif b'"type":"plan"' in head or not self._passed:
             return [(line, 1)]
-        # An evaluation takes time that no window on either side of it may count as its own.
+        # The windows on either side of an evaluation must not count its time as their own.
         passed, self._passed = self._passed, []
         return [(passed[-1], len(passed)), *([] if is_window else [(line, 1)])]
 

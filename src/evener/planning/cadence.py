@@ -28,8 +28,8 @@ class CadencePolicy(Planner):
     """Plans windows that the slowest rank fills with ``anchor`` local steps.
 
     Before speeds are known, a window is one step of each rank (or what a hint says). Then windows
-    last as long as the slowest rank needs for its anchor, and ranks close them by the clock. What
-    is left at the end of an epoch is shared out so that all finish together.
+    last as long as the slowest rank needs for its anchor, and ranks close them by the clock. The
+    rest at the end of an epoch is divided so that all finish together.
 
     Args:
         members: Member ids, by rank.
@@ -148,7 +148,7 @@ class CadencePolicy(Planner):
             steps=steps,
             most=most,
             queues=queues,
-            # Without these a rank would fall too far behind one that does all it may.
+            # Without these a rank would fall too far behind a rank that makes all of its steps.
             least=0 if self._max_batch_diff is None else max(0, max(most) - self._max_batch_diff),
             anchor=self.elche.anchor,
             verdict=self._verdict,

@@ -1,4 +1,4 @@
-"""When a rank closes its CADENCE window: by time, so that nobody waits for a slow step. Pure."""
+"""The deadline of a CADENCE window on a rank, so that no rank waits for a slow one. Pure."""
 
 import math
 from typing import final
@@ -9,8 +9,8 @@ class WindowClock:
     """Decides after each local step whether to start another one.
 
     A step is started only if it would end nearer the deadline than stopping now. So a rank that has
-    turned slow contributes what it did, and the others wait for half a step of it at most, beyond
-    the one that it was in. A step is predicted to take as long as the last ones: each new one
+    turned slow contributes its completed steps. The others wait for half a step of it at most,
+    beyond the step under way. A step is predicted to take as long as the last ones: each new one
     counts for half.
     """
 

@@ -1,4 +1,4 @@
-"""El Che: how many local batches each rank does between two averagings. Pure.
+"""El Che: the number of local batches of each rank between two averagings. Pure.
 
 The column marches at the pace of its slowest member: the slowest rank does ``anchor`` batches, a
 faster one as many more as it can do in the same time. The rules and their constants are those of

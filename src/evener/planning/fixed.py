@@ -1,4 +1,4 @@
-"""The policy of a user who knows better: the same shares in every window."""
+"""Fixed shares: the user gives the same proportions for every window."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, final

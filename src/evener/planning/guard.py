@@ -18,7 +18,7 @@ THRESHOLD = 0.05
 
 
 class Verdict(StrEnum):
-    """What a guard thinks of the anchor."""
+    """The verdict of a guard on the anchor."""
 
     STABLE = "stable"
     """Nothing to worry about."""
@@ -53,7 +53,7 @@ class DivergenceGuard(ABC):
 
 @final
 class NoGuard(DivergenceGuard):
-    """Never worries."""
+    """Never changes the anchor."""
 
     def report(self, divergence: float) -> Verdict:
         """Return ``STABLE``."""
@@ -62,9 +62,9 @@ class NoGuard(DivergenceGuard):
 
 @final
 class LevelGuard(DivergenceGuard):
-    """Worries at the third of three rising values, if that is above a threshold.
+    """Acts at the third of three rising values, if that is above a threshold.
 
-    It then suppresses growth of the anchor; while the divergence keeps rising above the threshold,
+    It then suppresses growth of the anchor. While the divergence keeps rising above the threshold,
     it asks for a smaller anchor.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a window of CADENCE and ASYNC is: how many local steps each rank makes. Pure."""
+"""The plan of a window of CADENCE and ASYNC: the local steps of each rank. Pure."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from evener.planning.guard import Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPlan:
-    """What each rank does until the next averaging.
+    """The work of each rank until the next averaging.
 
     Attributes:
         window: Global number of the window.

@@ -1,4 +1,4 @@
-"""What a SYNC window is: who does which samples. Pure."""
+"""The plan of a SYNC window: the samples of each rank. Pure."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from evener.notebook import html_table
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """Which samples of which epoch each rank computes in one window.
+    """The samples that each rank computes in one window.
 
     Attributes:
         window: Global number of the window over the whole run, from 0; the only counter that is

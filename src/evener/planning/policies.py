@@ -1,4 +1,4 @@
-"""Policies: when the team averages, and who does how much until then.
+"""Policies: when the team averages, and how the work is divided until then.
 
 Only one rank plans; the others learn the plan. So nothing here needs to be reproducible to the bit
 on other machines, but it is deterministic, as a run that is replayed should be. Pure.
@@ -29,7 +29,7 @@ class ApplyPolicy(StrEnum):
 #: Plans whose reasons are kept: they are asked for when their windows are committed.
 _MOST_REASONS: Final = 8
 
-#: Windows that a parked rank stays away at least, before it is tried again.
+#: A parked rank stays away for at least so many windows, before it is tried again.
 LEAST_APART: Final = 500
 
 
@@ -46,10 +46,10 @@ class Forecast(NamedTuple):
 
 
 class Planner(ABC):
-    """What is learnt of members, and kept over a change of the team.
+    """Learns the speeds of members, and keeps them over a change of the team.
 
-    Members are known by an id that stays the same when ranks are numbered anew. Only the planning
-    rank's planner decides anything.
+    A member's id stays the same when ranks get new numbers. Only the planning rank's planner
+    decides anything.
 
     Attributes:
         members: Member ids, by rank.
@@ -72,7 +72,7 @@ class Planner(ABC):
 
     def _give_reason(self, window: int, reason: str) -> None:
         """Keep why a window is planned as it is; see ``why``."""
-        self._reasons.pop(window, None)  # it may be planned anew
+        self._reasons.pop(window, None)  # it may be planned again
         self._reasons[window] = reason
         if len(self._reasons) > _MOST_REASONS:
             del self._reasons[next(iter(self._reasons))]
@@ -123,7 +123,7 @@ class Planner(ABC):
 
 
 class Policy(Planner):
-    """Plans SYNC windows, from what members reported of earlier ones where it learns."""
+    """Plans SYNC windows, from reports of earlier ones if it learns."""
 
     def calibrate(self, speeds: Sequence[float]) -> None:
         """Set the speeds of the ranks until they are measured.

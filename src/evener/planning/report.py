@@ -1,12 +1,12 @@
-"""What a rank tells of its part of a window. Pure."""
+"""A rank's report of its part of a window. Pure."""
 
 from typing import Final, NamedTuple
 
-#: What is not finite, beside k + 1 for the gradient of trainable parameter k.
+#: Values of ``non_finite``, beside k + 1 for the gradient of trainable parameter k.
 LOSS: Final = -1
 PARAMETERS: Final = -2
 
-#: What ranks tell of a window only in their report of the next one.
+#: Fields of a window that ranks report only with the next one.
 TOLD_LATER: Final = (
     "wait_s",
     "sync_s",

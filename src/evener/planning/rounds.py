@@ -1,4 +1,4 @@
-"""Cuts an evaluation into rounds, of which each rank does a part at the same time."""
+"""Cut an evaluation into rounds, in which all ranks work at the same time."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -43,7 +43,8 @@ def _sizes(num_samples: int, whole: int, num_ranks: int) -> list[int]:
     if whole + rest >= 2 * num_ranks:
         half = (whole + rest) // 2
         return [whole] * (count - 1) + [half, whole + rest - half]
-    # As late as can be, so that ranks have been in as many rounds wherever a loop is left before.
+    # As late as possible, so that ranks have been in the same number of rounds if a loop is left
+    # early.
     return [whole] * (count - 1) + [rest, whole]
 
 

@@ -122,7 +122,7 @@ def without_ones(
         step = 0
         while partners and not step:
             share, other = heappop(partners)
-            # Whoever can help nobody now is asked again when its share has changed.
+            # A rank that can help no other now is asked again when its share has changed.
             if other != rank and share == -result[other]:
                 step = step_with(rank, other)
         if step:

@@ -1,4 +1,4 @@
-"""How long ranks wait for a silent one before people are told. Pure."""
+"""The adaptive deadline after which a silent rank is named. Pure."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -10,7 +10,7 @@ FLOOR_S: Final = 10.0
 FIRST_S: Final = 60.0
 
 _FEWEST = 3
-_DEVIATIONS = 8.0  # far out in any distribution of window times: naming a rank must mean something
+_DEVIATIONS = 8.0  # far out in any distribution of window times: a named rank is late
 
 
 def silence_deadline_s(windows_s: Sequence[float]) -> float:

@@ -94,13 +94,13 @@ class _Observation(NamedTuple):
 
 
 class SpeedModel:
-    """What is known of the speed of one member.
+    """The known speed of one member.
 
     Nothing at first; then a hint (relative to other ranks only), and the windows that it computed.
-    A hint has no vote once a window was measured.
+    A hint is ignored once a window was measured.
 
     Attributes:
-        hinted: The cost that was hinted at, in its arbitrary unit, if any was.
+        hinted: The cost of a hint, in its arbitrary unit, if one was given.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Which rank has become slow, from what ranks tell of the windows that were committed. Pure.
+"""Find the rank that has become slow, from the reports of committed windows. Pure.
 
-A rank is judged by the seconds that it needs before it can meet the others: compute and waiting for
-data. Against its own past first; and against ranks with the same device, for one that was slow from
-the start. What says nothing of speed is left out: the first micro-batch of each size, updates,
-calibrations.
+A rank is judged by its seconds before it meets the others: compute and waiting for data. They are
+compared with its own past first, and with ranks that have the same device, for a rank that was slow
+from the start. The first micro-batch of each size, updates and calibrations do not count, because
+they say nothing about speed.
 
 Times are noisy, with a heavy tail, so one slow window means nothing. How many in a row do, depends
 on how often the rank (or its peers) had such windows while nothing was wrong: at least three, and
@@ -65,12 +65,12 @@ class Straggler(NamedTuple):
         since: The first window of the episode.
         window: The last one so far.
         factor: How many times as long it takes as was to be expected.
-        compute_s: What it needed in the last window, waiting for data included.
-        expected_s: What was to be expected.
-        against: Whether its own past or its peers say so, in words.
+        compute_s: Its seconds in the last window, waiting for data included.
+        expected_s: The expected seconds.
+        against: What it is compared with, its own past or its peers, in words.
         cause: Why, as far as the rank can tell.
-        delay_s: By how much windows would have ended sooner, had it arrived together with the last
-            of the others; from ``since`` to ``window``.
+        delay_s: Seconds by which windows would have ended sooner if it had arrived with the last of
+            the others; from ``since`` to ``window``.
         is_over: Whether it is as fast as before again.
     """
 
@@ -87,7 +87,7 @@ class Straggler(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """What a rank did in a window, as far as it tells of its speed."""
+    """A rank's work in a window, as far as it shows its speed."""
 
     samples: int
     micro_batches: int
@@ -104,7 +104,7 @@ class _Suspicion(NamedTuple):
 
 
 class _Pace:
-    """What is known of one rank: its usual windows, and those in which it is suspected."""
+    """The known windows of one rank: usual ones, and those in which it is suspected."""
 
     def __init__(self) -> None:
         self.past: deque[_Done] = deque(maxlen=_PAST)
@@ -131,10 +131,11 @@ class _Pace:
 
 @final
 class StragglerWatch:
-    """Names ranks that have become slow; the same on every rank, as all hear the same.
+    """Names ranks that have become slow.
 
-    Windows that slow down all ranks alike make no straggler: nobody waits for one of them. Nor does
-    a device that is slow by its nature: ranks are compared with peers of the same kind only.
+    All ranks get the same reports, so all name the same ranks. A cause that slows all ranks equally
+    makes no straggler: no rank waits for another. Nor does a device that is slow by its nature:
+    ranks are compared with peers of the same kind only.
 
     Args:
         kinds: By rank, what its device is; equal where equal speed is to be expected.

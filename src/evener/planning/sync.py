@@ -61,8 +61,8 @@ class SyncPolicy(Policy):
 
     Equal shares until speeds are known, by a hint, a calibration or windows. Then the shares with
     the earliest finish, unless the present ones are within 2 % of it: shares that follow noise cost
-    more than they bring. A rank that is too slow for a single sample is tried again now and then,
-    as rarely as keeps the time lost below 2 %.
+    more than they gain. A rank that is too slow for a single sample is tried again now and then, as
+    rarely as keeps the time lost below 2 %.
 
     Args:
         members: Member ids, by rank.
@@ -383,7 +383,7 @@ class SyncPolicy(Policy):
         is not part of it, as that belongs to a team and not to a member. See ``Policy``.
         """
         if state.get("policy") == "fixed":
-            return  # that run had given shares and learnt nothing
+            return  # that run had fixed shares and learnt nothing
         if state.get("policy") != ApplyPolicy.SYNC.value:
             raise CheckpointError(
                 f"the checkpoint's planner has policy={state.get('policy')!r}, this run has "
@@ -446,7 +446,7 @@ class SyncPolicy(Policy):
             reason = f"{sooner}, by the speeds that are known now"
         self._in_use[size] = held, windows + 1
         if len(self._in_use) > _NUM_SIZES:
-            del self._in_use[next(iter(self._in_use))]  # the one that was not used for longest
+            del self._in_use[next(iter(self._in_use))]  # the least recently used one
         return held, reason
 
     def _with_work_for_all(
