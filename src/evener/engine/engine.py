@@ -202,7 +202,7 @@ class Engine(ABC):
         return self._wants_stop or self._is_interrupted()
 
     def _is_interrupted(self) -> bool:
-        """Return whether a signal, or who else is asked, wants this rank to stop without delay."""
+        """Return whether a signal, or another source, wants this rank to stop without delay."""
         return bool(self.options.stop_requested and self.options.stop_requested())
 
     def call_on_commit(self, function: Callable[[WindowResult], None]) -> None:
@@ -375,7 +375,7 @@ class Engine(ABC):
         """Return the team's progress and what it has learnt, in JSON; no model, no optimizers.
 
         Args:
-            members: The ranks' names, which stay the same when ranks are numbered anew.
+            members: The ranks' names, which stay the same when ranks get new numbers.
         """
         return {
             "progress": asdict(self.progress),

@@ -4,7 +4,7 @@ import warnings
 
 
 def warn_of_former_name(old: str, new: str) -> None:
-    """Warn whoever calls a method by a name that the next release will not have.
+    """Warn the caller of a method by a name that the next release will not have.
 
     Args:
         old: The former name, of the method that calls this.

@@ -50,7 +50,7 @@ def refuse_second_team(models: Sequence[nn.Module]) -> None:
                 f"this {type(model).__name__} is in a team already: Ddp.setup was called with it "
                 "before, and its gradients would be averaged twice; close that team first "
                 "(ddp.close(), or with Ddp.setup(...) as ddp), continue with it, or make the model "
-                "and its optimizers anew"
+                "and its optimizers again"
             )
 
 

@@ -23,10 +23,9 @@ class LossScale:
     so nothing has to be exchanged.
 
     In windows of local steps a rank does decide for itself until the next average: a step that
-    overflows is left out and counts for nothing, and the next one is made at half the scale, so
-    that no more than that step is lost. With each average the ranks that compute in fp16 take the
-    smallest scale of any of them. Ranks of another precision have none, as no gradients are added
-    up.
+    overflows is skipped, and the next one is made at half the scale, so that no more than that step
+    is lost. With each average the ranks that compute in fp16 take the smallest scale of any of
+    them. Ranks of another precision have none, as no gradients are added up.
 
     Args:
         fp16_ranks: Those whose gradients may overflow; without any, the scale is 1 for good.
@@ -63,7 +62,7 @@ class LossScale:
         return self.value > SMALLEST_SCALE
 
     def may_shrink(self, rank: int) -> bool:
-        """Return whether what is not finite on a rank may be an overflow, which less mends."""
+        """Return whether a non-finite value on a rank may be an overflow at this scale."""
         return self.can_shrink and rank in self.fp16_ranks
 
     def update(self, *, overflowed: bool, used: float | None = None) -> None:
@@ -124,7 +123,7 @@ class LossScale:
         if error.rank not in self.fp16_ranks or scale > SMALLEST_SCALE:
             return error
         return NonFiniteGradientError(
-            f"{error}. The loss scale of fp16 is down to {scale:g}, so it is no passing "
+            f"{error}. The loss scale of fp16 is down to {scale:g}, so it is not a passing "
             f"overflow: use precision='bf16' or 'fp32' on rank {error.rank} if the others are fine",
             rank=error.rank,
             parameter=error.parameter,

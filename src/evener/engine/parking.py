@@ -22,8 +22,8 @@ from evener.protocol.machine import Do, Phase
 from evener.protocol.row import ADMIT, CALL, PARK, RENEW, Purpose
 
 _MAIN_STAYS = (
-    "rank {} costs more than it brings. It is not parked, as it is the main process of an elastic "
-    "team. If you end it by Ctrl-C (SIGINT), the next rank becomes the main process"
+    "rank {} costs more than it contributes. It is not parked, as it is the main process of an "
+    "elastic team. If you end it by Ctrl-C (SIGINT), the next rank becomes the main process"
 )
 
 

@@ -49,9 +49,9 @@ class RecordedSums:
         return kept[self._next - 1] if self._next <= len(kept) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept, in JSON."""
+        """Return the kept results, in JSON."""
         return {place: [*results] for place, results in self._results.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what another rank keeps; the script stays where it is."""
+        """Adopt the results of another rank; the script's place does not change."""
         self._results = {place: [*results] for place, results in state.items()}

@@ -67,21 +67,21 @@ class Replica:
         self.adopt()
 
     def move(self, comm: Communicator) -> None:
-        """Let what is exchanged lie in the memory of other ranks."""
+        """Put exchanged tensors into memory that other ranks can map."""
         self._comm = comm
         self._scratch = [comm.allocate(s.numel(), s.dtype, s.device) for s in self._scratch]
 
     def verify(self, comm: Communicator, window: int) -> None:
         """Compare the ranks' consensus where that is due; all ranks call it together.
 
-        It reads the consensus, which nobody writes to while a window is exchanged.
+        It reads the consensus, which no thread writes to while a window is exchanged.
 
         Args:
             comm: The ranks.
             window: The one that is being exchanged.
 
         Raises:
-            ReplicasDifferError: The consensus after the window before differs.
+            ReplicasDifferError: The consensus after the previous window differs.
         """
         if window and self._check.is_due(window - 1):
             self._check.compare(comm, window - 1, self.consensus, self._buffers.agreed)
@@ -138,7 +138,7 @@ class Replica:
 
     @torch.no_grad()
     def agree(self, weight: float, differences: Tensor | None, *, moved_on: bool) -> float:
-        """Move the consensus on by what was exchanged, and this rank with it.
+        """Apply the exchanged average to the consensus and to this rank.
 
         Args:
             weight: Of the window over all ranks; 0 changes nothing.
@@ -161,7 +161,7 @@ class Replica:
         return self._relative(self._snapshots)
 
     def catch_up(self, *, moved_on: bool) -> None:
-        """Do as after ``agree``, where what it makes of the consensus was received from others."""
+        """Do the same as ``agree``, with a consensus that was received from others."""
         self._catch_up(moved_on=moved_on)
         self._buffers.catch_up(moved_on=moved_on)
 

@@ -244,4 +244,4 @@ class Schedule:
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
         self._places = self._find_places()
-        self._known = None  # a checkpoint brings learning rates along
+        self._known = None  # a checkpoint holds learning rates

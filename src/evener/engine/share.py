@@ -117,7 +117,7 @@ class WindowSpans:
         self._work = OwnWork(asked_s if began_s is None else began_s, data_s + waited_s)
 
     def work_at_once(self) -> float:
-        """Begin with the work when the window before was applied; return when that was."""
+        """Begin with the work when the previous window was applied; return that time."""
         self._work = OwnWork(self._applied_s)
         return self._applied_s
 

@@ -41,7 +41,7 @@ class Slowness:
         self._is_looking = False
 
     def restart(self, rank: int, members: Sequence[Member]) -> None:
-        """Forget what was seen, as others have come under these numbers; on all ranks together.
+        """Forget all windows, because other workers have these numbers now; on all ranks together.
 
         Args:
             rank: This rank, which may have come back under another number.
@@ -74,7 +74,7 @@ class Slowness:
 def _kind(member: Member) -> str:
     """Return what ranks that are expected to be as fast as one another have in common."""
     if not member.device:
-        return f"number {member.rank}, which nobody has"
+        return f"number {member.rank}, which no worker has"
     return (
         f"{member.device_name}, {member.threads} threads, {member.precision}, {member.emulated:g}"
     )
@@ -90,7 +90,7 @@ def describe_straggler(one: Straggler, name: str) -> str:
     cost = f"windows would have ended {human_duration(one.delay_s)} sooner without that"
     if one.is_over:
         return (
-            f"{name} is no straggler any more: it was slow from window {one.since} to "
+            f"{name} is not a straggler any more: it was slow from window {one.since} to "
             f"{one.window}; {cost}"
         )
     return (

@@ -317,7 +317,7 @@ class TrainingState:
         return held + [("buffers", buffer) for buffer in self.model.buffers()]
 
     def frozen(self) -> list[tuple[str, Tensor]]:
-        """Return the parameters that nobody trains: a rank that is new may have others."""
+        """Return the parameters that no rank trains: a rank that is new may have others."""
         return [("frozen parameters", parameter.detach()) for parameter in self.flat.outside]
 
     def _transfer(

@@ -65,13 +65,13 @@ class LocalSteps:
         self._since_s = time.perf_counter()
 
     def next_window(self, most: int) -> Report:
-        """Begin a window of at most ``most`` steps; return the work of the one before."""
+        """Begin a window of at most ``most`` steps; return the work of the previous one."""
         done, self._work = self._work, NOTHING
         self._clock.open(most)
         return done
 
     def take_back(self, done: Report) -> None:
-        """Count the work of the window before for this one: it was not averaged."""
+        """Count the work of the previous window for this one: it was not averaged."""
         code = done.non_finite or self._work.non_finite
         self._work = Report(*map(add, done, self._work))._replace(non_finite=code)
 

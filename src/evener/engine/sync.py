@@ -171,8 +171,8 @@ class SyncEngine(DraftingEngine):
         window, or have left the loop. It joins their rounds until the window is over.
 
         Args:
-            drop: This rank was told to stop in mid-window: nobody applies the window, it
-                stays uncommitted, and the run can resume from there later.
+            drop: This rank was told to stop in mid-window: no rank applies the window, it stays
+                uncommitted, and the run can resume from there later.
 
         Returns:
             The applied window, or ``None`` when there is none.
@@ -231,7 +231,7 @@ class SyncEngine(DraftingEngine):
         )
 
     def _meet(self, purpose: Purpose, **said: Any) -> Round:
-        """Add to the row what a device has found not finite in the window before."""
+        """Add to the row the non-finite value that a device has found in the previous window."""
         may_shrink = self._scale.is_used and self._scale.may_shrink(self.rank)
         late = self._undecided
         return super()._meet(
@@ -345,7 +345,7 @@ class SyncEngine(DraftingEngine):
         return plan
 
     def _exchange_s(self, found: Round) -> float:
-        """Return what the exchange of the window before cost: waiting, and moving bytes."""
+        """Return the cost of the previous window's exchange: waiting, and moving bytes."""
         if Do.COMMIT not in found.verdict.do:
             return math.nan
         reports = [row.report for row in found.rows.values()]
@@ -399,7 +399,7 @@ class SyncEngine(DraftingEngine):
         )
 
     def _commit(self, rows: Mapping[int, Row]) -> None:
-        """Commit the window before; if the device was to decide about its update, it has."""
+        """Commit the previous window; if the device decides about its update, it has done so."""
         if self.state.is_elastic:
             self.team.await_lease()
         if self._undecided is not None:
@@ -521,10 +521,11 @@ class SyncEngine(DraftingEngine):
                 self._wish = self._wanted_change()
 
     def _learn(self) -> None:
-        """Tell the policy of the windows that are over, where it is asked for something.
+        """Give the policy the reports of closed windows, when it is needed.
 
-        Any rank may become the planner. One that is not, or has nobody to plan for, keeps the last
-        windows in mind until then: to judge each of them costs more than all of them at once.
+        Any rank may become the planner. One that is not, or has no other rank to plan for, keeps
+        the last windows in mind until then: to judge each of them costs more than all of them at
+        once.
         """
         for reports, plan, exchange_s in self._unlearnt:
             self._policy.observe(reports, plan, exchange_s)
@@ -576,7 +577,7 @@ class SyncEngine(DraftingEngine):
 
         Buffers move on with this rank's part of the next window.
         """
-        self.flat.attach_data()  # what was assigned to .data counts
+        self.flat.attach_data()  # values assigned to .data count
         return self.buffers.consensus()
 
     def restored(self) -> None:

@@ -42,7 +42,7 @@ class Team:
         members: Ranks that are present, in order.
         everyone: These, and the parked ones.
         people: What each rank is, as they introduced themselves; see ``meet``.
-        names: What each rank is called in events; empty where nobody has that number.
+        names: Each rank's name in events; empty if no worker has that number.
         comm: Joins them.
         whole: Joins ``everyone``.
         membership: As given.

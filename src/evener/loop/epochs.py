@@ -68,7 +68,7 @@ class EpochLoop(ABC):
         """
         self.ddp.on_commit(self.on_commit)
         while True:
-            self.loader.join()  # perhaps again, as the team has gone on without this rank
+            self.loader.join()  # perhaps again, because the team has continued without this rank
             if self.ddp.stopping or self.has_ended:
                 return
             epoch = self.loader.cursor.epoch
@@ -91,7 +91,7 @@ class EpochLoop(ABC):
             note(error, f"evener: what the team has trained so far is saved in {self.finish()}")
 
     def train_epoch(self, epoch: int) -> None:
-        """Train on what is left of an epoch; when memory runs out, compute the share again.
+        """Train on the rest of an epoch; when memory runs out, compute the share again.
 
         Raises:
             RuntimeError: Or another error of ``train_micro_batch``; out of memory also when not

@@ -125,7 +125,7 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
 def _check_module(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model holds {type(model).__name__}, which is no torch.nn.Module; give a "
+            f"model holds {type(model).__name__}, which is not a torch.nn.Module; give a "
             "module, or a list or dict of modules"
         )
     for name, module in model.named_modules():

@@ -61,7 +61,7 @@ class AutocastForward:
         return tree_map_only(Tensor, _to_float32, output)
 
     def remove(self) -> None:
-        """Give the model its own forward back, unless somebody has replaced it since."""
+        """Restore the model's own forward, unless it was replaced since."""
         if self._model.__dict__.get("forward") is self:
             del self._model.forward
 

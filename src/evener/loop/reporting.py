@@ -163,7 +163,7 @@ class EventStream:
             self._tell_worker(member, t)
 
     def _tell_worker(self, member: Member, t: float) -> None:
-        if member.device:  # otherwise nobody has that number, in an elastic team
+        if member.device:  # otherwise no worker has that number
             device = f"{member.device} ({member.device_name})"
             who = {"rank": member.rank, "member": member.member}
             self.tell("worker_started", t=t, pid=member.pid, host=member.host, device=device, **who)

@@ -82,7 +82,7 @@ def capture(
         assets: Further files, by name.
         documents: Further JSON documents, by file name.
         after: As for ``Snapshot``.
-        into: An earlier snapshot that nobody reads any more; its memory is used again.
+        into: An earlier snapshot that is not read any more; its memory is used again.
     """
     engine, started_s = assembly.engine, time.perf_counter()
     training, groups = assembly.state.collect(engine.optimizer_states())

@@ -27,7 +27,7 @@ _USUAL: Final[dict[str, Any]] = {
 #: Columns that must be there, and columns of whole numbers beside those of microseconds.
 _NEEDED: Final = ("samples", "weight", "loss", "compute_us", "wait_us", "sync_us")
 SUMMED: Final = (*_NEEDED, "data_us", "sent_bytes")
-"""Columns from which the sums of a run are made; who wants no others reads twice as fast."""
+"""Columns from which the sums of a run are made; reading only these is twice as fast."""
 
 _WHOLE: Final = ("samples", "sent_bytes", "micro_batches", "steps", "stale_steps")
 _MOST_S: Final = 1e9

@@ -81,7 +81,7 @@ class EventFollower:
         return not self._has_begun
 
     def look(self) -> Look:
-        """Take in what is new, up to ``LOOK_BYTES``.
+        """Read new lines, up to ``LOOK_BYTES``.
 
         Raises:
             OSError: The file cannot be read, or is not a regular file.

@@ -158,12 +158,12 @@ class JsonlSink(Sink):
             self._warn("the disk is full")
 
     def _begin_anew(self) -> None:
-        """Continue in a new file: the old one was removed, and with it what was in it."""
+        """Continue in a new file: the old one was removed with its content."""
         self._open_part(self._path)
-        self._warn("the file was removed, and is begun anew")
+        self._warn("the file was removed, and is created again")
 
     def _begin_part(self) -> None:
-        """Continue in the next file, as this one is full; remove what is too old."""
+        """Continue in the next file, because this one is full; remove the file that is too old."""
         *_, newest = parts_of(self._first)
         self._open_part(_part(self._first, _number(self._first, newest) + 1))
         for old in parts_of(self._first)[1 : -NUM_PARTS + 1]:
@@ -198,7 +198,7 @@ def _part(path: Path, number: int) -> Path:
 
 
 def _number(path: Path, part: Path) -> int:
-    """Return which part a file is; 0 for the first one, and for what is none."""
+    """Return which part a file is; 0 for the first one, and for other files."""
     form = rf"{re.escape(path.stem)}\.([1-9][0-9]{{0,8}}){re.escape(path.suffix)}"
     match = re.fullmatch(form, part.name)
     return int(match[1]) if match else 0

@@ -44,7 +44,7 @@ class ProgressSink(Sink):
             return
         try:
             self._take(event)
-        except (OSError, ValueError):  # a closed pipe or file: nobody reads any more
+        except (OSError, ValueError):  # a closed pipe or file
             self._usable = False
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class ProgressSink(Sink):
         self._shown = True
 
     def _end_live(self) -> None:
-        """Leave the line as it is; what is said from now on stands below it."""
+        """Leave the line as it is; later output appears below it."""
         if self._live and self._state.windows:
             self._show_live()
             self._stream.write("\n")

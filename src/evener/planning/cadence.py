@@ -17,7 +17,7 @@ _TAIL = 1.5
 """A window is planned as the last one when no more than so many windows' work is left."""
 
 _OF_WHAT_OTHERS_BRING = 0.5
-"""Part of what ranks beside the fastest one bring that averaging may take."""
+"""Part of the contribution of all ranks but the fastest that averaging may take."""
 
 _NUDGE = 0.5
 """What the anchor is multiplied by when ranks drift apart."""
@@ -184,9 +184,9 @@ class CadencePolicy(Planner):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state`` where it is of the same members, in whatever order.
+        """Continue from ``state`` if it is of the same members, in any order.
 
-        Another team, or a run of another policy, starts its cadence anew: a wrong one costs more
+        Another team, or a run of another policy, starts its cadence over: a wrong one costs more
         than one window of a step each.
 
         Raises:
@@ -219,8 +219,9 @@ class CadencePolicy(Planner):
     def _weight_of_averaging(self) -> float:
         """Return what El Che's time of averaging is multiplied by, 1 or more.
 
-        Where averaging takes more of the time than the ranks beside the fastest one bring, that one
-        would be faster alone. So half of what they bring is as much as ``overhead_target`` to it.
+        If averaging takes more of the time than all ranks but the fastest contribute, the fastest
+        would be faster alone. So half of their contribution limits averaging, like
+        ``overhead_target``.
         """
         speeds = [1.0 / ms for ms in self.elche.ms_per_batch if ms > 0]
         if len(speeds) < 2:

@@ -289,8 +289,8 @@ class ElChe:
             )
         _require(
             any(actual_batches),
-            f"actual_batches is {list(actual_batches)}: a window in which nobody did a batch tells "
-            "nothing; report windows with work only",
+            f"actual_batches is {list(actual_batches)}: a window in which no rank did a batch "
+            "tells nothing; report windows with work only",
         )
         _require(0 <= sync_ms < math.inf, f"sync_ms is {sync_ms}; give milliseconds of 0 or more")
         for rank, (wall, batches) in enumerate(zip(wall_ms, actual_batches, strict=True)):

@@ -14,7 +14,7 @@ from evener.planning.report import Report
 
 
 class ApplyPolicy(StrEnum):
-    """What a window is, and what is averaged at its end."""
+    """The policy: the definition of a window, and what is averaged at its end."""
 
     SYNC = "sync"
     """One optimizer step over a fixed global batch; gradients are averaged."""
@@ -60,7 +60,7 @@ class Planner(ABC):
         self._reasons: dict[int, str] = {}
 
     def why(self, window: int) -> str:
-        """Return why a window was planned otherwise than the one before, for people.
+        """Return why the plan of a window differs from the previous one, for people.
 
         Args:
             window: One of the last that this planner has planned.
@@ -111,7 +111,7 @@ class Planner(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learnt, by member id, as plain JSON types."""
+        """Return the learnt state, by member id, as plain JSON types."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

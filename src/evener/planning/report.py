@@ -49,16 +49,16 @@ class Report(NamedTuple):
         loss_scale: Its own loss scale; 0 where it has none.
         limit: Largest micro-batch that fits into its memory; 0 while there was enough.
         warmup_s: How much of ``compute_s`` tells nothing of the rank's speed: the first micro-batch
-            of each size pays for what is set up once (caches, autotuning, compiling).
+            of each size includes one-time work (caches, autotuning, compiling).
         warmup_busy_s: And how much of ``busy_s``.
         warmup_micro_batches: How many of ``micro_batches`` these were.
         warmup_steps: How many of ``steps``.
         warmup_samples: And how many of ``samples``.
-        wait_s: Seconds for which it waited for others in the window before: known only after it.
+        wait_s: Seconds for which it waited for others in the previous window: known only after it.
         sync_s: Seconds that averaging then took of its time.
         elapsed_s: Seconds on its clock from applying the window before that one, or the beginning
             of the epoch, to applying it; evaluating and saving in between are included.
-        divergence: How far it was from the average of the window before, relative to that.
+        divergence: Its distance from the average of the previous window, relative to that.
         stale_steps: Local steps that it had made when that average landed.
         data_s: Seconds for which it waited for data in that window.
         sent_bytes: Bytes that it sent to other ranks between applying the window before that one

@@ -199,7 +199,7 @@ def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
 def _between(
     fewer: Sequence[int], more: Sequence[int], total: int, ranks: _Ranks
 ) -> tuple[int, ...]:
-    """Take samples from whoever finishes last, the highest rank first, until ``total`` are left."""
+    """Take samples from the last to finish, the highest rank first, until ``total`` are left."""
     costs, sizes, _ = ranks
     shares = list(more)
     last = [

@@ -29,7 +29,7 @@ _SURPRISE = 1.3
 """Factor between measured and predicted time that counts as a surprise."""
 
 _SURPRISES_IN_A_ROW = 3
-"""So many to the same side are a change of speed, not noise; what was before is forgotten."""
+"""So many to the same side are a change of speed, not noise; earlier windows are forgotten."""
 
 _CLEARLY_FASTER = 2.0
 """Times faster than predicted that need no repetition: noise makes windows slower, not faster."""

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, final
 from evener.planning.report import Report
 
 FACTOR: Final = 1.3
-"""A rank is slow in a window in which it needs so many times what was to be expected."""
+"""A rank is slow in a window in which it needs so many times the expected seconds."""
 
 LEAST_WINDOWS: Final = 3
 """In so many windows in a row it must be slow; in as many not slow until the episode is over."""

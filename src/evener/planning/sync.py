@@ -35,7 +35,7 @@ _MEMORY_OF_BEFORE = 3
 """Of these, how many are kept when the team changes: new measurements soon outvote them."""
 
 _PATIENCE = 6
-"""Windows in a row in which a rank must cost more than it brings before it is parked."""
+"""Windows in a row in which a rank must cost more than it contributes before it is parked."""
 
 _TRIALS = 0.01
 """Part of the time spent on trying parked ranks again."""
@@ -269,7 +269,7 @@ class SyncPolicy(Policy):
         divided, a rank without samples still makes a part of it.
 
         Ranks are named only after several windows in a row, so that noise parks no rank. A rank
-        that is hardly measured counts while it has no work: it brings nothing then, and each
+        that is hardly measured counts while it has no work: it contributes nothing then, and each
         exchange costs.
         """
         present = self._present

@@ -158,7 +158,7 @@ def read_team_limits(given: object) -> tuple[int, int]:
 
 
 def _limits_of(parts: Sequence[object]) -> tuple[int, int] | None:
-    """Return two numbers of workers; ``None`` where these are no such numbers."""
+    """Return two numbers of workers; ``None`` if these are not such numbers."""
     if len(parts) != 2 or not all(str(part).isdecimal() for part in parts):
         return None
     least, most = (int(str(part)) for part in parts)

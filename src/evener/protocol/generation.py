@@ -1,4 +1,4 @@
-"""Generations: who takes part in windows, and how that changes. Pure.
+"""Generations: which ranks take part in windows, and how that changes. Pure.
 
 A generation is a period in which membership does not change. Parking a rank, or calling it back,
 changes the generation by agreement. The planner asks for the change in the last window of a
@@ -14,8 +14,8 @@ again.
 
 In an elastic team the coordinator numbers and forms generations, and ``renewed`` gives the state in
 which one begins. A rank that joins or leaves changes the generation in the same agreed way. A rank
-that is lost forces the change. In SYNC, those who remain drop the window under way and redo it. In
-CADENCE and ASYNC they keep their local steps, and average them at once. The coordinator does not
+that is lost forces the change. In SYNC, the remaining ranks drop the window under way and redo it.
+In CADENCE and ASYNC they keep their local steps, and average them at once. The coordinator does not
 distinguish parked ranks: they remain members of the generation, which keeps its number. Before a
 rank joins or leaves, parked ranks are called back. After a loss they come back as ranks that join.
 """

@@ -76,13 +76,13 @@ class Do(Enum):
     COMMIT = auto()
     """The window before is known to be applied everywhere."""
     UNDO = auto()
-    """The device has not made the update of the window before: something was not finite."""
+    """The device has skipped the previous window's update: a value was not finite."""
     RATES = auto()
     """Exchange learning rates, which differ; ranks without a share adopt those of the others."""
     DROP = auto()
     """Throw this window away; its samples stay uncommitted."""
     RESTORE = auto()
-    """Throw away what was computed since the last average."""
+    """Discard all steps since the last average."""
     TURN = auto()
     """Average and step one optimizer; the window continues."""
     APPLY = auto()
@@ -90,7 +90,7 @@ class Do(Enum):
     EXCHANGE = auto()
     """Exchange differences from the consensus, then the next plan."""
     LAND = auto()
-    """Move the consensus on by what was exchanged."""
+    """Apply the exchanged average to the consensus."""
     CHANGE = auto()
     """The generation ends; see ``generation.py``."""
 
@@ -115,7 +115,7 @@ class State(NamedTuple):
         own: The row that was sent and not yet answered.
         plans: Agreed plans, that of this window first; one at a time in CADENCE and ASYNC.
         flight: Plan of the window whose exchange has begun and not landed.
-        applied: Whether the window before is applied and not known to be committed.
+        applied: Whether the previous window is applied and not known to be committed.
         stopping: Whether the team has agreed to stop.
         winding: Whether the epoch ends early, with one more window at which all wait.
         led_out: Whether the others have left their loops by ``break``, so that this rank has left
@@ -338,7 +338,7 @@ def _accept(state: State, numbers: tuple[float, ...]) -> State:
 
 
 def _settle(state: State, rows: Mapping[int, Row]) -> Ruling:
-    """Commit what was applied: all rest. Ranks that were idle in a loop that was left leave it."""
+    """Commit the applied window: all ranks rest. Ranks idle in a loop that was left leave it."""
     if any(row.busy for row in rows.values()):
         return Ruling(state=state)  # a rank with an exchange in flight lands it first
     do = _commit(state, Do.VERIFY)

@@ -1,4 +1,4 @@
-"""Who is in an elastic team, and when its next generation may form. Pure: time is a number.
+"""The members of an elastic team, and when its next generation may form. Pure: time is a number.
 
 The coordinator owns a ``Roster``. It reports events with their time to the roster, and sends the
 messages that ``take`` returns. Terms:
@@ -117,7 +117,7 @@ class Roster:
         return self.formation is not None and member in self.formation.members
 
     def leads(self, now_s: float, member: str) -> bool:
-        """Return whether a worker decides with what a team begins anew of which no member is left.
+        """Return whether a worker decides how a team starts over that has no member left.
 
         It is the first one that lives. What members have told remains known: this is for what
         they could not tell any more.
@@ -369,7 +369,7 @@ class Roster:
                 self._send(seat.member, "wanted", {"value": wanted})
 
     def _name_awaited(self, now_s: float) -> None:
-        """Name living members that do not leave a generation that is over; nobody is ended."""
+        """Name living members that do not leave a generation that is over; end none of them."""
         deadline_s = silence_deadline_s(self._paces)
         for seat in self._awaited(now_s):
             silent_s = now_s - max(self._over_s, seat.advanced_s)
@@ -383,7 +383,7 @@ class Roster:
                 )
 
     def _name_idle(self, now_s: float) -> None:
-        """Name members that make no progress while others wait for them; nobody is ended."""
+        """Name members that make no progress while others wait for them; end none of them."""
         waiting = [seat for seat in self._members() if seat.phase == WAITING]
         if not waiting:
             return
@@ -429,7 +429,7 @@ class Roster:
             self._refuse_ready(
                 f"the team's run has ended, in generation {self.generation}: it was done to its "
                 "end, or stopped. Nothing is left to do for workers that come later; to train "
-                "another run, start its coordinator anew",
+                "another run, restart its coordinator",
                 "ended",
             )
             return False

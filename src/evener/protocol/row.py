@@ -214,7 +214,7 @@ def unpack(kind: type[T], numbers: Sequence[float], **given: Any) -> T:
     for (name, of, least, most), number in zip(layout.scalars, numbers, strict=False):
         if of is float:
             if number < least or (least == 0 and number != number):
-                raise ProtocolError(f"received report has {name}={number}, which is no duration")
+                raise ProtocolError(f"received report has {name}={number}, which is not a duration")
             given[name] = number
             continue
         exact = _whole(name, number, least, most)

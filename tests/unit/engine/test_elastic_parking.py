@@ -208,7 +208,7 @@ def test_a_parked_rank_continues_where_it_was_when_all_others_are_lost() -> None
 def test_the_main_process_is_not_parked() -> None:
     found = Run(3, misfits=(0, 2))
     assert found.parked[1] == [2]
-    assert any("rank 0 costs more than it brings" in text for text in found.told)
+    assert any("rank 0 costs more than it contributes" in text for text in found.told)
 
 
 def test_exchanges_of_a_rank_that_was_parked_have_the_numbers_of_the_others() -> None:

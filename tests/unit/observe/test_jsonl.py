@@ -173,7 +173,7 @@ def test_a_file_that_was_removed_is_begun_anew_with_a_warning(tmp_path: Path) ->
         sink.emit(event(2))
     assert numbers(path) == [1, 2]
     (warning,) = warnings
-    assert f"events are missing from {path}: the file was removed, and is begun anew" in warning
+    assert f"events are missing from {path}: the file was removed, and is created again" in warning
 
 
 def test_events_go_on_in_further_files_and_the_oldest_but_the_first_are_removed(

@@ -232,7 +232,7 @@ def test_damage_is_named(place, value, message):
 
 @pytest.mark.parametrize("window_s", [0.0, -0.0, -1.0, math.nan])
 def test_a_window_that_takes_no_time_is_refused(window_s):
-    with pytest.raises(ProtocolError, match=r"out of range: window_s must|is no duration"):
+    with pytest.raises(ProtocolError, match=r"out of range: window_s must|is not a duration"):
         unpack_local_plan(pack(local_plan(window_s=window_s)))
 
 
@@ -277,7 +277,7 @@ def test_what_is_not_finite_travels_where_it_is_the_users():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("compute_s", -1.0, "compute_s=-1.0, which is no duration"),
+        ("compute_s", -1.0, "compute_s=-1.0, which is not a duration"),
         ("busy_s", math.nan, "busy_s=nan"),
         ("wait_s", -0.5, "wait_s=-0.5"),
         ("micro_batches", -1.0, "'micro_batches' is -1, outside"),

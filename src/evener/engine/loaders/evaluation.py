@@ -52,7 +52,7 @@ class EvaluationLoader(LikeDataLoader):
         self._gathers = False
         self._order = intake.order
         self._fetcher = intake.fetcher()
-        # A loader made anew for each evaluation takes its workers with it.
+        # A loader made for one evaluation ends its workers with it.
         self._closing = weakref.finalize(self, self._fetcher.close)
         self._closing.atexit = False
 

@@ -28,7 +28,7 @@ _HEAD = 4  # numbers of an offer before its shape
 
 
 class _Offer(NamedTuple):
-    """What a rank brings to an exchange of rows.
+    """A rank's offer in an exchange of rows.
 
     Attributes:
         round: Where the rank is; -1 outside of any evaluation.
@@ -168,7 +168,7 @@ class EvaluationPass:
 
         Args:
             front: This place.
-            offers: What each rank brings; the others bring nothing yet.
+            offers: Each rank's offer; the others offer nothing yet.
             own: This rank's rows; the result lies where they do, or with ``None`` on the model's
                 device.
         """

@@ -165,7 +165,7 @@ class TeamLoader(LikeDataLoader):
         return self.cursor.state_dict()
 
     def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:
-        """Go on from ``state``; with ``allow_new_data``, from the first epoch of other data.
+        """Continue from ``state``; with ``allow_new_data``, from the first epoch of other data.
 
         Raises:
             CheckpointError: It is of another data set or seed.
@@ -194,7 +194,7 @@ class TeamLoader(LikeDataLoader):
         self._fetcher.close()
 
     def _hand_out(self, work: Work, permutation: Indices) -> Generator[Any, None, None]:
-        """Hand out a share, or a batch; all of it anew where a micro-batch does not fit."""
+        """Hand out a share, or a batch; again from its start if a micro-batch does not fit."""
         engine, window = self._engine, work.window
         self._fetched = {
             positions: self._fetched.get(positions) or self._submit(positions, permutation)

@@ -24,7 +24,7 @@ _REMARK = (
     "that an optimizer step has as many batches as there are ranks. Not "
     "guaranteed: that a sample is seen once an epoch (let the data set give each rank a part of "
     "its own, by ddp.rank and ddp.world_size), shares that follow speed, and going on in "
-    "mid-epoch, which begins the epoch's data anew"
+    "mid-epoch, which starts the epoch's data over"
 )
 
 
@@ -115,7 +115,7 @@ class StreamLoader(LikeDataLoader):
         return {"stream_epoch": self._epoch}
 
     def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:
-        """Go on from ``state``; with ``allow_new_data``, from the first epoch of other data.
+        """Continue from ``state``; with ``allow_new_data``, from the first epoch of other data.
 
         Raises:
             CheckpointError: It is that of a map-style data set.

@@ -269,7 +269,7 @@ def test_models_by_name_and_by_number() -> None:
         setup(SingleCommunicator(), generator, [adam(generator), adam(generator)])
     with pytest.raises(ConfigError, match=r"no model was given"):
         setup(SingleCommunicator(), [], [adam(generator)])
-    with pytest.raises(ConfigError, match=r"is no torch.nn.Module"):
+    with pytest.raises(ConfigError, match=r"is not a torch.nn.Module"):
         setup(SingleCommunicator(), [generator, 3], [adam(generator)])
 
 
