@@ -3,8 +3,8 @@
     evener launch --nproc 2 recipes/gan_manual.py --shares 3,1 [--steps 3000] [--smoke]
 
 Two networks that train in turns fit no common step, so their gradients are averaged by hand:
-`Ddp.wrap` for each. Every process computes its part of each batch, as large as it has been given by
-`--shares`, and says how large it was; the result is that of `recipes/plain/gan_manual.py`.
+`Ddp.wrap` for each. Every process computes its part of each batch, whose size is given by
+`--shares`, and passes that size on; the result is that of `recipes/plain/gan_manual.py`.
 """
 
 import argparse

@@ -11,7 +11,7 @@ with a JSON object a line. Three things to know:
 - `ddp.window` counts windows. It is the same on every rank, which a counter in your loop is not:
   ranks go round it a different number of times.
 - What all ranks do together, such as an evaluation of which each does a part, belongs between
-  epochs, which all of them reach, also one that was parked because it costs more than it brings.
+  epochs, which all of them reach, also a parked one (it costs more than it contributes).
 """
 
 import argparse

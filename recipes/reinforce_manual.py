@@ -2,9 +2,9 @@
 
     evener launch --nproc 2 recipes/reinforce_manual.py [--updates 150] [--smoke]
 
-Each process plays some of the episodes. They end when they end, so processes have unequal numbers
-of steps: gradients are averaged with the number of steps as weight, and so is what the advantages
-are made of. The result is that of `recipes/plain/reinforce_manual.py`.
+Each process plays some of the episodes. These differ in length, so processes have unequal numbers
+of steps: gradients are averaged with the number of steps as weight, and so are the numbers behind
+the advantages. The result is that of `recipes/plain/reinforce_manual.py`.
 """
 
 import argparse

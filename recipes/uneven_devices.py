@@ -1,4 +1,4 @@
-"""Devices of unequal speed: who does how much, what that is worth, and what you can say about it.
+"""Devices of unequal speed: equal shares, measured shares, and shares from a hint.
 
     evener launch --nproc 2 recipes/uneven_devices.py [--slow 3] [--smoke]
 
