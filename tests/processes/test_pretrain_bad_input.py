@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(lab, stopped):
     finished = lab.run(*resume("checkpoint.keep_last=20"), nproc=2)
     assert f"skipped checkpoint {foreign}: manifest.json is missing" in finished.said
     assert f"skipped checkpoint {path.parent}: model.safetensors is damaged" in finished.said
-    assert f"resumed after step 4 from {stopped.path}/checkpoints/step-4" in finished.said
+    assert f"resumed after 4 windows from {stopped.path}/checkpoints/step-4" in finished.said
     assert "skipped" not in finished.outputs[1]
     assert [event["window"] for event in stopped.of_type("run_resumed")] == [4, 4]
     assert check_exactly_once(stopped.events, NUM_SAMPLES, whole_epochs=2) == []

@@ -169,7 +169,9 @@ def test_what_people_see(ended, team):
     progress = [line for line in lines if re.match(r"step \d+/18  loss \d\.\d+", line)]
     assert len(progress) >= 3
     assert any("tokens/s" in p and "ETA" in p and "rank 1: " in p for p in progress)
-    ends = [line for line in lines if re.match(r"eval after step 18: heldout loss \d\.\d+", line)]
+    ends = [
+        line for line in lines if re.match(r"eval after 18 windows: heldout loss \d\.\d+", line)
+    ]
     assert len(ends) == 1
     text = "\n".join(lines)
     table = text[text.index("18 steps, ") :]

@@ -41,6 +41,26 @@ def runs_of(parent: Path, name: str) -> list[Path]:
     return [folder for _, folder in sorted(runs, reverse=True)]
 
 
+def find_events(run: Path) -> Path:
+    """Return the first file of a run's events, from its folder or that file.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    path = (run if run.name == EVENTS else run / EVENTS).absolute()
+    try:
+        if path.exists():
+            return path
+    except OSError:
+        return path  # whoever reads it says why that is impossible
+    inside = sorted(other.parent.name for other in path.parent.glob(f"*/{EVENTS}"))
+    remedy = f"; the runs in it are {', '.join(inside[:5])}" if inside else ""
+    raise ConfigError(
+        f"{run} is not the folder of a run: it has no {EVENTS}{remedy}; give a folder such as "
+        "runs/NAME"
+    )
+
+
 def check_resumable(parent: Path, name: str) -> None:
     """Refuse a resume where no run of that name has a checkpoint, whole or damaged.
 

@@ -131,6 +131,5 @@ class RunWatch:
             )
         if self.has_more:
             notes.append(f"{self._read_part:.0%} of {EVENTS} have been read so far")
-        # Until the end, the summary is that of an earlier session.
-        facts = self._facts if self._view.history.ending is not None else SummaryFacts()
+        facts = self._facts if self._view.history.has_summary else SummaryFacts()
         return self._view.document(self._folder.name, facts, notes, is_running=self._is_running)

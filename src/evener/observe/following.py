@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, Self
 
-from evener.errors import EvenerError
+from evener.errors import ConfigError
 from evener.files import open_for_reading
 from evener.observe.event_lines import LineReader
 from evener.observe.jsonl import part_after, parts_of
@@ -225,7 +225,7 @@ def each_event(
         columns: As for ``LineReader``.
 
     Raises:
-        EvenerError: The file cannot be read.
+        ConfigError: The file cannot be read.
     """
     skip = on_skip or (lambda _line, _why: None)
     with EventFollower(path, skip, follow=follow, words=words, columns=columns) as follower:
@@ -235,11 +235,11 @@ def each_event(
             try:
                 found = follower.look()
             except OSError as error:
-                raise EvenerError(
+                raise ConfigError(
                     f"event file {path} cannot be read: {error}; give the file or folder of a run"
                 ) from error
             if is_other:
-                raise EvenerError(f"event file {path} was replaced while it was read; try again")
+                raise ConfigError(f"event file {path} was replaced while it was read; try again")
             has_begun = True
             yield from found.events
             is_all = found.is_all and not found.events
@@ -252,7 +252,7 @@ def each_effective_event(
     """Yield the events of a run but for windows that a later event in it made void.
 
     Raises:
-        EvenerError: The file cannot be read.
+        ConfigError: The file cannot be read.
     """
     voids = find_voids(path)
     return (event for event in each_event(path, on_skip) if voids.counts(event))
@@ -266,7 +266,7 @@ def find_voids(path: Path, *, follow: bool = True) -> Voids:
         follow: As for ``EventFollower``.
 
     Raises:
-        EvenerError: They cannot be read.
+        ConfigError: They cannot be read.
     """
     words = [kind.encode() for kind in VOIDING]
     found = each_event(path, follow=follow, words=words)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from evener.errors import EvenerError
+from evener.errors import ConfigError
 from evener.files import open_regular
 from evener.observe.event_lines import LineWriter
 from evener.observe.events import Event, Sink, make_event
@@ -62,7 +62,7 @@ class JsonlSink(Sink):
             most_bytes: Size of all files together, roughly.
 
         Raises:
-            EvenerError: The file cannot be opened.
+            ConfigError: The file cannot be opened.
         """
         self._first = path
         self._on_warning = on_warning
@@ -73,7 +73,7 @@ class JsonlSink(Sink):
                 *_, self._path = parts_of(path)
             self._file = _open(self._path)
         except OSError as error:
-            raise EvenerError(
+            raise ConfigError(
                 f"event file {path} cannot be opened: {error}; choose a folder that is writable"
             ) from error
         self._torn = _ends_torn(self._file)

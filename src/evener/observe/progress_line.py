@@ -224,24 +224,24 @@ def describe(event: Event) -> str | None:
     """Return the line for a person about an event; ``None`` for those that get no line."""
     kind = event["type"]
     if kind == "eval":
-        return f"eval after step {event['window']:,}: {event['name']} loss {_loss(event['loss'])}"
+        return f"eval {after_windows(event)}: {event['name']} loss {_loss(event['loss'])}"
     if kind == "checkpoint":
         return (
             f"checkpoint {event['path']} ({human_bytes(event['num_bytes'])}, "
             f"written in {human_duration(event['write_s'])})"
         )
     if kind == "straggler":
-        since = f", since step {event['since'] + 1:,}" if "since" in event else ""
+        since = f", since window {event['since']:,}" if "since" in event else ""
         cause = f": {event['cause']}" if event.get("cause") else ""
         return (
             f"straggler: rank {event['rank']} ({event['member']}) took "
-            f"{human_duration(event['compute_s'])} for step {event['window'] + 1:,} "
+            f"{human_duration(event['compute_s'])} for window {event['window']:,} "
             f"instead of {human_duration(event['expected_s'])}{since}{cause}"
         )
     if kind == "straggler_over":
         return (
-            f"rank {event['rank']} ({event['member']}) is as fast as before step "
-            f"{event['since'] + 1:,} again; steps would have ended "
+            f"rank {event['rank']} ({event['member']}) is as fast as before window "
+            f"{event['since']:,} again; windows would have ended "
             f"{human_duration(event['delay_s'])} sooner"
         )
     if kind == "worker_lost":
@@ -252,12 +252,17 @@ def describe(event: Event) -> str | None:
         return f"rank {event['rank']} ({event['member']}) joined"
     if kind == "run_resumed":
         source = f" from {event['path']}" if event["path"] is not None else ""
-        return f"resumed after step {event['window']:,}{source}"
+        return f"resumed {after_windows(event)}{source}"
     # The supervisor reports a failure with its cause; a failure seen here might be a consequence.
     if kind == "run_finished" and event["reason"] != "failed":
         message = f": {event['message']}" if event["message"] else ""
-        return f"{event['reason']} after step {event['window']:,}{message}"
+        return f"{event['reason']} {after_windows(event)}{message}"
     return None
+
+
+def after_windows(event: Event) -> str:
+    """Return after how many windows an event happened; a local policy has more steps."""
+    return f"after {event['window']:,} window{'s' if event['window'] != 1 else ''}"
 
 
 def _loss(loss: float | None) -> str:

@@ -140,7 +140,7 @@ def _run(history: RunHistory, facts: SummaryFacts) -> dict[str, Any]:
         "void_windows": history.void_windows,
         "steps": facts.steps,
         "plans": history.plans,
-        "elapsed_s": number(history.elapsed_s),
+        "elapsed_s": number(history.elapsed_s if facts.elapsed_s is None else facts.elapsed_s),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from evener.observe.events import Event, RankRow, mean_loss
 from evener.observe.lineage import Voids
 from evener.observe.numbers import human_duration
-from evener.observe.progress_line import describe
+from evener.observe.progress_line import after_windows, describe
 from evener.parsing import Fields, short
 from evener.run_report.listed import MOST_LISTED, Listed
 from evener.run_report.windows import LANE_NUMBERS, MOST_KEPT, Windows
@@ -168,6 +168,11 @@ class RunHistory:
         self._has_lost_time = False  # to windows that are void
         self._is_resuming = False
         self._workers: dict[str, tuple[str, str]] = {}  # host and device by member
+
+    @property
+    def has_summary(self) -> bool:
+        """Whether a ``summary.json`` is of the newest session: that has ended, and not failed."""
+        return self.ending is not None and self.ending["reason"] != "failed"
 
     def add(self, event: Event) -> None:
         """Take one event; its fields have passed ``check_fields``.
@@ -361,11 +366,11 @@ def _sentence(event: Event) -> str:
     if kind == "healed":
         return f"rank {event['rank']} ({event['member']}) took the state of {event['donor']}"
     if kind == "checkpoint_missed":
-        return f"no checkpoint after step {event['window']:,}: {event['reason']}"
+        return f"no checkpoint {after_windows(event)}: {event['reason']}"
     if kind == "events_dropped":
         return f"{event['num_events']:,} events are missing, as the disk was too slow for them"
     message = f": {event['message']}" if event.get("message") else ""
-    return f"{event['reason']} after step {event['window']:,}{message}"
+    return f"{event['reason']} {after_windows(event)}{message}"
 
 
 def _optional(fields: Mapping[str, Any], name: str) -> float:

@@ -248,7 +248,7 @@ def _ranks(run: Document) -> str:
     for rank in run["ranks"]:
         device = text(rank["device"] or "–")
         if rank["emulated"] is not None:
-            device += f", emulated {text(rank['emulated'])}× slower"
+            device += f", emulated {rank['emulated']:g}× slower"
         if rank["parked"]:
             device += ", parked"
         rows.append(
@@ -364,9 +364,8 @@ def _confusion(run: Document) -> str:
 
 
 def _versions(run: Document) -> str:
-    facts = [f"{text(name)} {text(value)}" for name, value in run["versions"].items()]
-    facts += [f"{text(name)}: {text(value)}" for name, value in run["machine"].items()]
-    reason = run["run"]["backend_reason"]
-    if reason:
-        facts.append(f"backend {text(run['run']['backend'])} {text(reason)}")
-    return "; ".join(facts)
+    facts = [f"{name} {value}" for name, value in run["versions"].items()]
+    facts += [f"{name}: {value}" for name, value in run["machine"].items()]
+    if reason := run["run"]["backend_reason"]:
+        facts.append(f"backend {run['run']['backend']}: {reason}")
+    return text("; ".join(facts))

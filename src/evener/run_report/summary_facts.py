@@ -1,5 +1,6 @@
 """Facts of a report from ``summary.json``, which may be of another version or damaged. Pure."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ class SummaryFacts:
         equal_split: Units per second of the team with equal shares.
         heldout_loss: At the end.
         steps: Optimizer steps.
+        elapsed_s: Seconds of training.
         machine: Facts about the machine.
         versions: By name.
         confusion: Of a classification.
@@ -36,6 +38,7 @@ class SummaryFacts:
     equal_split: float | None = None
     heldout_loss: float | None = None
     steps: int | None = None
+    elapsed_s: float | None = None
     machine: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     confusion: Confusion | None = None
@@ -49,12 +52,13 @@ def read_facts(document: Any) -> SummaryFacts:
     """
     fields = Fields(document)
     return SummaryFacts(
-        speed=_number(fields, "tokens_per_s"),
+        speed=_number(fields, "tokens_per_s", least=0.0),
         solo=_solo(fields),
         solo_source=fields.text("solo_source") if "solo_source" in fields else "",
-        equal_split=_number(fields, "equal_split_tokens_per_s"),
+        equal_split=_number(fields, "equal_split_tokens_per_s", least=0.0),
         heldout_loss=_number(fields, "heldout_loss"),
         steps=fields.whole("steps") if "steps" in fields else None,
+        elapsed_s=_number(fields, "elapsed_s", least=0.0),
         machine=_texts(fields, "machine"),
         versions=_texts(fields, "versions"),
         confusion=_confusion(fields),
@@ -88,8 +92,8 @@ def _confusion(fields: Fields) -> Confusion | None:
     return Confusion(labels=labels, counts=tuple(counts))
 
 
-def _number(fields: Fields, key: str) -> float | None:
-    return fields.number(key) if key in fields and fields[key] is not None else None
+def _number(fields: Fields, key: str, least: float = -math.inf) -> float | None:
+    return fields.number(key, least=least) if fields.values.get(key) is not None else None
 
 
 def _texts(fields: Fields, key: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from evener.config.folders import EVENTS, SUMMARY
+from evener.config.folders import EVENTS, SUMMARY, find_events
 from evener.errors import ConfigError
 from evener.files import read_json, write_pieces
 from evener.observe.event_lines import SUMMED
@@ -32,16 +32,15 @@ def report(runs: Sequence[Path]) -> dict[str, Any]:
         runs: Run folders, or their ``events.jsonl``.
 
     Raises:
-        ConfigError: One is not the folder of a run.
-        EvenerError: A file cannot be read.
+        ConfigError: One is not the folder of a run, or its events cannot be read.
     """
-    folders = [_folder(run) for run in runs]
+    folders = [find_events(run).parent for run in runs]
     names = [folder.name for folder in folders]
     documents = []
     for folder in folders:
         name = folder.name if names.count(folder.name) == 1 else str(folder)
         history, notes = read_history(folder)
-        facts = _read_summary(folder, notes)
+        facts = _read_summary(folder, history, notes)
         documents.append(figures(name, history, facts, notes, runs=len(runs)))
     return {"version": __version__, "runs": documents}
 
@@ -79,12 +78,11 @@ def write_trace(run: Path, path: Path) -> None:
         path: Where it goes.
 
     Raises:
-        ConfigError: There is no such run, or the file cannot be written.
-        EvenerError: The events cannot be read.
+        ConfigError: There is no such run, its events cannot be read, or the file cannot be written.
     """
-    folder = _folder(run)
-    voids, events = find_voids(folder / EVENTS), each_event(folder / EVENTS)
-    _write(path, trace_text(trace_events(folder.name, events, voids)))
+    source = find_events(run)
+    voids, events = find_voids(source), each_event(source)
+    _write(path, trace_text(trace_events(source.parent.name, events, voids)))
 
 
 def read_history(folder: Path) -> tuple[RunHistory, list[str]]:
@@ -94,7 +92,7 @@ def read_history(folder: Path) -> tuple[RunHistory, list[str]]:
         Its history, and sentences about lines that were left out.
 
     Raises:
-        EvenerError: The events cannot be read.
+        ConfigError: The events cannot be read.
     """
     for _ in range(_MOST_READINGS):
         history, skipped = RunHistory(find_voids(folder / EVENTS)), SkippedLines()
@@ -134,22 +132,16 @@ class SkippedLines:
         return [*self._named, *([f"{further:,} further lines are left out"] if further else [])]
 
 
-def _folder(run: Path) -> Path:
-    folder = (run.parent if run.name == EVENTS else run).absolute()
-    if (folder / EVENTS).exists():
-        return folder
-    inside = sorted(path.parent.name for path in folder.glob(f"*/{EVENTS}"))
-    remedy = f"; the runs in it are {', '.join(inside[:5])}" if inside else ""
-    raise ConfigError(
-        f"{run} is not the folder of a run: it has no {EVENTS}{remedy}; give a folder such as "
-        "runs/NAME"
-    )
-
-
-def _read_summary(folder: Path, notes: list[str]) -> SummaryFacts:
+def _read_summary(folder: Path, history: RunHistory, notes: list[str]) -> SummaryFacts:
     path = folder / SUMMARY
     try:
-        return read_facts(read_json(path))
+        facts = read_facts(read_json(path))
+        if history.has_summary:
+            return facts
+        notes.append(
+            f"{SUMMARY} is left out: it is of an earlier session, as the newest one has not ended "
+            "yet, or has failed"
+        )
     except FileNotFoundError:
         notes.append(f"there is no {SUMMARY}: the run has not ended, or is a loop of your own")
     except (OSError, ValueError) as error:

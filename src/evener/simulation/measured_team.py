@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median, median_high
 from typing import Any, Final
 
-from evener.config.folders import EVENTS
+from evener.config.folders import find_events
 from evener.errors import ConfigError
 from evener.observe.events import Event
 from evener.observe.following import each_effective_event
@@ -41,18 +41,11 @@ def read_team(run: Path) -> TeamSpec:
         run: The folder, or its ``events.jsonl``.
 
     Raises:
-        ConfigError: It is not a run, or has too few windows.
-        EvenerError: The events cannot be read.
+        ConfigError: It is not a run, cannot be read, or has too few windows.
     """
-    path = run if run.name == EVENTS else run / EVENTS
-    if not path.exists():
-        raise ConfigError(
-            f"{run} is not the folder of a run: it has no {EVENTS}; give a folder such as "
-            "runs/NAME, or speeds by hand with --speeds"
-        )
     starts: list[Event] = []
     newest: deque[Event] = deque(maxlen=_MOST_EVENTS)
-    for event in each_effective_event(path):
+    for event in each_effective_event(find_events(run)):
         (starts if event["type"] == "run_started" else newest).append(event)
     return measured_team([*starts[-1:], *newest], str(run))
 

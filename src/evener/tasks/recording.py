@@ -113,8 +113,7 @@ def record(
         The sums of the events; to be read on the main process.
 
     Raises:
-        ConfigError: A function returned something else than a sink.
-        EvenerError: The file cannot be opened.
+        ConfigError: A function returned something else than a sink, or the file cannot be opened.
     """
     has_sums = resumed is not None and SUMS in resumed.manifest.files
     tally = RunTally(folder, resumed.document(SUMS) if resumed and has_sums else None)

@@ -83,7 +83,7 @@ def test_evaluation_brings_a_line_of_its_own_and_the_state() -> None:
         "eval", t=5.0, window=5, loss=1.25, weight=10.0, elapsed_s=1.0, name="heldout"
     )
     lines = show([*events, result], io.StringIO()).splitlines()
-    assert lines[3] == "eval after step 5: heldout loss 1.25"
+    assert lines[3] == "eval after 5 windows: heldout loss 1.25"
     assert lines[4].startswith("step 5 ")
 
 
@@ -94,11 +94,11 @@ def test_a_straggler_is_told_by_the_engine_and_described_for_reports() -> None:
     over = make_event("straggler_over", t=2.0, **slow, delay_s=4.0)
     assert show([one, over], io.StringIO()) == ""
     assert describe(one) == (
-        "straggler: rank 1 (b) took 3.0 s for step 6 instead of 1.0 s, since step 3: it waits for "
-        "its data"
+        "straggler: rank 1 (b) took 3.0 s for window 5 instead of 1.0 s, since window 2: it waits "
+        "for its data"
     )
     assert describe(over) == (
-        "rank 1 (b) is as fast as before step 3 again; steps would have ended 4.0 s sooner"
+        "rank 1 (b) is as fast as before window 2 again; windows would have ended 4.0 s sooner"
     )
 
 
@@ -132,14 +132,14 @@ def test_other_events_have_lines() -> None:
         io.StringIO(),
     ).splitlines()
     assert lines == [
-        f"resumed after step 5 from {path}",
-        "resumed after step 5",
+        f"resumed after 5 windows from {path}",
+        "resumed after 5 windows",
         f"checkpoint {path} (2.5 MB, written in 400 ms)",
         "lost rank 1 (b): it died",
         "rank 1 (b) joined",
-        "eval after step 6: heldout loss nan",
-        "stopped after step 6: go on with --resume",
-        "completed after step 6",
+        "eval after 6 windows: heldout loss nan",
+        "stopped after 6 windows: go on with --resume",
+        "completed after 6 windows",
     ]
 
 
@@ -167,7 +167,7 @@ def test_other_lines_come_above_the_live_line() -> None:
     )
     text = show([committed_window(0), result], Terminal())
     _, above, _ = text.split(CLEAR)
-    assert above.startswith("eval after step 1: heldout loss 1.25\nstep 1 ")
+    assert above.startswith("eval after 1 window: heldout loss 1.25\nstep 1 ")
 
 
 def test_after_the_end_nothing_stands_below_what_is_said() -> None:
@@ -179,7 +179,7 @@ def test_after_the_end_nothing_stands_below_what_is_said() -> None:
         stream.write("the verdict\n")
     lines = stream.getvalue().split(CLEAR)[-1].splitlines()
     assert lines[0].startswith("step 2 ")
-    assert lines[1:] == ["completed after step 2", "the verdict"]
+    assert lines[1:] == ["completed after 2 windows", "the verdict"]
 
 
 def test_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_what_is_said_of_the_end_and_of_members_is_kept():
     assert found.parked == [1]
     assert [mark.text for mark in found.incidents] == [
         "lost rank 1 (b): killed",
-        "failed after step 1: WorkerError: gone",
+        "failed after 1 window: WorkerError: gone",
     ]
     assert found.ending is not None
     assert found.ending["message"] == "WorkerError: gone"

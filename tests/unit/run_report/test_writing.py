@@ -98,6 +98,21 @@ def test_the_page_asks_for_nothing_and_runs_its_own_script_only():
     ]
 
 
+def test_the_summary_of_an_earlier_session_is_left_out():
+    figures = {"tokens_per_s": 5.0, "steps": 3, "heldout_loss": 9.0, "elapsed_s": 2.5}
+    ends = [
+        make_event("run_finished", t=6.0, window=5, reason=reason, message=None)
+        for reason in ("stopped", "failed")
+    ]
+    for end, is_shown in zip([ends[:1], [], ends[1:]], [True, False, False], strict=True):
+        write_run(Path("first"), started(), *windows(), *end, summary=figures)
+        (run,) = report([Path("first")])["runs"]
+        found = run["team"]["speed"], run["run"]["steps"], run["team"]["heldout_loss"]
+        assert found == ((5, 3, 9) if is_shown else (100, None, None))
+        assert run["run"]["elapsed_s"] == (2.5 if is_shown else 6 if end else 5)
+        assert ["earlier session" in note for note in run["notes"]] == [True] * (not is_shown)
+
+
 def test_numbers_are_those_of_the_page(capsys):
     write_run(Path("first"), started(), *windows())
     made("first", "--json", "-o", "page.html")
@@ -185,6 +200,16 @@ def test_what_is_not_a_run_is_an_error_with_the_remedy(capsys):
     made(code=2)
     made("runs/first", "-o", "no/such/folder.html", code=2)
     assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["report", "plan"])
+def test_events_that_cannot_be_read_are_an_error_of_the_user(command, capsys):
+    Path("run/events.jsonl").mkdir(parents=True)
+    for run in ("run", "run/events.jsonl", "n" * 300):
+        assert cli.main([command, run]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: event file")
+        assert "cannot be read" in said
 
 
 def test_a_foreign_report_html_is_not_replaced(capsys):
