@@ -80,16 +80,16 @@ _TAKEN: Final = {
     "trace": typer.Option(metavar="FILE", help="Write a Chrome trace, for Perfetto."),
     "numbers": typer.Option("--json", help="Print the numbers as JSON."),
     "address": typer.Argument(
-        metavar="[ADDR]", help="HOST or HOST:PORT of the other machine, or where to listen."
+        metavar="[ADDR]", help="HOST or HOST:PORT of the other machine, or to listen on."
     ),
     "listen": typer.Option("--listen", help="Answer other machines; on loopback without ADDR."),
-    "token_file": typer.Option(metavar="FILE", help="A secret that both sides have."),
+    "token_file": typer.Option(metavar="FILE", help="File with the secret that both sides share."),
     "as_json": typer.Option("--json", help="Print facts and problems as JSON."),
     "folder": typer.Argument(metavar="[RUN|ROOT]", help="A run folder, or a folder of runs."),
-    "bind": typer.Option(metavar="HOST[:PORT]", help="Listen there; on loopback without it."),
+    "bind": typer.Option(metavar="HOST[:PORT]", help="Address to listen on; loopback if left out."),
     "coordinator": typer.Argument(metavar="ADDR", help="HOST:PORT of the team's coordinator."),
     "program": typer.Argument(
-        metavar="PROGRAM...", help="What the team runs: a script, -m MODULE, pretrain or classify."
+        metavar="PROGRAM...", help="The team's program: a script, -m MODULE, pretrain or classify."
     ),
     "run": typer.Argument(metavar="[RUN]", help="Folder of a run that has measured the team."),
     "speeds": typer.Option(metavar="S,S", help="Samples per second of each rank alone."),
@@ -97,22 +97,22 @@ _TAKEN: Final = {
     "add": typer.Option(metavar="S,S", help="Samples per second of further ranks."),
     "params": typer.Option(metavar="N", help="Parameters that are trained, such as 350M."),
     "tokens": typer.Option(metavar="N", help="Tokens of a sample, for --calibrate."),
-    "bandwidth": typer.Option(metavar="B", help="Between ranks, such as 1Gbit."),
-    "latency": typer.Option(metavar="T", help="Until a message arrives, such as 0.1ms."),
+    "bandwidth": typer.Option(metavar="B", help="Bandwidth between ranks, such as 1Gbit."),
+    "latency": typer.Option(metavar="T", help="Time until a message arrives, such as 0.1ms."),
     "batch_size": typer.Option(metavar="N", help="Samples of an optimizer step."),
     "local_batch_size": typer.Option(
-        metavar="N", help="Those of a local step in cadence and async; as --batch-size."
+        metavar="N", help="Samples of a local step in cadence and async; as --batch-size."
     ),
     "micro_batch_size": typer.Option(metavar="N", help="Most samples computed at once."),
     "anchor": typer.Option(metavar="N", help="Local steps of the slowest rank, to begin with."),
-    "picture": typer.Option(metavar="FILE", help="Draw it: FILE.png or FILE.svg."),
+    "picture": typer.Option(metavar="FILE", help="Draw a picture: FILE.png or FILE.svg."),
     "script": typer.Argument(metavar="SCRIPT", help="A Python file."),
-    "arguments": typer.Argument(metavar="ARGS", help="Handed to the script."),
+    "arguments": typer.Argument(metavar="ARGS", help="Arguments of the script."),
     "config": typer.Argument(metavar="RUN.YAML", help="Keys of the run."),
     "policies": typer.Option(metavar="NAMES", help="Policies to try."),
     "backends": typer.Option(metavar="NAMES", help="Averaging backends to try."),
     "minutes": typer.Option(metavar="M", help="Training time of each combination."),
-    "rounds": typer.Option(metavar="R", help="Turns in which that time is spent."),
+    "rounds": typer.Option(metavar="R", help="Rounds into which that time is divided."),
     "nproc": typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1."),
     "emulate_slow": typer.Option(
         metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated."
@@ -120,25 +120,25 @@ _TAKEN: Final = {
     "overrides": typer.Option("--set", metavar="KEY=VALUE", help="Set a key; may be repeated."),
     "resume": typer.Option("--resume", help="Continue from the newest complete checkpoint."),
     "allow": typer.Option(
-        metavar="WHAT", help="Resume although it differs: data, precision; may be repeated."
+        metavar="WHAT", help="Resume though data or precision differ; may be repeated."
     ),
     "predict": typer.Option(
-        metavar="FILE", help="Classify its texts with the newest finished run."
+        metavar="FILE", help="Classify the texts of FILE with the newest finished run."
     ),
-    "out": typer.Option(metavar="DIR", help="Folder that runs go to."),
+    "out": typer.Option(metavar="DIR", help="Folder of runs."),
     "name": typer.Option(help="Name of the run."),
     "nnodes": typer.Option("--nnodes", metavar="N", help="Machines of the run; start it on each."),
     "node_rank": typer.Option(metavar="K", help="Number of this machine, 0 to N - 1."),
-    "master_addr": typer.Option(metavar="HOST", help="Address of machine 0, for all to meet at."),
+    "master_addr": typer.Option(metavar="HOST", help="Address of machine 0 that all can reach."),
     "port": typer.Option(
-        metavar="P", help=f"Port to meet on; a free one, or {DEFAULT_PORT} with --nnodes."
+        metavar="P", help=f"Port of the rendezvous; a free one, or {DEFAULT_PORT} with --nnodes."
     ),
     "elastic": typer.Option(
-        metavar="MIN:MAX", help="Workers may die, leave and join; the team continues with MIN."
+        metavar="MIN:MAX", help="Elastic team: MIN workers are enough to continue."
     ),
     "max_failures": typer.Option(metavar="N", help="Stop when more workers have failed; 10."),
     "team": typer.Argument(metavar="MIN:MAX", help="Fewest and most workers."),
-    "host": typer.Option(metavar="HOST", help="Where it listens; elsewhere needs a token."),
+    "host": typer.Option(metavar="HOST", help="Address to listen on; not loopback: needs a token."),
     "timeout_s": typer.Option("--timeout-s", metavar="S", help="Longest wait for workers."),
     "dashboard": typer.Option("--dashboard", help="Serve a dashboard during the run."),
     "demo": typer.Option("--demo", help="Train a small model on Python's own sources."),
@@ -252,7 +252,7 @@ def pretrain(options: PretrainOptions, arguments: Sequence[str]) -> int:
 
 @_command(BenchOptions)
 def bench(options: BenchOptions, _arguments: Sequence[str]) -> int:
-    """Try policies and backends on a configuration of one's own, and recommend one."""
+    """Compare policies and backends on your configuration, and recommend one."""
     from evener.config.presets import resolve_config
     from evener.tasks.bench import run_bench
 
@@ -340,7 +340,7 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
 # The address comes before our options, so the program's own options have to pass through.
 @_command(JoinOptions, context_settings={"ignore_unknown_options": True})
 def join(options: JoinOptions, _arguments: Sequence[str]) -> int:
-    """Add workers to an elastic team that runs; they run what the team runs."""
+    """Add workers to a running elastic team, with the program of the team."""
     from evener.team.elastic_launch import MAX_FAILURES, ElasticRun, launch_elastic
 
     first = options.program[0]
@@ -362,7 +362,7 @@ def join(options: JoinOptions, _arguments: Sequence[str]) -> int:
 
 @_command(ReportOptions)
 def report(options: ReportOptions, _arguments: Sequence[str]) -> int:
-    """Make a page of what runs did: a file that needs neither a server nor a network."""
+    """Write an HTML report of runs, which needs no server and no network."""
     from evener.run_report.writing import numbers_text, report, write_page, write_trace
 
     runs = [Path(run) for run in options.runs]
@@ -402,7 +402,7 @@ def coordinator(options: CoordinateOptions, _arguments: Sequence[str]) -> int:
 
 @_command(DoctorOptions)
 def doctor(options: DoctorOptions, _arguments: Sequence[str]) -> int:
-    """Look for what keeps runs from starting or from being fast: here, there and on the way."""
+    """Find problems of this machine, of another one and of the link that stop or slow runs."""
     from evener.doctor.answering import answer_visitors, open_door
     from evener.doctor.diagnosis import diagnose
     from evener.doctor.examination import examine_host
@@ -439,7 +439,7 @@ def dashboard(options: DashboardOptions, _arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _with_dashboard(folder: Path, options: LaunchOptions, node: Node | None) -> Iterator[None]:
-    """Serve a dashboard of the runs in a folder for as long as the block runs, if it is wanted.
+    """Serve a dashboard of the runs in a folder during the block, if it is wanted.
 
     Of several machines the first one serves it: rank 0 writes the events there.
     """
@@ -471,7 +471,7 @@ def _with_dashboard(folder: Path, options: LaunchOptions, node: Node | None) -> 
 
 @_command(PlanOptions)
 def plan(options: PlanOptions, _arguments: Sequence[str]) -> int:
-    """Predict what a team would do under each policy, and which devices are worth having."""
+    """Predict a team's speed under each policy, and which devices are worth adding."""
     from evener.simulation.question import answer_plan, calibrated_team, check_options
     from evener.simulation.telling import document, text
 

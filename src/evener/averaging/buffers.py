@@ -118,7 +118,7 @@ class BufferAverager:
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """Put the buffers back as they were at the last ``keep``: a batch is left out."""
+        """Restore the buffers of the last ``keep``, because a batch is skipped."""
         buffers = self._buffers
         written = self._written(buffers)
         kept = {number: self._kept.get(number, self.agreed[number]) for number in written}
@@ -144,11 +144,11 @@ class BufferAverager:
         return {n for n, (module, _) in enumerate(self._places) if id(module) in modules}
 
     def use(self, comm: Communicator) -> None:
-        """Go on with other ranks."""
+        """Continue with other ranks."""
         self.comm = comm
 
     def move(self, comm: Communicator) -> None:
-        """Go on with other ranks, and let what is exchanged lie in their memory."""
+        """Continue with other ranks, and move exchanged tensors into their memory."""
         self.use(comm)
         size, dtype = self._packed.numel(), self._packed.dtype
         self._packed = comm.allocate(size, dtype, self._packed.device)
@@ -268,7 +268,7 @@ class BufferAverager:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Take the buffers as they are for the new consensus (after a broadcast or a load)."""
+        """Take the present buffers as the new consensus (after a broadcast or a load)."""
         self._copy(self.agreed, self._buffers)
         self._marks = [_mark(b) for b in self._buffers]
 

@@ -87,7 +87,7 @@ class GradientAverager:
         self.has_measured = True
 
     def use(self, comm: Communicator) -> None:
-        """Go on with other ranks."""
+        """Continue with other ranks."""
         self.comm = comm
 
     def gather(
@@ -114,7 +114,7 @@ class GradientAverager:
         ]
 
     def judge(self, norms: Iterable[Iterable[float]], part: int | None = None) -> int | None:
-        """Say whether this rank's gradients are finite.
+        """Return what is not finite in this rank's gradients, if anything.
 
         Args:
             norms: The values of what ``gather`` returned.

@@ -144,7 +144,7 @@ def gather(
     *,
     keeps: bool,
 ) -> States:
-    """Put one optimizer's state together from the parts of all ranks, which call it together.
+    """Gather one optimizer's state from the parts of all ranks, which call it together.
 
     Args:
         comm: The ranks.

@@ -107,7 +107,7 @@ class ShardedUpdate:
             vars(optimizer)["load_state_dict"] = partial(self._load, number)
 
     def join_if_needed(self, hooked: Sequence[int]) -> None:
-        """Put the state together where the next update cannot be divided; all call it together.
+        """Gather the state if the next update cannot be divided; all ranks call it together.
 
         Args:
             hooked: Ranks on which the step of an optimizer has a hook of the user's, or is the
@@ -212,7 +212,7 @@ class ShardedUpdate:
         return norm
 
     def blame(self, part: int | None = None, *, what: str) -> tuple[int, int] | None:
-        """Say whose gradients have made a mean infinite or NaN; all ranks call it together.
+        """Find the rank whose gradients made a mean infinite or NaN; all ranks call it together.
 
         Each rank still has what it has given to the parts of others. Its own part holds sums by
         now: if no rank finds anything in what it has given, the owner of such a sum is to blame.
@@ -366,7 +366,7 @@ class ShardedUpdate:
                 }
 
     def _gather(self, numbers: Sequence[int], *, keeps: bool) -> list[States]:
-        """Put the parts of all ranks together: the states of each of these optimizers."""
+        """Gather the parts of all ranks: the states of each of these optimizers."""
         assert self._comm is not None
         self._make_places()
         for number in numbers:

@@ -125,7 +125,7 @@ class Communicator(Closing):
         self._has_told = False  # of the wait under way
 
     def report_waits_to(self, listener: WaitListener) -> None:
-        """Tell of long waits for others from now on, here and in later splits."""
+        """Report long waits for others from now on, here and in later splits."""
         self._listener = listener
 
     def find_absent(self) -> frozenset[int] | None:
@@ -371,7 +371,7 @@ class Communicator(Closing):
         return part
 
     def add_nccl(self, *, timeout_s: float | None = None) -> str:
-        """Let CUDA tensors travel over NCCL from now on, each rank's current device; collective.
+        """Send CUDA tensors over NCCL from now on, on each rank's current device; collective.
 
         Args:
             timeout_s: Deadline for connecting; that of the communicator by default.
@@ -411,7 +411,7 @@ class Communicator(Closing):
         return self._ended is not None
 
     def close(self) -> None:
-        """Let the connections go; not collective, and calling it again does nothing.
+        """Close the connections; not collective, idempotent.
 
         Peers that still need this rank get ``PeerLostError``. A call that another thread is in ends
         with a ``CollectiveError``, which does not wait for any peer.
@@ -432,7 +432,7 @@ class Communicator(Closing):
         return Call(self._num_calls, kind, what, seconds, f"{what!r} ({kind} of {size})")
 
     def _start(self, call: Call) -> float:
-        """Let the time of a call count from now; return now, on ``time.monotonic``'s clock."""
+        """Start the clock of a call; return the present ``time.monotonic``."""
         started = time.monotonic()
         self._current = (call.number, started + call.timeout_s)
         return started
@@ -460,7 +460,7 @@ class Communicator(Closing):
             self._listener.wait_over(self, succeeded=succeeded)
 
     def _end(self, error: CollectiveError) -> CollectiveError:
-        """Let everything go, make later calls raise the same, and return ``error`` to be raised."""
+        """Release everything, make later calls raise the same, and return ``error``."""
         if self._ended is None:
             self._ended = copy(error)
             self._release()
@@ -515,7 +515,7 @@ class Communicator(Closing):
         )
 
     def _hurry(self, deadline: float) -> None:
-        """Tell who waits that the call under way, if any, must fail by ``deadline``.
+        """Make the call under way, if any, fail by ``deadline``.
 
         A leaf that uses ``_left_s`` need not be told.
 
@@ -525,11 +525,11 @@ class Communicator(Closing):
         return
 
     def _release(self) -> None:
-        """Let connections go, after a failure or a close; called once."""
+        """Close connections, after a failure or a close; called once."""
         return
 
     def _forget(self) -> None:
-        """Let go of what peers may still ask for after a failure; called once, by ``close``."""
+        """Release what peers may still query after a failure; called once, by ``close``."""
         return
 
 

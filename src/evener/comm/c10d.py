@@ -97,7 +97,7 @@ def form_nccl(
 
 
 def end_nccl(group: Any, store: Store) -> None:
-    """Let go of a group of NCCL, also one whose peers are gone or that is in an operation.
+    """End a group of NCCL, also one whose peers are lost or that is in an operation.
 
     The end of the object alone would wait for the peers.
 

@@ -58,7 +58,7 @@ def numbers_in(group: Any, number: int) -> list[int]:
 
 
 def find_place(group: Any) -> GroupPlace:
-    """Look around in a group; all its ranks call it together.
+    """Find this process's place in a group; all its ranks call it together.
 
     Raises:
         ConfigError: This process is not in the group.
@@ -84,7 +84,7 @@ def find_place(group: Any) -> GroupPlace:
 
 
 def close_in_children(group: Any) -> None:
-    """Let forked children close the ranks' connections; all ranks of the group call it together.
+    """Make forked children close the ranks' connections; all ranks of the group call it.
 
     A rank's workers would otherwise keep the user's connections open after its death, too.
     """

@@ -132,7 +132,7 @@ class FlatBuffers:
         return [held._version for held in self._held if held is not None]
 
     def find_write(self, stamps: Sequence[int]) -> tuple[int | None, bool]:
-        """Look for what was done to ``.grad`` since ``attach_grads()`` and ``stamps()``.
+        """Find writes to ``.grad`` since ``attach_grads()`` and ``stamps()``.
 
         Args:
             stamps: As ``stamps()`` gave them; empty for those after ``zero_()``.
@@ -189,7 +189,7 @@ class FlatBuffers:
         return [{name: p.requires_grad for name, p in part} for part in (*pairs, self._frozen)]
 
     def follow(self, described: Sequence[Mapping[str, bool]]) -> None:
-        """Have the same groups as another rank, and train what it trains.
+        """Adopt the groups and the trained parameters of another rank.
 
         Args:
             described: Its ``describe``.
@@ -314,7 +314,7 @@ class FlatBuffers:
         return [i for i, held in enumerate(self._held) if held is not None]
 
     def have_gradients(self) -> list[bool]:
-        """Say of each parameter whether it has a gradient in this window."""
+        """Return for each parameter whether it has a gradient in this window."""
         return [held is not None for held in self._held]
 
     def first_non_finite(self, part: int | None = None) -> int | None:
@@ -326,7 +326,7 @@ class FlatBuffers:
         return None
 
     def move(self, comm: Communicator) -> None:
-        """Let gradients lie in the memory of other ranks; there are none afterwards."""
+        """Move gradients into memory that other ranks can map; there are none afterwards."""
         self._comm = comm
         self.zero_()
         self.groups = tuple(

@@ -32,7 +32,7 @@ _is_registered = False
 
 
 def leave_behind_in_children(resource: NotInherited) -> None:
-    """Let every child that is forked from now on close its copy of ``resource``.
+    """Make every child forked from now on close its copy of ``resource``.
 
     Args:
         resource: Known for as long as somebody else refers to it.

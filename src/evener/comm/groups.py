@@ -223,7 +223,7 @@ class GroupCommunicator(Communicator, NotInherited):
         return frozenset(n for n in self.numbers if n not in told or told[n].number < number)
 
     def leave_behind(self) -> None:
-        """Let the connections go in a forked child; see ``NotInherited``."""
+        """Close the connections in a forked child; see ``NotInherited``."""
         if not self._closed:
             self._closed = True
             never_destroy(vars(self).copy())
@@ -473,7 +473,7 @@ class GroupCommunicator(Communicator, NotInherited):
         raise self._explain(calls[done], calls, failure, cause, waited_s)
 
     def _release(self) -> None:
-        """Let the groups go, also under another thread's operation; again it does nothing."""
+        """End the groups, also during another thread's operation; idempotent."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
         groups = [self._gloo]
         self._gloo = None
@@ -488,7 +488,7 @@ class GroupCommunicator(Communicator, NotInherited):
         self._end_nccl()
 
     def _forget(self) -> None:
-        """Let the store go, through which peers learn why this rank gave up.
+        """Release the store, in which peers read why this rank gave up.
 
         Before the groups on an orderly end: a peer that sees its connection close then finds no
         server, rather than one that goes while it answers, over which torch prints a stack trace.
@@ -498,7 +498,7 @@ class GroupCommunicator(Communicator, NotInherited):
     def _explain(
         self, call: Call, calls: Sequence[Call], failure: str, cause: Cause, waited_s: float
     ) -> CollectiveError:
-        """Let go of the groups and find out what happened, with the help of the notices.
+        """End the groups and find the cause, with the help of the notices.
 
         ``call`` of ``calls`` has failed; ``failure`` is what the process group said of it.
         """

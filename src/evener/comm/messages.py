@@ -12,7 +12,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def timeout_message(rank: int, what: str, waited_s: float, missing: Sequence[int]) -> str:
-    """Say who waited in what for whom, and what can be done."""
+    """Return who waited in which call for which ranks, and the remedy."""
     whom = name_ranks(missing) if missing else "the others (which of them is not known)"
     return (
         f"rank {rank} waited {waited_s:.1f} s in {what!r} for {whom}: stopped, hung or slower than "
@@ -21,7 +21,7 @@ def timeout_message(rank: int, what: str, waited_s: float, missing: Sequence[int
 
 
 def late_message(rank: int, what: str, deadline_s: float) -> str:
-    """Tell a rank that the others had given up when it came."""
+    """Return the message for a rank that came after the others had given up."""
     return (
         f"rank {rank} came to {what!r} after the others had given up: their deadline was "
         f"{deadline_s:.1f} s; raise the timeout if this rank is merely slow"
@@ -29,12 +29,12 @@ def late_message(rank: int, what: str, deadline_s: float) -> str:
 
 
 def closed_message(rank: int, what: str) -> str:
-    """Say in which operation a rank was when another of its threads closed the communicator."""
+    """Return the operation of a rank whose other thread closed the communicator, as a message."""
     return f"rank {rank} closed this communicator while it was in {what!r}"
 
 
 def lost_message(rank: int, what: str, detail: str) -> str:
-    """Say in which operation a peer was lost."""
+    """Return the operation in which a peer was lost, as a message."""
     return f"rank {rank} lost a peer in {what!r}: {detail}; the peer's own output says why it ended"
 
 
@@ -50,7 +50,7 @@ def name_call(label: bytes, ahead: int) -> str:
 
 
 def mismatch_message(rank: int, words: str, others: Sequence[tuple[int, str]]) -> str:
-    """Say who is in which operation.
+    """Return each rank's operation, as a message.
 
     Args:
         rank: This rank.

@@ -70,7 +70,7 @@ class NoticeBoard(ABC):
     def explain(
         self, rank: int, call: Call, calls: Sequence[Call], waited_s: float
     ) -> CollectiveError:
-        """Tell a rank that gave up, and has said so, what was the matter.
+        """Return the cause for a rank that gave up and has posted a notice.
 
         Args:
             rank: The rank.

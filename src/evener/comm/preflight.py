@@ -220,7 +220,7 @@ class _TrialChild:
             says.close()
 
     def look(self, patience_s: float) -> None:
-        """Take in what the child says, and wait up to so many seconds for it."""
+        """Read the child's reports, and wait up to so many seconds for them."""
         if self._process is None or self.state is not _ChildState.RUNNING:
             time.sleep(patience_s)
         elif self._said.poll(patience_s):
@@ -234,7 +234,7 @@ class _TrialChild:
                 self.story = f"the process ended ({how}) in {self.story}"
 
     def end(self) -> None:
-        """Let nothing of it remain."""
+        """End the child, and release all of its resources."""
         self._said.close()
         if self._process is not None:
             self._process.kill()
@@ -332,7 +332,7 @@ def _run_child(job: PreflightJob, parent: Connection) -> None:
 
 
 def main() -> None:
-    """Be the child: exchange, tell the parent, and wait to be ended."""
+    """Run the child: exchange, report to the parent, and wait to be ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C, and ends this process
     parent, job = Connection(int(sys.argv[1])), PreflightJob(*json.loads(sys.argv[2]))
     signal.alarm(round(2 * job.timeout_s) + 60)  # by the kernel, if a driver holds all threads

@@ -70,7 +70,7 @@ class SharedCommunicator(Communicator, NotInherited):
     """
 
     def __init__(self, base: Communicator, joined: Joined) -> None:
-        """Take over what ``share_memory`` has formed.
+        """Adopt the resources that ``share_memory`` has formed.
 
         Args:
             base: Joins the same ranks; it is closed with this one.
@@ -118,7 +118,7 @@ class SharedCommunicator(Communicator, NotInherited):
         return super().allocate(numel, dtype, device)
 
     def report_waits_to(self, listener: WaitListener) -> None:
-        """Tell of long waits; see ``Communicator.report_waits_to``."""
+        """Report long waits; see ``Communicator.report_waits_to``."""
         super().report_waits_to(listener)
         self._base.report_waits_to(listener)
 
@@ -131,7 +131,7 @@ class SharedCommunicator(Communicator, NotInherited):
         return frozenset(self.numbers[r] for r, n in arrived.items() if n < self._num_barriers)
 
     def leave_behind(self) -> None:
-        """Let connections and memory go in a forked child; see ``NotInherited``."""
+        """Close connections and memory in a forked child; see ``NotInherited``."""
         self._closing = threading.RLock()  # a thread of the parent may have held it
         if not self._is_released:
             self._is_released = self._closed = True
@@ -408,7 +408,7 @@ class SharedCommunicator(Communicator, NotInherited):
 
     @contextmanager
     def _under_way(self, call: Call) -> Iterator[None]:
-        """Be in a call: its deadline counts from now, and any error ends the communicator."""
+        """Run a call: its deadline counts from now, and any error ends the communicator."""
         self._started = self._start(call)
         self._busy = True
         succeeded = False
@@ -464,7 +464,7 @@ class SharedCommunicator(Communicator, NotInherited):
         return True
 
     def _look_for_all(self, number: int) -> bool:
-        """Look for the others without sleeping; whether they came.
+        """Spin until the others come; return whether they came.
 
         Not in a thread beside the one that trains, whose core it would take.
         """
@@ -507,7 +507,7 @@ class SharedCommunicator(Communicator, NotInherited):
         return any(self._pages[rank].ended <= number for rank in self._links.gone)
 
     def _explain(self, call: Call, *, timed_out: bool) -> CollectiveError:
-        """Let everything go and find out what happened."""
+        """Release everything and find the cause."""
         waited_s = time.monotonic() - self._started
         if self._ended is not None:
             return CollectiveError(closed_message(self.number, call.what))
@@ -518,7 +518,7 @@ class SharedCommunicator(Communicator, NotInherited):
         return self._board.explain(self.number, call, [call], waited_s)
 
     def _how_lost(self) -> str:
-        """Say who has died and who has left; it may be more than one, one because of another."""
+        """Return which ranks have died and which have left, perhaps because of another."""
         until = time.monotonic() + _CAUSE_S
         left: set[int] = set()
         died: set[int] = set()
@@ -540,7 +540,7 @@ class SharedCommunicator(Communicator, NotInherited):
             self._base.hurry(max(1e-3, deadline - time.monotonic()))
 
     def _release(self) -> None:
-        """Let everything go, also under another thread's call; again it does nothing."""
+        """Release everything, also during another thread's call; idempotent."""
         with self._closing:
             if self._is_released:
                 return
@@ -568,7 +568,7 @@ def _keep(kept: dict[tuple[object, ...], T], key: tuple[object, ...], value: T) 
 def share_memory(
     comm: Communicator, *, memory: SharedMemory | None = None
 ) -> tuple[Communicator, str]:
-    """Let ranks of one host exchange through shared memory; all ranks call it together.
+    """Make ranks of one host exchange through shared memory; all ranks call it together.
 
     Args:
         comm: Joins them. It belongs to what is formed, and stays as it is where nothing is.

@@ -241,7 +241,7 @@ class SharedMemory:
         return ELSEWHERE
 
     def meet(self, number: int, descriptor: int) -> None:
-        """Take in the file of a peer; the descriptor belongs to this object from now on."""
+        """Add the file of a peer; the descriptor belongs to this object from now on."""
         if number in self._files:
             os.close(descriptor)
         else:
@@ -261,7 +261,7 @@ class SharedMemory:
         return mapped[place.piece][place.offset - place.piece :]
 
     def leave_behind(self) -> None:
-        """Let a forked child's copies of descriptors go."""
+        """Close a forked child's copies of descriptors."""
         self._close()
 
     def _close(self) -> None:

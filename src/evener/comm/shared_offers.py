@@ -125,7 +125,7 @@ class MemoryOffer:
         return Joined(pages, links, self._memory, len(cores) >= comm.world_size)
 
     def close(self) -> None:
-        """Let go of what only the formation needs."""
+        """Release resources that only the formation needs."""
         if self._door is not None:
             self._door.close()
         if self._page >= 0:

@@ -96,7 +96,7 @@ class ControlPage:
         return self._words[_ARRIVED]
 
     def arrive(self, number: int) -> None:
-        """Say that this rank has arrived at a barrier."""
+        """Write that this rank has arrived at a barrier."""
         self._words[_ARRIVED] = number
 
     @property
@@ -105,7 +105,7 @@ class ControlPage:
         return self._words[_ASLEEP]
 
     def sleep(self, number: int) -> None:
-        """Say that this rank sleeps in a barrier; 0 for none."""
+        """Write that this rank sleeps in a barrier; 0 for none."""
         self._words[_ASLEEP] = number
 
     @property
@@ -114,11 +114,11 @@ class ControlPage:
         return self._words[_ENDED]
 
     def end(self, number: int) -> None:
-        """Say that this rank does not pass a barrier any more."""
+        """Write that this rank does not pass a barrier any more."""
         self._words[_ENDED] = number
 
     def fence(self) -> None:
-        """Let others see what this thread has written before it reads anything.
+        """Make this thread's writes visible to others before it reads anything.
 
         Taking a lock is an instruction that x86 processors do not reorder with reads or writes.
         """
@@ -154,7 +154,7 @@ class ControlPage:
         return Notice(*json.loads(text)) if text else None
 
     def post(self, notice: Notice) -> None:
-        """Say why this rank gives up waiting."""
+        """Write why this rank gives up waiting."""
         text = json.dumps(notice._replace(what=notice.what[: (_NOTICE_BYTES - 128) // 12])).encode()
         # The first byte last: who reads it before finds no notice yet.
         self.content[_NOTICE + 1 : _NOTICE + len(text)] = text[1:]

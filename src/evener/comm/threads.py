@@ -209,7 +209,7 @@ class ThreadCommunicator(Communicator):
     def _exchange(
         self, flat: Tensor, call: Call, offer: Tensor, finish: Callable[[list[Tensor]], Tensor]
     ) -> None:
-        """Put what ``finish`` makes of all ranks' offers into ``flat``."""
+        """Write the result of ``finish`` on all ranks' offers into ``flat``."""
         flat.copy_(self._meet(call, _settled(offer), finish))
         _settled(flat)  # before the memory of the result may be given to others
 
@@ -234,7 +234,7 @@ def _sum(offers: list[Tensor]) -> Tensor:
 
 
 def _settled(tensor: Tensor) -> Tensor:
-    """Let what this thread has queued on the tensor's device come to its end.
+    """Wait until the work that this thread has queued on the tensor's device is done.
 
     Other threads may be on streams of their own, which do not wait for this one's.
     """

@@ -32,7 +32,7 @@ class Wires(NotInherited):
     @classmethod
     @contextmanager
     def opened(cls) -> Iterator[Self]:
-        """Take those that are opened inside the block."""
+        """Collect those that are opened inside the block."""
         wires = cls()
         before = set(_sockets().values())
         yield wires
@@ -46,7 +46,7 @@ class Wires(NotInherited):
 
     @classmethod
     def between(cls, exchange: Callable[[bytes], list[bytes]]) -> Self:
-        """Take the connections between processes that somebody else has opened before.
+        """Collect connections between processes that other code has opened before.
 
         Args:
             exchange: Gives every process what each of them says; all call this together.

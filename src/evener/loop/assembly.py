@@ -239,7 +239,7 @@ class Assembly:
                 self._sharded.join()
 
     def _face_optimizers(self) -> None:
-        """Let ``state_dict()`` of optimizers return the whole of a state that is divided."""
+        """Make ``state_dict()`` of optimizers return the whole of a divided state."""
         for number, optimizer in enumerate(self.optimizers if self._sharded.is_on else ()):
             # On the instance, as ``Habits`` does with ``zero_grad``.
             vars(optimizer)["state_dict"] = partial(self._state_dict_of, number)

@@ -70,7 +70,7 @@ class Checkpointer:
         self._gives_up_s = math.inf
 
     def _open(self) -> None:
-        """Have a writer on the main process, and on no other rank."""
+        """Open a writer on the main process, and on no other rank."""
         if not self._ddp.is_main_process:
             # This rank was the main process of an elastic team that has continued without it. What
             # it is writing ends in the writer's thread.
@@ -93,7 +93,7 @@ class Checkpointer:
         self._folder = self._folder.with_name(f"{self._folder.name}{suffix}")
 
     def save(self, cursor_state: Mapping[str, Any]) -> None:
-        """Hand the present state to the writer; all ranks call it together.
+        """Pass the present state to the writer; all ranks call it together.
 
         The place for it is a commit, or between epochs. A step that is already written, or being
         written, is not written again; one that failed is tried again at once.

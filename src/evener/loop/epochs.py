@@ -155,7 +155,7 @@ class EpochLoop(ABC):
         return
 
     def begin_again(self) -> None:
-        """Forget what was noted of this rank's share, which is computed again in smaller parts."""
+        """Forget the records of this rank's share, which is computed again in smaller parts."""
         return
 
     def on_commit(self, result: WindowResult) -> None:

@@ -93,7 +93,7 @@ class EventStream:
         self._facts |= facts
 
     def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
-        """Hand every further event to these, windows included; all ranks call it.
+        """Pass every further event to these sinks, windows included; all ranks call it.
 
         Functions that make a sink are called on the main process alone: here, and when another
         rank becomes it. ``end`` closes the sinks; a main process that is parked closes them, too.
@@ -121,7 +121,7 @@ class EventStream:
             sinks.close()
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Hand an event to every sink; before the first one, that of the start.
+        """Pass an event to every sink, and before the first one that of the start.
 
         Args:
             kind: See ``FIELDS`` of ``evener.observe.events``.
@@ -338,13 +338,13 @@ class EventStream:
         return self._sinks.pending() if self._sinks is not None else []
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
-        """Tell the end of a run that has started, once; what ends later adds nothing."""
+        """Record the end of a started run, once; later ends add nothing."""
         if self._has_started and not self._has_finished:
             self._has_finished = True
             self.tell("run_finished", window=window, reason=reason, message=message)
 
     def end(self, *, failed: bool, error: BaseException | None) -> None:
-        """Tell the end, unless it has been told, and close all sinks; idempotent.
+        """Record the end, unless it was recorded, and close all sinks; idempotent.
 
         One worker that fails does not end the run of an elastic team.
         """

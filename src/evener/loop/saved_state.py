@@ -128,7 +128,7 @@ def save_state(
 
 
 def restore(assembly: Assembly, saved: SavedState) -> None:
-    """Put a checkpoint's state, which fits, into this rank; every rank restores the same one.
+    """Load a checkpoint's state, which fits, into this rank; all ranks load the same one.
 
     Raises:
         CheckpointError: A registered object refuses its state; the model is as it was.
@@ -253,7 +253,7 @@ def _check_fit(saved: SavedState, assembly: Assembly) -> None:
 
 @contextmanager
 def _naming(place: Path, what: str = "", remedy: str = "") -> Iterator[None]:
-    """Let errors of the block name the checkpoint, what is wrong with it, and the remedy."""
+    """Make errors of the block name the checkpoint, its damage, and the remedy."""
     try:
         yield
     except ValueError as error:

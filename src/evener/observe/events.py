@@ -87,7 +87,7 @@ class Sink(Closing):
 
     @abstractmethod
     def emit(self, event: Event) -> None:
-        """Take one event; events come in the order of their ``t``."""
+        """Receive one event; events come in the order of their ``t``."""
 
     def pending(self) -> list[threading.Event]:
         """Return what will be set as soon as everything emitted so far is written; do not wait."""
@@ -174,17 +174,17 @@ class Fanout(Sink):
         self._on_warning = on_warning
 
     def add(self, sink: Sink) -> None:
-        """Hand every further event to this sink, too."""
+        """Pass every further event to this sink, too."""
         self._sinks.append(sink)
 
     def emit(self, event: Event) -> None:
-        """Hand the event to every sink."""
+        """Pass the event to every sink."""
         for sink in self._sinks.copy():
             with self._guarding(sink):
                 sink.emit(event)
 
     def introduce(self, start: Event) -> None:
-        """Tell the start of a run to sinks that are opened in its middle, in another process."""
+        """Emit the start of a run to sinks that are opened in its middle, in another process."""
         for sink in self._sinks.copy():
             if not sink.continues:
                 with self._guarding(sink):

@@ -39,7 +39,7 @@ class ProgressSink(Sink):
         self._usable = True
 
     def emit(self, event: Event) -> None:
-        """Take note of an event and show it if it is due."""
+        """Record an event, and show it if it is due."""
         if not self._usable:
             return
         try:
@@ -147,11 +147,11 @@ class ProgressFigures:
         self._recent: deque[_Window] = deque(maxlen=SPEED_WINDOWS)
 
     def start(self, total: int | None, unit: str) -> None:
-        """Take note of how many windows are planned, and of what a weight counts."""
+        """Record the number of planned windows, and the unit of weights."""
         self._total, self._unit = total, unit
 
     def add(self, event: Event) -> None:
-        """Take in a ``window`` event."""
+        """Add a ``window`` event."""
         rows = event["ranks"]
         # A window of local steps says how many optimizer steps there have been.
         self._step = event.get("turns", event["window"] + 1)

@@ -33,7 +33,7 @@ class _Session:
     marks: list[_Mark] = field(default_factory=list)  # of the warm-up, and of the last window
 
     def add(self, event: Event) -> None:
-        """Take an event of this session into account."""
+        """Add an event of this session."""
         self.ended_t = event["t"]
         if event["type"] == "eval":
             self.paused_s += event["elapsed_s"]
@@ -98,7 +98,7 @@ class EventTally:
         return tally
 
     def add(self, event: Event) -> None:
-        """Take one event into account, in the order in which they happen."""
+        """Add one event, in the order in which they happen."""
         kind = event["type"]
         last = self._sessions[-1] if self._sessions else None
         if kind in {"run_started", "run_resumed", "reformed"} or last is None:

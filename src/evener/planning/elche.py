@@ -97,7 +97,7 @@ class ElChe:
     # ── settings ─────────────────────────────────────────────────────────────────────────────────
 
     def with_speed_ratio(self, slow_rank: int, ratio: float) -> Self:
-        """Say how much slower one rank is, until it is measured.
+        """Set how much slower one rank is, until it is measured.
 
         Args:
             slow_rank: The slow rank; it gets the anchor.
@@ -119,7 +119,7 @@ class ElChe:
         return self.with_speeds(ratios)
 
     def with_speeds(self, speeds: Sequence[float]) -> Self:
-        """Say how fast each rank is, relative to the others, until they are measured.
+        """Set the relative speeds of all ranks, until they are measured.
 
         Args:
             speeds: One a rank, above 0; the unit is free.
@@ -304,7 +304,7 @@ class ElChe:
         self.is_calibrated = True
 
     def forget(self, ranks: Collection[int]) -> None:
-        """Forget how fast some ranks are, such as those that have left."""
+        """Forget the speeds of some ranks, such as those that have left."""
         self._ms = [0.0 if rank in ranks else ms for rank, ms in enumerate(self._ms)]
         self.is_calibrated = any(self._ms)
         if self.is_calibrated:
@@ -368,7 +368,7 @@ class ElChe:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``.
+        """Continue from ``state``.
 
         Raises:
             CheckpointError: It is damaged, or of another number of ranks.

@@ -39,7 +39,7 @@ class FixedShares(Policy):
         self._micro_batch_sizes: Sequence[int | None] = (None,) * len(members)
 
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
-        """Say how shares are computed; it matters only where single samples are avoided."""
+        """Set how shares are computed; it matters only if single samples are avoided."""
         self._micro_batch_sizes = tuple(sizes)
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:

@@ -85,7 +85,7 @@ class LevelGuard(DivergenceGuard):
         self._rises = 0
 
     def report(self, divergence: float) -> Verdict:
-        """Take a window's divergence; see ``DivergenceGuard``."""
+        """Return the verdict on a window's divergence; see ``DivergenceGuard``."""
         self._rises = self._rises + 1 if divergence > self._last else 0
         self._last = divergence
         if self._rises < _RISES or divergence <= self._threshold:

@@ -38,7 +38,7 @@ class HintWatch:
         return len(self._judged) == len(self._hinted) or self._num_observed >= _LAST_WINDOW
 
     def observe(self, worked: Sequence[bool], speeds: Sequence[float]) -> list[str]:
-        """Take in a window, and compare the ranks that are measured well enough now.
+        """Add a window, and compare the ranks that are measured well enough now.
 
         Args:
             worked: By rank, whether it had a share of the window.

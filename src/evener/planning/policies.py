@@ -83,7 +83,7 @@ class Planner(ABC):
         return True
 
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
-        """Say how shares are computed, where that matters.
+        """Set how shares are computed, if that matters.
 
         Args:
             sizes: Most samples in one forward and backward, by rank; ``None`` for a whole share in
@@ -115,7 +115,7 @@ class Planner(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, even of another team: members that are not here are ignored.
+        """Continue from ``state``, even of another team: members that are not here are ignored.
 
         Raises:
             CheckpointError: The state is damaged or of another policy.

@@ -192,7 +192,7 @@ class SpeedModel:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``.
+        """Continue from ``state``.
 
         Raises:
             CheckpointError: The state is damaged.

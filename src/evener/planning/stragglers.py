@@ -150,7 +150,7 @@ class StragglerWatch:
         return self._paces[rank].strikes > 0
 
     def observe(self, window: int, records: Sequence[Report]) -> tuple[Straggler, ...]:
-        """Take a committed window.
+        """Judge a committed window.
 
         Args:
             window: Its number.

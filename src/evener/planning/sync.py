@@ -116,7 +116,7 @@ class SyncPolicy(Policy):
         return all(speed.is_known for speed in self._speeds)
 
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
-        """Say how shares are computed; see ``Policy``. Shares in use are forgotten."""
+        """Set how shares are computed; see ``Policy``. Shares in use are forgotten."""
         if len(sizes) != len(self.members):
             raise ConfigError(
                 f"{len(sizes)} micro-batch sizes were given for {len(self.members)} members"
@@ -240,7 +240,7 @@ class SyncPolicy(Policy):
         return WindowPlan(window=window, epoch=epoch, start=start, size=size, shares=shares)
 
     def set_absent(self, ranks: frozenset[int]) -> None:
-        """Note which numbers no member of an elastic team has; see ``Policy``."""
+        """Set the numbers that no member of an elastic team has; see ``Policy``."""
         self._absent = ranks
         self.set_parked(self._parked)
 
@@ -377,7 +377,7 @@ class SyncPolicy(Policy):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, even of another team: members that are not here are ignored.
+        """Continue from ``state``, even of another team: members that are not here are ignored.
 
         Members of which the state says nothing keep what is known of them. The time of an exchange
         is not part of it, as that belongs to a team and not to a member. See ``Policy``.
