@@ -111,8 +111,9 @@ class FolderLock(Closing):
     """Keeps processes of other runs from writing to a run's folder.
 
     The main process of the run holds it. The lock is the kernel's, on the event file: it ends with
-    the process, however that ends, and the next main process takes it. File systems that know no
-    locks keep nobody out.
+    the process, however that ends, and the next main process takes it. Workers of an elastic team
+    share a lock of the folder itself, so that no other run takes it meanwhile. File systems that
+    know no locks keep nobody out.
 
     Args:
         folder: The run's folder.
@@ -121,17 +122,23 @@ class FolderLock(Closing):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._descriptor: int | None = None
+        self._shared: int | None = None
+
+    def share(self) -> None:
+        """Keep other runs out while this worker lives; idempotent."""
+        if self._shared is None and sys.platform != "win32":
+            with suppress(OSError):  # a worker on another machine may not see the folder
+                self._shared = os.open(self._folder, os.O_RDONLY)
+                _lock(self._shared, is_shared=True)
 
     def take(self) -> bool:
-        """Take the lock if no other process has it; return whether this one has it now.
+        """Take the lock if no other run has it, and no process; return whether this one has it now.
 
         Raises:
             CheckpointError: The event file cannot be written.
         """
         if self._descriptor is not None or sys.platform == "win32":
             return True
-        import fcntl
-
         path = self._folder / EVENTS
         try:
             descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -139,15 +146,18 @@ class FolderLock(Closing):
             raise CheckpointError(
                 f"{path} cannot be written: {error}; remove it, or choose another folder"
             ) from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not (_lock(descriptor) and (self._shared is not None or self._has_no_workers())):
             os.close(descriptor)
             return False
-        except OSError:
-            pass
         self._descriptor = descriptor
         return True
+
+    def _has_no_workers(self) -> bool:
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        try:
+            return _lock(descriptor)
+        finally:
+            os.close(descriptor)
 
     def require(self) -> None:
         """Take the lock.
@@ -161,10 +171,24 @@ class FolderLock(Closing):
             )
 
     def close(self) -> None:
-        """Release the lock if this process has it; idempotent."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        """Release the locks that this process has; idempotent."""
+        for descriptor in (self._descriptor, self._shared):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._descriptor = self._shared = None
+
+
+def _lock(descriptor: int, *, is_shared: bool = False) -> bool:
+    """Lock what is open without waiting; return whether no other process has locked it."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_NB | (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX))
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system knows no locks
+        pass
+    return True
 
 
 def release_folder(folder: Path) -> None:

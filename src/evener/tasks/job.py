@@ -14,12 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
 from evener.checkpoint import Checkpoint
-from evener.config.folders import (
-    CHECKPOINTS,
-    SUMMARY,
-    FolderLock,
-    release_folder,
-)
+from evener.config.folders import CHECKPOINTS, SUMMARY, FolderLock, release_folder
 from evener.config.options import Keys, TaskOptions
 from evener.config.presets import resolve_job
 from evener.config.runs import JobConfig
@@ -387,7 +382,9 @@ class Job(EpochLoop):
 
     def on_commit(self, result: WindowResult) -> None:
         """Evaluate and save where that is due; the window has been recorded."""
-        if self.ddp.is_main_process:  # the one before may have been lost, and its lock with it
+        if self.team.is_elastic:  # the main process may be lost, and its lock with it
+            self._lock.share()
+        if self.ddp.is_main_process:
             self._lock.take()
         every = self.config.eval.every
         if every and result.progress.window % every == 0 and not self.ddp.stopping:

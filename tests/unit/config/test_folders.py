@@ -101,6 +101,19 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
             claim_folder(parent, name)
 
 
+def test_workers_keep_other_runs_out_while_their_run_has_no_main_process(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, "x")
+    with FolderLock(folder) as main, FolderLock(folder) as worker, FolderLock(folder) as other:
+        main.require()
+        worker.share()
+        assert not worker.take()
+        main.close()
+        assert not other.take()
+        assert worker.take()
+        worker.close()
+        assert other.take()
+
+
 def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path: Path) -> None:
     folder = claim_folder(tmp_path, "x")
     first, second = FolderLock(folder), FolderLock(folder)

@@ -104,6 +104,11 @@ def test_a_worker_that_joins_becomes_the_main_process_of_the_run(tmp_path: Path)
     team = ElasticThreads(2)
     free: list[bool] = []
 
+    def before(membership: ThreadMembership, *_: object) -> None:
+        if "w0" not in team.formations[-1].members and not free:
+            team.threads[0].join(PATIENCE_S)  # its locks end with it
+            free.append(is_free(tmp_path / "line"))
+
     def after(membership: ThreadMembership, window: int) -> None:
         member = membership.member
         if (member, window) == ("w0", 2):
@@ -113,13 +118,12 @@ def test_a_worker_that_joins_becomes_the_main_process_of_the_run(tmp_path: Path)
         elif window == {"w0": 6, "w1": 10}.get(member):
             team.die(member)
         elif (member, window) == ("j", 12):
-            for thread in team.threads[:2]:  # their locks end with them
-                thread.join(PATIENCE_S)
+            team.threads[1].join(PATIENCE_S)
         elif (member, window) == ("j", 14):
             free.append(is_free(tmp_path / "line"))
 
     def body(membership: ThreadMembership) -> tuple[TaskResult, list[int]]:
-        return work(membership, tmp_path, after)
+        return work(membership, tmp_path, after, before)
 
     team.run(body)
     assert [f.members for f in team.formations][2:] == [("w1", "j"), ("j",)]
@@ -131,7 +135,8 @@ def test_a_worker_that_joins_becomes_the_main_process_of_the_run(tmp_path: Path)
     assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
     assert run.events[-1]["type"] == "run_finished"
     assert run.checkpoints[-1].name == "step-16"
-    assert free == [False]  # j has taken the lock
+    # At first nobody had taken the lock of w0; then j has taken that of w1.
+    assert free == [False, False]
     assert is_free(tmp_path / "line")
 
 
