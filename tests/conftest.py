@@ -16,6 +16,7 @@ import hypothesis
 from helpers import leaks
 from helpers.browsers import find_browser
 from helpers.forking import Zygote
+from helpers.launched import QUICK
 
 if TYPE_CHECKING:
     from helpers.clocks import RankClocks
@@ -43,6 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     leaks.mark_descendants()
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(QUICK), *([before] if before else [])])
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Shells start background jobs so; whatever is tested would inherit it, and never stop.
         signal.signal(signal.SIGINT, signal.default_int_handler)

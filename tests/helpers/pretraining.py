@@ -177,7 +177,8 @@ class Lab:
         folder = self.folder / "site"
         folder.mkdir(exist_ok=True)
         (folder / "sitecustomize.py").write_text(sitecustomize)
-        self.sandbox.environ["PYTHONPATH"] += f"{os.pathsep}{folder}"
+        before = self.sandbox.environ["PYTHONPATH"]
+        self.sandbox.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{before}"
 
 
 def be_evener(rank: Rank, folder: str, command: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import SingleCommunicator
+from helpers.forking import Zygote
 from helpers.ranks import Rank, run_ranks
 from helpers.teams import setup
 
@@ -53,7 +54,9 @@ def train(
         wraps = backend is not None and policy == "cadence"
         forward = torch.compile(model, backend=backend) if wraps else model
         comm = SingleCommunicator() if team is None else team.split([0, 1], name=policy)
-        with setup(comm, forward, optimizer, policy=policy) as ddp:
+        # Equal shares in SYNC: a rank that is held up for so long would be parked.
+        fixed = {"partition_ratios": (1.0,) * rank.world_size} if policy == "sync" else {}
+        with setup(comm, forward, optimizer, policy=policy, **fixed) as ddp:
             if backend is not None and forward is model:
                 model.compile(backend=backend)
             loader = ddp.loader(data, batch_size=4, micro_batch_size=1)  # one shape to compile for
@@ -80,6 +83,7 @@ def train(
 def test_compiled_models_train_as_others(
     world_size: int, policies: Sequence[str], backend: str, tmp_path: Path
 ) -> None:
+    Zygote.get().preload("torch._dynamo.utils", "torch._functorch.aot_autograd")
     env = {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the rank itself, without further processes

@@ -175,7 +175,7 @@ def test_localhost_may_be_the_ipv6_loopback_address(sandboxes: list[Sandbox]) ->
         site = sandbox.folder / "site"
         site.mkdir()
         (site / "sitecustomize.py").write_text(IPV6_ALONE)
-        sandbox.environ["PYTHONPATH"] += f"{os.pathsep}{site}"
+        sandbox.environ["PYTHONPATH"] = f"{site}{os.pathsep}{sandbox.environ['PYTHONPATH']}"
         script = sandbox.script(TRAIN)
         running.append(sandbox.evener(*command(node, f"localhost:{port}", script)))
     first, second = ends_of(running)
