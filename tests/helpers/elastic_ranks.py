@@ -31,7 +31,15 @@ from torch.optim import AdamW, Optimizer
 from evener import Ddp
 from evener.comm.base import Communicator
 from evener.team.process_state import KernelState, state_of
-from helpers.elastic_runs import BATCH, EPOCHS, NUM_SAMPLES, Trained, config_for, make_model
+from helpers.elastic_runs import (
+    BATCH,
+    EPOCHS,
+    NUM_SAMPLES,
+    Trained,
+    config_for,
+    make_model,
+    park_nobody,
+)
 from helpers.limits import PATIENCE_S
 from helpers.ranks import Rank
 
@@ -58,6 +66,7 @@ def set_up(
     }
     model, optimizer = make(1 + rank.rank)
     ddp = Ddp.setup(model, optimizer, policy=policy, devices="cpu", config=config_for(policy))
+    park_nobody(ddp)
     return ddp, model
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,21 @@ def be_evener_on_a_full_disk(rank: Rank, folder: str, command: list[str]) -> int
     return be_evener(rank, folder, command)
 
 
+def be_evener_on_a_disk_that_stays_full(rank: Rank, folder: str, command: list[str]) -> int:
+    """As above; time for checkpoints passes only while they wait, however slow the disk is."""
+    from evener.loop import checkpointing
+
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
+    checkpointing.time = clock  # type: ignore[assignment]
+    return be_evener_on_a_full_disk(rank, folder, command)
+
+
 def make_room(team: RankTeam) -> None:
     """Lets ranks write as much as they want again."""
     for pid in team.pids:
@@ -47,10 +63,10 @@ def make_room(team: RankTeam) -> None:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
 
 
-def start(lab: Lab, *arguments: object) -> RankTeam:
+def start(lab: Lab, *arguments: object, be: Callable[..., int]) -> RankTeam:
     Zygote.get().preload(*NEEDED)
     command = ["pretrain", "run.yaml", *map(str, arguments)]
-    return RankTeam(be_evener_on_a_full_disk, 2, str(lab.folder), command)
+    return RankTeam(be, 2, str(lab.folder), command)
 
 
 def wait_for(run: RunFolder, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
@@ -81,7 +97,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 def test_the_last_state_is_saved_when_there_is_room_at_last(lab: Lab) -> None:
     run = lab.path_of("late")
-    with start(lab, "--name", "late") as team:
+    with start(lab, "--name", "late", be=be_evener_on_a_full_disk) as team:
         wait_for(run, lambda events: NUM_WINDOWS in missed(events))
         make_room(team)
         outcomes = team.wait(RUN_TIMEOUT_S)
@@ -108,7 +124,7 @@ def test_a_disk_that_is_full_to_the_end_is_an_error_on_every_rank_and_harms_noth
     assert [path.name for path in run.checkpoints] == ["step-2", "step-4"]
     before = len(run.events)
     arguments = ("--name", "full", "--resume", "--set", "checkpoint.retry_s=0.2")
-    with start(lab, *arguments) as team:
+    with start(lab, *arguments, be=be_evener_on_a_disk_that_stays_full) as team:
         outcomes = team.wait(RUN_TIMEOUT_S)
     for outcome in outcomes:
         assert outcome.value == 1, outcome.story()

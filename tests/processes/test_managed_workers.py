@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from evener.errors import LaunchError, UsageError, WorkerError
 from evener.managed.epoch_metrics import EpochMetrics
+from evener.managed.processes import WorkerTeam
 from evener.team.supervisor import Child
 from helpers.launched import Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S
@@ -169,8 +171,8 @@ def test_a_worker_that_no_signal_ends_is_not_waited_for(monkeypatch, capfd):
         assert f"rank 1 (pid {pids[1]}) does not end even when killed" in capfd.readouterr().err
     finally:
         os.kill(pids[1], signal.SIGKILL)
-        handle._run.children[1].process.wait(PATIENCE_S)
-    assert wait_until_gone(pids[0])
+        for child in handle._run.children:  # on a busy machine the other one may need longer, too
+            child.process.wait(PATIENCE_S)
 
 
 def test_ctrl_c_ends_a_run_within_seconds_and_keeps_the_model(monkeypatch):
@@ -237,13 +239,24 @@ def test_a_worker_that_leaves_is_named_and_not_those_that_lost_it(leave, said):
     assert caught.value.rank == 1
 
 
-def test_a_worker_that_becomes_another_program_while_the_run_fails_is_not_waited_for(monkeypatch):
+def test_a_worker_that_becomes_another_program_while_the_run_fails_is_not_waited_for(
+    tmp_path, monkeypatch
+):
+    known = tmp_path / "the failure is known"
+    order = WorkerTeam._order
+
+    def note_and_order(team: WorkerTeam, what: str, children: Sequence[Child]) -> None:
+        known.touch()
+        order(team, what, children)
+
     def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if os.environ["RANK"] == "0":
             raise ValueError("bad sample")
-        time.sleep(1.0)  # the failure is known by then
+        while not known.exists():
+            time.sleep(0.01)
         os.execvp("sleep", ["sleep", "3600"])
 
+    monkeypatch.setattr(WorkerTeam, "_order", note_and_order)
     monkeypatch.setattr("evener.managed.processes.SURVIVORS_S", 10 * PATIENCE_S)
     with pytest.raises(WorkerError, match=r"rank 0 .* failed: ValueError: bad sample"):
         describe_job(**TWO, train_fn=train).run().join(timeout_s=PATIENCE_S)

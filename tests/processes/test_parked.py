@@ -5,6 +5,7 @@ import signal
 import sys
 import textwrap
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,11 @@ def is_anyone_parked(ddp: Ddp) -> bool:
 
 def get_into_trouble(rank: Rank, trouble: str) -> None:
     """Trains until rank 1 is parked, then lets rank 2 do harm, and tells the error."""
-    timeout_s = 3.0 if trouble == "hangs" else 100.0
     # A sharded update is copied from its owners, so that replicas cannot come apart.
     update = "off" if trouble == "writes" else "auto"
-    model, ddp = set_up(
-        timeout_s=timeout_s, verify_every=int(trouble == "writes"), sharded_update=update
-    )
+    model, ddp = set_up(verify_every=int(trouble == "writes"), sharded_update=update)
+    if (rank.rank, trouble) == (0, "hangs"):
+        be_impatient_with_rank_2(ddp)
 
     def train() -> None:
         for x in ddp.loader(torch.ones(1_000_000, 3), batch_size=8).epoch(0):
@@ -74,6 +74,18 @@ def get_into_trouble(rank: Rank, trouble: str) -> None:
     error = caught.value
     named = getattr(error, "missing", getattr(error, "rank", None))
     rank.send((type(error).__name__, str(error), named))
+
+
+def be_impatient_with_rank_2(ddp: Ddp) -> None:
+    """Gives exchanges half a second each as soon as rank 1 is parked, and all minutes before."""
+    engine: Any = ddp.assembly.engine
+    park = engine.team.park
+
+    def park_and_hurry(ranks: Collection[int]) -> None:
+        park(ranks)
+        engine.hurry(0.5)
+
+    engine.team.park = park_and_hurry
 
 
 def test_errors_name_ranks_of_the_team_while_one_is_parked() -> None:
@@ -98,18 +110,12 @@ def test_errors_name_ranks_of_the_team_while_one_is_parked() -> None:
 # ── stopping ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def stop_when_told(rank: Rank, folder: str) -> tuple[float, list[float], bool]:
-    """Trains until a signal comes; returns when it came or was heard of, and the weights."""
-    told_s = 0.0
-
-    def is_told() -> bool:
-        nonlocal told_s
-        if signals.requested is not None and not told_s:
-            told_s = time.monotonic()
-        return signals.requested is not None
-
+def stop_when_told(rank: Rank, folder: str) -> tuple[list[float], bool]:
+    """Trains until a signal comes, or is heard of; returns the weights, and whether it did."""
     with StopSignals() as signals:
-        model, ddp = set_up(stop_when=is_told)
+        model, ddp = set_up(stop_when=lambda: signals.requested is not None)
+        # It is not called back before the data ends, which lasts longer than the test may take.
+        ddp.assembly.engine.policy.windows_apart = lambda *_: 10**9  # type: ignore[method-assign]
         rank.send(None)
         with ddp:
             sent = False
@@ -120,10 +126,9 @@ def stop_when_told(rank: Rank, folder: str) -> tuple[float, list[float], bool]:
                     if not sent:
                         rank.send("parked")
                     sent = True
-                    time.sleep(0.02)  # 500 windows, after which it is tried again, take 10 s
-            ended_s = time.monotonic()
+                    time.sleep(0.005)
             ddp.save(folder)
-            return ended_s, model.weight.flatten().tolist(), ddp.stopping
+            return model.weight.flatten().tolist(), ddp.stopping
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -133,13 +138,11 @@ def test_a_parked_rank_that_is_told_to_stop_stops_the_team(signum: int, tmp_path
             team.receive(rank)
         for rank in (0, 2):
             assert team.receive(rank) == "parked"
-        started_s = time.monotonic()
         team.send_signal(PARKED, signum)
         outcomes = team.wait()
     assert all(o.returned for o in outcomes), "\n".join(o.story() for o in outcomes)
-    ended, weights, stopping = zip(*(outcome.value for outcome in outcomes), strict=True)
+    weights, stopping = zip(*(outcome.value for outcome in outcomes), strict=True)
     assert stopping == (True, True, True)
-    assert max(ended) - started_s < 2.0
     assert weights[0] == weights[1] == weights[2]
     assert (tmp_path / "checkpoint").is_dir()
 

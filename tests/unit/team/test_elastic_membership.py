@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,11 +172,12 @@ def test_members_that_cannot_connect_say_so_and_give_up_after_timeout_s(
         raise RuntimeError("Connect timeout [127.0.0.1]:9")
 
     monkeypatch.setattr(elastic_membership, "GroupCommunicator", refuse)
-    with (
-        pair(deadlines=replace(DEADLINES, timeout_s=0.2)) as team,
-        pytest.raises(LaunchError, match=r"no generation for 0\.2 s \(timeout_s\).*Connect"),
-    ):
-        form_again_and_again(team)
+    with pair(deadlines=replace(DEADLINES, timeout_s=PATIENCE_S)) as team:
+        # By the clock of members, each failure comes so long after the one before.
+        clock = SimpleNamespace(monotonic=count(step=PATIENCE_S).__next__)
+        monkeypatch.setattr(elastic_membership, "time", clock)
+        with pytest.raises(LaunchError, match=r"no generation for 120 s \(timeout_s\).*Connect"):
+            form_again_and_again(team)
     said = capsys.readouterr().err
     assert "a could not connect to all members of generation 1, which are a, b, within" in said
 
@@ -211,7 +214,7 @@ def test_a_worker_that_waits_for_an_announcement_notices_that_the_coordinator_is
             membership = stack.enter_context(ElasticMembership(link, address, 1, **limits))
             membership.next_generation(None)
         with pytest.raises(CoordinatorLostError, match="patience_s"):
-            membership.announced("run", 5.0)
+            membership.announced("run", PATIENCE_S)
 
 
 def test_what_a_worker_that_was_left_out_had_announced_counts_no_more() -> None:

@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 
 from evener.team.output import OutputPump
+from helpers.limits import PATIENCE_S
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def pumped(tmp_path):
             for chunk in chunks:
                 os.write(source[1], chunk)
             os.close(source[1])
-            assert pump.finish(10)
+            assert pump.finish(PATIENCE_S)
         return path.read_bytes()
 
     return run
@@ -61,7 +62,7 @@ def test_a_closed_target_does_not_stop_the_reading():
         for _ in range(64):  # far more than a pipe holds
             os.write(source[1], b"line\n" * 8_000)
         os.close(source[1])
-        assert pump.finish(10)
+        assert pump.finish(PATIENCE_S)
     os.close(target[1])
 
 
@@ -79,7 +80,7 @@ def test_a_reader_that_pauses_is_waited_for():
         pump.start()
         os.write(source[1], b"the end\n")
         os.close(source[1])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while not pump.is_writing and time.monotonic() < deadline:
             assert not pump.finish(0.01)
         assert pump.is_writing
@@ -87,5 +88,5 @@ def test_a_reader_that_pauses_is_waited_for():
         while len(received) < full + len(b"the end\n"):
             received += ours.recv(1 << 20)
         assert received.endswith(b"xthe end\n")
-        assert pump.finish(10)
+        assert pump.finish(PATIENCE_S)
         assert not pump.is_writing
