@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evener.observe.events import mean_loss
 from evener.observe.numbers import aligned, human_count, human_duration
 
 # Loss is averaged over this last part of what a trial has done: single windows are noise.
@@ -83,14 +84,13 @@ def read_trial(events: Sequence[Mapping[str, Any]], policy: str, backend: str) -
             paused_s += float(event.get("elapsed_s") or 0.0)
         if event["type"] != "window":
             continue
-        rows = [r for r in event["ranks"] if r["weight"] and r["loss"] is not None]
-        weight = float(sum(r["weight"] for r in rows))
-        if started is None or not weight:
+        loss = mean_loss(event)
+        if started is None or loss is None:
             continue
-        done += weight
+        done += sum(row["weight"] for row in event["ranks"])
         elapsed_s.append(float(event["t"]) - float(started["t"]) - paused_s)
         units.append(done)
-        losses.append(sum(r["weight"] * r["loss"] for r in rows) / weight)
+        losses.append(loss)
     if started is None or not units:
         return None
     heldout = [e["loss"] for e in events if e["type"] == "eval" and e["loss"] is not None]

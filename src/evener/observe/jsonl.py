@@ -140,7 +140,8 @@ class JsonlSink(Sink):
         try:
             state = os.fstat(self._file)
             if state.st_nlink == 0:
-                self._begin_anew()
+                self._open_part(self._path)
+                self._warn("the file was removed, and is created again")
                 line = self._lines.line(event)
             elif state.st_size and state.st_size + len(line) > self._part_bytes:
                 self._begin_part()
@@ -156,11 +157,6 @@ class JsonlSink(Sink):
         if self._torn:
             self._lines = LineWriter()
             self._warn("the disk is full")
-
-    def _begin_anew(self) -> None:
-        """Continue in a new file: the old one was removed with its content."""
-        self._open_part(self._path)
-        self._warn("the file was removed, and is created again")
 
     def _begin_part(self) -> None:
         """Continue in the next file, because this one is full; remove the file that is too old."""

@@ -106,12 +106,17 @@ class RunSummary:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def solos(self) -> dict[int, float]:
+        """Return the speeds of ranks alone that are known, by rank."""
+        return {r: solo for r, solo in enumerate(self.solo_tokens_per_s) if solo is not None}
+
+    @property
     def of_ideal(self) -> float | None:
         """Return the team's speed over the sum of its ranks' speeds alone; at best about 1."""
-        solos = [speed for speed in self.solo_tokens_per_s if speed is not None]
-        if self.tokens_per_s is None or not solos or len(solos) != self.world_size:
+        alone = sum(self.solos.values())
+        if self.tokens_per_s is None or not alone or len(self.solos) != self.world_size:
             return None
-        return self.tokens_per_s / sum(solos) if sum(solos) > 0 else None
+        return self.tokens_per_s / alone
 
     @property
     def ceiling(self) -> float | None:
@@ -119,7 +124,7 @@ class RunSummary:
 
         What is missing to 1 is lost to other programs, and to what ranks share, such as cores.
         """
-        alone = sum(speed or 0.0 for speed in self.solo_tokens_per_s)
+        alone = sum(self.solos.values())
         if self.side_by_side_tokens_per_s is None or not alone:
             return None
         return self.side_by_side_tokens_per_s / alone
@@ -155,8 +160,7 @@ def best_speed_without(summary: RunSummary, rank: int) -> float | None:
     Returns:
         Tokens (or samples) per second; ``None`` when there is no other rank or speeds are unknown.
     """
-    solos = {r: solo for r, solo in enumerate(summary.solo_tokens_per_s) if solo is not None}
-    active = {other: solos[other] for other in solos if other not in summary.parked}
+    active = {r: solo for r, solo in summary.solos.items() if r not in summary.parked}
     total = sum(active.values())
     others = [speed for other, speed in active.items() if other != rank]
     if summary.of_ideal is None or summary.tokens_per_s is None or not others or total <= 0:
@@ -198,7 +202,7 @@ def closing_table(summary: RunSummary) -> "Table":
     table.add_column("contribution")
     total = _total_weight(summary)
     for row in summary.ranks:
-        solo = _solo(summary, row.rank)
+        solo = summary.solos.get(row.rank)
         factor = summary.emulated.get(row.rank)
         table.add_row(
             str(row.rank),
@@ -261,7 +265,7 @@ def _headline(summary: RunSummary) -> str:
 
 
 def _team(summary: RunSummary, speed: float) -> list[str]:
-    solos = {r: solo for r, solo in enumerate(summary.solo_tokens_per_s) if solo is not None}
+    solos = summary.solos
     if len(solos) != summary.world_size:
         return ["what each rank does alone is not known"]
     # Of equals the lowest rank is the one to compare with.
@@ -298,12 +302,7 @@ def _contribution(summary: RunSummary, rank: int) -> str:
 
 def _is_equal(summary: RunSummary, rank: int) -> bool:
     """Return whether a rank alone is about as fast as the fastest other: both are useful."""
-    active = [r for r in range(len(summary.solo_tokens_per_s)) if r not in summary.parked]
-    others = [_solo(summary, other) or 0.0 for other in active if other != rank]
-    best, own = max(others, default=0.0), _solo(summary, rank) or 0.0
+    active = {r: solo for r, solo in summary.solos.items() if r not in summary.parked}
+    own = active.pop(rank, 0.0)
+    best = max(active.values(), default=0.0)
     return min(best, own) >= _EQUAL * max(best, own)
-
-
-def _solo(summary: RunSummary, rank: int) -> float | None:
-    solos = summary.solo_tokens_per_s
-    return solos[rank] if rank < len(solos) else None

@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any, Final
 
 from evener.observe.events import SPANS, Event, RankRow
@@ -28,9 +27,8 @@ def trace_events(name: str, events: Iterable[Event], voids: Voids | None = None)
     Each rank is a process of its own with one track: a slice for each window, and in it waiting for
     data, compute, wait and exchange. A span of several pieces is drawn as one. What does not fit
     into its window, as exchanges in the background do not, is drawn shorter; ``args`` holds what
-    was measured. Without begins of spans they follow one another up to the end of the window. The
-    process "team" has evaluations, checkpoints, membership changes, changed plans, and counters for
-    loss, speed and bytes.
+    was measured. The process "team" has evaluations, checkpoints, membership changes, changed
+    plans, and counters for loss, speed and bytes.
 
     Args:
         name: What the run is called.
@@ -156,10 +154,10 @@ def _part(pid: int, row: RankRow, name: str, begin_us: int, end_us: int) -> Trac
     args |= {"sent_bytes": row.get("sent_bytes", 0)}
     args |= {f"{span}_s": value for span, value in zip(SPANS, spent_s, strict=True)}
     yield _slice(pid, _WINDOWS, name, begin_us, end_us, args)
-    ago_s: list[float] = []
-    if "work_ago_s" in row:
-        compute_ago_s = max(0.0, row["work_ago_s"] - spent_s[0])
-        ago_s = [row["work_ago_s"], compute_ago_s, row["wait_ago_s"], row["sync_ago_s"]]
+    work, wait, sync = row.get("work_ago_s"), row.get("wait_ago_s"), row.get("sync_ago_s")
+    if work is None or wait is None or sync is None:
+        return  # a damaged line does not say when the spans began
+    ago_s = work, max(0.0, work - spent_s[0]), wait, sync
     for span, (start_us, stop_us) in zip(
         SPANS, laid_out(begin_us, end_us, spent_s, ago_s), strict=True
     ):
@@ -168,7 +166,7 @@ def _part(pid: int, row: RankRow, name: str, begin_us: int, end_us: int) -> Trac
 
 
 def laid_out(
-    begin_us: int, end_us: int, spent_s: Sequence[float], ago_s: Sequence[float] = ()
+    begin_us: int, end_us: int, spent_s: Sequence[float], ago_s: Sequence[float]
 ) -> list[tuple[int, int]]:
     """Return begin and end of the parts of a window, in their order and without overlap.
 
@@ -176,27 +174,15 @@ def laid_out(
         begin_us: Microsecond at which the window could begin.
         end_us: Microsecond at which it was applied.
         spent_s: Seconds of the parts, in their order.
-        ago_s: When each began, in seconds before the end. Where that is not known, parts follow one
-            another up to the end.
+        ago_s: When each began, in seconds before the end.
     """
-    if ago_s:
-        begins = [max(begin_us, min(end_us, end_us - _us(max(0.0, ago)))) for ago in ago_s]
-        parts, limit_us = [], end_us
-        for begin, seconds in zip(reversed(begins), reversed(spent_s), strict=True):
-            start_us = min(begin, limit_us)
-            parts.append((start_us, min(limit_us, start_us + _us(min(seconds, 1e9)))))
-            limit_us = start_us
-        return parts[::-1]
-    total_s = sum(spent_s)
-    room_us = end_us - begin_us
-    scale = min(1e6, room_us / total_s) if total_s > 0 else 0.0
-    bounds = [end_us - round(total_s * scale)]
-    done_s = 0.0
-    for seconds in spent_s:
-        done_s += seconds
-        bounds.append(min(end_us, bounds[0] + round(done_s * scale)))
-    bounds[0] = max(begin_us, bounds[0])
-    return list(pairwise(bounds))
+    begins = [max(begin_us, min(end_us, end_us - _us(max(0.0, ago)))) for ago in ago_s]
+    parts, limit_us = [], end_us
+    for begin, seconds in zip(reversed(begins), reversed(spent_s), strict=True):
+        start_us = min(begin, limit_us)
+        parts.append((start_us, min(limit_us, start_us + _us(min(seconds, 1e9)))))
+        limit_us = start_us
+    return parts[::-1]
 
 
 def _slice(

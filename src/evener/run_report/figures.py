@@ -49,10 +49,10 @@ def figures(
         has_timeline: Whether the timeline is wanted, by far the largest part.
     """
     lanes, cells = in_order(history)
-    solo = _solo_speeds(lanes, cells, facts, history.team_since)
+    parked = [lane.member in history.parked for lane in lanes]
+    solo = _solo_speeds(lanes, cells, facts, history.team_since, parked)
     waits = Waits.of(cells)
     ranks = _ranks(history, lanes, cells, solo, waits)
-    parked = [lane.rank in history.parked for lane in lanes]
     if history.num_omitted:
         notes = [*notes, f"{history.num_omitted:,} rows of further members are left out"]
     return {
@@ -149,7 +149,11 @@ def _unit(history: RunHistory) -> str:
 
 
 def _solo_speeds(
-    lanes: Sequence[Lane], cells: Cells, facts: SummaryFacts, since: int
+    lanes: Sequence[Lane],
+    cells: Cells,
+    facts: SummaryFacts,
+    since: int,
+    parked: Sequence[bool],
 ) -> tuple[Floats, str]:
     """Return units per second of each rank alone, NaN where unknown, and where they come from.
 
@@ -162,7 +166,7 @@ def _solo_speeds(
     latest = done > 0.9 * done[-1] if len(done) else np.zeros(0, bool)
     own = latest & (cells["first"] >= since)
     recent = cells["weight"][:, own if own.any() else latest]
-    return np.where(recent.sum(axis=1) > 0, alone, np.nan), "compute time"
+    return np.where(np.logical_or(recent.sum(axis=1) > 0, parked), alone, np.nan), "compute time"
 
 
 def _team(
@@ -230,7 +234,7 @@ def _ranks(
                 "host": lane.host,
                 "device": lane.device,
                 "emulated": slowed.get(str(lane.rank)),
-                "parked": lane.rank in history.parked,
+                "parked": lane.member in history.parked,
                 **{key: number(value) for key, value in own.items()},
                 "sent_bytes": number(own["sent_bytes"]) if own["sent_bytes"] else None,
                 "share": number(own["weight"] / weight) if weight > 0 else None,

@@ -157,7 +157,7 @@ class RunHistory:
         self.voids = voids or Voids()
         self.lanes: dict[str, Lane] = {}
         self.num_omitted = self.num_estimated = 0
-        self.parked: list[int] = []
+        self.parked: set[str] = set()
         self._most_listed = most_listed
         self.incidents = Listed[Incident](most_listed)
         self.evals: list[HeldOut] = []
@@ -268,7 +268,8 @@ class RunHistory:
         )
         self._free_s = end_s
         parked = event.get("parked")
-        self.parked = [r for r in parked if type(r) is int] if isinstance(parked, list) else []
+        ranks = parked if isinstance(parked, list) else []
+        self.parked = {member for member, row in rows.items() if row["rank"] in ranks}
 
     def _void(self, first: int) -> None:
         dropped, is_exact = self.windows.drop(first)

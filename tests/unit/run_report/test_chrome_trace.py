@@ -3,7 +3,6 @@
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from hypothesis import given
@@ -86,11 +85,10 @@ def test_each_rank_is_a_process_with_a_name_and_properly_nested_slices():
     threads = {(event["tid"], event["pid"]) for event in events}
     assert len({tid for tid, _ in threads}) == len(threads)
     slices = [e for e in events if e["ph"] == "X" and names[e["pid"]].startswith("rank 0")]
-    assert [e["name"] for e in slices[:4]] == ["window 0", "compute", "wait", "sync"]
-    assert [(e["ts"], e["dur"]) for e in slices[:4]] == [
-        (0, 1_000_000), (0, 700_000), (700_000, 200_000), (900_000, 100_000),
-    ]  # fmt: skip
-    assert slices[4]["args"]["sync_s"] == 3.0
+    # Without begins of spans, as in a damaged line, the windows alone are known.
+    assert [e["name"] for e in slices] == ["window 0", "window 1", "window 2"]
+    assert (slices[0]["ts"], slices[0]["dur"]) == (0, 1_000_000)
+    assert slices[1]["args"]["sync_s"] == 3.0
     instants = [event["args"]["text"] for event in events if event["ph"] == "i"]
     assert instants[0] == "lost rank 1 (b): killed <b>"
     counters = {event["name"] for event in events if event["ph"] == "C"}
@@ -141,21 +139,24 @@ def test_a_run_without_windows_is_a_trace():
 times = st.floats(0, 3, allow_subnormal=False)
 
 
-@given(st.lists(st.tuples(times, times, times, times), max_size=8))
+@given(st.lists(st.tuples(*[times] * 7), max_size=8))
 def test_whatever_ranks_measure_slices_nest(measured):
     events, t = [started()], 0.0
     for k, (length, *spent) in enumerate(measured):
         t += length
-        events.append(committed_window(k, t=t, times_s=(tuple(spent), tuple(spent[::-1]))))
+        window = committed_window(k, t=t, times_s=(tuple(spent[:3]), tuple(spent[2::-1])))
+        ago = dict(zip(("work_ago_s", "wait_ago_s", "sync_ago_s"), spent[3:], strict=True))
+        window["ranks"][0] |= ago
+        window["ranks"][1] |= {**ago, "sync_ago_s": None}
+        events.append(window)
     check_nesting(trace_of(events))
 
 
 four = st.tuples(times, times, times, times)
 
 
-@given(st.integers(0, 10**9), st.integers(0, 10**9), four, st.one_of(st.just(()), four))
+@given(st.integers(0, 10**9), st.integers(0, 10**9), four, four)
 def test_parts_follow_one_another_inside_the_window(begin, length, spent, ago):
     parts = laid_out(begin, begin + length, spent, ago)
     bounds = [begin, *(bound for part in parts for bound in part), begin + length]
     assert bounds == sorted(bounds)
-    assert ago or all(one[1] == other[0] for one, other in pairwise(parts))

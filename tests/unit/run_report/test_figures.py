@@ -45,6 +45,20 @@ def test_speeds_compare_the_team_with_each_rank_alone_and_the_ideal():
     assert [rank["share"] for rank in found["ranks"]] == [0.6, 0.4]
 
 
+def test_only_the_present_member_of_a_rank_is_parked_and_what_it_does_alone_stays_known():
+    windows = [committed_window(k, t=k + 1.0) for k in range(40)]
+    for k, window in enumerate(windows):
+        if k >= 2:
+            window["ranks"][1]["member"] = "c"
+        if k >= 10:
+            window["ranks"][1] |= {"samples": 0, "weight": 0.0, "loss": None, "compute_s": 0.0}
+            window["parked"] = [1]
+    found = document_of(history_of(started(), *windows))
+    rows = {row["member"]: (row["parked"], row["alone"]) for row in found["ranks"]}
+    assert rows == {"a": (False, 85.7143), "b": (False, None), "c": (True, 44.4444)}
+    assert found["team"]["ideal"] == pytest.approx(60 / 0.7 + 40 / 0.9, rel=1e-5)
+
+
 def test_what_the_summary_measured_takes_precedence():
     facts = read_facts(
         {

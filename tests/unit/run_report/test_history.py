@@ -99,7 +99,7 @@ def test_what_is_said_of_the_end_and_of_members_is_kept():
         make_event("run_finished", t=3.0, window=1, reason="failed", message="WorkerError: gone"),
     )
     assert (found.lanes["b"].host, found.lanes["b"].device) == ("box", "cpu")
-    assert found.parked == [1]
+    assert found.parked == {"b"}
     assert [mark.text for mark in found.incidents] == [
         "lost rank 1 (b): killed",
         "failed after 1 window: WorkerError: gone",
