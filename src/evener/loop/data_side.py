@@ -80,7 +80,7 @@ class DataSide:
         prefetch: Prefetch = "auto",
         max_steps: int | None = None,
     ) -> TeamLoader | StreamLoader:
-        """Return a loader for training, of which each rank gets its part.
+        """Return a loader for training, which gives each rank its part of the data.
 
         Over a map-style data set every sample is trained on exactly once an epoch, in windows of
         ``batch_size`` samples that are split by speed. A ``DataLoader`` keeps its data set,
@@ -90,8 +90,8 @@ class DataSide:
         A plain ``BatchSampler`` counts as its sampler and ``batch_size``.
 
         Over an ``IterableDataset``, or a ``DataLoader`` with another batch sampler, each rank reads
-        for itself and contributes one batch to every window; what is then not guaranteed is said
-        once.
+        for itself and contributes one batch to every window. A message says once what is then not
+        guaranteed.
 
         Args:
             dataset: Anything with ``len`` and ``[index]``, an ``IterableDataset``, or a
@@ -164,8 +164,8 @@ class DataSide:
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left to do, up to ``num_epochs``.
 
-        As ``range(num_epochs)``, but it begins with the first epoch that is not committed: after
-        ``load``, and on a rank that joins an elastic team. Make the loader before.
+        It is like ``range(num_epochs)``, but begins with the first epoch that is not committed:
+        after ``load``, and on a rank that joins an elastic team. Make the loader before.
 
         Args:
             num_epochs: Epochs of the run.
@@ -198,8 +198,8 @@ class DataSide:
 
         All ranks iterate over it together: after an epoch, or in ``on_commit``, where those that
         are not parked share the whole data set. In the loop, ``gather`` gives every rank the rows
-        of all ranks, for metrics that need them all (F1, AUC, BLEU). Numbers that each rank has
-        found on its part are combined exactly by ``weighted_mean(value, weight)``::
+        of all ranks, for metrics that need them all (F1, AUC, BLEU). Use ``weighted_mean`` to
+        combine means of the ranks' parts exactly::
 
             logits, labels = [], []
             with ddp.evaluating():
@@ -209,7 +209,7 @@ class DataSide:
             auc = roc_auc_score(torch.cat(labels), torch.cat(logits))  # the same on every rank
 
         With fewer samples than ranks, the loop's body does not run on the last ranks, and only the
-        others are given the rows: compute on rank 0 where that may be.
+        others get the rows: compute on rank 0 if that may happen.
 
         Args:
             dataset: Map-style data set, or a ``DataLoader`` over one; the same on every rank.
@@ -238,10 +238,10 @@ class DataSide:
     def gather(self, value: T) -> T:
         """Give every rank the rows of all ranks, in the order of the data set.
 
-        In the loop of an ``eval_loader``, what successive calls return, concatenated, are the rows
-        of the whole data set in its order, each once, on every rank: also on one that had no batch
-        in some round, which is given those rows by its next call. All ranks call it equally
-        often in each round, in the same order. Outside of any loop, rows come in rank order.
+        In the loop of an ``eval_loader``, concatenate the results of successive calls: they are the
+        rows of the whole data set in its order, each once, on every rank. A rank that had no batch
+        in some round gets those rows by its next call. All ranks call it equally often in each
+        round, in the same order. Outside of any loop, rows come in rank order.
 
         Args:
             value: Tensor, or a list, tuple or dict of tensors, on any device. The first dimension
@@ -253,16 +253,17 @@ class DataSide:
 
         Raises:
             UsageError: In a training loop, or not a dense tensor.
-            CollectiveMismatchError: Ranks gather unlike rows, or unlike often.
+            CollectiveMismatchError: Ranks gather rows of different kinds, or a different number of
+                times.
         """
         return self._gatherer.gather(value)
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Save and restore an object with ``save`` and ``load``.
 
-        Its state is taken from one rank, so it must be the same on every rank, as that of a
-        scheduler, of an average of the weights or of a metric over all ranks is. Ranks that are
-        called back after having been parked receive it, too. After ``load``, registering restores.
+        Its state is taken from one rank, so it must be the same on every rank, like that of a
+        scheduler, an average of the weights or a metric over all ranks. Parked ranks receive it
+        when they are called back. After ``load``, registering restores the state.
 
         Args:
             name: Its name in checkpoints.

@@ -85,9 +85,9 @@ class Loop(DataSide):
         The rank reads its place from the environment: torchrun, SLURM or ``evener launch``. In a
         script that was started plainly (``python train.py``) and asks for several devices, this
         call starts the script once for each of them and does not return: the process becomes the
-        launcher. What comes before it in the script runs once more in every rank, so call it early.
-        Where a script cannot be started again (a notebook, an interactive session), ``"auto"``
-        takes one device and says how to use all.
+        launcher. The code before the call runs again in every rank, so call it early. If a script
+        cannot be started again (a notebook, an interactive session), ``"auto"`` uses one device and
+        says how to use all.
 
         Args:
             model: A module, or several as a list or dict; the same architectures on every rank.
@@ -103,23 +103,23 @@ class Loop(DataSide):
                 (numbers of the host's accelerator).
             precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (autocast around the model's forward);
                 ``"auto"`` is the fast one of this device. Ranks may differ. With ``fp16`` anywhere
-                the team scales losses; an overflow on one rank leaves the window out on all.
+                the team scales losses; if one rank overflows, all skip the window.
             config: Further options.
             environment: This rank's place, instead of the process environment.
             communicator: The ranks to train with, instead of connecting to them; closed by
-                ``close``. Its rank and size go before those of ``environment``.
+                ``close``. Its rank and world size take precedence over those of ``environment``.
             process_group: A group of ``torch.distributed`` whose ranks are the team; the default
-                group where there is one already. It tells evener who and where they are; gradients
-                travel over connections of evener's own.
+                group, if one is initialised. evener reads ranks and addresses from it; gradients
+                travel over evener's own connections.
             elastic: Fewest and most workers of an elastic team, such as ``"1:3"`` or ``(1, 3)``. A
                 script that was started plainly becomes the launcher of the most workers; ``evener
-                launch --elastic`` can start fewer. ``None`` is an elastic team where the script
-                was started for one, else a team that stays as it is. Or a ``Membership``, which
-                decides which ranks are in the team.
+                launch --elastic`` can start fewer. ``None`` is an elastic team if the script was
+                started for one, else a fixed team. Or a ``Membership``, which decides which ranks
+                are in the team.
             quiet: Do not print the team to stderr; warnings are always printed.
-            sinks: Take the run's events, on the main process: each is a ``Sink``, or a function
-                without arguments that makes one and is called on the main process alone. Closed by
-                ``close``, and when another rank becomes the main process.
+            sinks: They receive the run's events, on the main process. Each is a ``Sink``, or a
+                function without arguments that makes one, called on the main process only. Closed
+                by ``close``, and when another rank becomes the main process.
 
         Raises:
             ConfigError: A bad option, or ranks with different models or versions.
@@ -176,9 +176,9 @@ class Loop(DataSide):
     def is_main_process(self) -> bool:
         """Return whether this rank writes and prints for the team; true on one rank.
 
-        It is rank 0 until that is parked because it is too slow; then the lowest rank that stays,
-        also after rank 0 has come back. In an elastic team it is the rank that has been there for
-        longest. So ask for it each time.
+        It is rank 0 until that is parked because it is too slow. Then it is the lowest rank that
+        stays, also after rank 0 has come back. In an elastic team it is the oldest member. So read
+        it each time.
         """
         return self._engine.is_main
 
@@ -209,9 +209,9 @@ class Loop(DataSide):
         Args:
             loss: Scalar; the mean over ``weight`` units.
             weight: Units behind the loss, such as counted tokens; the micro-batch's samples by
-                default, and 1 outside of a loader. 0 leaves the micro-batch out.
-            optimizer: The optimizer that the loss is for, where several take turns: only its
-                parameters get a gradient. See ``step``.
+                default, and 1 outside of a loader. With 0 the micro-batch does not count.
+            optimizer: The optimizer of this loss, if several take turns: only its parameters get a
+                gradient. See ``step``.
 
         Raises:
             UsageError: Outside a micro-batch, a loss that is not a tensor, a bad weight, a second
@@ -248,7 +248,7 @@ class Loop(DataSide):
         the window closes when the loop asks for the next batch. Every rank takes the same turns in
         the same order. The loader must hand out a rank's share of a window as one micro-batch
         (``micro_batch_size="share"``, the default with several models and optimizers), because the
-        next turn needs what the turn before has made of *all* samples.
+        next turn needs the parameters that the previous turn has updated on *all* samples.
 
         Args:
             optimizer: Step this one alone.
@@ -318,9 +318,8 @@ class Loop(DataSide):
         """Call ``fn(result)`` on every rank when a window is committed.
 
         Committed means that every rank has applied it. The model then holds exactly that window's
-        parameters and buffers on every rank: the place for evaluation and saving. Collectives are
-        allowed in it. A parked rank, which takes part in no window, is left out until it is called
-        back.
+        parameters and buffers on every rank: evaluate and save here. Collectives are allowed in it.
+        ``fn`` is not called on a parked rank, which takes part in no window.
         """
         self._engine.call_on_commit(fn)
         return fn
@@ -350,11 +349,10 @@ class Loop(DataSide):
     def close(self) -> None:
         """Leave the team: end loaders and connections; idempotent.
 
-        Where nothing has gone wrong, what has been applied is committed first, and what a loop that
-        was left by ``break`` has done in CADENCE and ASYNC is averaged. All ranks do that together;
-        one that does not come is waited for no longer than 60 s (``DdpConfig.timeout_s`` where that
-        is less). After an error of the team, or one that has ended this rank's loop, nobody is
-        waited for.
+        Without an error, ranks first commit the applied window. In CADENCE and ASYNC they also
+        average the steps of loops that were left by ``break``. All ranks do that together, and wait
+        for one another for at most 60 s (or ``DdpConfig.timeout_s``, if that is less). After an
+        error of the team, or one that has ended this rank's loop, this rank waits for no other.
 
         Raises:
             CollectiveError: A rank was lost, or did not come.
