@@ -9,7 +9,7 @@ with a JSON object a line. Three things to know:
   Numbers of ranks are in the result already; nothing has to be gathered, and one rank writes. Ask
   `ddp.is_main_process` each time: another rank takes over where the main one is parked.
 - `ddp.window` counts windows. It is the same on every rank, which a counter in your loop is not:
-  ranks go round it a different number of times.
+  ranks run different numbers of iterations.
 - What all ranks do together, such as an evaluation of which each does a part, belongs between
   epochs, which all of them reach, also a parked one (it costs more than it contributes).
 """

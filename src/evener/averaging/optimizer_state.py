@@ -44,7 +44,7 @@ DIVIDED: Final = (
 )
 LOST: Final = (
     "the state of this {} was divided among ranks (sharded_update), and the team ended before all "
-    "ranks came to ddp.close(), so the other parts are lost: make the optimizer anew and resume "
+    "ranks came to ddp.close(), so the other parts are lost: make a new optimizer and resume "
     "from a checkpoint, or give it a state with optimizer.load_state_dict"
 )
 

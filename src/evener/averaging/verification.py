@@ -183,8 +183,8 @@ def _difference(
     return ReplicasDifferError(
         f"{_after(window)}, {'buffer' if is_buffer else 'parameter'} {name!r} of rank {rank} is "
         f"not that of rank {other} (hashes {values[rank] % _MODULUS:016x} and "
-        f"{usual % _MODULUS:016x}). {_WHY_BUFFER if is_buffer else _WHY_PARAMETER}, and go on from "
-        "the last checkpoint",
+        f"{usual % _MODULUS:016x}). {_WHY_BUFFER if is_buffer else _WHY_PARAMETER}, and resume "
+        "from the last checkpoint",
         rank=rank,
         parameter=name,
         window=window,

@@ -58,8 +58,8 @@ def agree_on_rates(rates: Mapping[int, Rates]) -> Rates:
             whose = f" of optimizer {number}" if len(mine) > 1 else ""
             raise UsageError(
                 f"learning rates differ: that of parameter group {group}{whose} is {one:.6g} on "
-                f"rank {first} and {other:.6g} on rank {rank}. Ranks go round the loop a different "
-                "number of times, so neither a local counter nor scheduler.step() in the loop may "
+                f"rank {first} and {other:.6g} on rank {rank}. Ranks run different numbers of "
+                "loop iterations, so neither a local counter nor scheduler.step() in the loop may "
                 "set it; compute it from ddp.window, or give the scheduler to Ddp.setup"
             )
     return mine

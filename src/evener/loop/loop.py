@@ -283,7 +283,7 @@ class Loop(DataSide):
             "training without ddp.loader: every ddp.step() is one update, to which each rank "
             "contributes once, with the weight given to ddp.backward (1 by default). Not "
             "guaranteed: which rank sees which samples, that each is seen once an epoch, shares "
-            "that follow speed, and going on in mid-epoch after a restart"
+            "that follow speed, and resuming in mid-epoch"
         )
         share = engine.open_share(1)
         share.start_micro_batch(1)

@@ -69,7 +69,7 @@ class HintWatch:
                 found.append(
                     f"speed_hint gives rank {rank} {hinted:.0%} of the speed of the ranks that "
                     f"were measured, and it has {measured:.0%} ({self._windows[rank]} windows); "
-                    "the work follows the measurement. In speed_hint a larger number stands for "
+                    "the work follows the measurement. In speed_hint a larger number means "
                     "a faster rank; DdpConfig().with_speed_hint(slow_rank, ratio) says how slow "
                     "one is"
                 )

@@ -22,9 +22,9 @@ def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
     purposes = {row.purpose for row in rows.values()}
     if purposes == {Purpose.STEP, Purpose.REST}:
         why = (
-            "Over a stream, or without ddp.loader, every rank has to make as many updates. Remedy: "
-            "leave a loop over a stream on all ranks at the same ddp.window; without a loader, one "
-            "that has nothing left goes along, by ddp.backward(loss, weight=0) or, with a "
+            "Over a stream, or without ddp.loader, all ranks must make the same number of updates. "
+            "Remedy: leave a loop over a stream on all ranks at the same ddp.window. Without a "
+            "loader, a rank that has nothing left calls ddp.backward(loss, weight=0) or, with a "
             "DistributedTrainer, train_batch(None); DistributedTrainer.train_epoch does so itself"
         )
     elif Purpose.GATHER in purposes:
@@ -35,7 +35,7 @@ def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
         )
     else:
         why = (
-            "Ranks go round the loop a different number of times, so a local counter must not "
+            "Ranks run different numbers of loop iterations, so a local counter must not "
             "decide about a collective. Remedy: call it in ddp.on_commit(fn), which runs on every "
             "rank, or after the epoch"
         )

@@ -141,7 +141,7 @@ class EvaluationPass:
             if not self._fits(front, offers):
                 said = "; ".join(f"rank {rank} {offer}" for rank, offer in offers.items())
                 raise CollectiveMismatchError(
-                    f"ranks gather unlike rows: {said}. Remedy: in each round of the loop call "
+                    f"ranks gather different rows: {said}. Remedy: in each round of the loop call "
                     "ddp.gather on all ranks equally often, in the same order, with the same dtype "
                     "and the same shape but for the first dimension (pad longer rows: "
                     "torch.nn.functional.pad), and leave the loop on all ranks in the same round"
@@ -255,8 +255,8 @@ class Gatherer:
         allowed = self._passes[-1].in_training or self._engine.committing
         if self._engine.is_training and not allowed:
             raise UsageError(
-                "ddp.gather inside a training loop, which ranks go round a different number of "
-                "times; gather in the loop of ddp.eval_loader, or average a number with "
+                "ddp.gather inside a training loop, in which ranks run different numbers of "
+                "iterations; gather in the loop of ddp.eval_loader, or average a number with "
                 "ddp.weighted_mean in ddp.on_commit(fn) or after the epoch"
             )
         return tree_map(self._gather_tensor, value)  # type: ignore[no-any-return]

@@ -32,8 +32,8 @@ class TeamLoader(LikeDataLoader):
     Made by ``Ddp.loader``. All ranks iterate over the same epochs; each gets the micro-batches of
     its own share: in SYNC that of a window of ``batch_size`` samples, in CADENCE and ASYNC batches
     of so many samples, each of which is a local step. A rank without work takes part in the
-    exchange of windows inside ``__next__``, so ranks may go round the loop a different number of
-    times.
+    exchange of windows inside ``__next__``, so ranks may run different numbers of
+    loop iterations.
 
     Args:
         engine: Says what this rank is to compute.
@@ -131,7 +131,7 @@ class TeamLoader(LikeDataLoader):
                 for work in engine.work():
                     yield from self._hand_out(work, indices)
                 if loop.skipped and engine.was_parked:
-                    loop.skip("this rank was parked, as it cost more than it brought")
+                    loop.skip("this rank was parked, as it cost more than it contributed")
                 if not engine.state.led_out:
                     engine.end_epoch()
                 # Where others have left by `break`, this rank has it from them, or from a change

@@ -23,7 +23,7 @@ _REMARK = (
     "{what}: each rank reads it by itself and contributes one batch to each window, so "
     "that an optimizer step has as many batches as there are ranks. Not "
     "guaranteed: that a sample is seen once an epoch (let the data set give each rank a part of "
-    "its own, by ddp.rank and ddp.world_size), shares that follow speed, and going on in "
+    "its own, by ddp.rank and ddp.world_size), shares that follow speed, and resuming in "
     "mid-epoch, which starts the epoch's data over"
 )
 
