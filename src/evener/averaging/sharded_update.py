@@ -307,7 +307,7 @@ class ShardedUpdate:
         """Make pieces of the groups that are new, as parameters were made trainable.
 
         The state of a group without equal parts stays whole on each rank: it lies in ``_rest``, and
-        ``join_if_needed`` ends the divided update before the group's first update.
+        ``join_if_needed`` ends the sharded update before the group's first update.
         """
         if self._num_groups == len(self._flat.groups):
             return
