@@ -63,10 +63,10 @@ class Reading:
 class GradientAverager:
     """Sums the ranks' gradients and divides them by the window's total weight.
 
-    Each rank accumulates ``weight / scale · ∇loss``. ``scale`` is a power of two near the weight
-    that is expected of the whole window, the same on every rank, so that sums neither overflow in
-    half precision nor lose bits. After the exchange one multiplication by ``scale / Σ weight``, in
-    the same pass as clipping, gives the gradient of the mean loss. No other scaling exists.
+    Each rank accumulates ``weight / scale · ∇loss``. ``scale`` is a power of two near the expected
+    weight of the whole window, the same on every rank. So sums neither overflow in half precision
+    nor lose bits. After the exchange one multiplication by ``scale / Σ weight``, in the same pass
+    as clipping, gives the gradient of the mean loss. No other scaling exists.
 
     Buckets leave in the order that ``flat`` gives them.
 

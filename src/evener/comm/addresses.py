@@ -53,9 +53,9 @@ def numbers_of(host: str) -> list[str]:
 def bind(host: str, port: int, backlog: int = 0) -> socket.socket:
     """Return a TCP socket that is bound to the address of a host.
 
-    Where the host has no address of this machine's own (a forwarded address, the virtual one of a
-    Kubernetes service), or its name leads to loopback here and elsewhere on other hosts, the socket
-    is bound to all addresses: others could not connect otherwise.
+    The socket is bound to all addresses in two cases: the host is not an address of this machine (a
+    forwarded address, a Kubernetes service), or its name leads to loopback here only: others could
+    not connect otherwise.
 
     Args:
         host: Name or number under which others will look for it.

@@ -136,15 +136,16 @@ def connect(
 class GroupCommunicator(Communicator, NotInherited):
     """Ranks in processes, over process groups built for them alone.
 
-    A sum of up to 976 bytes is formed on each rank in rank order, longer ones and those that travel
-    with others by Gloo or NCCL, each element on one rank and then copied: either way all ranks get
-    the same bits. Both add in the tensor's dtype: float16 and bfloat16 are rounded after each
-    addition. They are not sent in a wider dtype: users choose them for half the bytes.
+    Each rank forms a sum of up to 976 bytes by itself, in rank order. Gloo or NCCL forms longer
+    sums, and sums that travel with others: each element on one rank, which is then copied. Either
+    way all ranks get the same bits. Both add in the tensor's dtype: float16 and bfloat16 are
+    rounded after each addition. They are not sent in a wider dtype: users choose them for half the
+    bytes.
 
-    Mismatches are noticed at once where a rank is in an exchange of at most 976 bytes per rank, or
-    in one whose kind and size are not among its latest 256; else at the deadline. Only where ranks
-    are at the same time in exchanges of one kind, larger or with others, and of unlike sizes that
-    each has seen lately, does Gloo abort the process that receives too much.
+    Mismatches are noticed at once if a rank is in an exchange of at most 976 bytes per rank, or in
+    one whose kind and size are not among its latest 256. Others are noticed at the deadline. There
+    is one exception: ranks are in larger exchanges of one kind at the same time, with different
+    sizes that each has seen lately. Then Gloo aborts the process that receives too much.
 
     CUDA and other device tensors on a Gloo communicator go through a host copy, pinned where that
     is faster. With NCCL, calls still block the host until the result is there, so that every wait

@@ -1,9 +1,9 @@
 """Try a backend before training relies on it, in throw-away processes, one per rank.
 
-NCCL on new machines may hang, end the process or add up wrong numbers (peer-to-peer copies behind
-an IOMMU, a firewall, mixed drivers), and none of that can be undone in the process that trains. So
-each rank starts a child that loads nothing of the user's, forms the group and exchanges tensors
-whose result is known. The ranks agree on the outcome over the connection that they have.
+NCCL on new machines may hang, end the process or add up wrong numbers. Causes are peer-to-peer
+copies behind an IOMMU, a firewall, or mixed drivers. None of that can be undone in the process that
+trains. So each rank starts a child that loads nothing of the user's, forms the group and exchanges
+tensors whose result is known. The ranks agree on the outcome over the connection that they have.
 
 ``python -m evener.comm.preflight`` is the child. It ends when its standard input closes, which
 always happens when the parent dies.

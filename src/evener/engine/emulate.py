@@ -90,8 +90,8 @@ class Slowdown:
     """Stretches measured compute by a factor.
 
     Compute is measured on a clock of its own. On a CPU rank that is the processor time of the
-    calling thread: the slower device needs the factor times that, and a wait for a core that ranks
-    of one machine share is part of it, as long as it lasts no longer. (A device that is really slow
+    calling thread: the slower device needs the factor times that. A wait for a core that ranks of
+    one machine share is part of it, as long as it lasts no longer. (A device that is really slow
     would not have that wait.)
 
     Args:

@@ -104,9 +104,9 @@ class DataSide:
             collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
             num_workers: 0 loads in this process, more in that many worker processes.
             micro_batch_size: Most samples of one forward/backward on this rank; ``"share"`` is this
-                rank's whole part of a window, ``"auto"`` the equal share of the batch, but at
-                least three samples with batch statistics (all of the batch in CADENCE and ASYNC,
-                and with several models and optimizers, which may take turns; see ``step``).
+                rank's whole part of a window. ``"auto"`` is the equal share of the batch, and at
+                least three samples with batch statistics. In CADENCE and ASYNC, and with several
+                models and optimizers, which may take turns (see ``step``), it is all of the batch.
             prefetch: ``"thread"`` loads ahead in a thread: for data sets that draw no random
                 numbers. ``"auto"`` loads inline, or ahead with worker processes.
             max_steps: End the run after this many optimizer steps (of all ranks together).
@@ -261,8 +261,8 @@ class DataSide:
     def register(self, name: str, stateful: Stateful) -> None:
         """Save and restore an object with ``save`` and ``load``.
 
-        Its state is taken from one rank, so it must be the same on every rank, like that of a
-        scheduler, an average of the weights or a metric over all ranks. Parked ranks receive it
+        Its state is taken from one rank, so it must be the same on every rank. Examples are a
+        scheduler, an average of the weights, and a metric over all ranks. Parked ranks receive it
         when they are called back. After ``load``, registering restores the state.
 
         Args:

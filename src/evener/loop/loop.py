@@ -246,9 +246,9 @@ class Loop(DataSide):
 
         Each ``ddp.step(optimizer)`` averages and applies what was accumulated for that optimizer;
         the window closes when the loop asks for the next batch. Every rank takes the same turns in
-        the same order. The loader must hand out a rank's share of a window as one micro-batch
-        (``micro_batch_size="share"``, the default with several models and optimizers), because the
-        next turn needs the parameters that the previous turn has updated on *all* samples.
+        the same order. The loader must hand out a rank's share of a window as one micro-batch: the
+        next turn needs the parameters that the previous turn has updated on *all* samples. That is
+        ``micro_batch_size="share"``, the default with several models and optimizers.
 
         Args:
             optimizer: Step this one alone.

@@ -155,8 +155,9 @@ def _nearly(total: int, ranks: _Ranks) -> tuple[Sequence[int], Sequence[int]]:
 
     By the later one ranks do at most a sample each too many. It lies between 0 and when one rank
     could do it all, and is guessed from how many samples ranks can do by the two: nearly always the
-    second or third guess will do. An end that two guesses have left loses half of its weight, so
-    that steps of many ranks at once, which guesses do not see, cannot keep them on one side.
+    second or third guess will do. If two guesses in a row leave one end where it is, that end loses
+    half of its weight. Otherwise steps of many ranks at once, which guesses do not see, could keep
+    guesses on one side.
     """
     costs, sizes, fewer = ranks
     wanted = total + 0.25 * len(costs)
