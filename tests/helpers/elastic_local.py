@@ -62,10 +62,10 @@ class Record:
             engine.team.names[rank]: engine._leases.queue(rank)[: row.report.steps]
             for rank, row in found.rows.items()
         }
-        self.stale[engine.window, engine.team.name] = engine._steps.num_done
+        self.stale[engine.window, engine.team.membership.member] = engine._steps.num_done
 
     def heal(self, engine: Any, formation: Formation) -> None:
-        own = engine.team.name
+        own = engine.team.membership.member
         if formation.donor == own:
             self.donors[formation.generation] = own, self.steps[own]
         if engine._flown is not None:  # it lands by what it receives

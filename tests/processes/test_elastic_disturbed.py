@@ -44,7 +44,7 @@ def train_stopped(rank: Rank, address: str) -> tuple[Any, Any]:
             os.kill(os.getpid(), signal.SIGSTOP)
         if rank.rank == 0 and result.window == 4:
             rank.send("the others have gone on")
-            wait_until(lambda: ddp.assembly.team.wants_change)
+            wait_until(lambda: ddp.assembly.team.membership.wants_change)
 
     with ddp:
         return summary(loop(ddp, model, commit))

@@ -95,7 +95,7 @@ def train(rank: Rank, address: str, name: str, policy: str) -> tuple[Any, Any]:
                 die_at(point.when, what)
             if rank.rank == 0:
                 rank.send("begun")
-            wait_until(lambda: ddp.assembly.team.wants_change)
+            wait_until(lambda: ddp.assembly.team.membership.wants_change)
 
     with ddp:
         batch_size = BATCH if policy == "sync" else 2  # which is one of a rank's steps

@@ -24,7 +24,9 @@ def work(rank: Rank, address: str) -> Grown:
                 rank.send(SIZES[result.window])
             # Another generation begins with each of those that come one after the other.
             wanted = [size for window, size in SIZES.items() if window <= result.window]
-            wait_until(lambda: len(team.members) >= max(wanted, default=1) or team.wants_change)
+            wait_until(
+                lambda: len(team.members) >= max(wanted, default=1) or team.membership.wants_change
+            )
         if rank.rank in DEATHS.get(result.window, ()):
             die()
 

@@ -505,6 +505,14 @@ class Communicator(Closing):
     @abstractmethod
     def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]: ...
 
+    def _gather_long_row(self, row: Sequence[float], call: Call) -> list[list[float]]:
+        """Gather rows as the parts of a tensor."""
+        whole = torch.empty(self.world_size, len(row), dtype=torch.float64)
+        whole[self.rank] = torch.tensor(row, dtype=torch.float64)
+        self._all_gather_parts(whole.view(-1).view(torch.uint8), call)
+        rows: list[list[float]] = whole.tolist()
+        return rows
+
     @abstractmethod
     def _split(self, members: tuple[int, ...], key: str, call: Call) -> "Communicator | None":
         """Form the communicator of two or more ``members``; ``key`` is unique in this one."""

@@ -290,11 +290,7 @@ class GroupCommunicator(Communicator, NotInherited):
             self._swap_cells(call, form.pack(*row))
             return [list(form.unpack_from(self._cells, start)) for start in self._starts]
         self._swap_cells(call, b"")
-        whole = torch.empty(self.world_size, len(row), dtype=torch.float64)
-        whole[self.rank] = torch.tensor(row, dtype=torch.float64)
-        self._all_gather_parts(whole.view(-1).view(torch.uint8), call)
-        rows: list[list[float]] = whole.tolist()
-        return rows
+        return self._gather_long_row(row, call)
 
     def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
         if self.rank not in members:

@@ -209,11 +209,7 @@ class SharedCommunicator(Communicator, NotInherited):
     def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
         form = struct.Struct(f"={len(row)}d")
         if form.size > PAYLOAD_BYTES:
-            whole = torch.empty(self.world_size, len(row), dtype=torch.float64)
-            whole[self.rank] = torch.tensor(row, dtype=torch.float64)
-            self._all_gather_parts(whole.view(-1).view(torch.uint8), call)
-            rows: list[list[float]] = whole.tolist()
-            return rows
+            return self._gather_long_row(row, call)
         with self._under_way(call):
             start = payload_start(self._parity)
             form.pack_into(self._own.content, start, *row)

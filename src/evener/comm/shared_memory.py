@@ -111,8 +111,8 @@ def map_file(descriptor: int, start: int, size: int) -> memoryview:
 class _File:
     """The descriptor of this rank's file, open as long as a part of it is mapped."""
 
-    def __init__(self, name: str) -> None:
-        self.descriptor = create_file(name)
+    def __init__(self) -> None:
+        self.descriptor = create_file("evener")
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
 
@@ -193,7 +193,7 @@ class SharedMemory:
         Raises:
             OSError: See ``create_file``.
         """
-        file = _File("evener")
+        file = _File()
         self._file: _File | None = file
         self.descriptor = file.descriptor
         self._number = number

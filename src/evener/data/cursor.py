@@ -158,11 +158,6 @@ class RangeSet:
                 last, stop = last + 1, other[1]
         self._ranges[first:last] = [(start, stop)]
 
-    def contains(self, start: int, stop: int) -> bool:
-        """Return whether all of ``[start, stop)`` is in the set; false for an empty range."""
-        at = bisect_right(self._ranges, (start, math.inf))
-        return at > 0 and self._ranges[at - 1][1] >= stop > start
-
     @property
     def total(self) -> int:
         """How many numbers are in the set."""
@@ -305,7 +300,7 @@ class Cursor:
             )
         self._committed.add(lease.start, lease.stop)
         del self._leases[lease]
-        if self._committed.contains(0, self.num_samples):
+        if self._committed.total == self.num_samples:
             self.epoch += 1
             self._committed, self._busy = RangeSet(), RangeSet()
 

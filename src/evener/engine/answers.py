@@ -1,8 +1,7 @@
 """Exchanges outside of windows, which survive the loss of a rank."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,16 +82,23 @@ class AskingEngine(Engine):
     def _look_up(self) -> None:
         """Learn what the team has recorded, where this rank is to join it."""
 
-    @contextmanager
-    def _surviving(self) -> Iterator[None]:
-        """Continue with the remaining ranks if one is lost in the block."""
-        before, self._is_asking = self._is_asking, True
-        try:
-            yield
-        except CollectiveError as error:
-            self._survive(error)
-        finally:
-            self._is_asking = before
+    def _hear(self, exchange: Callable[[], Heard]) -> Heard:
+        """Exchange outside of windows and return the result; all present ranks call it together.
+
+        Args:
+            exchange: Does it once and returns the result. If a rank is lost in it, and no remaining
+                rank has heard its end, it is called again.
+        """
+        number = self._heard.number + 1
+        while self._heard.number < number:
+            before, self._is_asking = self._is_asking, True
+            try:
+                self._heard = exchange()._replace(number=number)
+            except CollectiveError as error:
+                self._survive(error)
+            finally:
+                self._is_asking = before
+        return self._heard
 
     def ask(self, purpose: Purpose, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
         """Exchange numbers between the ranks that are present; all of them call it together.
@@ -115,14 +121,14 @@ class AskingEngine(Engine):
         if self.is_alone:
             self.habits.tell_once(_ALONE.format(purpose.deed, here(), self.rank))
             return {self.rank: own}
-        number = self._heard.number + 1
-        while self._heard.number < number:
-            with self._surviving():
-                if self.has_left:
-                    self.settle()
-                rows = self._meet(purpose, body=own).rows
-                self._heard = Heard(number, [[rank, row.body] for rank, row in rows.items()])
-        return {int(rank): body for rank, body in self._heard.answer}
+
+        def meet() -> Heard:
+            if self.has_left:
+                self.settle()
+            rows = self._meet(purpose, body=own).rows
+            return Heard(answer=[[rank, row.body] for rank, row in rows.items()])
+
+        return {int(rank): body for rank, body in self._hear(meet).answer}
 
     def sum_up(self, numbers: Sequence[float]) -> Sequence[float]:
         """Return the sum of each number over ranks, from the left in rank order.
@@ -147,12 +153,8 @@ class AskingEngine(Engine):
         """Give every rank that is present each one's JSON, in rank order; all call it together."""
         if self.is_alone:
             return [told]
-        number = self._heard.number + 1
-        while self._heard.number < number:
-            with self._surviving():
-                answers = self.team.introduce(told, timeout_s=timeout_s)
-                self._heard = Heard(number, answers)
-        return [*self._heard.answer]
+        heard = self._hear(lambda: Heard(answer=self.team.introduce(told, timeout_s=timeout_s)))
+        return [*heard.answer]
 
     def hear_main(self, told: Any, *, timeout_s: float | None = None) -> Any:
         """Return the JSON ``told`` of the main rank; all that are present call it together.
@@ -161,14 +163,31 @@ class AskingEngine(Engine):
         """
         if self.is_alone:
             return told
-        number = self._heard.number + 1
-        while self._heard.number < number:
-            with self._surviving():
-                # If the team continues without this rank, it is alone.
-                main = self.state.planner if self.state.planner >= 0 else self.rank
-                answer = self.team.hear(main, told, timeout_s=timeout_s)
-                self._heard = Heard(number, answer)
-        return self._heard.answer
+
+        def hear() -> Heard:
+            # If the team continues without this rank, it is alone.
+            main = self.state.planner if self.state.planner >= 0 else self.rank
+            answers = self.team.introduce(told, timeout_s=timeout_s)
+            return Heard(answer=answers[self.team.members.index(main)])
+
+        return self._hear(hear).answer
+
+    def ask_main(self, do: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
+        """Let the main rank do something; all ranks that are present call it together.
+
+        Where that is lost meanwhile, the next main rank does it.
+
+        Args:
+            do: Does it, and returns a result in JSON other than ``None``.
+            timeout_s: So long the others wait.
+
+        Returns:
+            The result; ``None`` where the team has continued without this rank.
+        """
+        result = None
+        while result is None and not self.is_alone:
+            result = self.hear_main(do() if self.is_main else None, timeout_s=timeout_s)
+        return result
 
     def gather_rows(
         self,
@@ -192,20 +211,21 @@ class AskingEngine(Engine):
         """
         if self.is_alone:
             return (self.rank,), torch.empty((0, *row), dtype=dtype) if own is None else own
-        number = self._heard.number + 1
-        while self._heard.number < number:
-            with self._surviving():
-                ranks = self.team.members
-                if not any(counts[rank] for rank in ranks):  # nothing is exchanged
-                    return ranks, torch.empty((0, *row), dtype=dtype, device=device)
-                size = (len(ranks), max(counts[rank] for rank in ranks), *row)
-                parts = torch.empty(size, dtype=dtype, device=device)
-                if own is not None:
-                    parts[ranks.index(self.rank), : len(own)] = own
-                self.comm.all_gather_parts(parts, what="rows of all ranks (ddp.gather)")
-                each = [part[: counts[rank]] for rank, part in zip(ranks, parts, strict=True)]
-                self._heard = Heard(number, [*ranks], torch.cat(each))
-        ranks, rows = tuple(self._heard.answer), self._heard.rows
+        if not any(counts[rank] for rank in self.team.members):  # nothing is exchanged
+            return self.team.members, torch.empty((0, *row), dtype=dtype, device=device)
+
+        def gather() -> Heard:
+            ranks = self.team.members
+            size = (len(ranks), max(counts[rank] for rank in ranks), *row)
+            parts = torch.empty(size, dtype=dtype, device=device)
+            if own is not None:
+                parts[ranks.index(self.rank), : len(own)] = own
+            self.comm.all_gather_parts(parts, what="rows of all ranks (ddp.gather)")
+            each = [part[: counts[rank]] for rank, part in zip(ranks, parts, strict=True)]
+            return Heard(answer=[*ranks], rows=torch.cat(each))
+
+        _, answer, rows = self._hear(gather)
+        ranks = tuple(answer)
         assert rows is not None
         if self.team.is_elastic:
             return ranks, rows.clone()  # the script may write to the result
@@ -220,11 +240,13 @@ class AskingEngine(Engine):
         Raises:
             ReplicasDifferError: On every rank.
         """
-        number = self._heard.number + 1
-        while self._check.every and not self.is_alone and self._heard.number < number:
-            with self._surviving():
-                self._verify()
-                self._heard = Heard(number)
+
+        def compare() -> Heard:
+            self._verify()
+            return Heard()
+
+        if self._check.every and not self.is_alone:
+            self._hear(compare)
 
     def _take_heard(self, told: Sequence[Mapping[str, Any]]) -> None:
         """Adopt the result of the newest exchange outside of windows."""

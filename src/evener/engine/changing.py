@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from evener.data.cursor import Cursor
 from evener.engine.answers import AskingEngine
 from evener.engine.engine import EngineOptions, Superseded
-from evener.engine.positions import Position, Positions
+from evener.engine.positions import Positions
 from evener.engine.results import Progress, WindowResult, pack_applied, unpack_applied
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
@@ -30,7 +29,7 @@ from evener.errors import (
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import TRAINING, Formation, Standing
 from evener.protocol.generation import renewed
-from evener.protocol.row import RENEW, Purpose
+from evener.protocol.row import RENEW, Purpose, Row
 from evener.team.members import Member
 
 #: Under this key the team announces its place in the script.
@@ -86,7 +85,8 @@ class ElasticEngine(AskingEngine):
         self._are_planning = False
         #: The epoch that was begun last.
         self._epoch = 0
-        self._positions = Positions()
+        #: Of all loaders; they travel to ranks that join.
+        self.positions = Positions()
         #: States of registered objects with which this rank has joined.
         self._joined_with: dict[str, Any] = {}
         self._on_change: list[Callable[[Change], None]] = []
@@ -114,9 +114,10 @@ class ElasticEngine(AskingEngine):
     def _exchange_plans(self, *work_for_all: float) -> None:
         """Agree on the plans of the next windows; all ranks that are present call it together."""
 
-    @abstractmethod
     def _use_team(self) -> None:
         """Use the ranks that are present from now on, in the policy and in exchanges."""
+        self.policy.set_absent(self.team.absent)
+        self.habits.speak(for_all=self.is_main)
 
     def _continue_from(self, base: int) -> None:
         """Learn how many windows the state has seen in which the generation begins.
@@ -175,13 +176,6 @@ class ElasticEngine(AskingEngine):
         """Return whether this rank has joined and not begun an epoch since."""
         return self._is_new
 
-    def hold_position(self, position: Position) -> None:
-        """Let the data position of a loader travel to ranks that join.
-
-        All ranks make the same loaders, in the same order.
-        """
-        self._positions.hold(position)
-
     def pass_place(self, place: str) -> None:
         """Note where the script is; see ``RecordedSums``."""
         self._record.move(place)
@@ -191,7 +185,7 @@ class ElasticEngine(AskingEngine):
         self._epoch = epoch
         if self.team.is_elastic and self.is_main:
             place = {"epoch": epoch, "record": self._record.state_dict()}
-            self.team.announce(_PLACE, json.dumps(place))
+            self.team.membership.announce(_PLACE, json.dumps(place))
 
     def is_past(self, epoch: int) -> bool:
         """Return whether this rank is to join, and the team has committed an epoch already."""
@@ -199,25 +193,18 @@ class ElasticEngine(AskingEngine):
 
     def _team_epoch(self) -> int:
         """Return the epoch that the team has announced last; 0 before the first one."""
-        place = self.team.announced(_PLACE)
+        place = self.team.membership.announced(_PLACE)
         return int(json.loads(place)["epoch"]) if place else 0
 
     def _look_up(self) -> None:
-        if self.is_joining and (place := self.team.announced(_PLACE, _PLACE_S)):
+        if self.is_joining and (place := self.team.membership.announced(_PLACE, _PLACE_S)):
             self._record.load_state_dict(json.loads(place)["record"])
 
     def join(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
         """Join the team, if that began before this rank came; see ``begin`` for the arguments."""
         while self.is_joining:
             self._cursor, self.batch_size, self._max_steps = cursor, batch_size, max_steps
-            try:
-                self._renew("")
-                self._resume()
-            except CollectiveMismatchError:
-                raise
-            except CollectiveError as error:
-                if self._is_in:  # a rank was lost when this one was in already
-                    self._survive(error)
+            self._survive(CollectiveError(""))
 
     def _drop_out(self, left_out: LeftOutError, *, may_join: bool) -> None:
         """Become a rank that joins, because the team has continued without this one.
@@ -246,6 +233,11 @@ class ElasticEngine(AskingEngine):
                     f"window {result.window}, the first one of generation {change.generation}, is "
                     f"committed {self.redo_s:.2f} s after that began"
                 )
+
+    def _commit(self, rows: Mapping[int, Row]) -> None:
+        """Commit the window before, when this rank may."""
+        self.team.membership.await_lease()
+        super()._commit(rows)
 
     # ── a change ─────────────────────────────────────────────────────────────────────────────────
 
@@ -350,7 +342,8 @@ class ElasticEngine(AskingEngine):
         """
         if self.is_main:
             self.team.hand_over()
-        self.team.leave()
+        self.comm.close()
+        self.team.membership.leave(finished=False)
         self.state = self.state.end()._replace(planner=-1)
         raise KeyboardInterrupt(f"rank {self.rank} has left the team in window {self.window}")
 
@@ -385,7 +378,7 @@ class ElasticEngine(AskingEngine):
 
     def _standing(self) -> Standing:
         return Standing(
-            member=self.team.name,
+            member=self.team.membership.member,
             generation=self.state.generation,
             applied=self.window,
             committed=self.window - (self._applied is not None),
@@ -417,14 +410,12 @@ class ElasticEngine(AskingEngine):
         """
         rows = self._heard.rows
         team = self.team
-        own = next(one for one in team.people if one.member == team.name)
+        own = next(one for one in team.people if one.member == team.membership.member)
         told = team.introduce(
             {
                 "who": asdict(replace(own, rank=team.rank)),
                 "is_new": is_new,
                 "plans": self._wants_plans,
-                "fp16": self.options.dtype == torch.float16,
-                "kind": self.options.kind,
                 "heard": [self._heard.number, self._heard.answer],
                 "rows": None if rows is None else [[*rows.shape], str(rows.dtype)],
                 "record": self._record.state_dict() if self.is_main else None,
@@ -434,21 +425,18 @@ class ElasticEngine(AskingEngine):
         team.meet([Member(**one["who"]) for one in told])
         # A launcher starts the next worker on the same device, which is as fast as before.
         self.policy.forget([r for r, old in before.items() if team.people[r].place != old.place])
-        by_rank = dict(zip(team.members, told, strict=True))
-        fp16_ranks = [rank for rank, one in by_rank.items() if one["fp16"]]
-        self._scale.learn_ranks(fp16_ranks, self.rank)
-        kinds = {tuple(one["kind"]) for one in told}
-        self.options = replace(self.options, unlike_devices=len(kinds) > 1)
+        self._scale.learn_ranks(team.fp16_ranks, self.rank)
+        self.options = replace(self.options, unlike_devices=team.has_unlike_devices)
         self._are_planning = all(one["plans"] for one in told if not one["is_new"])
         self._take_heard(told)
         if is_new:
-            self._record.load_state_dict(by_rank[self.state.planner]["record"])
+            self._record.load_state_dict(told[team.members.index(self.state.planner)]["record"])
         return len({one["plans"] for one in told}) == 1
 
     def _heal(self, formation: Formation) -> int:
         """Send the donor's state to the ranks that need it; return its size in bytes."""
         source = formation.members.index(formation.donor)
-        receives = self.team.name in formation.receivers
+        receives = self.team.membership.member in formation.receivers
         pending = self._applied
         if receives and pending is not None and pending.result.window + 1 < formation.base:
             self._commit({})  # the donor has applied the next one, so all had applied this one
@@ -470,14 +458,14 @@ class ElasticEngine(AskingEngine):
         """Return the state beside the model that a rank which was away needs, in JSON."""
         return {
             "progress": asdict(self.progress),
-            **self._positions.state_dict(self._cursor),
+            **self.positions.state_dict(self._cursor),
             "loss_scale": self._scale.state_dict(),
         }
 
     def _take_counters(self, counters: Mapping[str, Any]) -> None:
         """Undo ``_counters``."""
         self._set_progress(Progress(**counters["progress"]))
-        self._cursor = self._positions.load_state_dict(counters) or self._cursor
+        self._cursor = self.positions.load_state_dict(counters) or self._cursor
         self._scale.load_state_dict(counters["loss_scale"])
         self._take_model()
 
@@ -536,7 +524,7 @@ class ElasticEngine(AskingEngine):
 
     def _wanted_renewal(self) -> int:
         """Return what the planner of an elastic team wishes to change after this window."""
-        return RENEW if self.team.wants_change or self.state.leaving else 0
+        return RENEW if self.team.membership.wants_change or self.state.leaving else 0
 
     def _plan_first(self, *work_for_all: float) -> None:
         """Agree on the plans with which an epoch begins; see ``_exchange_plans``."""

@@ -63,7 +63,6 @@ class EngineOptions:
     stop_requested: Callable[[], bool] | None
     habits: Habits
     slowness: Slowness
-    kind: tuple[str, str] = ("", "")
 
 
 class Engine(ABC):
@@ -250,13 +249,12 @@ class Engine(ABC):
         """
         self.settle()
         self._cursor, self.batch_size, self._max_steps = cursor, batch_size, max_steps
-        self.spans.restart()
         self._begin()
-        self.state = self.state.begin()
 
-    @abstractmethod
     def _begin(self) -> None:
         """Get ready for an epoch, when all before is settled."""
+        self.spans.restart()
+        self.state = self.state.begin()
 
     @property
     def cursor(self) -> Cursor:
@@ -412,7 +410,7 @@ class Engine(ABC):
             **said: Further fields of its ``Row``.
         """
         started_s = time.perf_counter()
-        said["leaving"] = self.state.is_elastic and self.team.is_leaving
+        said["leaving"] = self.team.membership.is_leaving
         self.state = self.state.say(purpose, stop=self.wants_stop() or self.stopping, **said)
         assert self.state.own is not None
         rows = self._swap(self.state.own, self.comm, self.team.members)

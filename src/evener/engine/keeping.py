@@ -1,6 +1,5 @@
 """Local steps through a change of the team: the remaining ranks keep their steps."""
 
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,7 +23,7 @@ from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
-from evener.protocol.row import Purpose, Row, pack
+from evener.protocol.row import Purpose, pack
 
 
 class KeepingEngine(ElasticEngine):
@@ -41,7 +40,7 @@ class KeepingEngine(ElasticEngine):
     Args:
         team: The ranks.
         policy: Plans; only the planner's counts.
-        training: What this rank trains with.
+        training: What this rank trains with: the model is its working copy.
         options: What the engine is told.
         background: For ASYNC: a second communicator of the same ranks, for the thread that
             exchanges.
@@ -53,7 +52,8 @@ class KeepingEngine(ElasticEngine):
         policy: CadencePolicy,
         training: TrainingState,
         options: EngineOptions,
-        background: Team | None,
+        *,
+        background: Team | None = None,
     ) -> None:
         way = ApplyPolicy.CADENCE if background is None else ApplyPolicy.ASYNC
         super().__init__(team, training, options, way)
@@ -82,11 +82,6 @@ class KeepingEngine(ElasticEngine):
     def policy(self) -> CadencePolicy:
         """Return the policy that divides the work; only the planner's decides."""
         return self._policy
-
-    @property
-    @abstractmethod
-    def turns(self) -> int:
-        """Return the optimizer steps of all ranks, skipped ones included."""
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 
@@ -178,8 +173,7 @@ class KeepingEngine(ElasticEngine):
         self._steps.next_window(0)
 
     def _use_team(self) -> None:
-        self._policy.set_absent(self.team.absent)
-        self.habits.speak(for_all=self.is_main)
+        super()._use_team()
         # A rank of an earlier generation that was stopped and continues may write into that
         # generation's memory, so the tensors move out of it.
         self.buffers.move(self.comm)
@@ -220,12 +214,6 @@ class KeepingEngine(ElasticEngine):
         if self._flown is None:
             self._replica.restore()
             self._scale.reset()
-
-    def _commit(self, rows: Mapping[int, Row]) -> None:
-        """Commit the previous window, if this rank may."""
-        if self.state.is_elastic:
-            self.team.await_lease()
-        super()._commit(rows)
 
     def _resume(self) -> bool:
         # In a commit the model shows the consensus, and not this rank's working copy.

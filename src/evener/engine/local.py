@@ -17,7 +17,6 @@ from torch import Tensor
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
 from evener.engine.answers import Heard
-from evener.engine.engine import EngineOptions
 from evener.engine.exchanging import Exchanged
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.keeping import KeepingEngine
@@ -25,10 +24,8 @@ from evener.engine.moments import OptimizerState
 from evener.engine.results import Applied, CadenceRecord, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates
 from evener.engine.share import Share, needs_plans
-from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.errors import CollectiveError
-from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan
 from evener.planning.report import PARAMETERS, Report
 from evener.protocol.machine import Do, State, judge, land
@@ -47,30 +44,12 @@ class LocalEngine(KeepingEngine):
     exchange rows, differences and the next plan. When the average *lands*, the rank applies it to
     the consensus and to its working copy. In CADENCE a rank waits for the landing. In ASYNC it
     continues with the next window, whose deadline starts at the landing.
-
-    Args:
-        team: The ranks.
-        policy: Plans; only the planner's counts.
-        training: What this rank trains with: the model is its working copy.
-        options: The options.
-        background: For ASYNC: a second communicator of the same ranks, for the thread that
-            exchanges.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        policy: CadencePolicy,
-        training: TrainingState,
-        options: EngineOptions,
-        *,
-        background: Team | None = None,
-    ) -> None:
-        super().__init__(team, policy, training, options, background)
-        #: Seconds that averaging has taken of this rank's time, in the window that is exchanged.
-        self._spent_s = 0.0
-        self._landing: Exchanged | None = None
-        self._result: WindowResult | None = None
+    #: Seconds that averaging has taken of this rank's time, in the window that is exchanged.
+    _spent_s = 0.0
+    _landing: Exchanged | None = None
+    _result: WindowResult | None = None
 
     @property
     def turns(self) -> int:
@@ -87,6 +66,7 @@ class LocalEngine(KeepingEngine):
         self._schedule.agree(self.progress, 0)
         self.cursor.release()
         self._flown = None
+        super()._begin()
 
     def work(self) -> Iterator[Work]:
         """Plan the first window, and work this rank's queue off."""
@@ -224,7 +204,7 @@ class LocalEngine(KeepingEngine):
         state = self.state
         if not self._own or state.winding or state.stopping or self.wants_stop():
             return False
-        if state.is_elastic and self.team.is_over:
+        if self.team.membership.is_over:
             return False
         if state.flight is not None and state.flight.blocking:
             return False
@@ -244,7 +224,7 @@ class LocalEngine(KeepingEngine):
         said = self.state.say(
             Purpose.WINDOW,
             change=self._wanted_renewal() if self.is_main else 0,
-            leaving=self.state.is_elastic and self.team.is_leaving,
+            leaving=self.team.membership.is_leaving,
             stop=self.wants_stop() or self.stopping,
             rates=checksum([rate for group in self._schedule.agreed_rates for rate in group]),
             report=work._replace(
@@ -449,11 +429,13 @@ class LocalEngine(KeepingEngine):
 
     def prepare_save(self) -> None:
         """Form the weighted mean of optimizer states; all ranks call it together."""
-        number = self._heard.number + 1
-        while not self._moments.are_of(self.window) and self._heard.number < number:
-            with self._surviving():
-                self._moments.form(self.window)
-                self._heard = Heard(number)
+
+        def form() -> Heard:
+            self._moments.form(self.window)
+            return Heard()
+
+        if not self._moments.are_of(self.window):
+            self._hear(form)
 
     def optimizer_states(self) -> list[OptimizerState]:
         """Return rank 0's means, of the last ``prepare_save``."""

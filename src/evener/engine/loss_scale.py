@@ -40,11 +40,8 @@ class LossScale:
     """
 
     def __init__(self, fp16_ranks: Iterable[int], rank: int = 0) -> None:
-        self.fp16_ranks = frozenset(fp16_ranks)
-        self.is_used = bool(self.fp16_ranks)
-        self.value = FIRST_SCALE if self.is_used else 1.0
-        self.good_steps = 0
-        self._rank = rank
+        self.is_used, self.value, self.good_steps = False, 1.0, 0
+        self.learn_ranks(fp16_ranks, rank)
         self.reset()
 
     def learn_ranks(self, fp16_ranks: Iterable[int], rank: int) -> None:

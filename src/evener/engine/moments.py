@@ -61,15 +61,13 @@ class RecentMoments:
         return self._window == window
 
     def form(self, window: int) -> None:
-        """Average the states, once a window; all ranks call it together.
+        """Average the states after so many windows; all ranks call it together.
 
         Where a rank is lost meanwhile, ``states`` are those of this rank alone.
 
         Floating-point tensors become their mean by weight, over the ranks that have them; single
         numbers (step counts) are rounded. Everything else is rank 0's.
         """
-        if self.are_of(window):
-            return
         with self._schedule.as_agreed():
             self.states = [own_state(optimizer) for optimizer in self._optimizers]
             if self._comm.world_size > 1:

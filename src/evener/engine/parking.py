@@ -197,7 +197,9 @@ class ParkingEngine(ElasticEngine):
     def _come_to_door(self, purpose: Purpose, **said: Any) -> Answer:
         self.team.call(is_parked=purpose is Purpose.AWAY)
         stop = self.stopping or self.wants_stop()
-        self.state = self.state.say(purpose, stop=stop, leaving=self.team.is_leaving, **said)
+        self.state = self.state.say(
+            purpose, stop=stop, leaving=self.team.membership.is_leaving, **said
+        )
         assert self.state.own is not None
         rows = self._swap(self.state.own, self.team.whole, self.team.everyone)
         found = answer(self.state, rows)
@@ -241,9 +243,8 @@ class ParkingEngine(ElasticEngine):
 
     def _use_team(self) -> None:
         """Use the ranks that are present from now on, in the policy and in exchanges."""
-        self.policy.set_absent(self.team.absent)
+        super()._use_team()
         self.policy.set_parked(self.team.parked)
-        self.habits.speak(for_all=self.is_main)
         if self._home is not self.team.whole:
             # A rank of an earlier generation that was stopped and continues may write into that
             # generation's memory, so the tensors move out of it.

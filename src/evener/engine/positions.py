@@ -1,4 +1,4 @@
-"""Data positions of a rank's loaders, which ranks that join receive."""
+"""Data positions of a rank's loaders: what checkpoints hold, and ranks that join receive."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast, final
@@ -19,7 +19,7 @@ class Position(Protocol):
         """Return it."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:
         """Continue from another one."""
         ...
 
@@ -30,14 +30,36 @@ class Positions:
 
     def __init__(self) -> None:
         self._own: list[Position] = []
-        #: States received from another rank, also of loaders that are not made yet.
-        self._known: Sequence[Any] = ()
+        #: States from a checkpoint or another rank, also of loaders that are not made yet.
+        self._known: Sequence[Mapping[str, Any]] = ()
+        self._allows_new_data = False
 
     def hold(self, position: Position) -> None:
         """Add that of a new loader; it continues from the state that is known of it."""
         self._own.append(position)
-        if len(self._own) <= len(self._known):
-            position.restore(self._known[len(self._own) - 1])
+        self._restore(len(self._own) - 1)
+
+    def states(self) -> list[Mapping[str, Any]]:
+        """Return them, in the order in which the loaders were made."""
+        return [position.state_dict() for position in self._own]
+
+    def restore(self, states: Sequence[Mapping[str, Any]], *, allow_new_data: bool = False) -> None:
+        """Continue from other positions, also in loaders that are made later.
+
+        Args:
+            states: In the order in which the loaders are made; an empty one tells nothing.
+            allow_new_data: Begin with the first epoch where a state is of other data.
+
+        Raises:
+            CheckpointError: A state is of other data.
+        """
+        self._known, self._allows_new_data = states, allow_new_data
+        for number in range(len(self._own)):
+            self._restore(number)
+
+    def _restore(self, number: int) -> None:
+        if number < len(self._known) and (state := self._known[number]):
+            self._own[number].restore(state, allow_new_data=self._allows_new_data)
 
     def state_dict(self, current: Cursor | None) -> dict[str, Any]:
         """Return them, in JSON.
@@ -48,7 +70,7 @@ class Positions:
         cursors = [position.cursor for position in self._own]
         found = (number for number, cursor in enumerate(cursors) if cursor is current)
         return {
-            "positions": [position.state_dict() for position in self._own],
+            "positions": self.states(),
             "current": None if current is None else next(found, None),
         }
 
@@ -61,9 +83,8 @@ class Positions:
         Raises:
             UsageError: This rank has not made that loader.
         """
-        self._known, current = state["positions"], cast("int | None", state["current"])
-        for position, told in zip(self._own, self._known, strict=False):
-            position.restore(told)
+        self.restore(state["positions"])
+        current = cast("int | None", state["current"])
         if current is None:
             return None
         if current >= len(self._own):

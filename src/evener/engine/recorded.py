@@ -13,14 +13,10 @@ class RecordedSums:
     A *place* is the time from one mark of the script to the next: before its first epoch, and after
     the beginning of each. In one place, a script asks for the same sums in the same order on every
     rank. Sums within a window (``ddp.on_commit``, the body of a training loop) are not recorded,
-    because no window is computed again.
-
-    Args:
-        most: Results that are kept; those of the oldest places go first.
+    because no window is computed again. Of too many results, the oldest places are dropped first.
     """
 
-    def __init__(self, most: int = MOST_RESULTS) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._results: dict[str, list[Sequence[float]]] = {}
         self._place, self._next = "start", 0
 
@@ -37,9 +33,9 @@ class RecordedSums:
         """Keep a result of this place."""
         kept = self._results.setdefault(self._place, [])
         self._next += 1
-        if len(kept) < self._most:
+        if len(kept) < MOST_RESULTS:
             kept.append(result)
-        while sum(map(len, self._results.values())) > self._most:
+        while sum(map(len, self._results.values())) > MOST_RESULTS:
             del self._results[next(iter(self._results))]
 
     def take(self) -> Sequence[float] | None:

@@ -32,13 +32,9 @@ class Slowness:
         diagnosis: SlowDiagnosis,
         warn: Callable[[str], None],
     ) -> None:
-        self.because = SlowCause.UNKNOWN
-        self._rank = rank
-        self._members = members
-        self._watch = StragglerWatch([_kind(member) for member in members])
         self._diagnosis = diagnosis
         self._warn = warn
-        self._is_looking = False
+        self.restart(rank, members)
 
     def restart(self, rank: int, members: Sequence[Member]) -> None:
         """Forget all windows, because other workers have these numbers now; on all ranks together.

@@ -131,7 +131,8 @@ class Assembly:
             self._sharded = ShardedUpdate(
                 self.flat, optimizers, is_wanted=is_divided, is_must=is_must
             )
-            self.state = self._make_state(Schedule(optimizers, scheduler))
+            parts = (self.model, self.flat, self.buffers, optimizers)
+            self.state = TrainingState(*parts, Schedule(optimizers, scheduler), self._sharded)
             self.engine = self._make_engine()
             self.team.watch_waits(self.engine.windows_s)
             self._habits = self.engine.habits
@@ -176,14 +177,10 @@ class Assembly:
             membership.close()
             raise
 
-    def _make_state(self, schedule: Schedule) -> TrainingState:
-        parts = (self.model, self.flat, self.buffers, self.optimizers)
-        return TrainingState(*parts, schedule, self._sharded)
-
     def _say_team(self, *, quiet: bool) -> None:
         if quiet or not self.engine.is_main:
             return
-        present = [self.members[rank] for rank in self.team.members]
+        present = [self.team.people[rank] for rank in self.team.members]
         exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
         say("\n".join([*team_lines(present), exchange]))
 
@@ -202,7 +199,7 @@ class Assembly:
         """Return the members' names, in rank order."""
         if self.team.is_elastic:  # others may come under the same numbers
             return [f"number {rank}" for rank in range(self.team.world_size)]
-        return [member.member for member in self.members]
+        return [member.member for member in self.team.people]
 
     def part_of(self, optimizer: Optimizer) -> int:
         """Return the number of one of the optimizers.
@@ -305,11 +302,6 @@ class Assembly:
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
 
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """Return the member of each rank."""
-        return self.team.people
-
     def _introduce(self, training: Sequence[object]) -> None:
         config, team = self._config, self.team
         config.check_team(team.world_size)
@@ -321,7 +313,7 @@ class Assembly:
             precision=self.precision,
         )
         if team.is_elastic:
-            own = replace(own, member=team.name)
+            own = replace(own, member=team.membership.member)
         greetings = team.introduce({**asdict(own), "training": training})
         check_alike([greeting.pop("training") for greeting in greetings])
         taken: Counter[str] = Counter()
@@ -370,7 +362,7 @@ class Assembly:
         ratios = self._config.partition_ratios
         if ratios is not None:
             return FixedShares(self.names, ratios, avoid_ones=avoid_ones)
-        planner = SyncPolicy(self.names, [None] * len(self.members), avoid_ones=avoid_ones)
+        planner = SyncPolicy(self.names, [None] * len(self.team.people), avoid_ones=avoid_ones)
         if speeds is not None:
             planner.hint(list(speeds))
         return planner
@@ -387,18 +379,17 @@ class Assembly:
         )
 
     def _make_options(self) -> EngineOptions:
-        config, own = self._config, self.members[self.team.rank]
-        members = [self.members[rank] for rank in self.team.members]
-        kinds = {(m.device.partition(":")[0], m.device_name) for m in members}
+        config, team = self._config, self.team
+        own = team.people[team.rank]
         return EngineOptions(
             max_grad_norm=config.max_grad_norm,
             non_finite=config.non_finite,
             verify_every=config.verify_every or 0,
-            lr_factor=1.0 + (len(members) - 1) * config.lr_scale_ratio,
-            unlike_devices=len(kinds) > 1,
+            lr_factor=1.0 + (len(team.members) - 1) * config.lr_scale_ratio,
+            unlike_devices=team.has_unlike_devices,
             avoid_ones=any(isinstance(module, _BatchNorm) for module in self.model.modules()),
             dtype=HALF.get(own.precision, torch.float32),
-            loss_scale=LossScale((m.rank for m in members if m.precision == "fp16"), own.rank),
+            loss_scale=LossScale(team.fp16_ranks, own.rank),
             slowdown=Slowdown(
                 own.emulated, clock=compute_clock(own.device), stop_requested=config.stop_when
             ),
@@ -406,11 +397,10 @@ class Assembly:
             habits=Habits(self.flat, self.optimizers, warn=warn, rank=own.rank),
             slowness=Slowness(
                 own.rank,
-                self.members,
+                self.team.people,
                 diagnosis=SlowDiagnosis(kind_of(self.device).identify(self.device)),
                 warn=warn,
             ),
-            kind=(own.device.partition(":")[0], own.device_name),
         )
 
 

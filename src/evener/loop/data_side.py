@@ -1,7 +1,7 @@
 """The data side of ``Ddp``: loaders, and the state that a checkpoint holds of them."""
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
@@ -53,9 +53,6 @@ class DataSide:
         self._loaders: list[TeamLoader | StreamLoader] = []
         self._eval_loaders: weakref.WeakSet[EvaluationLoader] = weakref.WeakSet()
         self._gatherer = Gatherer(assembly.engine)
-        #: What a checkpoint says of each loader, for those that are made after it was loaded.
-        self._positions: Sequence[Mapping[str, Any]] = ()
-        self._allows_new_data = False
 
     @overload
     def loader(  # type: ignore[overload-overlap]  # a stream is a Dataset, too
@@ -157,8 +154,7 @@ class DataSide:
             if not self._loaders:
                 loader.introduce_data()
         self._loaders.append(loader)
-        self._restore_position(number)
-        engine.hold_position(loader)
+        engine.positions.hold(loader)
         return loader
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -290,21 +286,15 @@ class DataSide:
         engine.settle()  # parameters may be a window ahead of the data position
         engine.prepare_save()  # not before: a function of ``on_commit`` may save, too
         engine.verify()
-        failure = None
-        # The rank that wrote may be lost: the next main rank writes. If the team continues without
-        # this rank, it saves nothing.
-        while failure is None and not engine.is_alone:
-            failure = engine.hear_main(self._write(Path(path)) if engine.is_main else None)
-        if failure:
+        if failure := engine.ask_main(lambda: self._write(Path(path))):
             raise CheckpointError(failure)
 
     def _write(self, path: Path) -> str:
         """Write a checkpoint, on the main rank; return why it could not, empty if it could."""
-        positions = [loader.state_dict() for loader in self._loaders]
         engine = self._engine
         with engine.consensus(), engine.team.in_phase("saving"):
             try:
-                written = save_state(self.assembly, positions, path)
+                written = save_state(self.assembly, engine.positions.states(), path)
             except (EvenerError, OSError) as error:
                 return str(error)
         self.events.checkpoint(written)
@@ -339,9 +329,7 @@ class DataSide:
                     f"rank {rank} finds the checkpoint of window {window} in {path}, rank 0 that "
                     f"of window {answers[0][1]}; use storage that every rank sees"
                 )
-        self._positions, self._allows_new_data = saved.positions, "data" in allow
-        for number in range(len(self._loaders)):
-            self._restore_position(number)
+        self._engine.positions.restore(saved.positions, allow_new_data="data" in allow)
         restore(assembly, saved)
         self.events.learn(resumed_from=saved.path, window=self._engine.window)
 
@@ -357,10 +345,6 @@ class DataSide:
         equal = -(-min(batch_size, num_samples) // engine.parts_of_batch)
         least = _LEAST_FOR_STATISTICS if engine.options.avoid_ones else 1
         return max(equal, min(batch_size, least))
-
-    def _restore_position(self, number: int) -> None:
-        if number < len(self._positions) and (state := self._positions[number]):
-            self._loaders[number].restore(state, allow_new_data=self._allows_new_data)
 
 
 def _optional(name: str, value: int | None, least: int) -> int | None:

@@ -210,16 +210,12 @@ class ManagedRank(EpochLoop):
         eval_fn = self.job.eval_fn
         if eval_fn is None or self.ddp.stopping:
             return {}
-        agreed: Mapping[str, float] | None = None
-        # The main rank may be lost: the next one evaluates. If the team continues without this
-        # rank, it has no figures.
-        while agreed is None and not self._engine.is_alone:
-            values = None
-            if self.ddp.is_main_process:
-                with self.ddp.evaluating():
-                    values = _numbers(eval_fn(self.model))
-            agreed = self._engine.hear_main(values, timeout_s=EVAL_TIMEOUT_S)
-        return agreed or {}
+
+        def evaluate() -> dict[str, float]:
+            with self.ddp.evaluating():
+                return _numbers(eval_fn(self.model))
+
+        return self._engine.ask_main(evaluate, timeout_s=EVAL_TIMEOUT_S) or {}
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

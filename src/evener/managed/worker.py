@@ -74,11 +74,7 @@ class ManagedProcess:
         for metrics in self._rank.train():
             if is_elastic or ddp.is_main_process:  # the main process may be lost before it tells
                 self._channel.tell({"metrics": metrics.document()})
-        engine, is_sent = ddp.assembly.engine, False
-        while not (is_sent or engine.is_alone):  # the main process may be lost before it has sent
-            if is_main := ddp.is_main_process:
-                self._send_state()
-            is_sent = engine.hear_main(is_main, timeout_s=EVAL_TIMEOUT_S)
+        ddp.assembly.engine.ask_main(self._send_state, timeout_s=EVAL_TIMEOUT_S)
         self._rank.close()
 
     def _is_stopped(self) -> bool:
@@ -88,10 +84,12 @@ class ManagedProcess:
             os._exit(1)  # whoever would have used the result has gone
         return self._stopped
 
-    def _send_state(self) -> None:
+    def _send_state(self) -> bool:
+        """Send the model, if there is one; return that it is done."""
         if self._rank is not None:
             document, payload = pack_trained(self._rank.state())
             self._channel.tell({"state": document}, payload)
+        return True
 
     def _fail(self, error: Exception | SystemExit) -> int:
         steps = -1 if self._rank is None else self._rank.ddp.progress.steps

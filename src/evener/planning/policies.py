@@ -121,6 +121,10 @@ class Planner(ABC):
             CheckpointError: The state is damaged or of another policy.
         """
 
+    def set_absent(self, ranks: frozenset[int]) -> None:
+        """Give nothing to these numbers, which no member of an elastic team has."""
+        return
+
 
 class Policy(Planner):
     """Plans SYNC windows, from reports of earlier ones if it learns."""
@@ -165,10 +169,6 @@ class Policy(Planner):
                 not parked gets at least a sample of this one (two with batch statistics). 0 gives
                 work only where it helps, ``inf`` always, where there are enough samples.
         """
-
-    def set_absent(self, ranks: frozenset[int]) -> None:
-        """Give nothing to these numbers, which no member of an elastic team has."""
-        return
 
     def set_parked(self, ranks: frozenset[int]) -> None:
         """Give these ranks nothing to do until further notice."""

@@ -401,9 +401,8 @@ def _close(verdict: Ruling, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Ruli
     do = (*do, Do.APPLY)
     if before.plans:
         state = _accept(state._replace(plans=state.plans[1:]), rows[state.planner].body)
-        if rows[state.planner].change and state.plans and not state.stopping:
-            do = (*do, Do.CHANGE)
-    elif rows[state.planner].change and not state.stopping:
+    goes_on = bool(state.plans) or not before.plans
+    if rows[state.planner].change and goes_on and not state.stopping:
         do = (*do, Do.CHANGE)
     return verdict._replace(state=state, do=do)
 

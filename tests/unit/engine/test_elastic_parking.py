@@ -44,7 +44,7 @@ class Run:
             engine: Any = ddp.assembly.engine
             engine._policy = Parks(ddp, misfits, apart)
             engine.habits.notice = self.told.append
-            self._ddps[engine.team.name] = ddp
+            self._ddps[engine.team.membership.member] = ddp
 
         def commit(membership: ThreadMembership, result: WindowResult) -> None:
             self._windows[result.window] = result

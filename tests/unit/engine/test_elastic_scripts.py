@@ -97,7 +97,9 @@ def test_functions_of_a_commit_average_on_all_ranks_that_remain(skip: int, told:
     means: dict[str, list[float]] = {}
 
     def mean(ddp: Ddp, result: WindowResult) -> None:
-        means.setdefault(ddp.assembly.team.name, []).append(ddp.weighted_mean(result.window))
+        means.setdefault(ddp.assembly.team.membership.member, []).append(
+            ddp.weighted_mean(result.window)
+        )
 
     team = ElasticThreads(3, kills=[kill])
     team.run(lambda membership: train(membership, mean))
