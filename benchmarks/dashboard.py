@@ -2,9 +2,10 @@
 
     python benchmarks/dashboard.py --windows 1000,100000 --readers 20 --json dashboard.json
 
-The events are made up, as those of ``report_page.py``. First the file is read: seconds until a
-reader sees anything, and all of it. Then the run goes on for some seconds, with five windows in
-each, and the processor time of the server is a part of them.
+The events are made up, as those of ``report_page.py``. The run goes on, with five windows a second,
+from the start of the server until all has been read, and for some seconds after that. Measured are
+the seconds until a reader sees anything, a new window, and all of the file; and the processor time
+of the server in each period of so many seconds, its start included: the first, and the last one.
 """
 
 import http.client
@@ -14,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from report_page import write_events
 from runs import command_line
 
 from evener.observe.event_lines import LineWriter
-from evener.observe.following import each_event
+from evener.observe.following import newest_events
 
 WINDOWS_PER_S = 5
 PATIENCE_S = 1800.0
@@ -34,11 +34,12 @@ PATIENCE_S = 1800.0
 class Reader(threading.Thread):
     """Looks at the run, as a page does."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, count: int) -> None:
         super().__init__(daemon=True)
         self._port = port
+        self._count = count  # of windows when the server was started
         self._began_s = time.monotonic()
-        self.first_s = self.whole_s = 0.0
+        self.first_s = self.newest_s = self.whole_s = 0.0
         self.updates = 0
         self.update_kb = 0.0
 
@@ -57,6 +58,9 @@ class Reader(threading.Thread):
         self.update_kb = len(line) / 1e3
         now_s = time.monotonic() - self._began_s
         self.first_s = self.first_s or now_s
+        step = re.search(rb'"line":"step ([0-9,]+)', line)
+        if step and int(step[1].replace(b",", b"")) > self._count:
+            self.newest_s = self.newest_s or now_s
         if not self.whole_s and b"have been read so far" not in line:
             self.whole_s = now_s
 
@@ -67,7 +71,7 @@ def main() -> None:
     parser.add_argument("--windows", type=numbers, default=[1000])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--readers", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--seconds", type=float, default=40.0)
     arguments = parser.parse_args()
     before = load_before()
     rows = [
@@ -84,7 +88,9 @@ def measure(windows: int, ranks: int, readers: int, seconds: float) -> dict[str,
         path.parent.mkdir()
         write_events(path, windows, ranks)
         events_mb = path.stat().st_size / 1e6
-        last = deque(each_event(path), maxlen=1)[0]
+        growing = threading.Thread(target=go_on, args=(path, ended := threading.Event()))
+        growing.start()
+        began_s = time.monotonic()
         server = subprocess.Popen(
             [*command_line(), "dashboard", name], stderr=subprocess.PIPE, text=True
         )
@@ -92,28 +98,36 @@ def measure(windows: int, ranks: int, readers: int, seconds: float) -> dict[str,
             assert server.stderr is not None
             found = re.search(r":(\d+)/", server.stderr.readline())
             assert found, "the dashboard did not start"
-            looking = [Reader(int(found[1])) for _ in range(readers)]
+            looking = [Reader(int(found[1]), windows) for _ in range(readers)]
             for reader in looking:
                 reader.start()
-            wait_for(looking)
             process = psutil.Process(server.pid)
-            reading_cpu_s = cpu_s(process)
+            time.sleep(max(0.0, began_s + seconds - time.monotonic()))
+            first_cpu_s = cpu_s(process)
+            wait_for(looking)
+            reading_cpu_s, since_s = cpu_s(process), time.monotonic()
             updates = sum(reader.updates for reader in looking)
-            go_on(path, last, seconds)
+            time.sleep(seconds)
+            seconds_then = time.monotonic() - since_s
             row = {
                 "windows": windows,
                 "ranks": ranks,
                 "readers": readers,
                 "events_mb": events_mb,
                 "first_s": max(reader.first_s for reader in looking),
+                "newest_s": max(reader.newest_s for reader in looking),
                 "whole_s": max(reader.whole_s for reader in looking),
+                "first_cpu_part": first_cpu_s / seconds,
                 "reading_cpu_s": reading_cpu_s,
                 "memory_mb": process.memory_info().rss / 1e6,
-                "cpu_part": (cpu_s(process) - reading_cpu_s) / seconds,
-                "updates_per_s": (sum(r.updates for r in looking) - updates) / readers / seconds,
+                "cpu_part": (cpu_s(process) - reading_cpu_s) / seconds_then,
+                "updates_per_s": (sum(r.updates for r in looking) - updates)
+                / (readers * seconds_then),
                 "update_kb": looking[0].update_kb,
             }
         finally:
+            ended.set()
+            growing.join()
             server.terminate()
             server.communicate()
     print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), file=sys.stderr)
@@ -128,15 +142,15 @@ def wait_for(looking: list[Reader]) -> None:
         time.sleep(0.05)
 
 
-def go_on(path: Path, window: dict[str, Any], seconds: float) -> None:
+def go_on(path: Path, ended: threading.Event) -> None:
     """Appends further windows."""
+    *_, window = (event for event in newest_events(path, 1 << 16) if event["type"] == "window")
     lines = LineWriter()
-    for _ in range(max(1, round(seconds * WINDOWS_PER_S))):
+    while not ended.wait(1 / WINDOWS_PER_S):
         window["window"] += 1
         window["t"] += 1 / WINDOWS_PER_S
         with path.open("ab") as stream:
             stream.write(lines.line(window))
-        time.sleep(1 / WINDOWS_PER_S)
 
 
 def cpu_s(process: psutil.Process) -> float:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sized
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -18,9 +18,9 @@ MOST_RUNS_READ: Final = 16
 #: Seconds between two looks at a run of which nothing is left to be read.
 INTERVAL_S: Final = 1.0
 #: Looks take so much of a core on the long run, all runs together. Sending comes on top.
-PART_OF_CORE: Final = 0.03
-#: Seconds of processor time that looks may take at once: those at a file of 1 GB.
-AT_ONCE_S: Final = 10.0
+PART_OF_CORE: Final = 0.025
+#: Seconds of processor time that the looks at a run may take at once: those at 3 MB.
+AT_ONCE_S: Final = 0.3
 
 _ALIVE_S: Final = 15.0  # who hears nothing for longer takes the server for gone
 _LINGER_S: Final = 30.0  # a page that is loaded again need not have the run read again
@@ -32,7 +32,6 @@ class Broadcasts:
 
     def __init__(self) -> None:
         self._runs: dict[Path, _Broadcast] = {}
-        self._pace = LookPace(time.monotonic())
 
     def has_room(self, folder: Path) -> bool:
         """Return whether one more may look at a run."""
@@ -54,7 +53,7 @@ class Broadcasts:
     async def _joined(self, folder: Path) -> "AsyncIterator[_Broadcast]":
         run = self._runs.get(folder)
         if run is None:
-            run = self._runs[folder] = _Broadcast(folder, self._pace)
+            run = self._runs[folder] = _Broadcast(folder, self._runs)
         run.num_readers += 1
         try:
             yield run
@@ -71,7 +70,7 @@ class Broadcasts:
 
 
 class LookPace:
-    """Keeps looks at runs within ``PART_OF_CORE``; their processor time is saved up and spent.
+    """Keeps the looks at a run within a part of a core; processor time is saved up and spent.
 
     Args:
         now_s: The time.
@@ -80,19 +79,25 @@ class LookPace:
     def __init__(self, now_s: float) -> None:
         self._saved_s, self._then_s = AT_ONCE_S, now_s
 
-    def spend(self, cost_s: float, now_s: float) -> float:
-        """Take note of what a look has cost; return for how many seconds there should be none."""
-        earned_s = PART_OF_CORE * (now_s - self._then_s)
+    def spend(self, cost_s: float, now_s: float, num_runs: int = 1) -> float:
+        """Take note of what a look has cost; return for how many seconds there should be none.
+
+        ``PART_OF_CORE`` is divided evenly between so many runs: so the looks at one that trains
+        are not delayed by the long file of another.
+        """
+        part = PART_OF_CORE / num_runs
+        earned_s = part * (now_s - self._then_s)
         self._saved_s, self._then_s = min(AT_ONCE_S, self._saved_s + earned_s) - cost_s, now_s
-        return max(0.0, -self._saved_s / PART_OF_CORE)
+        return max(0.0, -self._saved_s / part)
 
 
 class _Broadcast:
-    """One run that is read; ``num_readers`` look at it."""
+    """One of the ``runs`` that are read; ``num_readers`` look at it."""
 
-    def __init__(self, folder: Path, pace: LookPace) -> None:
+    def __init__(self, folder: Path, runs: Sized) -> None:
         self.num_readers = 0
-        self._pace = pace
+        self._runs = runs
+        self._pace = LookPace(time.monotonic())
         self._name = folder.name
         self._watch = RunWatch(folder)
         self._changed = asyncio.Condition()
@@ -134,7 +139,7 @@ class _Broadcast:
                     async with self._changed:
                         self._newest, self._version = document, self._version + 1
                         self._changed.notify_all()
-                pause_s = self._pace.spend(cost_s, time.monotonic())
+                pause_s = self._pace.spend(cost_s, time.monotonic(), len(self._runs))
                 await asyncio.sleep(max(pause_s, 0.0 if self._watch.has_more else INTERVAL_S))
         finally:
             self._watch.close()

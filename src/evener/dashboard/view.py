@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 from evener.observe.events import Event
-from evener.observe.lineage import Voids
 from evener.observe.numbers import human_bytes, human_duration
 from evener.observe.progress_line import SPEED_WINDOWS, ProgressFigures
 from evener.parsing import Fields
@@ -29,15 +28,12 @@ Presence = Literal["here", "gone", "replaced", "parked", "ended"]
 class RunView:
     """The events of a run, as its page shows them.
 
-    Args:
-        voids: What is known beforehand of windows that are void.
-
     Attributes:
         history: Those events.
     """
 
-    def __init__(self, voids: Voids | None = None) -> None:
-        self.history = RunHistory(voids, most_kept=MOST_KEPT)
+    def __init__(self) -> None:
+        self.history = RunHistory(most_kept=MOST_KEPT)
         self._recent: deque[Event] = deque(maxlen=SPEED_WINDOWS)
         #: By member: why it is gone, and the window that it was lost in.
         self._gone: dict[str, tuple[str, int]] = {}

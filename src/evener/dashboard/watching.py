@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,14 +12,15 @@ from evener.dashboard.view import RunView
 from evener.errors import EvenerError
 from evener.files import read_json
 from evener.observe.event_lines import SUMMED
-from evener.observe.following import EventFollower, find_voids
+from evener.observe.following import EventFollower, newest_events
 from evener.run_report.summary_facts import SummaryFacts, read_facts
 from evener.run_report.writing import SkippedLines
 
-#: So much of the events is read window by window; of what is before, the less the older it is.
-SKIM_BYTES: Final = 16 << 20
+#: So much of the events is read window by window, and as much again of what is before.
+SKIM_BYTES: Final = 4 << 20
 
-_CATCH_UP_S: Final = 0.5  # a look at a long file ends after so much reading
+_CATCH_UP_S: Final = 0.1  # a look at a long file ends after so much processor time
+_NEWEST_BYTES: Final = 64 << 10  # shown until all has been read
 
 
 class RunWatch:
@@ -48,6 +50,7 @@ class RunWatch:
         self._is_running: bool | None = None
         self._is_stale = True
         self._read_part = 0.0
+        self._has_all = False  # that was there when it was begun
         self.has_more = False
 
     def look(self) -> bytes | None:
@@ -83,28 +86,25 @@ class RunWatch:
         return False if is_job else None
 
     def _read_events(self) -> None:
-        until_s = time.monotonic() + _CATCH_UP_S
+        until_s = time.thread_time() + _CATCH_UP_S
         while True:
             begins = self._follower.begins()
             if begins:
                 self._skipped.forget()
             found = self._follower.look()
             if begins:
-                self._view = RunView(find_voids(self._folder / EVENTS, follow=False))
+                self._view, self._has_all = RunView(), False
             for event in found.events:
                 try:
                     self._view.add(event)
                 except ValueError as error:
                     self._skipped.add(None, str(error))
-            history = self._view.history
-            has_gap = history.voids.are_left and not self._follower.unfinished()
-            if history.is_blurred or (found.is_all and has_gap):
-                self._follower.begin_anew()
             self._is_stale |= begins or bool(found.events)
             self._is_stale |= found.read_part != self._read_part
             self._read_part = found.read_part
             self.has_more = not found.is_all
-            if found.is_all or time.monotonic() >= until_s:
+            self._has_all |= found.is_all
+            if found.is_all or time.thread_time() >= until_s:
                 return
 
     def _read_summary(self) -> None:
@@ -121,15 +121,28 @@ class RunWatch:
             except (OSError, ValueError) as error:
                 self._summary_note = f"{SUMMARY} is left out: {error}"
 
+    def _newest(self) -> RunView:
+        """Return what the newest events tell; the first of their windows stands for older ones."""
+        view, path = RunView(), self._folder / EVENTS
+        for event in newest_events(path, _NEWEST_BYTES, follow=False, columns=SUMMED):
+            if event["type"] == "window" and view.history.newest is None and event["window"]:
+                event["stands_for"] = event["window"] + 1
+            with suppress(ValueError):
+                view.add(event)
+        return view
+
     def _document(self) -> dict[str, Any]:
+        view = self._view if self._has_all else self._newest()
         notes = self._skipped.notes()
         notes += [self._summary_note] if self._summary_note else []
-        if count := self._view.history.num_estimated:
+        if count := view.history.num_estimated:
             notes.append(
                 f"{count:,} of the older windows are passed over, as the files are long: sums are "
                 "estimates, and extremes may be missing; evener report reads all"
             )
         if self.has_more:
-            notes.append(f"{self._read_part:.0%} of {EVENTS} have been read so far")
-        facts = self._facts if self._view.history.has_summary else SummaryFacts()
-        return self._view.document(self._folder.name, facts, notes, is_running=self._is_running)
+            notes.append(
+                f"{self._read_part:.0%} of {EVENTS} have been read so far; the newest are shown"
+            )
+        facts = self._facts if view.history.has_summary else SummaryFacts()
+        return view.document(self._folder.name, facts, notes, is_running=self._is_running)

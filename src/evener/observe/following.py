@@ -1,6 +1,7 @@
 """Read the events of a run from its files: all of them, or the new ones at each look."""
 
 import os
+import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +17,14 @@ MOST_LINE_BYTES: Final = 1 << 20
 """A longer line is not an event; that of a window of 1,000 ranks has 90 kB."""
 
 #: Most bytes that one look takes in.
-LOOK_BYTES: Final = 256 << 10
+LOOK_BYTES: Final = 1 << 20
 
-_HEAD_BYTES: Final = 60  # a line begins with the time and the type of its event
+#: A line that is not a window, after the end of the line before it.
+_OTHER: Final = re.compile(rb'\n(?!\{"t":[-+.0-9e]+,"type":"window")([^\n]+)')
+_PIECE_BYTES: Final = 64 << 10  # larger ones would be new memory from the kernel each time
+_PLAN: Final = b'"type":"plan"'
+_NAMES: Final = b'"member":['  # in the line of a window that names its team
+_MOST_BACK: Final = 16 << 20  # so far from the end, that line is looked for
 
 
 class Look(NamedTuple):
@@ -50,7 +56,7 @@ class EventFollower:
         words: If given, lines may be passed over, unread, that hold none of these.
         columns: As for ``LineReader``.
         skim_bytes: If given, the newest bytes of which every window is read. Of older windows, one
-            in several is read: the older they are, the fewer. Its ``stands_for`` is the number of
+            in several is read, about as many bytes again. Its ``stands_for`` is the number of
             windows that it represents: itself, and those right before it that were not read.
     """
 
@@ -71,7 +77,7 @@ class EventFollower:
         self._columns = columns
         self._skim_bytes = skim_bytes
         self._stream: BinaryIO | None = None
-        self._part, self._rest, self._line = path, b"", 0
+        self._part, self._rest, self._line = path, b"\n", 0
         self.begin_anew()
 
     def begins(self) -> bool:
@@ -91,13 +97,18 @@ class EventFollower:
             self._stream = self._open()
         following = part_after(self._path, self._part)
         read, size = self._progress()
-        self._stride = 1 + max(0, size - read) // self._skim_bytes if self._skim_bytes else 1
-        data = self._stream.read(LOOK_BYTES)
-        events = self._take(data)
-        is_end = len(data) < LOOK_BYTES
+        skim_bytes = self._skim_bytes or size
+        self._stride = 1 + size // skim_bytes if size - read > skim_bytes else 1
+        events: list[dict[str, Any]] = []
+        piece_bytes = min(_PIECE_BYTES, LOOK_BYTES)
+        for _ in range(LOOK_BYTES // piece_bytes):
+            data = self._stream.read(piece_bytes)
+            events += self._take(data)
+            if is_end := len(data) < piece_bytes:
+                break
         if following is not None and is_end:
             # It was there before this part was read to its end, so nothing more comes here.
-            events += self._take(b"\n") if self._rest else []
+            events += self._take(b"\n") if len(self._rest) > 1 else []
             self.close()
             self._part = following
         read, size = self._progress()
@@ -125,10 +136,12 @@ class EventFollower:
     def begin_anew(self) -> None:
         """Read the file from its beginning."""
         self.close()
-        self._part, self._rest, self._line = self._path, b"", 0
+        self._part, self._rest, self._line = self._path, b"\n", 0
         self._has_begun = self._is_too_long = False
         self._lines = LineReader(self._columns)
-        self._passed: list[bytes] = []  # windows after the last one that was read
+        self._stride = 1
+        self._gap = 0  # so many more bytes of windows are passed over
+        self._num_passed, self._last_passed = 0, b""  # since the last window that was read
 
     def _open(self) -> BinaryIO:
         while True:
@@ -161,42 +174,77 @@ class EventFollower:
 
     def _take(self, data: bytes) -> list[dict[str, Any]]:
         data = self._rest + data
+        if self._is_too_long and (stop := data.find(b"\n", 1)) >= 0:
+            self._line, self._is_too_long, data = self._line + 1, False, data[stop:]
+            self._on_skip(self._line, f"it has more than {MOST_LINE_BYTES:,} bytes")
         if self._words and not any(word in data for word in self._words):
-            data = data[max(0, data.rfind(b"\n")) :]  # the end of a line, and what follows it
-        *lines, self._rest = data.split(b"\n")
+            data = data[data.rfind(b"\n") :]  # the end of a line, and what follows it
+        end = data.rfind(b"\n")
+        self._rest = data[end:]
         events: list[dict[str, Any]] = []
-        for line in lines:
-            self._line += 1
-            is_whole, self._is_too_long = not self._is_too_long, False
+        for line, count in self._chosen(data, end):
             if not line.strip():
                 continue
-            for one, count in self._chosen(line):
-                try:
-                    if not is_whole or len(one) > MOST_LINE_BYTES:
-                        raise ValueError(f"it has more than {MOST_LINE_BYTES:,} bytes")
-                    event = self._lines.event(one)
-                    events.append({**event, "stands_for": count} if count > 1 else event)
-                except ValueError as error:
-                    self._on_skip(self._line, str(error))
+            try:
+                if len(line) > MOST_LINE_BYTES:
+                    raise ValueError(f"it has more than {MOST_LINE_BYTES:,} bytes")
+                event = self._lines.event(line)
+                events.append({**event, "stands_for": count} if count > 1 else event)
+            except ValueError as error:
+                self._on_skip(self._line, str(error))
         if len(self._rest) > MOST_LINE_BYTES:
-            self._rest, self._is_too_long = b"", True
+            self._rest, self._is_too_long = b"\n", True
         return events
 
-    def _chosen(self, line: bytes) -> list[tuple[bytes, int]]:
-        """Return the lines that are to be read now, and for how many windows each stands."""
-        if not self._skim_bytes:
-            return [(line, 1)]
-        head = line[:_HEAD_BYTES]
-        is_window = b'"type":"window"' in head
-        if is_window:
-            self._passed.append(line)
-            if len(self._passed) < self._stride and b'"member"' not in line:
-                return []
-        elif b'"type":"plan"' in head or not self._passed:
-            return [(line, 1)]
-        # The windows on either side of an evaluation must not count its time as their own.
-        passed, self._passed = self._passed, []
-        return [(passed[-1], len(passed)), *([] if is_window else [(line, 1)])]
+    def _chosen(self, data: bytes, end: int) -> Iterator[tuple[bytes, int]]:
+        """Yield the lines that are to be read, and how many each stands for.
+
+        Nothing is done for each line that is passed over: a file of 1 GB has millions of them.
+
+        Args:
+            data: A newline, and lines.
+            end: Where the newline of the last whole line is.
+        """
+        if self._stride > 1:
+            self._learn_names(data, end)
+        done = 0
+        for other in _OTHER.finditer(data, 0, end):
+            yield from self._windows(data, done, other.start())
+            done = other.end()
+            if _PLAN not in other[1] and self._num_passed:
+                # The windows on either side of an evaluation must not count its time as theirs.
+                yield self._last_passed, self._num_passed
+                self._gap = self._num_passed = 0
+            self._line += 1
+            yield other[1], 1
+        yield from self._windows(data, done, end)
+
+    def _windows(self, data: bytes, begin: int, end: int) -> Iterator[tuple[bytes, int]]:
+        """Yield the same for lines that are all windows, between two newlines."""
+        while begin < end:
+            self._gap = self._gap if self._stride > 1 else 0
+            stop = data.find(b"\n", begin + 1 + self._gap, end + 1)
+            is_passed = stop < 0
+            stop = end if is_passed else stop
+            last = data.rfind(b"\n", begin, stop) + 1
+            count = data.count(b"\n", begin, stop)
+            self._line, self._num_passed = self._line + count, self._num_passed + count
+            if is_passed:
+                self._gap, self._last_passed = self._gap - (end - begin), data[last:stop]
+                return
+            count, self._num_passed = self._num_passed, 0
+            self._gap = (stop - last) * (self._stride - 1)
+            yield data[last:stop], count
+            begin = stop
+
+    def _learn_names(self, data: bytes, end: int) -> None:
+        """Read the lines that name a team: a window that is read later may need them."""
+        at = data.find(_NAMES, 0, end)
+        while at >= 0:
+            stop = data.index(b"\n", at)
+            with suppress(ValueError):
+                self._lines.event(data[data.rfind(b"\n", 0, at) : stop])
+            at = data.find(_NAMES, stop, end)
 
 
 def read_events(
@@ -282,3 +330,41 @@ def newest_event(path: Path) -> dict[str, Any] | None:
             return LineReader().event(stream.read().rstrip().rpartition(b"\n")[2])
     except (OSError, ValueError):
         return None
+
+
+def newest_events(
+    path: Path, num_bytes: int, *, follow: bool = True, columns: Container[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the first event of a run, and those in the last bytes of its newest file.
+
+    Windows of a team that is not the newest one may be missing.
+
+    Args:
+        path: The first file.
+        num_bytes: Of so many bytes.
+        follow: As for ``EventFollower``.
+        columns: As for ``LineReader``.
+
+    Raises:
+        OSError: A file cannot be read, or is not a regular file.
+    """
+    reader = LineReader(columns)
+    *_, part = parts_of(path)
+    with open_for_reading(path, follow=follow) as stream:
+        first = stream.readline(MOST_LINE_BYTES)
+    with open_for_reading(part, follow=follow) as stream:
+        size, data, back = stream.seek(0, os.SEEK_END), b"", num_bytes
+        while _NAMES not in data and len(data) < min(size, _MOST_BACK):
+            stream.seek(max(0, size - back))
+            data, back = stream.read(min(size, back)), 4 * back
+    at = data.rfind(_NAMES)
+    names = data[data.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0] if at >= 0 else b""
+    torn, *lines = data[-num_bytes:].split(b"\n")
+    is_whole = part == path and size <= num_bytes
+    with suppress(ValueError):
+        reader.event(names)
+    events = []
+    for line in [torn if is_whole else first, *lines]:
+        with suppress(ValueError):
+            events.append(reader.event(line))
+    return events

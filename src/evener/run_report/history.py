@@ -128,8 +128,8 @@ class RunHistory:
         windows: Those that count.
         newest: The newest of them.
         voids: What is known of windows that are void.
-        is_blurred: Whether windows were dropped beside those that are void, with which they had
-            been merged: the events have to be read anew.
+        is_blurred: Whether void windows had been merged with others, of which a part was kept as
+            an estimate: for exact figures, the events have to be read anew.
         lanes: By member, in the order of ``windows``.
         num_omitted: Rows of members beyond ``MOST_LANES``.
         num_estimated: Windows for which others stand.

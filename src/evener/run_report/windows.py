@@ -76,17 +76,26 @@ class Windows:
         """Drop the windows from number ``first`` on.
 
         Returns:
-            How many, and whether windows before it are lost, too, as they were merged with these.
+            How many, and whether what remains is exact. It is an estimate if windows before
+            ``first`` had been merged with later ones: then a part of their sums is kept.
         """
-        before, is_exact = len(self), True
+        before = len(self)
         new, lanes = self._new()
-        kept = new[:, 0] < first
+        window, count = new[:, 0], new[:, -1]
+        part = np.clip((first - 1 - window) / count + 1, 0, 1)
+        kept = part > 0
+        new[:, 0], new[:, -1] = np.minimum(window, first - 1), np.round(part * count)
         self._team = array("d", new[kept].tobytes())
-        self._lanes = [array("d", lane[kept].tobytes()) for lane in lanes]
-        kept = self._old["last"] < first
-        if not kept.all():
-            is_exact = bool((self._old["first"][~kept] >= first).all())
-            self._old = {name: values[..., kept] for name, values in self._old.items()}
+        self._lanes = [array("d", (lane * part[:, None])[kept].tobytes()) for lane in lanes]
+        begin, last = self._old["first"], self._old["last"]
+        part = np.clip((first - begin) / (last - begin + 1), 0, 1)
+        kept = part > 0
+        is_exact = bool((part[kept] == 1).all())
+        for name, values in self._old.items():
+            is_sum = name not in _PLACES and name.rpartition("_")[2] not in _MERGES
+            self._old[name] = (values * part if is_sum else values)[..., kept]
+        np.minimum(self._old["last"], first - 1, out=self._old["last"])
+        np.round(self._old["windows"], out=self._old["windows"])
         return before - len(self), is_exact
 
     def cells(self) -> Cells:
@@ -136,6 +145,7 @@ def merge_at(cells: Cells, starts: "np.ndarray[tuple[int], np.dtype[np.intp]]") 
     return merged
 
 
+_PLACES: Final = ("first", "last", "begin_s", "end_s")
 _MERGES: Final = {"low": np.fmin, "high": np.fmax}
 #: A lane's values of windows before its first one, where they are not 0.
 _ABSENT: Final = dict.fromkeys(("waits_low", "waits_high"), np.nan)

@@ -1,5 +1,6 @@
 """Names from URLs lead to runs of the folder, and nowhere else."""
 
+import errno
 import fcntl
 import json
 import os
@@ -13,10 +14,11 @@ from evener.dashboard import watching
 from evener.dashboard.broadcasts import AT_ONCE_S, PART_OF_CORE, LookPace
 from evener.dashboard.holders import ask_to_stop, find_holder
 from evener.dashboard.shelf import Shelf
+from evener.dashboard.view import RunView
 from evener.dashboard.watching import RunWatch
-from evener.errors import ConfigError, EvenerError, UsageError
+from evener.errors import ConfigError, UsageError
 from evener.observe import following
-from evener.observe.lineage import Voids
+from evener.observe.events import Event, make_event
 from helpers.event_cases import committed_window, started, to_line
 
 
@@ -89,12 +91,17 @@ def test_a_long_file_is_read_piece_by_piece(root: Path, monkeypatch: pytest.Monk
     (root / "first" / EVENTS).write_bytes(b"[\n" + b"".join(map(to_line, events)))
     monkeypatch.setattr(following, "LOOK_BYTES", 4096)
     monkeypatch.setattr(watching, "_CATCH_UP_S", 0.0)
+    monkeypatch.setattr(watching, "_NEWEST_BYTES", 4096)
     watch = RunWatch(root / "first")
     found = [json.loads(watch.look() or b"null")]
     while watch.has_more:
         found.append(json.loads(watch.look() or b"null"))
     watch.close()
     assert len(found) > 10
+    # Meanwhile the newest windows are shown, and what they let expect of the others.
+    assert found[0]["run"]["windows"] == 200
+    assert found[0]["line"].startswith("step 200 ")
+    assert "of the older windows are passed over" in found[0]["notes"][-2]
     assert "of events.jsonl have been read so far" in found[-2]["notes"][-1]
     assert found[-1]["run"]["windows"] == 200
     assert len(found[-1]["notes"]) == 1
@@ -116,13 +123,24 @@ def test_no_event_is_missed_after_a_problem(root: Path, monkeypatch: pytest.Monk
     (root / "first" / EVENTS).write_bytes(b"".join(map(to_line, events)))
     watch = RunWatch(root / "first")
 
-    def fail(path: Path, **_: object) -> Voids:
-        raise EvenerError("the disk is tired")
+    def fail(_: RunView, event: Event) -> None:
+        raise OSError(errno.EIO, "the disk is tired")
 
     with monkeypatch.context() as patch:
-        patch.setattr(watching, "find_voids", fail)
+        patch.setattr(RunView, "add", fail)
         assert b"cannot be read: the disk is tired" in (watch.look() or b"")
     assert json.loads(watch.look() or b"")["run"]["windows"] == 1
+    watch.close()
+
+
+def test_a_resume_makes_windows_void(root: Path) -> None:
+    resumed = make_event("run_resumed", t=100.0, window=60, path="step-60", new_data=False)
+    windows = [committed_window(k) for k in range(100)]
+    events = [started(), *windows, resumed, *windows[60:]]
+    (root / "first" / EVENTS).write_bytes(b"".join(map(to_line, events)))
+    watch = RunWatch(root / "first")
+    run = json.loads(watch.look() or b"")["run"]
+    assert (run["windows"], run["void_windows"], run["sessions"]) == (100, 40, 2)
     watch.close()
 
 
@@ -137,3 +155,9 @@ def test_looks_take_a_small_part_of_a_core_on_the_long_run() -> None:
     assert pace.spend(AT_ONCE_S, now_s + 2 * AT_ONCE_S / PART_OF_CORE) == pytest.approx(
         0.2 / PART_OF_CORE
     ), "no more is saved up"
+
+
+def test_a_run_has_its_part_of_the_time_for_looks() -> None:
+    long, live = LookPace(0.0), LookPace(0.0)
+    assert long.spend(AT_ONCE_S + 1.0, 0.0, 2) == pytest.approx(2 / PART_OF_CORE)
+    assert live.spend(0.01, 0.0, 2) == 0

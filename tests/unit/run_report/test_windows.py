@@ -71,6 +71,16 @@ def test_a_window_that_stands_for_several_counts_for_them() -> None:
     assert few.num_estimated == 900
 
 
+def test_of_windows_that_one_stands_for_some_may_be_void() -> None:
+    found = history(0, 300)
+    for k in (9, 19, 29):
+        found.add({**committed_window(k, t=k + 1.0), "stands_for": 10})
+    found.add(make_event("run_resumed", t=31.0, window=14, path="x", new_data=False))
+    assert (len(found.windows), found.void_windows, found.is_blurred) == (14, 16, False)
+    assert found.windows.cells()["last"].tolist() == [9, 13]
+    assert found.windows.cells()["samples"].sum() == pytest.approx(140)
+
+
 def test_a_lane_that_comes_late_has_zeros_where_windows_were_merged() -> None:
     found = Windows(most_kept=100)
     found.add_lane()
@@ -92,6 +102,8 @@ def test_void_windows_are_dropped_where_that_is_known_beforehand_or_soon_enough(
     late = history(1000, 300)
     late.add({**resumed, "window": 101})
     assert late.is_blurred
+    assert (len(late.windows), late.void_windows) == (101, 899)
+    assert late.windows.cells()["samples"].sum() == pytest.approx(1010)
     again = history(1000, 300, Voids([{**resumed, "window": 101}]))
     again.add({**resumed, "window": 101})
     assert (len(again.windows), again.void_windows, again.is_blurred) == (101, 899, False)
