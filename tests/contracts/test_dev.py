@@ -135,7 +135,7 @@ def test_of_two_at_once_one_makes_it_and_the_other_waits(dev, monkeypatch):
 
     def slowly(command, *, may_fail=False):
         inside.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         whole(command)
 
     monkeypatch.setattr(dev, "follow", slowly)
@@ -144,9 +144,9 @@ def test_of_two_at_once_one_makes_it_and_the_other_waits(dev, monkeypatch):
     first = threading.Thread(target=dev.setup)
     second = threading.Thread(target=dev.setup)
     first.start()
-    assert inside.wait(30)
+    assert inside.wait(PATIENCE_S)
     second.start()
-    assert waits.wait(30)
+    assert waits.wait(PATIENCE_S)
     go_on.set()
     first.join()
     second.join()

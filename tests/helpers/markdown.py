@@ -17,7 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,13 +77,30 @@ def commands(text: str) -> list[str]:
     return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
 
 
-def run_blocks(document: Path, folder: Path, *, timeout_s: float) -> int:
+def is_example(block: Block) -> bool:
+    """Whether it is a script that trains."""
+    return block.language == "python" and ("Ddp." in block.text or "Trainer(" in block.text)
+
+
+def is_example_of_a_loop(block: Block) -> bool:
+    """Whether it is a script that trains in its own process: one rank, or each of several."""
+    return is_example(block) and "Ddp.builder" not in block.text
+
+
+def run_blocks(
+    document: Path,
+    folder: Path,
+    *,
+    timeout_s: float,
+    leave_out: Callable[[Block], bool] = lambda block: False,
+) -> int:
     """Runs all blocks; returns how many commands and scripts that were.
 
     Args:
         document: The Markdown file.
         folder: Where they run; the files of the repository are linked into it.
         timeout_s: For each script and command.
+        leave_out: Which scripts are not run.
 
     Raises:
         AssertionError: One failed; the message says where, and what it printed.
@@ -102,6 +119,8 @@ def run_blocks(document: Path, folder: Path, *, timeout_s: float) -> int:
             target.write_text(block.text)
         elif block.language == "python":
             script = script + block.text if what == "continues" else block.text
+            if leave_out(block):
+                continue
             (folder / "block.py").write_text(script)
             run([sys.executable, "block.py"], folder, place, timeout_s)
             count += 1

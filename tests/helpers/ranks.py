@@ -372,7 +372,7 @@ class RankTeam:
         while time.monotonic() < deadline_s and (
             before != now or any(now[r] == said[r] for r in asked if r not in self._outcomes)
         ):
-            self._pump(0.1)
+            self._pump(0.5)
             before, now = now, {r: self._output(r) for r in running}
         lines = []
         for r in range(len(self._pids)):

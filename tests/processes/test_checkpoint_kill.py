@@ -83,6 +83,6 @@ def test_a_whole_checkpoint_is_found_after_a_kill(
 
     with CheckpointWriter(tmp_path, 1) as writer:
         writer.submit(Snapshot(3, {}, {}, {}))
-        assert writer.wait(20.0)
+        assert writer.wait(PATIENCE_S)
         assert writer.poll_error() is None
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]

@@ -175,7 +175,7 @@ with open(os.environ["TEST_MAILBOX"], "w") as mailbox:
     time.sleep(0.2)
 """
 
-MOMENTS = 50
+MOMENTS = 25
 AT_ONCE = 5
 
 

@@ -33,7 +33,8 @@ DATA = torch.arange(24.).view(8, 3)
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
+    monkeypatch.chdir(tmp_path)  # forked ranks write there
     sandbox = Sandbox(tmp_path)
     yield sandbox
     sandbox.close()

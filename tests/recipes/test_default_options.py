@@ -13,7 +13,7 @@ import pytest
 
 from helpers.classification import NEEDED
 from helpers.forking import Zygote
-from helpers.markdown import Block, blocks
+from helpers.markdown import Block, blocks, is_example, is_example_of_a_loop
 from helpers.ranks import Rank, run_ranks
 from helpers.recipes import RECIPES, lines_of_team, output_of_ranks
 from helpers.source import ROOT, tracked_files
@@ -36,15 +36,15 @@ def examples() -> list[tuple[str, Block]]:
         found += [
             (f"{path.relative_to(ROOT)}:{block.line}", block)
             for block in blocks(path.read_text())
-            if block.language == "python" and ("Ddp." in block.text or "Trainer(" in block.text)
+            if is_example(block)
         ]
     return found
 
 
 EXAMPLES = examples()
-MANAGED = [(place, block) for place, block in EXAMPLES if "Ddp.builder" in block.text]
+MANAGED = [(place, block) for place, block in EXAMPLES if not is_example_of_a_loop(block)]
 ON_TWO = [(place, block) for place, block in MANAGED if '["cpu", "cpu"]' in block.text]
-OWN_LOOP = [(place, block) for place, block in EXAMPLES if "Ddp.builder" not in block.text]
+OWN_LOOP = [(place, block) for place, block in EXAMPLES if is_example_of_a_loop(block)]
 
 
 def run_script(rank: Rank, folder: str, text: str) -> None:

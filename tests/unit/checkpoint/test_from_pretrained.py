@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from evener.checkpoint import CheckpointWriter, Snapshot, copy_to_cpu, open_checkpoint
+from helpers.limits import PATIENCE_S
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -29,7 +30,7 @@ def test_model_file_loads_in_from_pretrained(tmp_path: Path, tied: bool) -> None
                 {"config.json": config.to_json_string(use_diff=False).encode()},
             )
         )
-        assert writer.wait(20.0)
+        assert writer.wait(PATIENCE_S)
         assert writer.poll_error() is None
 
     transformers.utils.logging.disable_progress_bar()

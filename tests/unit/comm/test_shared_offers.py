@@ -10,6 +10,7 @@ import pytest
 
 from evener.comm.shared_links import Door
 from evener.comm.shared_offers import Spot, find_obstacle
+from helpers.limits import PATIENCE_S
 
 HERE = Spot(0, "alpha", "boot-1", 7, 1000, (0, 1), "door", "token")
 
@@ -50,7 +51,7 @@ def test_strangers_at_the_door_are_turned_away():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30.0)
+            thread.join(PATIENCE_S)
     assert {rank: list(others) for rank, others in arrived.items()} == {0: [1], 1: [0]}
     assert stranger.recv(1) == b""
     for others in arrived.values():

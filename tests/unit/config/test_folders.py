@@ -11,6 +11,7 @@ from evener.config.folders import (
     runs_of,
 )
 from evener.errors import CheckpointError, ConfigError
+from helpers.limits import PATIENCE_S
 
 
 def make_run(folder: Path, *, checkpoints: bool = True) -> None:
@@ -41,14 +42,14 @@ def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path: Path) -> Non
     folders: list[Path] = []
 
     def start() -> None:
-        together.wait(30)
+        together.wait(PATIENCE_S)
         folders.append(claim_folder(tmp_path / "runs", "x"))
 
     threads = [threading.Thread(target=start) for _ in range(number)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     names = {"x", *(f"x-{k}" for k in range(2, number + 1))}
     assert {folder.name for folder in folders} == names
 

@@ -14,6 +14,7 @@ from evener.data import loader
 from evener.data.loader import InlineFetcher, ThreadFetcher, make_fetcher
 from evener.errors import ConfigError, DataError, UsageError
 from helpers.fetch_cases import Augmented, Squares, masking_collate
+from helpers.limits import PATIENCE_S
 
 LEAVES = [InlineFetcher, ThreadFetcher]
 
@@ -107,7 +108,7 @@ def test_thread_loads_ahead_of_need_and_in_one_thread():
 
     with ThreadFetcher(Watched()) as fetcher:
         pending = [fetcher.submit(0, [i]) for i in range(10)]
-        assert loaded.wait(10)  # nobody has asked for a result yet
+        assert loaded.wait(PATIENCE_S)  # nobody has asked for a result yet
         assert pending[9].result().tolist() == [9]
     assert len(threads) == 1
     assert threading.current_thread() not in threads
@@ -120,12 +121,12 @@ def test_thread_deadline_names_the_samples_and_close_drops_the_queue(monkeypatch
     class Slow:
         def __getitem__(self, index):
             entered.set()
-            release.wait(20)
+            release.wait(PATIENCE_S)
             return index
 
     fetcher = ThreadFetcher(Slow())
     running, queued = fetcher.submit(0, [1]), fetcher.submit(0, [2])
-    assert entered.wait(10)
+    assert entered.wait(PATIENCE_S)
     with pytest.raises(DataError, match=r"samples \[1\] of epoch 0 did not arrive .* 0.01 s"):
         running.result(0.01)
     fetcher.close()
@@ -134,7 +135,7 @@ def test_thread_deadline_names_the_samples_and_close_drops_the_queue(monkeypatch
     release.set()
     assert running.result(10).tolist() == [1]
     fetcher.close()
-    fetcher._thread.join(10)
+    fetcher._thread.join(PATIENCE_S)
     assert not fetcher._thread.is_alive()
 
 
@@ -145,7 +146,7 @@ def test_forgotten_thread_fetcher_ends_its_thread():
     del fetcher
     gc.collect()
     assert gone() is None
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 

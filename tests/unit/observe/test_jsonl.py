@@ -150,7 +150,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20.0)
+            thread.join(PATIENCE_S)
     assert sorted(numbers(path)) == sorted(list(range(200)) * 4)
 
 

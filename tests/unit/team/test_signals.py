@@ -6,6 +6,7 @@ from multiprocessing.connection import wait
 import pytest
 
 from evener.team.signals import STOPPING, SignalQueue, StopSignals
+from helpers.limits import PATIENCE_S
 
 
 def handlers():
@@ -68,7 +69,7 @@ def test_does_nothing_outside_the_main_thread():
 
     thread = threading.Thread(target=enter)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert seen == [None, *before]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.engine.results import WindowResult
+from helpers.clocks import RankClocks
 from helpers.limits import PATIENCE_S
 from helpers.teams import run_team, setup
 
@@ -48,7 +49,12 @@ class OneStep(nn.Module):
 class Walk:
     """Trains on one rank and keeps account: what was stepped on, and what windows came to."""
 
-    def __init__(self, comm: Communicator, policy: str, **options: Any) -> None:
+    def __init__(
+        self, comm: Communicator, policy: str, clocks: RankClocks | None = None, **options: Any
+    ) -> None:
+        self.clocks = clocks  # where they are given, each step takes as long
+        if clocks is not None:
+            clocks.start()
         self.model = OneStep()
         self.seen: list[int] = []
         self.windows: list[tuple[int, ...]] = []
@@ -62,6 +68,8 @@ class Walk:
         self.windows.append(tuple(record.steps for record in result.ranks))
 
     def step(self, ids: Tensor, x: Tensor) -> WindowResult | None:
+        if self.clocks is not None:
+            self.clocks.spend(0.01)
         self.ddp.backward(self.model(x))
         result = self.ddp.step()
         self.seen.extend(ids.tolist())
@@ -211,7 +219,9 @@ def test_break_in_a_last_window_in_which_the_other_rank_has_no_batch(
 
 
 @pytest.mark.parametrize("policy", LOCAL)
-def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(policy: str, tmp_path: Path) -> None:
+def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(
+    policy: str, tmp_path: Path, rank_clocks: RankClocks
+) -> None:
     """Ranks come to it at one window, one of them with its next exchange begun, the other not.
 
     Rank 1 stands still until rank 0 has begun; where rank 1 has begun before, both save at once.
@@ -238,7 +248,7 @@ def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(policy: str, tmp_p
         return walk.in_flight or has_begun[0]
 
     def body(comm: Communicator) -> tuple[list[int], list[int], tuple[float, int]]:
-        walk = Walk(comm, policy)
+        walk = Walk(comm, policy, rank_clocks)
         first: list[int] = []
         with walk.ddp as ddp:
             for ids, x in walk.loader.epoch(0):
