@@ -549,6 +549,7 @@ class SingleCommunicator(Communicator):
         super().__init__(
             rank=0, world_size=1, backend="none", timeout_s=timeout_s, numbers=[number]
         )
+        self.reason = "one rank, nothing to exchange"
 
     def _all_reduce(self, flat: Tensor, call: Call) -> None:
         pass

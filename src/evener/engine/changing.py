@@ -6,7 +6,7 @@ import math
 import struct
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from evener.data.cursor import Cursor
 from evener.engine.answers import AskingEngine
 from evener.engine.engine import EngineOptions, Superseded
 from evener.engine.positions import Positions
-from evener.engine.results import Progress, WindowResult, pack_applied, unpack_applied
+from evener.engine.results import Progress, Round, WindowResult, pack_applied, unpack_applied
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.engine.team_change import Change, describe_loss_of_state
@@ -111,8 +111,13 @@ class ElasticEngine(AskingEngine):
         self.team.let_go()
 
     @abstractmethod
-    def _exchange_plans(self, *work_for_all: float) -> None:
-        """Agree on the plans of the next windows; all ranks that are present call it together."""
+    def _exchange_plans(self, *work_for_all: float, change: int = 0) -> None:
+        """Agree on the plans of the next windows; all ranks that are present call it together.
+
+        Args:
+            *work_for_all: See ``Policy.plan``; for each of these windows.
+            change: See ``_agree_on_plan``.
+        """
 
     def _use_team(self) -> None:
         """Use the ranks that are present from now on, in the policy and in exchanges."""
@@ -526,12 +531,31 @@ class ElasticEngine(AskingEngine):
         """Return what the planner of an elastic team wishes to change after this window."""
         return RENEW if self.team.membership.wants_change or self.state.leaving else 0
 
+    def _agree_on_plan(self, numbers: Sequence[float], change: int) -> Round:
+        """Adopt the planner's plan; all ranks that are present call it together.
+
+        Args:
+            numbers: This rank's words about its data, and its plan, where it is the planner.
+            change: What it wishes to change about the team before: 0 or ``RENEW``.
+
+        Raises:
+            CollectiveError: The planner wishes a change.
+        """
+        found = self._meet(Purpose.PLAN, body=numbers, change=change)
+        if found.rows[self.state.planner].change:
+            raise CollectiveError("")  # as after a loss
+        return found
+
     def _plan_first(self, *work_for_all: float) -> None:
-        """Agree on the plans with which an epoch begins; see ``_exchange_plans``."""
+        """Agree on the plans with which an epoch begins; see ``_exchange_plans``.
+
+        The team may change here, too: epochs of one window have no other place for it.
+        """
         is_planned = False
         while not (is_planned or self.is_alone):  # the team may begin another without it
+            change = 0 if self.state.again else self._wanted_renewal()  # none is parked otherwise
             try:
-                self._exchange_plans(*work_for_all)
+                self._exchange_plans(*work_for_all, change=change)
                 is_planned = True
             except CollectiveError as error:
                 is_planned = self._survive(error)

@@ -95,18 +95,14 @@ class DraftingEngine(LateEngine):
         # Ranks that are absent count as fast until they have come and are measured.
         self.policy.calibrate([speeds.get(rank, fastest) for rank in range(self.world_size)])
 
-    def _exchange_plans(self, *work_for_all: float) -> None:
-        """Agree on the plans of the next windows; all ranks call it together.
-
-        Args:
-            *work_for_all: See ``Policy.plan``; for each of these windows.
-        """
+    def _exchange_plans(self, *work_for_all: float, change: int = 0) -> None:
+        """Agree on the plans of the next windows; all ranks call it together."""
         self._park_again()
         if self.state.phase is Phase.AWAY:
             return
         for wanted in work_for_all:
             number = self._make_draft(work_for_all=wanted)
-            found = self._meet(Purpose.PLAN, body=(*self._data(), *self._take_draft()))
+            found = self._agree_on_plan((*self._data(), *self._take_draft()), change)
             self._check_plan(found.rows, number, DATA_LENGTH)
 
     def plan_ahead(self) -> None:

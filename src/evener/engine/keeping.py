@@ -23,7 +23,7 @@ from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
-from evener.protocol.row import Purpose, pack
+from evener.protocol.row import pack
 
 
 class KeepingEngine(ElasticEngine):
@@ -85,7 +85,7 @@ class KeepingEngine(ElasticEngine):
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 
-    def _exchange_plans(self, *work_for_all: float) -> None:
+    def _exchange_plans(self, *work_for_all: float, change: int = 0) -> None:
         """Agree on the plan of the next window, which may be over; all ranks call it together."""
         held = self._tell_held()
         book = self._book = LeaseBook(
@@ -102,7 +102,7 @@ class KeepingEngine(ElasticEngine):
                 draft = tuple(pack(self._policy.close(self.window, self.cursor.epoch, done)))
             else:
                 draft = self._draft(self.window, book.num_left, self._steps_left)
-        self._meet(Purpose.PLAN, body=(*self._data(), *draft))
+        self._agree_on_plan((*self._data(), *draft), change)
         plan = self.state.plan
         if isinstance(plan, LocalPlan):
             book.fill(plan.queues)

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from evener.errors import ConfigError
-from evener.parsing import Fields, whole
+from evener.parsing import Fields, short, whole
 
 NO_NUMBER: Final = -1
 """The number of a worker that has none, because other workers have all numbers."""
@@ -137,7 +137,8 @@ def parse_team_limits(text: str) -> tuple[int, int]:
     limits = _limits_of(text.split(":"))
     if limits is None:
         raise ConfigError(
-            f"--elastic is {text!r}; give the fewest and the most workers as MIN:MAX, such as 2:4"
+            f"--elastic is {short(text)}; give the fewest and the most workers as MIN:MAX, such as "
+            "2:4, with 9999 at most"
         )
     return limits
 
@@ -152,16 +153,19 @@ def read_team_limits(given: object) -> tuple[int, int]:
     limits = _limits_of(parts) if isinstance(parts, tuple | list) else None
     if limits is None:
         raise ConfigError(
-            f"elastic is {given!r}; give the fewest and the most workers, such as (2, 4) or '2:4'"
+            f"elastic is {short(given)}; give the fewest and the most workers, such as (2, 4) or "
+            "'2:4', with 9999 at most"
         )
     return limits
 
 
 def _limits_of(parts: Sequence[object]) -> tuple[int, int] | None:
     """Return two numbers of workers; ``None`` if these are not such numbers."""
-    if len(parts) != 2 or not all(str(part).isdecimal() for part in parts):
+    digits = [str(part) for part in parts]
+    # A team keeps lists with a place for each number, and int() refuses thousands of digits.
+    if len(digits) != 2 or not all(each.isdecimal() and len(each) <= 4 for each in digits):
         return None
-    least, most = (int(str(part)) for part in parts)
+    least, most = map(int, digits)
     return (least, most) if 1 <= least <= most else None
 
 

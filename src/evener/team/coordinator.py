@@ -278,7 +278,8 @@ class Visitor(asyncio.Protocol):
     # ── what is heard ────────────────────────────────────────────────────────────────────────────
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        if self._transport is None:
+        # asyncio prints a line for each write to a connection that ended and was not yet reported.
+        if self._transport is None or self._transport.is_closing():
             return
         self._transport.write(json.dumps(message).encode() + b"\n")
         if self._transport.get_write_buffer_size() > _MOST_WAITING_BYTES:

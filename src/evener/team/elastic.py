@@ -167,6 +167,11 @@ class CoordinatorLink(CoordinatorConnection):
         """Whether no member of the team is left, and this worker decides with what it begins."""
         return self._leads
 
+    @property
+    def run_has_ended(self) -> bool:
+        """Whether the coordinator has said that the run has ended, without this worker."""
+        return isinstance(self._refusal, RunEndedError)
+
     def why_over(self, generation: int) -> str:
         """Return why a generation is over, as the coordinator has said; empty while it is not.
 

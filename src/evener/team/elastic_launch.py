@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Final
 
-from evener.errors import CoordinatorLostError, LaunchError, LeftOutError
+from evener.errors import ConfigError, CoordinatorLostError, LaunchError, LeftOutError
 from evener.protocol.formation import ProcessState, parse_team_limits
 from evener.team.address import parse_address
 from evener.team.channel import JOINED, JOINING
@@ -138,6 +138,10 @@ def open_team(run: ElasticRun) -> Iterator["LaunchedTeam"]:
     with ExitStack() as stack:
         if run.nproc is not None:
             check_nproc(run.nproc)
+        if run.max_failures < 0:
+            raise ConfigError(
+                f"--max-failures is {run.max_failures}; give how many workers may fail, 0 or more"
+            )
         token_file, address = run.token_file, run.join
         coordinator: CoordinatorProcess | None = None
         if not run.join:
@@ -296,7 +300,7 @@ class ElasticLauncher(TerminalSupervisor):
             return 0
         left = [child.code for child in ended if _has_left(child)]
         # As shells tell the end by a signal; the last ones may all have left.
-        return self._code or max((code if code > 0 else 128 - code for code in left), default=1)
+        return self._code or max((code if code >= 0 else 128 - code for code in left), default=1)
 
     @property
     def is_given_up(self) -> bool:
@@ -425,16 +429,17 @@ class ElasticLauncher(TerminalSupervisor):
             return
         slot, member = self._workers[child.pid]
         how = child.in_short.partition("(")[2].rstrip(")")
-        state = ProcessState.GONE if child.failed or child.code else ProcessState.FINISHED
+        is_done = not (child.failed or child.code or _has_left(child))
+        state = ProcessState.FINISHED if is_done else ProcessState.GONE
         self._connection.tell(member, state, f"its process ended ({how})")
         if self._deadline is not None:
             return
-        if not child.failed:
+        if _has_left(child):
+            say(f"evener: {child.who} has left the team")
+        elif not child.failed:
             self._is_over = True
             for each in self._slots:
                 each.close()
-        elif _has_left(child):
-            say(f"evener: {child.who} has left the team")
         else:
             self._failures.append(child)
             self._replace(child, slot)
@@ -549,6 +554,8 @@ class ElasticLauncher(TerminalSupervisor):
 
 def _has_left(child: Child) -> bool:
     """Return whether a worker was told to leave or to stop, and not by its launcher."""
+    if child.code == 0:  # its script may catch KeyboardInterrupt
+        return not child.finished
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     return not child.has_raised and child.code in {
         code for signum in signals for code in (-signum, 128 + signum)

@@ -269,6 +269,7 @@ class ElasticMembership(Membership):
         """Tell the coordinator."""
         if not self._has_left:
             self._has_left = True
+            tell(finished=finished or self._link.run_has_ended)
             self._link.leave(finished=finished)
 
     def close(self) -> None:

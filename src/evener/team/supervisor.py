@@ -165,6 +165,7 @@ class Child(RankRecord):
         place: The last place that it told: ``""`` at first, then such as ``JOINING``.
         halted_since: Unix seconds at which it was first seen halted; 0 while it is not.
         is_halted: Whether that has lasted, so that people were told.
+        finished: Whether the run had ended when it left its elastic team, unless it told otherwise.
     """
 
     process: subprocess.Popen[bytes]
@@ -172,6 +173,7 @@ class Child(RankRecord):
     place: str = ""
     halted_since: float = 0.0
     is_halted: bool = False
+    finished: bool = True
 
     @property
     def is_another_program(self) -> bool:
@@ -181,6 +183,7 @@ class Child(RankRecord):
     def take(self, message: Message) -> None:
         """Take in what it says of itself."""
         self.place = message.get("place", self.place)
+        self.finished = message.get("finished", self.finished)
         if "failure" in message:
             self.report = FailureReport(**message["failure"])
 

@@ -158,6 +158,35 @@ def test_a_rank_that_is_told_to_leave_finishes_its_window_and_nothing_is_done_ag
     ]
 
 
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_ranks_join_and_leave_where_each_epoch_is_one_window(policy: str) -> None:
+    team = ElasticThreads(2)
+
+    def body(membership: ThreadMembership) -> list[Tensor]:
+        def commit(result: WindowResult) -> None:
+            if (membership.member, result.window) == ("w0", 1):
+                team.add("j")
+            membership.is_told_to_leave |= membership.member == "w1" and result.window == 3
+
+        with begin(membership, seed=membership.number + 1, policy=policy) as ddp:
+            ddp.on_commit(commit)
+            model, loader = ddp.assembly.model, ddp.loader(DATA, batch_size=len(DATA))
+            for epoch in ddp.epochs(8):
+                for x, y in loader.epoch(epoch):
+                    ddp.backward(((model(x) - y) ** 2).mean())
+                    ddp.step()
+            return [tensor.detach().clone() for tensor in model.state_dict().values()]
+
+    trained = team.run_to_end(body)
+    assert [(one.base, one.members) for one in team.formations] == [
+        (0, ("w0", "w1")),
+        (2, ("w0", "w1", "j")),
+        (5, ("w0", "j")),
+    ]
+    assert sorted(trained) == ["j", "w0"]
+    assert all(map(torch.equal, trained["w0"], trained["j"]))
+
+
 @pytest.mark.parametrize(("member", "window"), [("w2", 0), ("w2", 3), ("w0", 2)])
 def test_a_rank_that_was_left_out_joins_again_in_its_loop(member: str, window: int) -> None:
     def stop(membership: ThreadMembership, result: WindowResult) -> None:

@@ -1,5 +1,6 @@
 """The coordinator and the links of workers, over loopback: a thread of this process serves."""
 
+import asyncio
 import json
 import random
 import socket
@@ -11,6 +12,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,7 @@ from evener.errors import (
 )
 from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
 from evener.team.connection import SupervisorConnection
-from evener.team.coordinator import Coordinator, CoordinatorOptions
+from evener.team.coordinator import Coordinator, CoordinatorOptions, Visitor
 from evener.team.elastic import CoordinatorLink
 from evener.team.elastic_membership import ElasticMembership
 from evener.team.sealed import read_token
@@ -435,6 +437,19 @@ def test_strangers_do_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
         "evener coordinator: closed the connection of an unknown process: "
         in capsys.readouterr().err
     )
+
+
+class EndedConnection(asyncio.Transport):
+    """The other end has gone, and asyncio has not reported it: it prints a line for each write."""
+
+    def is_closing(self) -> bool:
+        return True
+
+
+def test_nothing_is_written_to_a_connection_that_has_ended() -> None:
+    coordinator: Any = SimpleNamespace(options=CoordinatorOptions(most=2), welcome=lambda _: None)
+    with socket.socket() as end:
+        Visitor(coordinator).connection_made(EndedConnection({"socket": end}))
 
 
 def test_a_thousand_damaged_messages_do_no_harm() -> None:

@@ -36,6 +36,8 @@ channel = int(os.environ["EVENER_CHANNEL_FD"])
 os.set_inheritable(channel, False)  # exec closes it
 def tell(place):
     os.write(channel, b'{"place": "%s"}\\n' % place.encode())
+def leave():
+    os.write(channel, b'{"finished": false}\\n')
 def die(signum):
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
@@ -126,12 +128,34 @@ def at_line(words: str, act: Callable[[], object]) -> Iterator[None]:
         ("sys.exit(7)", 7),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1),
         ("tell('joined'); sys.exit(130)", 130),
+        ("tell('joined'); leave(); sys.exit(0)", 0),
         ("tell('joined'); die(signal.SIGTERM)", 143),
         ("tell('joined'); sys.exit(0 if os.environ['RANK'] == '0' else 130)", 0),
     ],
 )
 def test_the_exit_code_says_how_the_run_ended(body: str, code: int) -> None:
     assert launch(body, nproc=2) == code
+
+
+def test_workers_are_replaced_after_one_has_left_and_ended_well(
+    tmp_path: Path, said: list[str]
+) -> None:
+    """Scripts may catch the KeyboardInterrupt with which a worker leaves."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    body = (
+        "tell('joined')\n"
+        "member = os.environ['EVENER_MEMBER']\n"
+        "if member.endswith('/0'):\n"
+        "    leave()\n"
+        "elif member.endswith('/1'):\n"
+        f"    open({str(gate)!r}).read()\n"
+        "    sys.exit(7)\n"
+    )
+    with at_line("/0 (pid", lambda: gate.write_text("")):
+        assert launch(body, nproc=2) == 0
+    assert "has left the team" in said[0]
+    assert "another worker takes its place" in said[1]
 
 
 @pytest.mark.parametrize(("ends", "code"), [("die(number)", 143), ("sys.exit(0)", 0)])

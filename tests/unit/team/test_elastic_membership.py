@@ -230,3 +230,14 @@ def test_what_a_worker_that_was_left_out_had_announced_counts_no_more() -> None:
         assert b.announced("place") == "new"
         team.form()  # both tell again what they have told
         assert (a.announced("place"), b.announced("place")) == ("new", "new")
+
+
+def test_the_launcher_hears_whether_the_run_had_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    with pair() as team:
+        team.form()
+        monkeypatch.setattr(elastic_membership, "tell", lambda **message: told.append(message))
+        a, b = team.members
+        a.leave(finished=False)
+        b.leave(finished=True)
+    assert told == [{"finished": False}, {"finished": True}]
