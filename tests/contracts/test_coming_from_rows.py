@@ -490,7 +490,10 @@ def _(folder: Path) -> None:
 
 @row("Timeline")
 def _(folder: Path) -> None:
-    events = [started(), committed_window(0, t=1.0)]
+    window = committed_window(0, t=1.0)
+    for rank in window["ranks"]:
+        rank |= {"work_ago_s": 1.0, "wait_ago_s": 0.3, "sync_ago_s": 0.1}
+    events = [started(), window]
     (folder / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
     page, trace = folder / "page.html", folder / "trace.json"
     options = ["-o", str(page), "--trace", str(trace)]
