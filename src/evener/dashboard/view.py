@@ -63,7 +63,7 @@ class RunView:
         elif kind in ("worker_lost", "worker_left"):
             if len(self._gone) < len(self.history.lanes) + 1:
                 why = str(event.get("reason", "it left as it was told to"))
-                self._gone[str(event["member"])] = why, _whole(event["window"]) or 0
+                self._gone[str(event["member"])] = why, _whole(event.get("window")) or 0
         elif kind == "worker_joined":
             self._gone.pop(str(event["member"]), None)
         if kind in ("run_resumed", "reformed"):

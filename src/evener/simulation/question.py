@@ -142,8 +142,9 @@ def _with_options(team: TeamSpec, options: PlanOptions) -> TeamSpec:
         notes = [note for note in notes if "--params" not in note]
     if options.bandwidth is not None:
         notes = [note for note in notes if "--bandwidth" not in note]
-    elif link.transfer_s == 0.0 and options.run is None:
-        notes.append("exchanges are taken to cost nothing: give --params and --bandwidth")
+    elif options.run is None and len(ranks) > 1:
+        missing = "--bandwidth" if link.num_bytes else "--params and --bandwidth"
+        notes.append(f"exchanges are taken to cost nothing: give {missing}")
     return replace(
         team,
         ranks=tuple(replace(rank, micro_batch_size=micro_batch_size) for rank in ranks),

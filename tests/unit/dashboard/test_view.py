@@ -77,6 +77,12 @@ def test_who_is_gone_may_be_replaced() -> None:
     assert told == [(0, "a", "here"), (1, "b", "replaced"), (1, "c", "here")]
 
 
+def test_a_loss_without_its_window_is_shown() -> None:
+    lost = {key: value for key, value in LOST.items() if key != "window"}
+    made = view(started(), committed_window(0), {"t": 1.0, "type": "worker_lost", **lost})
+    assert presences(made) == ["here", "gone"]
+
+
 def test_parked_and_ended() -> None:
     made = view(started(), {**committed_window(0), "parked": [1]})
     assert presences(made) == ["here", "parked"]

@@ -113,6 +113,12 @@ def test_a_team_from_a_run(plan):
     assert json.loads(slower)["policies"][0]["parked"] == [1]
 
 
+def test_a_note_names_what_is_not_known_of_exchanges(plan):
+    assert "cost nothing" not in plan("--speeds", "10")
+    assert "cost nothing: give --bandwidth" in plan("--speeds", "10,4", "--params", "1k")
+    assert "cost nothing: give --params and --bandwidth" in plan("--speeds", "10,4")
+
+
 def test_devices_of_this_machine(plan):
     told = plan("--calibrate", "--params", "1k", "--tokens", "10")
     assert "a calibration of this machine" in told
