@@ -54,7 +54,7 @@ def test_a_late_worker_takes_the_run_over_from_those_that_are_killed(
     with RankTeam(be_worker, 3, coordinator, str(lab.folder), command) as team:
         pids = [team.receive(rank) for rank in range(3)]
         team.send(0, "begin")
-        wait_for(lambda: run.path.is_dir() and run.of_type("window"))
+        wait_for(lambda: (run.path / "events.jsonl").exists() and run.of_type("window"))
         team.send(1, "begin")
         wait_for(lambda: run.of_type("worker_joined"))
         os.kill(pids[0], signal.SIGKILL)

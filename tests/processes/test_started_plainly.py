@@ -32,10 +32,10 @@ def test_an_unguarded_script_trains_on_all_its_devices(sandbox):
         "        ddp.backward(model(batch).mean())\n"
         "        ddp.step()\n"
         "    total = ddp.weighted_mean(ddp.rank + 1.0)\n"
-        "    tell([sys.argv[1:], os.path.basename(os.getcwd()), sys.flags.optimize, ddp.devices,\n"
+        "    tell([sys.argv[1:], os.path.basename(os.getcwd()), sys.flags.quiet, ddp.devices,\n"
         "          ddp.window, total, __name__])\n"
     )
-    ended = sandbox.start(sys.executable, "-O", script.name, "--lr", "1").end()
+    ended = sandbox.start(sys.executable, "-q", script.name, "--lr", "1").end()
     assert ended.code == 0, ended.err
     seen = "[['--lr', '1'], 'elsewhere', 1, ('cpu', 'cpu'), 2, 1.5, '__main__']"
     assert sandbox.mailbox.rest() == [f"0 {seen}", f"1 {seen}"]
