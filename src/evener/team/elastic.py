@@ -13,6 +13,7 @@ from evener.parsing import Fields
 from evener.protocol.formation import (
     NO_NUMBER,
     WHOLE_RUN,
+    Deadlines,
     Formation,
     Standing,
     formation_fields,
@@ -33,7 +34,7 @@ class CoordinatorLink(CoordinatorConnection):
         token: The team's; ``None`` where it has none.
         member: Id of this worker, of which the team has one.
         facts: What must be the same on all members, such as the model's fingerprint.
-        timeout_s: Longest wait for the coordinator, and for a generation.
+        timeout_s: Longest wait for the first connection; ``patience_s`` if that is less.
         wish: The number that this worker has in the team if that is free; -1 for any.
     """
 
@@ -66,7 +67,10 @@ class CoordinatorLink(CoordinatorConnection):
         self._num_asked = 0
         self._put: dict[str, Message] = {}  # keys that were set in the store of this generation
         self._announced: dict[str, Message] = {}
-        super().__init__(address, token=token, member=member, role="worker", timeout_s=timeout_s)
+        # The coordinator was there when the launcher started this worker. If it has ended since,
+        # the worker would wait in silence for all of the exchanges' timeout.
+        first_s = min(timeout_s, Deadlines().patience_s)
+        super().__init__(address, token=token, member=member, role="worker", timeout_s=first_s)
 
     # ── membership ───────────────────────────────────────────────────────────────────────────────
 

@@ -26,6 +26,7 @@ from evener.errors import (
     TeamRefusedError,
 )
 from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
+from evener.team import elastic
 from evener.team.connection import SupervisorConnection
 from evener.team.coordinator import Coordinator, CoordinatorOptions, Visitor
 from evener.team.elastic import CoordinatorLink
@@ -313,6 +314,17 @@ def test_who_comes_before_it_is_known_whether_the_team_has_begun_waits(
         with closing(joining.result(WAIT_S)) as membership:
             assert early.is_open
             assert not membership.is_joining
+
+
+def test_a_worker_that_starts_after_the_coordinator_has_ended_waits_for_patience_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elastic, "Deadlines", lambda: replace(DEADLINES, patience_s=0.1))
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        with pytest.raises(LaunchError, match=r"worker a waited 0 s for the coordinator at"):
+            link(address, "a")
 
 
 def test_a_worker_that_loses_the_coordinator_waits_for_patience_s_and_says_so() -> None:
