@@ -83,13 +83,14 @@ class Positions:
         Raises:
             UsageError: This rank has not made that loader.
         """
-        self.restore(state["positions"])
+        told = state["positions"]  # the other one tells nothing of loaders that it has yet to make
+        self.restore([*told, *self._known[len(told) :]], allow_new_data=self._allows_new_data)
         current = cast("int | None", state["current"])
         if current is None:
             return None
         if current >= len(self._own):
             raise UsageError(
-                f"this worker has made {len(self._own)} loaders, and the team {len(self._known)}, "
+                f"this worker has made {len(self._own)} loaders, and the team {len(told)}, "
                 f"of which number {current + 1} is iterated over now: a worker that joins needs "
                 "it before its first epoch. Make all loaders before the loop over epochs"
             )
