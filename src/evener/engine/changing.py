@@ -539,10 +539,10 @@ class ElasticEngine(AskingEngine):
             change: What it wishes to change about the team before: 0 or ``RENEW``.
 
         Raises:
-            CollectiveError: The planner wishes a change.
+            CollectiveError: The planner wishes a change, and the team does not stop.
         """
         found = self._meet(Purpose.PLAN, body=numbers, change=change)
-        if found.rows[self.state.planner].change:
+        if found.rows[self.state.planner].change and not self.stopping:
             raise CollectiveError("")  # as after a loss
         return found
 

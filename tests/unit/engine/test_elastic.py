@@ -187,6 +187,28 @@ def test_ranks_join_and_leave_where_each_epoch_is_one_window(policy: str) -> Non
     assert all(map(torch.equal, trained["w0"], trained["j"]))
 
 
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_team_whose_last_rank_is_told_to_leave_stops_and_forms_no_more(policy: str) -> None:
+    team = ElasticThreads(2)
+    last = {"w1": 3, "w0": 4}  # the others are to go on without w1 when w0 hears it, too
+
+    def body(membership: ThreadMembership) -> int:
+        def commit(result: WindowResult) -> None:
+            membership.is_told_to_leave |= result.window == last[membership.member]
+
+        with begin(membership, seed=1, policy=policy) as ddp:
+            ddp.on_commit(commit)
+            model, loader = ddp.assembly.model, ddp.loader(DATA, batch_size=len(DATA))
+            for epoch in ddp.epochs(8):
+                for x, y in loader.epoch(epoch):
+                    ddp.backward(((model(x) - y) ** 2).mean())
+                    ddp.step()
+            return ddp.progress.window
+
+    assert team.run_to_end(body) == {"w0": 5, "w1": 5}
+    assert [one.base for one in team.formations] == [0]
+
+
 @pytest.mark.parametrize(("member", "window"), [("w2", 0), ("w2", 3), ("w0", 2)])
 def test_a_rank_that_was_left_out_joins_again_in_its_loop(member: str, window: int) -> None:
     def stop(membership: ThreadMembership, result: WindowResult) -> None:
