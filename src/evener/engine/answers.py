@@ -167,8 +167,7 @@ class AskingEngine(Engine):
         def hear() -> Heard:
             # If the team continues without this rank, it is alone.
             main = self.state.planner if self.state.planner >= 0 else self.rank
-            answers = self.team.introduce(told, timeout_s=timeout_s)
-            return Heard(answer=answers[self.team.members.index(main)])
+            return Heard(answer=self.team.hear(main, told, timeout_s=timeout_s))
 
         return self._hear(hear).answer
 

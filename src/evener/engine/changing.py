@@ -29,7 +29,7 @@ from evener.errors import (
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import TRAINING, Formation, Standing
 from evener.protocol.generation import renewed
-from evener.protocol.row import RENEW, Purpose, Row
+from evener.protocol.row import RENEW, Purpose
 from evener.team.members import Member
 
 #: Under this key the team announces its place in the script.
@@ -190,7 +190,7 @@ class ElasticEngine(AskingEngine):
         self._epoch = epoch
         if self.team.is_elastic and self.is_main:
             place = {"epoch": epoch, "record": self._record.state_dict()}
-            self.team.membership.announce(_PLACE, json.dumps(place))
+            self.team.announce(_PLACE, json.dumps(place))
 
     def is_past(self, epoch: int) -> bool:
         """Return whether this rank is to join, and the team has committed an epoch already."""
@@ -198,11 +198,11 @@ class ElasticEngine(AskingEngine):
 
     def _team_epoch(self) -> int:
         """Return the epoch that the team has announced last; 0 before the first one."""
-        place = self.team.membership.announced(_PLACE)
+        place = self.team.announced(_PLACE)
         return int(json.loads(place)["epoch"]) if place else 0
 
     def _look_up(self) -> None:
-        if self.is_joining and (place := self.team.membership.announced(_PLACE, _PLACE_S)):
+        if self.is_joining and (place := self.team.announced(_PLACE, _PLACE_S)):
             self._record.load_state_dict(json.loads(place)["record"])
 
     def join(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
@@ -238,11 +238,6 @@ class ElasticEngine(AskingEngine):
                     f"window {result.window}, the first one of generation {change.generation}, is "
                     f"committed {self.redo_s:.2f} s after that began"
                 )
-
-    def _commit(self, rows: Mapping[int, Row]) -> None:
-        """Commit the window before, when this rank may."""
-        self.team.membership.await_lease()
-        super()._commit(rows)
 
     # ── a change ─────────────────────────────────────────────────────────────────────────────────
 
@@ -347,8 +342,7 @@ class ElasticEngine(AskingEngine):
         """
         if self.is_main:
             self.team.hand_over()
-        self.comm.close()
-        self.team.membership.leave(finished=False)
+        self.team.leave()
         self.state = self.state.end()._replace(planner=-1)
         raise KeyboardInterrupt(f"rank {self.rank} has left the team in window {self.window}")
 
@@ -383,7 +377,7 @@ class ElasticEngine(AskingEngine):
 
     def _standing(self) -> Standing:
         return Standing(
-            member=self.team.membership.member,
+            member=self.team.name,
             generation=self.state.generation,
             applied=self.window,
             committed=self.window - (self._applied is not None),
@@ -415,7 +409,7 @@ class ElasticEngine(AskingEngine):
         """
         rows = self._heard.rows
         team = self.team
-        own = next(one for one in team.people if one.member == team.membership.member)
+        own = next(one for one in team.people if one.member == team.name)
         told = team.introduce(
             {
                 "who": asdict(replace(own, rank=team.rank)),
@@ -441,7 +435,7 @@ class ElasticEngine(AskingEngine):
     def _heal(self, formation: Formation) -> int:
         """Send the donor's state to the ranks that need it; return its size in bytes."""
         source = formation.members.index(formation.donor)
-        receives = self.team.membership.member in formation.receivers
+        receives = self.team.name in formation.receivers
         pending = self._applied
         if receives and pending is not None and pending.result.window + 1 < formation.base:
             self._commit({})  # the donor has applied the next one, so all had applied this one
@@ -529,7 +523,7 @@ class ElasticEngine(AskingEngine):
 
     def _wanted_renewal(self) -> int:
         """Return what the planner of an elastic team wishes to change after this window."""
-        return RENEW if self.team.membership.wants_change or self.state.leaving else 0
+        return RENEW if self.team.wants_change or self.state.leaving else 0
 
     def _agree_on_plan(self, numbers: Sequence[float], change: int) -> Round:
         """Adopt the planner's plan; all ranks that are present call it together.

@@ -11,11 +11,10 @@ from evener.engine.late import LateEngine
 from evener.engine.results import WindowResult, Work
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.errors import UsageError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.protocol.machine import Phase
-from evener.protocol.row import DATA_LENGTH, Purpose, Row, pack
+from evener.protocol.row import DATA_LENGTH, Purpose, Row
 
 #: An epoch may be lengthened by this part, so that every rank has work in its first window.
 _LONGER_EPOCH: Final = 0.01
@@ -32,6 +31,22 @@ class DraftingEngine(LateEngine):
     @abstractmethod
     def close(self, *, drop: bool = False) -> WindowResult | None:
         """Close a planned window; all ranks call it together."""
+
+    @abstractmethod
+    def _make_draft(self, *, work_for_all: float = 0.0) -> int:
+        """Lease the slice after the last planned one; the planner plans it."""
+
+    @abstractmethod
+    def _take_draft(self) -> tuple[float, ...]:
+        """Return the plan that this rank has made, if it plans."""
+
+    @abstractmethod
+    def _check_plan(self, rows: Mapping[int, Row], number: int, offset: int = 0) -> None:
+        """Refuse a plan for another slice of the epoch than the one that this rank has leased."""
+
+    @abstractmethod
+    def _learn(self) -> None:
+        """Tell the policy of the windows that are over."""
 
     def __init__(
         self, team: Team, policy: Policy, training: TrainingState, options: EngineOptions
@@ -104,67 +119,6 @@ class DraftingEngine(LateEngine):
             number = self._make_draft(work_for_all=wanted)
             found = self._agree_on_plan((*self._data(), *self._take_draft()), change)
             self._check_plan(found.rows, number, DATA_LENGTH)
-
-    def plan_ahead(self) -> None:
-        """Make the plan of the window after the next, once, while a device computes gradients.
-
-        Only the planner plans, and decides whether a rank should be parked or called back.
-        """
-        super().plan_ahead()
-        if self.state.plans and self._draft is None:
-            self._make_draft()
-            if self.world_size > 1 and self.rank == self.state.planner:
-                self._wish = self._wanted_change()
-
-    def _learn(self) -> None:
-        """Give the policy the reports of closed windows, when it is needed.
-
-        Any rank may become the planner. One that is not, or has no other rank to plan for, keeps
-        the last windows in mind until then: to judge each of them costs more than all of them at
-        once.
-        """
-        for reports, plan, exchange_s in self._unlearnt:
-            self._policy.observe(reports, plan, exchange_s)
-        self._unlearnt.clear()
-
-    def _make_draft(self, *, work_for_all: float = 0.0) -> int:
-        """Lease the slice after the last planned one; the planner plans it.
-
-        Returns:
-            The number of the window that it will be.
-        """
-        number = self.window + len(self.state.plans)
-        piece = self.cursor.take(self.batch_size)
-        self._draft, self._wish = (), 0
-        if piece is not None:
-            self._leases[number] = piece
-        if piece is not None and self.rank == self.state.planner:
-            policy = self.policy if self.world_size > 1 else self._policy
-            plan = policy.plan(
-                number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
-            )
-            self._draft = tuple(pack(plan))
-        return number
-
-    def _take_draft(self) -> tuple[float, ...]:
-        draft, self._draft = self._draft, None
-        return draft or ()
-
-    def _check_plan(self, rows: Mapping[int, Row], number: int, offset: int = 0) -> None:
-        """Refuse a plan for another slice of the epoch than the one that this rank has leased.
-
-        Raises:
-            UsageError: The planner is at another place of the data.
-        """
-        planner, piece = self.state.planner, self._leases.get(number)
-        agreed = tuple(int(n) for n in rows[planner].body[offset : offset + 4]) or None
-        own = None if piece is None else (number, piece.epoch, piece.start, piece.size)
-        if agreed != own:
-            raise UsageError(
-                f"rank {planner} plans (window, epoch, start, size) {agreed}, rank {self.rank} is "
-                f"at {own}; every rank must use the same data set size, batch_size "
-                "and seed, and resume from the same checkpoint"
-            )
 
     def _take_learnt(self, learnt: Mapping[str, Any]) -> None:
         super()._take_learnt(learnt)

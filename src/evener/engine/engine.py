@@ -410,7 +410,7 @@ class Engine(ABC):
             **said: Further fields of its ``Row``.
         """
         started_s = time.perf_counter()
-        said["leaving"] = self.team.membership.is_leaving
+        said["leaving"] = self.state.is_elastic and self.team.is_leaving
         self.state = self.state.say(purpose, stop=self.wants_stop() or self.stopping, **said)
         assert self.state.own is not None
         rows = self._swap(self.state.own, self.comm, self.team.members)

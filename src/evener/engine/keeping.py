@@ -23,7 +23,7 @@ from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
-from evener.protocol.row import pack
+from evener.protocol.row import Row, pack
 
 
 class KeepingEngine(ElasticEngine):
@@ -214,6 +214,12 @@ class KeepingEngine(ElasticEngine):
         if self._flown is None:
             self._replica.restore()
             self._scale.reset()
+
+    def _commit(self, rows: Mapping[int, Row]) -> None:
+        """Commit the previous window, if this rank may."""
+        if self.state.is_elastic:
+            self.team.await_lease()
+        super()._commit(rows)
 
     def _resume(self) -> bool:
         # In a commit the model shows the consensus, and not this rank's working copy.

@@ -2,6 +2,7 @@
 
 import math
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -216,19 +217,11 @@ class LateEngine(ParkingEngine):
         #: Windows that the policy has not learnt from.
         self._unlearnt: deque[tuple[list[Report], WindowPlan, float]] = deque(maxlen=_UNLEARNT)
 
+    @abstractmethod
     def _average_buffers(
         self, found: Round, weight: float, what: str, unless: Tensor | None = None
     ) -> None:
-        """Average the model's buffers by weight.
-
-        They stay as before in a window without weight, and where ``unless`` is 1.
-        """
-        if not any(row.report.buffers_changed for row in found.rows.values()):
-            return
-        if weight:
-            self.buffers.average(self.share.weight, weight, what=what, unless=unless)
-        else:
-            self.buffers.restore()
+        """Average the model's buffers by weight; leave them as before where ``unless`` is 1."""
 
     def _let_decide(self, queue: DeviceQueue) -> bool:
         """Let the device decide about the update of this window; return whether it can.

@@ -204,7 +204,7 @@ class LocalEngine(KeepingEngine):
         state = self.state
         if not self._own or state.winding or state.stopping or self.wants_stop():
             return False
-        if self.team.membership.is_over:
+        if state.is_elastic and self.team.is_over:
             return False
         if state.flight is not None and state.flight.blocking:
             return False
@@ -224,7 +224,7 @@ class LocalEngine(KeepingEngine):
         said = self.state.say(
             Purpose.WINDOW,
             change=self._wanted_renewal() if self.is_main else 0,
-            leaving=self.team.membership.is_leaving,
+            leaving=self.state.is_elastic and self.team.is_leaving,
             stop=self.wants_stop() or self.stopping,
             rates=checksum([rate for group in self._schedule.agreed_rates for rate in group]),
             report=work._replace(

@@ -197,9 +197,7 @@ class ParkingEngine(ElasticEngine):
     def _come_to_door(self, purpose: Purpose, **said: Any) -> Answer:
         self.team.call(is_parked=purpose is Purpose.AWAY)
         stop = self.stopping or self.wants_stop()
-        self.state = self.state.say(
-            purpose, stop=stop, leaving=self.team.membership.is_leaving, **said
-        )
+        self.state = self.state.say(purpose, stop=stop, leaving=self.team.is_leaving, **said)
         assert self.state.own is not None
         rows = self._swap(self.state.own, self.team.whole, self.team.everyone)
         found = answer(self.state, rows)

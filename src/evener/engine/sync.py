@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NoReturn, final
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from evener.averaging.gradients import Reading
@@ -27,7 +28,7 @@ from evener.planning.policies import Policy
 from evener.planning.report import LOSS, Report
 from evener.protocol.generation import Said
 from evener.protocol.machine import Do
-from evener.protocol.row import ALL, Purpose, Row, checksum
+from evener.protocol.row import ALL, Purpose, Row, checksum, pack
 
 
 @final
@@ -398,6 +399,8 @@ class SyncEngine(DraftingEngine):
 
     def _commit(self, rows: Mapping[int, Row]) -> None:
         """Commit the previous window; if the device decides about its update, it has done so."""
+        if self.state.is_elastic:
+            self.team.await_lease()
         if self._undecided is not None:
             self._learn_late(self._undecided)
         super()._commit(rows)
@@ -415,6 +418,17 @@ class SyncEngine(DraftingEngine):
             applied_t=time.time(),
             ranks=self._records(found.rows),
         )
+
+    def _average_buffers(
+        self, found: Round, weight: float, what: str, unless: Tensor | None = None
+    ) -> None:
+        """Average the model's buffers by weight; a window without weight leaves them as before."""
+        if not any(row.report.buffers_changed for row in found.rows.values()):
+            return
+        if weight:
+            self.buffers.average(self.share.weight, weight, what=what, unless=unless)
+        else:
+            self.buffers.restore()
 
     @property
     def _finds_in_mean(self) -> bool:
@@ -491,6 +505,69 @@ class SyncEngine(DraftingEngine):
         self._turns.clear()
         self._drop_plans()
         self._take_again()
+
+    # ── plans ────────────────────────────────────────────────────────────────────────────────────
+
+    def plan_ahead(self) -> None:
+        """Make the plan of the window after the next, once, while a device computes gradients.
+
+        Only the planner plans, and decides whether a rank should be parked or called back.
+        """
+        super().plan_ahead()
+        if self.state.plans and self._draft is None:
+            self._make_draft()
+            if self.world_size > 1 and self.rank == self.state.planner:
+                self._wish = self._wanted_change()
+
+    def _learn(self) -> None:
+        """Give the policy the reports of closed windows, when it is needed.
+
+        Any rank may become the planner. One that is not, or has no other rank to plan for, keeps
+        the last windows in mind until then: to judge each of them costs more than all of them at
+        once.
+        """
+        for reports, plan, exchange_s in self._unlearnt:
+            self._policy.observe(reports, plan, exchange_s)
+        self._unlearnt.clear()
+
+    def _make_draft(self, *, work_for_all: float = 0.0) -> int:
+        """Lease the slice after the last planned one; the planner plans it.
+
+        Returns:
+            The number of the window that it will be.
+        """
+        number = self.window + len(self.state.plans)
+        piece = self.cursor.take(self.batch_size)
+        self._draft, self._wish = (), 0
+        if piece is not None:
+            self._leases[number] = piece
+        if piece is not None and self.rank == self.state.planner:
+            policy = self.policy if self.world_size > 1 else self._policy
+            plan = policy.plan(
+                number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
+            )
+            self._draft = tuple(pack(plan))
+        return number
+
+    def _take_draft(self) -> tuple[float, ...]:
+        draft, self._draft = self._draft, None
+        return draft or ()
+
+    def _check_plan(self, rows: Mapping[int, Row], number: int, offset: int = 0) -> None:
+        """Refuse a plan for another slice of the epoch than the one that this rank has leased.
+
+        Raises:
+            UsageError: The planner is at another place of the data.
+        """
+        planner, piece = self.state.planner, self._leases.get(number)
+        agreed = tuple(int(n) for n in rows[planner].body[offset : offset + 4]) or None
+        own = None if piece is None else (number, piece.epoch, piece.start, piece.size)
+        if agreed != own:
+            raise UsageError(
+                f"rank {planner} plans (window, epoch, start, size) {agreed}, rank {self.rank} is "
+                f"at {own}; every rank must use the same data set size, batch_size "
+                "and seed, and resume from the same checkpoint"
+            )
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 

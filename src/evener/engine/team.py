@@ -1,7 +1,7 @@
 """The ranks as one of them sees them: which are present, and the communicators between them."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,9 +70,56 @@ class Team:
         return self.membership.is_elastic
 
     @property
+    def is_joining(self) -> bool:
+        """Return whether an elastic team began before this rank came, and it has not joined yet."""
+        return self.membership.is_joining
+
+    @property
+    def wants_change(self) -> bool:
+        """Return whether a worker waits to join an elastic team."""
+        return self.membership.wants_change
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether this rank was told to leave an elastic team."""
+        return self.membership.is_leaving
+
+    def leave(self) -> None:
+        """Leave an elastic team for good: the others continue without this rank."""
+        self.comm.close()
+        self.membership.leave(finished=False)
+
+    def finish(self) -> None:
+        """Let an elastic team know that its run has ended: done to its end, or stopped."""
+        self.membership.leave(finished=True)
+
+    @property
+    def name(self) -> str:
+        """Return the name of this rank."""
+        return self.membership.member
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the generation is known to have ended: waiting in it is useless."""
+        return self.membership.is_over
+
+    def await_lease(self) -> None:
+        """Return when this rank may commit; at once in a fixed team."""
+        self.membership.await_lease()
+
+    @property
     def is_first(self) -> bool:
         """Return whether this rank is the first of those that are present."""
         return self.rank == self.members[0]
+
+    def declare(self, phase: str, done: int = 0) -> None:
+        """Say what this rank is doing, for the case that others wait for it.
+
+        Args:
+            phase: ``TRAINING``, or in words of its own, such as ``saving``.
+            done: Micro-batches that it has done since the last call.
+        """
+        self.membership.declare(phase, done)
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
@@ -82,6 +129,18 @@ class Team:
             yield
         finally:
             self.membership.declare(before)
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Say what must be the same on all workers of an elastic team, and is known only now."""
+        self.membership.describe(facts)
+
+    def announce(self, key: str, text: str) -> None:
+        """Tell workers that join an elastic team later something of the run."""
+        self.membership.announce(key, text)
+
+    def announced(self, key: str, timeout_s: float = 0.0) -> str | None:
+        """Return what the team has announced; see ``Membership.announced``."""
+        return self.membership.announced(key, timeout_s)
 
     @property
     def away(self) -> frozenset[int]:
@@ -100,12 +159,12 @@ class Team:
 
     @property
     def fp16_ranks(self) -> list[int]:
-        """Ranks that are present and compute in fp16."""
+        """Return the ranks that are present and compute in fp16."""
         return [rank for rank in self.members if self.people[rank].precision == "fp16"]
 
     @property
     def has_unlike_devices(self) -> bool:
-        """Whether ranks that are present compute on devices of several kinds."""
+        """Return whether ranks that are present compute on devices of several kinds."""
         present = [self.people[rank] for rank in self.members]
         return len({(one.device.partition(":")[0], one.device_name) for one in present}) > 1
 
@@ -149,6 +208,10 @@ class Team:
     def introduce(self, greeting: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Give every rank that is present each one's JSON, in rank order; all call it together."""
         return self.comm.all_gather_json(greeting, what="greetings", timeout_s=timeout_s)
+
+    def hear(self, rank: int, told: Any, *, timeout_s: float | None = None) -> Any:
+        """Return the JSON ``told`` of one rank; all that are present call it together."""
+        return self.introduce(told, timeout_s=timeout_s)[self.members.index(rank)]
 
     def places(self) -> dict[int, str]:
         """Return the line of the user's code at which each rank is, where ranks can tell it."""

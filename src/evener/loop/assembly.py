@@ -180,7 +180,7 @@ class Assembly:
     def _say_team(self, *, quiet: bool) -> None:
         if quiet or not self.engine.is_main:
             return
-        present = [self.team.people[rank] for rank in self.team.members]
+        present = [self.members[rank] for rank in self.team.members]
         exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
         say("\n".join([*team_lines(present), exchange]))
 
@@ -195,11 +195,16 @@ class Assembly:
         return self.team.whole
 
     @property
+    def members(self) -> tuple[Member, ...]:
+        """Return the member of each rank."""
+        return self.team.people
+
+    @property
     def names(self) -> list[str]:
         """Return the members' names, in rank order."""
         if self.team.is_elastic:  # others may come under the same numbers
             return [f"number {rank}" for rank in range(self.team.world_size)]
-        return [member.member for member in self.team.people]
+        return [member.member for member in self.members]
 
     def part_of(self, optimizer: Optimizer) -> int:
         """Return the number of one of the optimizers.
@@ -313,7 +318,7 @@ class Assembly:
             precision=self.precision,
         )
         if team.is_elastic:
-            own = replace(own, member=team.membership.member)
+            own = replace(own, member=team.name)
         greetings = team.introduce({**asdict(own), "training": training})
         check_alike([greeting.pop("training") for greeting in greetings])
         taken: Counter[str] = Counter()
@@ -362,7 +367,7 @@ class Assembly:
         ratios = self._config.partition_ratios
         if ratios is not None:
             return FixedShares(self.names, ratios, avoid_ones=avoid_ones)
-        planner = SyncPolicy(self.names, [None] * len(self.team.people), avoid_ones=avoid_ones)
+        planner = SyncPolicy(self.names, [None] * len(self.members), avoid_ones=avoid_ones)
         if speeds is not None:
             planner.hint(list(speeds))
         return planner
@@ -397,7 +402,7 @@ class Assembly:
             habits=Habits(self.flat, self.optimizers, warn=warn, rank=own.rank),
             slowness=Slowness(
                 own.rank,
-                self.team.people,
+                self.members,
                 diagnosis=SlowDiagnosis(kind_of(self.device).identify(self.device)),
                 warn=warn,
             ),

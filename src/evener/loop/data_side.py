@@ -329,7 +329,8 @@ class DataSide:
                     f"rank {rank} finds the checkpoint of window {window} in {path}, rank 0 that "
                     f"of window {answers[0][1]}; use storage that every rank sees"
                 )
-        self._engine.positions.restore(saved.positions, allow_new_data="data" in allow)
+        positions = self._engine.positions
+        positions.restore(saved.positions, allow_new_data="data" in allow)
         restore(assembly, saved)
         self.events.learn(resumed_from=saved.path, window=self._engine.window)
 

@@ -160,7 +160,7 @@ class Loop(DataSide):
     @property
     def members(self) -> tuple[Member, ...]:
         """Return the member of each rank, or its last one in an elastic team; see ``devices``."""
-        return self.assembly.team.people
+        return self.assembly.members
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -229,7 +229,7 @@ class Loop(DataSide):
             own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
             share.backward(loss, weight, self.assembly.part_of(optimizer), own)
         habits.after_backward(share)
-        engine.team.membership.declare(TRAINING, done=1)
+        engine.team.declare(TRAINING, done=1)
         engine.plan_ahead()
 
     def step(self, optimizer: Optimizer | None = None) -> WindowResult | None:
@@ -387,8 +387,8 @@ class Loop(DataSide):
                 loader.close()
             self.events.end(failed=failed, error=error)
             # Members that were all told to leave have ended no run: others may continue it.
-            if not (failed or (engine.stopping and engine.team.membership.is_leaving)):
-                engine.team.membership.leave(finished=True)
+            if not (failed or (engine.stopping and engine.team.is_leaving)):
+                engine.team.finish()
             self.assembly.close()
 
     def _is_lost(self, error: BaseException | None) -> bool:

@@ -44,7 +44,7 @@ def prepare_text(
     """
     team, environment = job.team, job.ddp.assembly.environment
     checkpoint = job.resumed
-    if tokenizer is None and team.membership.is_joining:
+    if tokenizer is None and team.is_joining:
         checkpoint = find_newest(job.folder / CHECKPOINTS)
     if tokenizer is None and checkpoint is not None:
         tokenizer = load_tokenizer(checkpoint.path)
@@ -54,7 +54,7 @@ def prepare_text(
         cache = Path(config.data.cache).expanduser()
     preparation = _Preparation(config, cache, records, job.options.quiet)
     corpus, place = None, {"signature": "", "tokenizer": ""}
-    if environment.local_rank == 0 or team.membership.is_joining:
+    if environment.local_rank == 0 or team.is_joining:
         corpus, tokenizer, place = preparation.run(tokenizer)
     places = team.introduce(place, timeout_s=PREPARE_TIMEOUT_S)
     if corpus is None:

@@ -158,7 +158,7 @@ class TeamLoader(LikeDataLoader):
         """
         team = self._engine.team
         if team.is_elastic:
-            team.membership.describe(sign(self._fetcher, self._num_items))
+            team.describe(sign(self._fetcher, self._num_items))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data position; no rank count."""
@@ -206,11 +206,9 @@ class TeamLoader(LikeDataLoader):
         while micro_batches:
             first, samples, pending = micro_batches.popleft()
             asked_s = time.perf_counter()
-            engine.team.membership.declare(_LOADING)
+            engine.team.declare(_LOADING)
             batch = self._received(pending)
-            engine.team.membership.declare(
-                TRAINING if samples in engine.known_sizes else _BEGINNING
-            )
+            engine.team.declare(TRAINING if samples in engine.known_sizes else _BEGINNING)
             engine.spans.receive(asked_s)
             self.loop.skip("")
             # Dropout is drawn from what a micro-batch is, not from a state.
