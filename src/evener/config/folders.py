@@ -128,8 +128,11 @@ class FolderLock(Closing):
         """Keep other runs out while this worker lives; idempotent."""
         if self._shared is None and sys.platform != "win32":
             with suppress(OSError):  # a worker on another machine may not see the folder
-                self._shared = os.open(self._folder, os.O_RDONLY)
-                _lock(self._shared, is_shared=True)
+                descriptor = os.open(self._folder, os.O_RDONLY)
+                if _lock(descriptor, is_shared=True):
+                    self._shared = descriptor
+                else:  # another run looks at this moment
+                    os.close(descriptor)
 
     def take(self) -> bool:
         """Take the lock if no other run has it, and no process; return whether this one has it now.
