@@ -219,6 +219,7 @@ class Visitor(asyncio.Protocol):
         self._nonce = new_nonce()
         self._seal: Seal | None = None
         self._role = ""
+        self._has_left = False
         self._transport: asyncio.Transport | None = None
 
     # ── asyncio calls these ──────────────────────────────────────────────────────────────────────
@@ -345,7 +346,9 @@ class Visitor(asyncio.Protocol):
 
     def _hear_worker(self, now_s: float, kind: str, fields: Fields) -> None:
         roster = self._coordinator.roster
-        if not roster.knows(self.member):
+        if self._has_left:  # its connection may outlast it, and must not make it a worker again
+            self.tell("left", {})
+        elif not roster.knows(self.member):
             self.drop()  # it was taken for dead, and may come again
         elif kind == "beat":
             counter, phase = fields.whole("micro_batches"), fields.text("phase")
@@ -363,6 +366,7 @@ class Visitor(asyncio.Protocol):
             held = read_standing(fields.fields("standing")) if standing is not None else None
             roster.report(now_s, self.member, fields.whole("generation"), held)
         elif kind == "leave":
+            self._has_left = True
             roster.leave(now_s, self.member, finished=fields.flag("finished"))
             self.tell("left", {})
         elif kind == "facts":

@@ -273,6 +273,27 @@ def test_sigterm_ends_the_coordinator_too(said: list[str]) -> None:
     assert not any("serves" in line for line in said)
 
 
+def test_a_worker_that_has_left_is_not_awaited_while_its_connection_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ExitStack() as stack:
+        address = stack.enter_context(serving(1, 3, Deadlines(beat_s=0.02)))
+        supervisor = stack.enter_context(SupervisorConnection(address, token=None))
+        options: Any = {"token": None, "facts": {}, "timeout_s": PATIENCE_S}
+        link = stack.enter_context(CoordinatorLink(address, member="a", **options))
+        while supervisor.workers != {"a"}:
+            time.sleep(0.005)
+        link.leave()
+        while supervisor.workers:
+            time.sleep(0.005)
+        beats: list[float] = []
+        beat = link._beat
+        monkeypatch.setattr(link, "_beat", lambda now_s: (beats.append(now_s), beat(now_s))[1])
+        while len(beats) < 5:
+            time.sleep(0.005)
+        assert not supervisor.workers
+
+
 def test_a_launcher_that_has_lost_the_coordinator_knows_of_no_workers() -> None:
     with ExitStack() as stack:
         with serving(1, 1, Deadlines(patience_s=0.2)) as address:
