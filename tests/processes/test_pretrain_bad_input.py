@@ -324,7 +324,7 @@ def test_a_newer_run_without_a_checkpoint_does_not_stand_in_the_way(lab, stopped
         shutil.rmtree(lab.folder / "runs" / "part-3")
     assert f"skipped checkpoint {newer}/checkpoints/step-3: manifest.json is miss" in finished.said
     assert (
-        f"continuing with {stopped.path}: there is no complete checkpoint in part-3, part-2"
+        f"continuing with {stopped.path}: no complete checkpoint was found in part-3, part-2"
         in finished.said
     )
     assert stopped.summary["steps"] == 7

@@ -45,7 +45,7 @@ def find_events(run: Path) -> Path:
     """Return the first file of a run's events, from its folder or that file.
 
     Raises:
-        ConfigError: There is no such run.
+        ConfigError: The run does not exist.
     """
     path = (run if run.name == EVENTS else run / EVENTS).absolute()
     try:

@@ -78,7 +78,8 @@ def write_trace(run: Path, path: Path) -> None:
         path: Where it goes.
 
     Raises:
-        ConfigError: There is no such run, its events cannot be read, or the file cannot be written.
+        ConfigError: The run does not exist, its events cannot be read, or the file cannot be
+                written.
     """
     source = find_events(run)
     voids, events = find_voids(source), each_event(source)

@@ -168,7 +168,7 @@ def _newest_of_any(
         if checkpoint is not None:
             if passed_over:
                 say(
-                    f"continuing with {folder}: there is no complete checkpoint in "
+                    f"continuing with {folder}: no complete checkpoint was found in "
                     f"{', '.join(passed_over)}"
                 )
             return folder, checkpoint

@@ -158,6 +158,14 @@ def test_a_rank_that_is_told_to_leave_finishes_its_window_and_nothing_is_done_ag
     ]
 
 
+def train_epochs_of_one_window(ddp: Ddp) -> None:
+    model, loader = ddp.assembly.model, ddp.loader(DATA, batch_size=len(DATA))
+    for epoch in ddp.epochs(8):
+        for x, y in loader.epoch(epoch):
+            ddp.backward(((model(x) - y) ** 2).mean())
+            ddp.step()
+
+
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_ranks_join_and_leave_where_each_epoch_is_one_window(policy: str) -> None:
     team = ElasticThreads(2)
@@ -170,12 +178,9 @@ def test_ranks_join_and_leave_where_each_epoch_is_one_window(policy: str) -> Non
 
         with begin(membership, seed=membership.number + 1, policy=policy) as ddp:
             ddp.on_commit(commit)
-            model, loader = ddp.assembly.model, ddp.loader(DATA, batch_size=len(DATA))
-            for epoch in ddp.epochs(8):
-                for x, y in loader.epoch(epoch):
-                    ddp.backward(((model(x) - y) ** 2).mean())
-                    ddp.step()
-            return [tensor.detach().clone() for tensor in model.state_dict().values()]
+            train_epochs_of_one_window(ddp)
+            state = ddp.assembly.model.state_dict()
+            return [tensor.detach().clone() for tensor in state.values()]
 
     trained = team.run_to_end(body)
     assert [(one.base, one.members) for one in team.formations] == [
@@ -198,11 +203,7 @@ def test_a_team_whose_last_rank_is_told_to_leave_stops_and_forms_no_more(policy:
 
         with begin(membership, seed=1, policy=policy) as ddp:
             ddp.on_commit(commit)
-            model, loader = ddp.assembly.model, ddp.loader(DATA, batch_size=len(DATA))
-            for epoch in ddp.epochs(8):
-                for x, y in loader.epoch(epoch):
-                    ddp.backward(((model(x) - y) ** 2).mean())
-                    ddp.step()
+            train_epochs_of_one_window(ddp)
             return ddp.progress.window
 
     assert team.run_to_end(body) == {"w0": 5, "w1": 5}

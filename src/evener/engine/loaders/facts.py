@@ -30,7 +30,7 @@ class LikeDataLoader:
 
     @property
     def sampler(self) -> NoReturn:
-        """Raise: there is no sampler, and the error says why."""
+        """Raise the error that says why this loader has no sampler."""
         raise AttributeError(
             "evener's loaders have no sampler: each epoch has an order of its own, which follows "
             "from its number and the seed. Leave sampler.set_epoch(epoch) out, and iterate over "
