@@ -137,6 +137,11 @@ class Coordinator:
                 except TimeoutError:
                     self._tick()
         finally:
+            # asyncio makes a transport of an accepted connection in the next round of its loop, and
+            # calls the visitor in the one after. If the server is closed before, it stays open.
+            loop.remove_reader(self._socket)
+            for _ in range(2):
+                await asyncio.sleep(0)
             server.close()
             for visitor in [*self._strangers, *self._supervisors, *self._workers.values()]:
                 visitor.drop()

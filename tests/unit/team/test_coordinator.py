@@ -464,6 +464,32 @@ def test_nothing_is_written_to_a_connection_that_has_ended() -> None:
         Visitor(coordinator).connection_made(EndedConnection({"socket": end}))
 
 
+@pytest.mark.parametrize("rounds", range(5))
+def test_connections_that_come_as_the_coordinator_ends_are_closed(rounds: int) -> None:
+    """``rounds`` of its loop after it was told to end."""
+    coordinator = Coordinator(CoordinatorOptions(most=2))
+
+    async def end(stack: ExitStack) -> list[socket.socket]:
+        served = asyncio.create_task(coordinator.serve())
+        await asyncio.sleep(0.01)
+        coordinator.stop()
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        address = ("127.0.0.1", coordinator.port)
+        ends = []
+        with suppress(ConnectionRefusedError):
+            ends = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
+        await served
+        return ends
+
+    with ExitStack() as stack:
+        for connection in asyncio.run(end(stack)):
+            connection.settimeout(WAIT_S)
+            with suppress(ConnectionResetError):
+                while connection.recv(4096):
+                    pass
+
+
 def test_a_thousand_damaged_messages_do_no_harm() -> None:
     noise = random.Random(1)
     texts = [
