@@ -99,20 +99,6 @@ class Unpicklable(Dataset[Any]):
         return index
 
 
-class LostOnTheWay(Dataset[Any]):
-    """Pickles here, does not unpickle there."""
-
-    def __reduce__(self) -> Any:
-        return (_fail_to_load, ("rows.parquet",))
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def _fail_to_load(name: str) -> None:
-    raise FileNotFoundError(f"{name} is not here")
-
-
 class WithGradient(Dataset[Any]):
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.ones(2, requires_grad=True) * 2

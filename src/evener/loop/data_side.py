@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from evener.config.checks import whole_number
 from evener.config.options import Allowed
-from evener.data.loader import Prefetch
+from evener.data.fetching import Prefetch
 from evener.engine.loaders.evaluation import EvaluationLoader
 from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Collate, Given, is_stream, read

@@ -23,7 +23,6 @@ from evener.loop.reporting import SinkMaker
 from evener.managed.description import ManagedRun
 from evener.managed.epoch_metrics import EpochFigures, EpochMetrics, average_figures
 from evener.managed.trained import TrainedState, capture_trained
-from evener.managed.travel import CarriedDataset, CarriedFunction
 from evener.observe.events import Sink
 from evener.team.environment import DistributedTrainConfig
 from evener.team.placement import choose_device
@@ -153,15 +152,11 @@ class ManagedRank(EpochLoop):
 
     def _make_loader(self) -> TeamLoader:
         job = self.job
-        dataset, collate_fn = job.make_dataset(), job.collate_fn
-        if job.num_workers:
-            dataset = CarriedDataset(dataset)
-            collate_fn = None if collate_fn is None else CarriedFunction(collate_fn)
         loader: TeamLoader = self.ddp.loader(
-            dataset,
+            job.make_dataset(),
             batch_size=job.batch_size,
             seed=job.seed,
-            collate_fn=collate_fn,
+            collate_fn=job.collate_fn,
             num_workers=job.num_workers,
             micro_batch_size=job.micro_batch_size,
             max_steps=job.num_steps,

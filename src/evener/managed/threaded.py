@@ -5,7 +5,7 @@ import threading
 from abc import abstractmethod
 from contextlib import suppress
 
-from evener.data.workers import RemoteTraceback
+from evener.data.fetching import RemoteTraceback
 from evener.errors import LaunchError, UsageError, WorkerError
 from evener.loop.reporting import open_sinks
 from evener.managed.description import ManagedRun

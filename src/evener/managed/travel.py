@@ -16,7 +16,6 @@ from typing import IO, Any
 
 import cloudpickle
 
-from evener.data.start_method import ByValue
 from evener.errors import ConfigError, LaunchError
 
 _REMEDY = (
@@ -62,41 +61,6 @@ def unpack(fd: int) -> dict[str, Any]:
             f"PYTHONPATH, install them, or let them travel: cloudpickle.register_pickle_by_value"
         ) from error
     return parts
-
-
-class Carried(ByValue):
-    """A value that pickles by value; for worker processes of loaders, which pickle by name."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Hand the value to cloudpickle."""
-        return _restore, (type(self), cloudpickle.dumps(self.value))
-
-
-class CarriedFunction(Carried):
-    """A function that pickles by value."""
-
-    def __call__(self, *args: Any) -> Any:
-        """Call it."""
-        return self.value(*args)
-
-
-class CarriedDataset(Carried):
-    """A map-style data set that pickles by value."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.value)
-
-    def __getitem__(self, index: int) -> Any:
-        """Load a sample."""
-        return self.value[index]
-
-
-def _restore(kind: type[Carried], data: bytes) -> Carried:
-    return kind(pickle.loads(data))  # noqa: S301 - pickled by the process that started us
 
 
 def _anonymous_file() -> IO[bytes]:

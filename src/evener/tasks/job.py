@@ -18,7 +18,7 @@ from evener.config.folders import CHECKPOINTS, SUMMARY, FolderLock, release_fold
 from evener.config.options import Keys, TaskOptions
 from evener.config.presets import resolve_job
 from evener.config.runs import JobConfig
-from evener.data.loader import Prefetch
+from evener.data.fetching import Prefetch
 from evener.ddp import Ddp
 from evener.engine.emulate import parse_emulation
 from evener.engine.results import WindowResult

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from evener.data.loader import InlineFetcher
+from evener.data.fetching import InlineFetcher
 from evener.data.signature import sign
 
 

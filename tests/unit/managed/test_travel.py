@@ -1,6 +1,5 @@
 """Functions and data on their way into worker processes, and messages back."""
 
-import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 from evener.engine.results import Progress
 from evener.errors import ConfigError, LaunchError
 from evener.managed.trained import TrainedState, capture_trained, pack_trained, unpack_trained
-from evener.managed.travel import CarriedDataset, CarriedFunction, pack, unpack
+from evener.managed.travel import pack, unpack
 
 
 def carried(**parts: Any) -> dict[str, Any]:
@@ -88,17 +87,6 @@ def test_a_module_that_is_missing_there_is_named():
 
     with pytest.raises(LaunchError, match="No module named 'module_that_is_not_there'"):
         carried(dataset=Absent())
-
-
-def test_classes_of_a_cell_reach_processes_that_load_data():
-    cell = run_cell(
-        "class Squares:\n"
-        "    def __len__(self): return 4\n"
-        "    def __getitem__(self, i): return i * i\n"
-    )
-    dataset = pickle.loads(pickle.dumps(CarriedDataset(cell["Squares"]())))
-    assert [dataset[i] for i in range(len(dataset))] == [0, 1, 4, 9]
-    assert pickle.loads(pickle.dumps(CarriedFunction(lambda samples: sum(samples))))([1, 2]) == 3
 
 
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────

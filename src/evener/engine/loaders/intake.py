@@ -20,8 +20,7 @@ from torch.utils.data import (
 )
 
 from evener.data.cursor import derive_seed
-from evener.data.fetching import Fetcher
-from evener.data.loader import Prefetch, make_fetcher
+from evener.data.fetching import Fetcher, Prefetch, make_fetcher
 from evener.data.order import EpochOrder
 from evener.data.randomness import generators_lock, preserved_generators, seed_generators
 from evener.devices import pins_memory

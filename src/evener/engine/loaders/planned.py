@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any, Final, final
 
 from evener.data.cursor import Cursor
-from evener.data.fetching import Pending
-from evener.data.loader import Prefetch
+from evener.data.fetching import Pending, Prefetch
 from evener.data.signature import sign
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.facts import LikeDataLoader

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from evener.data.start_method import choose_context
+from evener.data.fetching import start_context
 from evener.devices import pins_memory
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.facts import LikeDataLoader
@@ -189,11 +189,8 @@ def stream_of(
         "generator": given.generator,
     }
     if settings["num_workers"]:
-        parts = [given.dataset, settings["collate_fn"], given.worker_init_fn]
         settings |= {
-            "multiprocessing_context": choose_context(
-                parts, settings["num_workers"], given.multiprocessing_context
-            ),
+            "multiprocessing_context": start_context(given.multiprocessing_context),
             "prefetch_factor": given.prefetch_factor,
             "persistent_workers": given.persistent_workers,
         }

