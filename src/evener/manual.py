@@ -16,7 +16,6 @@ from evener.averaging.replicas import Entry, ReplicaAverager
 from evener.closing import Closing
 from evener.comm.base import Communicator
 from evener.devices import count_accelerators, move
-from evener.engine.former_names import warn_of_former_name
 from evener.errors import ConfigError, NonFiniteGradientError
 from evener.loop.likeness import check_alike, describe_versions
 from evener.team.backends import check_backend, connect_team
@@ -217,11 +216,6 @@ class Replicas(Closing):
             sums = [_sum([float(v) * w if w else 0.0 for v, w in pairs]), _sum(weights)]
         rows = self._meet("weighted_mean", problem, (), sums)
         return _sum([row[0] for row in rows]) / self._total("weights", [row[1] for row in rows])
-
-    def all_reduce(self, values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-        """Return the former name of ``weighted_mean``; it goes with the next release."""
-        warn_of_former_name("all_reduce", "weighted_mean")
-        return self.weighted_mean(values, weights)
 
     def close(self) -> None:
         """Leave the team; models and gradients stay as they are. Idempotent, not collective."""

@@ -274,7 +274,7 @@ def test_a_sampler_that_draws_otherwise_on_another_rank_is_refused() -> None:
     assert "draws other samples on rank 0 than on rank 1" in second
 
 
-def test_the_former_name_of_weighted_mean_warns() -> None:
+def test_weighted_mean_of_ranks() -> None:
     def run(comm: Communicator) -> None:
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -282,9 +282,3 @@ def test_the_former_name_of_weighted_mean_warns() -> None:
             assert ddp.weighted_mean(comm.rank, weight=comm.rank + 1) == pytest.approx(2 / 3)
 
     run_team(2, run)
-    _, ddp = started()
-    replicas = Ddp.wrap(nn.Linear(3, 2), "cpu")
-    with ddp, replicas:
-        for call in (lambda: ddp.all_reduce(3.0), lambda: replicas.all_reduce([3.0])):
-            with pytest.warns(DeprecationWarning, match="all_reduce is named weighted_mean now"):
-                assert call() == 3.0

@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from evener.comm.flat import FlatBuffers
 from evener.engine.share import Share
-from evener.engine.waste import WINDOWS
 from evener.errors import ConfigError, UsageError
 
 _ZERO_GRAD = (
@@ -76,7 +75,7 @@ class Habits:
         flat: Knows the gradients.
         optimizers: Those of ``Ddp.setup``.
         warn: Tells the user something.
-        rank: This rank.
+        speaks: Whether this rank warns for the team.
     """
 
     def __init__(
@@ -85,14 +84,11 @@ class Habits:
         optimizers: Sequence[Optimizer],
         *,
         warn: Callable[[str], None],
-        rank: int,
+        speaks: bool,
     ) -> None:
         self._flat = flat
         self._warn = warn
-        self._rank = rank
-        self._speaks = rank == 0
-        #: Windows without weight so far; minus infinity once a window had weight on this rank.
-        self._weightless = 0.0
+        self._speaks = speaks
         self._stepping = False
         self._told: set[str] = set()
         self._share: Share | None = None
@@ -175,8 +171,6 @@ class Habits:
         Raises:
             UsageError: They were written by something else than ``ddp.backward``.
         """
-        if share.weight:
-            self._weightless = -math.inf
         index, dropped = self._flat.find_write(self._stamps if share is self._share else [])
         if index is None:
             return dropped
@@ -192,13 +186,6 @@ class Habits:
     def after_update(self, share: Share) -> None:
         """Remember that gradients have been dropped, those of one optimizer perhaps."""
         self._share, self._stamps = share, self._flat.stamps()
-        self._weightless += 1
-        if self._weightless == WINDOWS:
-            self._warn(
-                f"rank {self._rank} gave ddp.backward a weight of 0 in each of its first {WINDOWS} "
-                "windows, so that nothing it has computed counts. Remedy: weight is the number of "
-                "samples or tokens that the loss is the mean of; leave it out for samples"
-            )
 
     def close(self) -> None:
         """Restore the optimizers; idempotent."""

@@ -21,7 +21,6 @@ from evener.engine.results import Applied, Round, WindowResult
 from evener.engine.share import Share, Stopwatch
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.engine.waste import EqualBatches
 from evener.errors import CollectiveError, LeftOutError, UsageError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
@@ -56,7 +55,6 @@ class SyncEngine(DraftingEngine):
         self._torn: CollectiveError | None = None
         #: Epoch of windows without plans, and their samples so far.
         self._stream = (0, 0)
-        self._equal_batches = EqualBatches()
         #: Optimizer states as ``prepare_save`` gathered them, until they are asked for.
         self._gathered: list[OptimizerState] | None = None
         self._sharded.divide(team.comm)
@@ -308,8 +306,6 @@ class SyncEngine(DraftingEngine):
                 self._unlearnt.append((reports, plan, self._exchange_s(found)))
         else:
             plan = self._unplanned(reports)
-            if warning := self._equal_batches.see(reports):
-                self.habits.notice(warning)
         result = self._end_turns(found) if self._turns else self._apply(found, plan)
         sync_s = self._sync_s + self._compare_parameters(plan)
         made = self._late is not None or not result.skipped

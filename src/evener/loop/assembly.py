@@ -24,11 +24,10 @@ from evener.devices import kind_of, move
 from evener.doctor.judgement import has_kernels
 from evener.engine.changing import ElasticEngine
 from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
-from evener.engine.engine import Engine, EngineOptions
+from evener.engine.engine import EngineOptions
 from evener.engine.habits import Habits, refuse_second_team
 from evener.engine.local import LocalEngine
 from evener.engine.loss_scale import LossScale
-from evener.engine.results import WindowResult
 from evener.engine.schedule import Schedule
 from evener.engine.slowness import Slowness
 from evener.engine.state import TrainingState
@@ -47,7 +46,6 @@ from evener.observe.slow_causes import SlowDiagnosis
 from evener.planning.cadence import CadencePolicy
 from evener.planning.fixed import FixedShares
 from evener.planning.guard import make_guard
-from evener.planning.hints import HintWatch
 from evener.planning.policies import ApplyPolicy, Planner, Policy
 from evener.planning.sync import SyncPolicy
 from evener.protocol.row import Purpose
@@ -359,8 +357,6 @@ class Assembly:
                 background = team.beside()
             cadence = self._plan_steps(speeds, in_background=background is not None)
             engine = LocalEngine(team, cadence, self.state, options, background=background)
-        if speeds is not None and len(speeds) > 1 and team.rank == 0:  # it knows the speeds
-            engine.call_on_commit(partial(_compare_hint, engine, HintWatch(speeds)))
         return engine
 
     def _plan_shares(self, speeds: Sequence[float] | None, *, avoid_ones: bool) -> Policy:
@@ -399,7 +395,7 @@ class Assembly:
                 own.emulated, clock=compute_clock(own.device), stop_requested=config.stop_when
             ),
             stop_requested=config.stop_when,
-            habits=Habits(self.flat, self.optimizers, warn=warn, rank=own.rank),
+            habits=Habits(self.flat, self.optimizers, warn=warn, speaks=own.rank == 0),
             slowness=Slowness(
                 own.rank,
                 self.members,
@@ -433,11 +429,3 @@ def _with_emulation(config: DdpConfig, team: Team) -> DdpConfig:
         for rank in unknown:
             say(f"evener: --emulate-slow for rank {rank} is ignored: this team has {there}")
     return replace(config, emulate_slow={**config.emulate_slow, **factors}) if factors else config
-
-
-def _compare_hint(engine: Engine, watch: HintWatch, result: WindowResult) -> None:
-    """Warn, after the first windows, of ranks whose speed contradicts the hint."""
-    if not watch.is_done:
-        worked = [record.samples > 0 for record in result.ranks]
-        for found in watch.observe(worked, engine.policy.solo_speeds(result.size)):
-            warn(str(found))

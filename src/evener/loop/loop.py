@@ -14,7 +14,6 @@ from evener.comm.base import Communicator
 from evener.comm.existing import default_group
 from evener.config.settings import DdpConfig
 from evener.devices import count_accelerators
-from evener.engine.former_names import warn_of_former_name
 from evener.engine.memory import explain as explain_memory
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import Share, Stopwatch, checked_value, checked_weight, refuse_number
@@ -283,7 +282,8 @@ class Loop(DataSide):
             "training without ddp.loader: every ddp.step() is one update, to which each rank "
             "contributes once, with the weight given to ddp.backward (1 by default). Not "
             "guaranteed: which rank sees which samples, that each is seen once an epoch, shares "
-            "that follow speed, and resuming in mid-epoch"
+            "that follow speed, and resuming in mid-epoch. Ranks that read the same batches do the "
+            "same work: ddp.loader(dataset, batch_size=...) gives each sample to one rank"
         )
         share = engine.open_share(1)
         share.start_micro_batch(1)
@@ -308,11 +308,6 @@ class Loop(DataSide):
         numerator, denominator = self._engine.sum_up([product, units])
         self._gatherer.check_complete()
         return numerator / denominator if denominator else float("nan")
-
-    def all_reduce(self, value: float | Tensor, weight: float = 1.0) -> float:
-        """Return what ``weighted_mean`` returns; this former name goes with the next release."""
-        warn_of_former_name("all_reduce", "weighted_mean")
-        return self.weighted_mean(value, weight)
 
     def on_commit(self, fn: Callable[[WindowResult], None]) -> Callable[[WindowResult], None]:
         """Call ``fn(result)`` on every rank when a window is committed.
