@@ -225,6 +225,7 @@ class SyncEngine(DraftingEngine):
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
             hooked=self.habits.are_hooked,
+            summed=self.share.is_summed(part),
             report=report,
             body=self._draft or (),
         )
@@ -300,6 +301,7 @@ class SyncEngine(DraftingEngine):
         self.spans.begin_sync()
         plan, leases = self.state.plan, []
         reports = self._reports(found.rows)
+        self.habits.after_window(reports)
         if isinstance(plan, WindowPlan):
             self._check_plan(found.rows, self.window + len(self.state.plans))
             self._take_draft()
@@ -370,7 +372,7 @@ class SyncEngine(DraftingEngine):
             averager = self._sharded if self._sharded.is_on else self._averager
             max_norm = self.options.max_grad_norm
             norm = averager.average(
-                self.share.scale_of(part), weight, part, what=what, max_norm=max_norm
+                self.share.scale_of(part), verdict.divisor, part, what=what, max_norm=max_norm
             )
         skipped = skipped or self._overflowed(norm, plan, part)
         if closes:
