@@ -26,6 +26,7 @@ from evener.errors import CollectiveError, LeftOutError, UsageError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.report import LOSS, Report
+from evener.planning.shares import in_whole_micro_batches
 from evener.protocol.generation import Said
 from evener.protocol.machine import Do
 from evener.protocol.row import ALL, Purpose, Row, checksum, pack
@@ -548,6 +549,9 @@ class SyncEngine(DraftingEngine):
             plan = policy.plan(
                 number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
             )
+            if self.whole_micro_batches:
+                shares = in_whole_micro_batches(plan.shares, self.whole_micro_batches)
+                plan = replace(plan, shares=shares)
             self._draft = tuple(pack(plan))
         return number
 
