@@ -79,6 +79,7 @@ class LossWatch:
         self._window: object = None
         self._num_windows = 0
         self._kinds: set[Kind] = set()
+        self._is_suspected = False
         #: Factors of losses that are not the scale of a ``GradScaler``.
         self._factors: set[float] = set()
         #: By a suspicious divisor of sums, the windows in which it was seen.
@@ -161,6 +162,9 @@ class LossWatch:
         return factor if is_scale else None
 
     def _suspect(self, why: str) -> None:
+        if self._is_suspected:
+            return
+        self._is_suspected = True
         self._warn(
             f"the loss given to ddp.backward {why}, in each of {WINDOWS} windows. If it is a sum "
             f"over the samples, {_BY_SPLIT}. Remedy: {_REMEDY}"
