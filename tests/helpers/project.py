@@ -5,7 +5,7 @@ draws in its own way, changes no result.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from helpers import models
@@ -71,6 +71,21 @@ def make_discriminator() -> nn.Module:
         2,
         torch.float32,
     )
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(64, 8), nn.Linear(4, 64)
+
+    def forward(self, faces: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = torch.tanh(self.encoder(faces.flatten(1))).chunk(2, 1)
+        code = mean + noise * torch.exp(0.5 * log_variance)
+        return self.decoder(code).view_as(faces), mean, log_variance
+
+
+def make_vae() -> nn.Module:
+    return models.seeded(VAE, 3, torch.float32)
 
 
 def make_faces() -> TensorDataset:

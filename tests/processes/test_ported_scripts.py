@@ -4,6 +4,7 @@ Each must end, and end as on one rank; its counters, which are the user's own co
 each sample once. The slow rank is emulated.
 """
 
+import json
 import runpy
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from evener.data.order import EpochOrder
 from evener.engine.emulate import EMULATE_SLOW
 from helpers.limits import PATIENCE_S
 from helpers.ranks import Rank, be_script, run_ranks, run_ranks_to_end
@@ -136,3 +138,31 @@ def test_a_classifier_with_f1(tmp_path: Path) -> None:
     valid = runpy.run_path(str(SCRIPTS / "classifier_f1.py"))["reviews"](101, 2)
     assert alone["target"].tolist() == [label for _, label in valid]  # in the data set's order
     assert alone["scores"][-1] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ratios"),
+    [(1, None), (2, None), (3, None), (3, [3, 0, 1])],
+    ids=["1 rank", "2 ranks", "3 ranks", "a rank without a share"],
+)
+def test_a_diffusion_model_with_an_average_of_its_weights(
+    world_size: int, ratios: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    plain = runpy.run_path(str(SCRIPTS / "diffusion_plain.py"))
+    size = plain["NUM_SAMPLES"]
+    orders = [EpochOrder(size, 0, epoch) for epoch in range(plain["EPOCHS"])]
+    default = torch.get_default_dtype()
+    try:
+        expected = plain["train"]([order[p] for p in range(size)] for order in orders)
+    finally:
+        torch.set_default_dtype(default)
+    options = ["--out", str(tmp_path), "--ratios", json.dumps(ratios)]
+    ranks = run_ranks_to_end(be_script, world_size, str(SCRIPTS / "diffusion.py"), *options)
+    assert [rank.value for rank in ranks] == [0] * world_size, ranks[0].story()
+    for rank in range(world_size):
+        found = torch.load(tmp_path / f"rank-{rank}.pt")
+        assert found["updates"] == plain["EPOCHS"] * 4
+        for name, theirs in expected.items():
+            ours = found[name]
+            assert float((ours - theirs).norm() / theirs.norm()) <= 1e-12, (rank, name)

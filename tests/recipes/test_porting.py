@@ -117,9 +117,10 @@ def test_a_ddp_script_and_its_port_end_alike(name: str, tmp_path: Path) -> None:
     compare(name, tmp_path, world_size_before=2)
 
 
-def test_a_gan_and_its_port_end_alike(tmp_path: Path) -> None:
-    """Optimizers that take turns are handed nothing that does not count."""
-    compare("gan", tmp_path, world_size_before=1)
+@pytest.mark.parametrize("name", ["gan", "vae"])
+def test_a_script_for_one_device_and_its_port_end_alike(name: str, tmp_path: Path) -> None:
+    """Optimizers in turns are handed nothing that does not count; sums stay sums."""
+    compare(name, tmp_path, world_size_before=1)
 
 
 @pytest.mark.parametrize("name", ["accelerate", "trainer"])
@@ -141,6 +142,6 @@ def test_the_number_of_lines_is_what_it_says(name: str) -> None:
 
 
 def test_every_diff_is_compared() -> None:
-    assert set(DIFFS) == {"ddp", "ddp-gpt", "gan", "accelerate", "fabric", "trainer"}
+    assert set(DIFFS) == {"ddp", "ddp-gpt", "gan", "vae", "accelerate", "fabric", "trainer"}
     diffs = [b for b in blocks(PORTING.read_text()) if b.language == "diff"]
     assert len(diffs) == len(DIFFS)

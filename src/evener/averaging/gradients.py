@@ -133,7 +133,7 @@ class GradientAverager:
     def average(
         self,
         scale: float,
-        total_weight: float,
+        divisor: float,
         part: int | None = None,
         *,
         what: str,
@@ -145,7 +145,8 @@ class GradientAverager:
 
         Args:
             scale: What each rank's weights were divided by before backward.
-            total_weight: Σ weight over ranks and micro-batches; larger than 0.
+            divisor: Σ weight over ranks and micro-batches, larger than 0; 1 if the losses are sums,
+                for the sum instead of the mean.
             part: As in ``gather``.
             what: Names the exchange in errors.
             max_norm: Scale the mean down to this 2-norm, as ``clip_grad_norm_`` does.
@@ -157,7 +158,7 @@ class GradientAverager:
         Raises:
             UsageError: The total is not finite or not above 0: such a window is not applied.
         """
-        factor = mean_factor(scale, total_weight)
+        factor = mean_factor(scale, divisor)
         if self.comm.world_size > 1:
             self.comm.all_reduce_each(
                 [
@@ -214,16 +215,16 @@ class GradientAverager:
                 self.comm.broadcast(group.data, 0, what=what)
 
 
-def mean_factor(scale: float, total_weight: float) -> float:
+def mean_factor(scale: float, divisor: float) -> float:
     """Return what turns a sum of gradients into their mean; see ``GradientAverager.average``.
 
     Raises:
         UsageError: The total is not finite or not above 0: such a window is not applied.
     """
-    if not 0.0 < total_weight < math.inf:
-        check_weight(total_weight, owner="the window")
+    if not 0.0 < divisor < math.inf:
+        check_weight(divisor, owner="the window")
         raise UsageError("a window of weight 0 has no mean gradient: it must not be applied")
-    return scale / total_weight
+    return scale / divisor
 
 
 def clip(factor: float, norm: float, max_norm: float | None) -> float:

@@ -175,7 +175,7 @@ class ShardedUpdate:
     def average(
         self,
         scale: float,
-        total_weight: float,
+        divisor: float,
         part: int | None = None,
         *,
         what: str,
@@ -186,7 +186,7 @@ class ShardedUpdate:
         All ranks call it together. See ``GradientAverager.average``; the other parts are of no use
         afterwards.
         """
-        factor = mean_factor(scale, total_weight)
+        factor = mean_factor(scale, divisor)
         self._make_places()
         comm, groups = self._comm, self._flat.groups_of(part)
         assert comm is not None

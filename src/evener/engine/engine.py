@@ -83,6 +83,7 @@ class Engine(ABC):
         slowdown: Stretches compute on a rank that is emulated slower.
         progress: What the team has applied so far.
         batch_size: Samples of a window of SYNC over all ranks, or of a local step.
+        whole_micro_batches: Of how many samples the shares of SYNC are multiples; 0 for any share.
         share: The micro-batches between two updates, while they are computed.
         spans: What this rank's time goes to in a window.
         slowness: Watches how fast the ranks are.
@@ -106,7 +107,7 @@ class Engine(ABC):
         self.optimizers = training.optimizers
         self.options = options
         self.progress = Progress()
-        self.batch_size = 0
+        self.batch_size = self.whole_micro_batches = 0
         self._cursor: Cursor | None = None
         self._max_steps: int | None = None
         self.limits = MicroBatchLimits(team.world_size)

@@ -20,8 +20,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from evener.comm.flat import FlatBuffers
+from evener.engine.loss_graph import LossWatch
 from evener.engine.share import Share
 from evener.errors import ConfigError, UsageError
+from evener.planning.report import Report
 
 _ZERO_GRAD = (
     "zero_grad() inside a window is ignored: ddp.step() drops gradients when a window has been "
@@ -93,7 +95,7 @@ class Habits:
         self._told: set[str] = set()
         self._share: Share | None = None
         self._stamps: Sequence[int] = []
-        self._first_backward = True
+        self._losses = LossWatch(self.tell_once)
         self._optimizers = optimizers
         #: How many parameters each optimizer had when all of them were known to be averaged.
         self._checked = [len(_parameters(optimizer)) for optimizer in optimizers]
@@ -147,18 +149,35 @@ class Habits:
         finally:
             self._stepping = False
 
-    def before_backward(self, share: Share, loss: Tensor, weight: float | None) -> None:
+    def before_backward(
+        self,
+        share: Share,
+        loss: Tensor,
+        weight: float | None,
+        reduction: str | None,
+        batch_size: int,
+    ) -> None:
         """Look at the gradients and at the loss before they are added to.
 
         Raises:
-            UsageError: The gradients were written by something else than ``ddp.backward``.
+            UsageError: The gradients were written by something else than ``ddp.backward``, or the
+                loss would give wrong ones; see ``LossWatch``.
         """
         if self.before_step(share):
             self._flat.attach_grads()
             self.tell_once(_ZERO_GRAD)
-        if self._first_backward:
-            self._first_backward = False
-            self._look_at_loss(share, loss, weight)
+        self._losses.look(
+            loss,
+            window=share,
+            samples=share.open_samples,
+            batch_size=batch_size,
+            weight=weight,
+            reduction=reduction,
+        )
+
+    def after_window(self, reports: Sequence[Report]) -> None:
+        """Look at what the ranks have reported of a window."""
+        self._losses.follow(reports)
 
     def after_backward(self, share: Share) -> None:
         """Remember the gradients as they are now."""
@@ -208,20 +227,6 @@ class Habits:
         if text not in self._told:
             self._told.add(text)
             self.notice(text)
-
-    def _look_at_loss(self, share: Share, loss: Tensor, weight: float | None) -> None:
-        node = loss.grad_fn
-        if node is None or node.name() != "DivBackward0" or node.next_functions[1][0] is not None:
-            return
-        divisor: Any = getattr(node, "_saved_other", None)
-        number = float(divisor) if isinstance(divisor, Tensor) and divisor.numel() == 1 else 1.0
-        units = share.open_samples if weight is None else weight
-        if number > 1 and number == math.floor(number) and number != units:
-            self.tell_once(
-                f"the loss is divided by {number:g} before ddp.backward. If that is for gradient "
-                "accumulation, remove it: a window's gradient is the mean over all its units "
-                "already, and would come out too small; otherwise nothing is wrong"
-            )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._stepping:

@@ -91,9 +91,9 @@ class LateUpdate:
         self.plan, self.before = WindowPlan(0, 0, 0, 0, ()), Progress()
 
     def apply(self, plan: WindowPlan, before: Progress, max_norm: float | None) -> None:
-        """Divide the gradients by their weight, and clip them; set ``plan`` and ``before``."""
+        """Divide the gradients by their divisor, and clip them; set ``plan`` and ``before``."""
         self.plan, self.before = plan, before
-        self._factor = self._share.scale_of() / self._weight
+        self._factor = self._share.scale_of() / self._share.divisor_of()
         self._averager.multiply(self._factor)
         if max_norm is not None:
             clip = max_norm / (self._norm * self._factor + 1e-6)

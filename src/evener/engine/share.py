@@ -3,11 +3,10 @@
 ``WindowSpans`` measures how the time of a whole window is spent.
 """
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, SupportsFloat, final
+from typing import Any, Final, NamedTuple, SupportsFloat, final
 
 from torch import Tensor
 
@@ -16,6 +15,10 @@ from evener.engine.emulate import Slowdown
 from evener.engine.memory import explain
 from evener.engine.team import Team
 from evener.errors import UsageError
+
+LARGEST_WEIGHT: Final = 2.0**53
+"""Counts up to here are exact in float64. Beyond, and below its inverse, gradients may overflow or
+vanish while they are multiplied by it."""
 
 
 class Lap(NamedTuple):
@@ -212,6 +215,8 @@ class Share:
         self._losses: list[tuple[int | None, float, Tensor]] = []
         #: By part, the weight of the micro-batch that is being computed.
         self._open_weights: dict[int | None, float] = {}
+        #: Whether the losses of a part are sums.
+        self._summed: dict[int | None, bool] = {}
         self._laps: list[Lap] = []
         self._warmup_laps: list[Lap] = []
         self._first_lap = 0
@@ -234,9 +239,17 @@ class Share:
     def scale_of(self, part: int | None = None) -> float:
         """Return what the weights of a part were divided by.
 
-        A power of two, or the weight of the only micro-batch.
+        A power of two, or the divisor of the only micro-batch.
         """
-        return self._scale if self._scale is not None else self.weight_of(part) or 1.0
+        return self._scale if self._scale is not None else self.divisor_of(part) or 1.0
+
+    def is_summed(self, part: int | None = None) -> bool:
+        """Return whether the losses of a part are sums."""
+        return self._summed.get(part, False)
+
+    def divisor_of(self, part: int | None = None) -> float:
+        """Return what the part's gradient would be divided by if no other rank had a share."""
+        return 1.0 if self.is_summed(part) else self.weight_of(part)
 
     @property
     def compute_s(self) -> float:
@@ -253,7 +266,10 @@ class Share:
         return [loss.reshape(()) for of, _, loss in self._losses if of == part]
 
     def loss_sum_of(self, part: int | None, losses: Iterable[float]) -> float:
-        """Return Σ weight · loss of a part; ``losses`` are the values of ``losses_of``."""
+        """Return Σ weight · loss of a part; ``losses`` are the values of ``losses_of``.
+
+        The weight is not a factor of losses that are sums already.
+        """
         weights = [weight for of, weight, _ in self._losses if of == part]
         total = 0.0
         for weight, value in zip(weights, losses, strict=True):
@@ -282,14 +298,17 @@ class Share:
         weight: float | None,
         part: int | None = None,
         inputs: Sequence[Tensor] | None = None,
+        *,
+        summed: bool = False,
     ) -> None:
         """Add ``weight / scale · ∇loss`` to the gradients; see ``Ddp.backward``.
 
         Args:
-            loss: The mean over ``weight`` units.
+            loss: The mean over ``weight`` units, or their sum.
             weight: Units; the micro-batch's samples for ``None``.
             part: Number of the optimizer that the loss is for; all together for ``None``.
             inputs: That optimizer's parameters: no other gets a gradient.
+            summed: Whether the loss is the sum over the units.
         """
         if not self.in_micro_batch:
             raise UsageError(
@@ -302,6 +321,11 @@ class Share:
                 "ddp.backward was called with and without optimizer= in one window; name the "
                 "optimizer for every loss, or for none"
             )
+        if self._summed.setdefault(part, summed) != summed:
+            raise UsageError(
+                "ddp.backward was called with reduction='sum' and without it in one window; make "
+                "both losses sums, or both means, or add them up before one call"
+            )
         known = self._open_weights.get(part)
         if known is None:
             known = self._open_weights[part] = units
@@ -313,8 +337,9 @@ class Share:
             )
         if known == 0 or self._planned == 0:
             return  # a void one: tensors that its forward has kept may have been overwritten
-        self._losses.append((part, known, loss.detach()))
-        factor = known / self.scale_of(part)
+        factor = 1.0 if summed else known
+        self._losses.append((part, factor, loss.detach()))
+        factor /= self.scale_of(part)
         scaled = loss if factor == 1.0 else loss * factor
         try:
             scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
@@ -397,15 +422,29 @@ def checked_weight(weight: object) -> float:
     """Return a weight as a number; one of NumPy's, or a tensor with one element, will do.
 
     Raises:
-        UsageError: It is not a finite number of at least 0.
+        UsageError: It is not 0, and not a number of units either.
     """
-    units = None if isinstance(weight, bool) else _as_number(weight)
-    if units is None or not (math.isfinite(units) and units >= 0):
+    is_bool = isinstance(weight, bool) or str(getattr(weight, "dtype", "")).endswith("bool")
+    units = None if is_bool else _as_number(weight)
+    if units is None or not (units == 0 or 1 / LARGEST_WEIGHT <= units <= LARGEST_WEIGHT):
         raise UsageError(
-            f"weight is {weight!r}; give the number (>= 0) of samples or tokens that the loss is "
-            "the mean of"
+            f"weight is {weight!r}; give the number of samples or tokens that the loss is the mean "
+            "of, or 0 to leave it out"
         )
     return units
+
+
+def check_reduction(reduction: object) -> None:
+    """Refuse what is not a reduction.
+
+    Raises:
+        UsageError: Names it.
+    """
+    if reduction not in (None, "mean", "sum"):
+        raise UsageError(
+            f"reduction is {reduction!r}; give 'sum' if the loss is a sum over its samples or "
+            "tokens, or 'mean', the default"
+        )
 
 
 def checked_value(value: object) -> float:

@@ -154,7 +154,7 @@ class LocalSteps:
         if share.weight > 0:
             max_norm = self._options.max_grad_norm
             norm = self._averager.average(
-                share.scale_of(), share.weight, what="a local step", max_norm=max_norm
+                share.scale_of(), share.divisor_of(), what="a local step", max_norm=max_norm
             )
             if not math.isfinite(norm):
                 return LOSS

@@ -25,6 +25,7 @@ from evener.errors import CollectiveError, LeftOutError, UsageError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.report import LOSS, Report
+from evener.planning.shares import in_whole_micro_batches
 from evener.protocol.generation import Said
 from evener.protocol.machine import Do
 from evener.protocol.row import ALL, Purpose, Row, checksum, pack
@@ -223,6 +224,7 @@ class SyncEngine(DraftingEngine):
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
             hooked=self.habits.are_hooked,
+            summed=self.share.is_summed(part),
             report=report,
             body=self._draft or (),
         )
@@ -298,6 +300,7 @@ class SyncEngine(DraftingEngine):
         self.spans.begin_sync()
         plan, leases = self.state.plan, []
         reports = self._reports(found.rows)
+        self.habits.after_window(reports)
         if isinstance(plan, WindowPlan):
             self._check_plan(found.rows, self.window + len(self.state.plans))
             self._take_draft()
@@ -366,7 +369,7 @@ class SyncEngine(DraftingEngine):
             averager = self._sharded if self._sharded.is_on else self._averager
             max_norm = self.options.max_grad_norm
             norm = averager.average(
-                self.share.scale_of(part), weight, part, what=what, max_norm=max_norm
+                self.share.scale_of(part), verdict.divisor, part, what=what, max_norm=max_norm
             )
         skipped = skipped or self._overflowed(norm, plan, part)
         if closes:
@@ -542,6 +545,9 @@ class SyncEngine(DraftingEngine):
             plan = policy.plan(
                 number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
             )
+            if self.whole_micro_batches:
+                shares = in_whole_micro_batches(plan.shares, self.whole_micro_batches)
+                plan = replace(plan, shares=shares)
             self._draft = tuple(pack(plan))
         return number
 

@@ -39,6 +39,7 @@ class LoaderOptions(TypedDict, total=False):
     collate_fn: Collate | None
     num_workers: int | None
     micro_batch_size: MicroBatchSize
+    whole_micro_batches: bool
     prefetch: Prefetch
     max_steps: int | None
 
@@ -74,6 +75,7 @@ class DataSide:
         collate_fn: Collate | None = None,
         num_workers: int | None = None,
         micro_batch_size: MicroBatchSize = "auto",
+        whole_micro_batches: bool = False,
         prefetch: Prefetch = "auto",
         max_steps: int | None = None,
     ) -> TeamLoader | StreamLoader:
@@ -104,6 +106,10 @@ class DataSide:
                 rank's whole part of a window. ``"auto"`` is the equal share of the batch, and at
                 least three samples with batch statistics. In CADENCE and ASYNC, and with several
                 models and optimizers, which may take turns (see ``step``), it is all of the batch.
+            whole_micro_batches: In SYNC, make each rank's share of a window a multiple of
+                ``micro_batch_size``, which must be a number, the same on every rank. For losses
+                that compare the samples of a micro-batch: only the last micro-batch of a window may
+                then be smaller, as in one process.
             prefetch: ``"thread"`` loads ahead in a thread: for data sets that draw no random
                 numbers. ``"auto"`` loads inline, or ahead with worker processes.
             max_steps: End the run after this many optimizer steps (of all ranks together).
@@ -141,7 +147,13 @@ class DataSide:
             size = self._most_samples(micro_batch_size, intake.batch_size, num_samples)
             for remark in intake.remarks:
                 engine.habits.tell_once(remark)
+            if whole_micro_batches and isinstance(micro_batch_size, str):
+                raise ConfigError(
+                    f"whole_micro_batches needs a number of samples, and micro_batch_size is "
+                    f"{micro_batch_size!r}, which depends on the ranks; give a number"
+                )
             engine.set_micro_batch_size(size)
+            engine.whole_micro_batches = size if whole_micro_batches else 0
             self.events.learn(num_samples=num_samples)
             loader = TeamLoader(
                 engine,

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,7 +16,14 @@ from evener.config.settings import DdpConfig
 from evener.devices import count_accelerators
 from evener.engine.memory import explain as explain_memory
 from evener.engine.results import Progress, WindowResult
-from evener.engine.share import Share, Stopwatch, checked_value, checked_weight, refuse_number
+from evener.engine.share import (
+    Share,
+    Stopwatch,
+    check_reduction,
+    checked_value,
+    checked_weight,
+    refuse_number,
+)
 from evener.engine.team_change import cannot_join
 from evener.errors import EvenerError
 from evener.loop.assembly import Assembly
@@ -197,36 +204,49 @@ class Loop(DataSide):
         return self._engine.stopping
 
     def backward(
-        self, loss: Tensor, weight: float | None = None, *, optimizer: Optimizer | None = None
+        self,
+        loss: Tensor,
+        weight: float | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+        reduction: Literal["mean", "sum"] | None = None,
     ) -> None:
         """Add a micro-batch's gradient to the window.
 
         The window's gradient is Σ ``weight · ∇loss`` / Σ ``weight`` over all ranks and
         micro-batches: that of the mean over all units, however they were split. A second call on
-        one micro-batch adds gradient, not weight.
+        one micro-batch adds gradient, not weight. With ``reduction="sum"`` it is Σ ``∇loss``, that
+        of the sum over all units. Clipping and ``grad_norm`` then see the gradient of the sum;
+        ``WindowResult.loss`` is the mean over units in any case.
 
         Args:
-            loss: Scalar; the mean over ``weight`` units.
+            loss: Scalar; the mean over ``weight`` units, or their sum.
             weight: Units behind the loss, such as counted tokens; the micro-batch's samples by
                 default, and 1 outside of a loader. With 0 the micro-batch does not count.
             optimizer: The optimizer of this loss, if several take turns: only its parameters get a
                 gradient. See ``step``.
+            reduction: What the loss is: ``"mean"`` or ``"sum"`` over its units, the same in the
+                whole window, on every rank. ``None`` is ``"mean"``, but in its first windows a loss
+                that is a sum is refused.
 
         Raises:
-            UsageError: Outside a micro-batch, a loss that is not a tensor, a bad weight, a second
-                weight that differs, or gradients that something else has written.
+            UsageError: Outside a micro-batch, a loss that is not a tensor, a loss that is a sum or
+                was scaled by a ``GradScaler``, a bad weight, a second weight or reduction that
+                differs, or gradients that something else has written.
         """
         refuse_number(loss)
+        check_reduction(reduction)
         engine = self._engine
         habits, share = engine.habits, engine.share
         if not engine.is_training:
             share = self._start_unplanned()
-        habits.before_backward(share, loss, weight)
+        habits.before_backward(share, loss, weight, reduction, engine.batch_size)
+        summed = reduction == "sum"
         if optimizer is None:
-            share.backward(loss, weight)
+            share.backward(loss, weight, summed=summed)
         else:
             own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-            share.backward(loss, weight, self.assembly.part_of(optimizer), own)
+            share.backward(loss, weight, self.assembly.part_of(optimizer), own, summed=summed)
         habits.after_backward(share)
         engine.team.declare(TRAINING, done=1)
         engine.plan_ahead()

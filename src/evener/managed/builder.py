@@ -70,6 +70,7 @@ class DdpBuilder:
         dataset: A map-style data set, or a function that makes it in each worker (for large ones).
         batch_size: Samples of one optimizer step: of all devices; without ``"sync"``, of each.
         micro_batch_size: Most samples of one forward and backward pass on one device.
+        reduction: ``"sum"`` if the loss is a sum over its units instead, as in ``Ddp.backward``.
         num_epochs: End the run after so many passes over the data.
         num_steps: End the run after so many optimizer steps of all devices, wherever the epoch is.
         devices: ``"auto"`` (every accelerator, else one CPU rank), a number, or a list of names.
@@ -116,6 +117,7 @@ class DdpBuilder:
     dataset = Option[Data]()
     batch_size = Option[int]()
     micro_batch_size = Option[int | Literal["auto"]]()
+    reduction = Option[Literal["mean", "sum"]]()
     num_epochs = Option[int]()
     num_steps = Option[int]()
     devices = Option[Devices]()

@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeGuard, TypeVar
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 import torch
 from pydantic import AfterValidator, BeforeValidator, InstanceOf, PlainValidator, ValidationInfo
@@ -88,6 +88,7 @@ class ManagedRun(DdpConfig):
     dataset: _AsGiven[Data | None] = None
     batch_size: _Count = None  # type: ignore[assignment]  # refused where it is left out
     micro_batch_size: MicroBatchSize = "auto"
+    reduction: Literal["mean", "sum"] | None = None
     num_epochs: _Count | None = None
     num_steps: _Count | None = None
     devices: _AsGiven[Devices] = "auto"

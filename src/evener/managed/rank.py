@@ -170,7 +170,7 @@ class ManagedRank(EpochLoop):
         with self._figures.recording():
             answer = self.job.train_fn(self.model, to_device(batch, ddp.device))
         loss, weight = _loss_and_weight(answer)
-        ddp.backward(loss, weight)
+        ddp.backward(loss, weight, reduction=self.job.reduction)
         self._figures.end_micro_batch(self.ddp.window, share.micro_batch_weight)
 
     def on_commit(self, result: WindowResult) -> None:
@@ -244,17 +244,10 @@ def _check(name: str, value: Any, kinds: Any, wanted: str) -> None:
         raise ConfigError(f"{name} returned {value!r}, a {type(value).__name__}; return {wanted}")
 
 
-def _loss_and_weight(answer: Any) -> tuple[Tensor, float | None]:
+def _loss_and_weight(answer: Any) -> tuple[Tensor, Any]:
     loss, weight = answer, None
     if isinstance(answer, tuple) and len(answer) == 2:
         loss, weight = answer
-        try:
-            weight = float(weight)
-        except (TypeError, ValueError):
-            raise UsageError(
-                f"train_fn returned {weight!r} as the weight; return (loss, weight) with the "
-                "number of samples or tokens that the loss is the mean of"
-            ) from None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise UsageError(

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 from evener.errors import ConfigError
+from evener.planning.apportion import apportion
 from evener.planning.speed import CostModel
 
 _MOST_DEADLINES = 64
@@ -130,6 +131,19 @@ def without_ones(
             result[other] -= step
             heappush(partners, (-result[other], other))
         heappush(partners, (-result[rank], rank))
+    return tuple(result)
+
+
+def in_whole_micro_batches(shares: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return shares of the same sum that are whole micro-batches of ``size`` samples.
+
+    The micro-batches of all ranks are then those of one process, whatever the shares. What remains
+    of the sum is the last one, on the last rank that has a share.
+    """
+    count, rest = divmod(sum(shares), size)
+    result = [size * part for part in apportion(count, shares)]
+    ranks = [rank for rank, share in enumerate(result) if share]
+    result[ranks[-1] if ranks else shares.index(max(shares))] += rest
     return tuple(result)
 
 

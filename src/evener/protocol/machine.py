@@ -25,6 +25,7 @@ The whole table is in ``judge`` and the functions below it; the first line that 
       ... different optimizers are to be stepped      error on every rank
       ... a number is not finite, no skip allowed     RESTORE, error on every rank
       ... a weight is negative or not finite          error on every rank
+      ... some losses are means and some are sums     error on every rank
       ... in CADENCE and ASYNC                        EXCHANGE, then PLAN; ``land``: LAND, and
                                                       CHANGE if the planner wishes it
       ... one optimizer is to be stepped (WINDOW)     TURN
@@ -224,6 +225,8 @@ class Ruling(NamedTuple):
         do: What to do, in this order.
         part: The optimizer that is stepped; ``None`` for all of them.
         weight: Of the window, over all ranks.
+        divisor: What turns the sum of the ranks' gradients into the window's: ``weight``, or 1 for
+            losses that are sums.
         loss: Mean loss; ``nan`` without weight.
         skip: Whether the window is skipped; its samples count as used.
         culprit: The first rank on which something is not finite, where that is an error.
@@ -234,6 +237,7 @@ class Ruling(NamedTuple):
     do: tuple[Do, ...] = ()
     part: int | None = None
     weight: float = 0.0
+    divisor: float = 0.0
     loss: float = math.nan
     skip: bool = False
     culprit: int | None = None
@@ -383,8 +387,12 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ru
         weight, loss = combine({rank: row.report for rank, row in rows.items()})
     except UsageError as refused:
         return Ruling(state=state, do=do, error=refused)
+    counted = {rank: row.summed for rank, row in rows.items() if row.report.weight}
+    if len(set(counted.values())) > 1:
+        return Ruling(state=state, do=do, error=UsageError(wording.other_reduction(counted)))
+    divisor = 1.0 if any(counted.values()) else weight
     skip, only = bool(bad) or weight == 0.0, None if part == ALL else part
-    verdict = Ruling(state=state, part=only, weight=weight, loss=loss, skip=skip)
+    verdict = Ruling(state=state, part=only, weight=weight, divisor=divisor, loss=loss, skip=skip)
     if not state.is_sync:
         return verdict._replace(do=(*do, Do.EXCHANGE))
     if purpose is Purpose.WINDOW and only is not None:

@@ -99,6 +99,7 @@ class Row(NamedTuple):
         trainable: How many of its parameters are trainable: those that are averaged.
         rates: Digest of its learning rates.
         hooked: Whether the user's hooks on its optimizers need all gradients and parameters.
+        summed: Whether its loss is a sum, whose gradient is not divided by the weight.
         may_skip: Whether a window that is not finite on it may be skipped: an overflow of fp16 that
             a smaller scale may prevent, or the user's option.
         late_non_finite: ``non_finite`` of the previous window, if a device decides whether an
@@ -121,6 +122,7 @@ class Row(NamedTuple):
     trainable: int = 0
     rates: float = 0.0
     hooked: bool = False
+    summed: bool = False
     may_skip: bool = False
     late_non_finite: int = 0
     report: Report = NOTHING

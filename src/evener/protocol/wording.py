@@ -50,6 +50,15 @@ def other_data(rank: int, row: Row, own_rank: int, own: Row) -> str:
     )
 
 
+def other_reduction(summed: Mapping[int, bool]) -> str:
+    """Describe ranks whose losses would have to be averaged, beside ranks whose losses are sums."""
+    said = ", ".join(f"{'sum' if s else 'mean'} on rank {rank}" for rank, s in summed.items())
+    return (
+        f"ranks gave ddp.backward losses of different reductions in one window ({said}); give the "
+        "same reduction on every rank"
+    )
+
+
 def _data(row: Row) -> str:
     num_samples, batch_size, seed = (int(number) for number in row.body[:DATA_LENGTH])
     return f"{num_samples} samples with batch_size {batch_size} and seed {seed}"

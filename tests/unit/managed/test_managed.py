@@ -246,7 +246,7 @@ def test_what_a_callback_raises_ends_the_run(where):
         ("train_fn", None, "train_fn returned None as the loss"),
         ("train_fn", 1.5, "train_fn returned 1.5 as the loss"),
         ("train_fn", torch.ones(2, requires_grad=True), r"a tensor of shape \(2,\) as the loss"),
-        ("train_fn", (torch.ones(()), "many"), "train_fn returned 'many' as the weight"),
+        ("train_fn", (torch.ones(()), "many"), "weight is 'many'"),
         ("scheduler", None, "scheduler returned None, a NoneType; return a torch scheduler"),
         ("model_fn", "model", "model_fn returned 'model', a str; return a torch.nn.Module"),
         ("optim_fn", None, "optim_fn returned None, a NoneType; return a torch.optim optimizer"),

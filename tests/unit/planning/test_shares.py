@@ -13,6 +13,7 @@ from evener.planning.shares import (
     better_alone,
     fastest_shares,
     finish_s,
+    in_whole_micro_batches,
     without_ones,
 )
 from evener.planning.speed import CostModel
@@ -303,3 +304,21 @@ def test_what_it_costs_to_avoid_ones(monkeypatch, shares):
     monkeypatch.setattr(shares_module, "_has_one", counted)
     assert sum(without_ones(shares, [8 if max(shares) > 8 else 2] * 1000)) == sum(shares)
     assert len(asked) <= 10 * len(shares)
+
+
+# ── in_whole_micro_batches ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("shares", "size", "expected"),
+    [
+        ((22, 21, 21), 16, (32, 16, 16)),
+        ((40, 24), 16, (48, 16)),
+        ((0, 30, 0), 8, (0, 30, 0)),
+        ((20, 0, 10), 8, (16, 0, 14)),  # what remains comes last, as in one process
+        ((2, 3), 8, (0, 5)),
+        ((64, 1), 1, (64, 1)),
+    ],
+)
+def test_shares_of_whole_micro_batches(shares, size, expected):
+    assert in_whole_micro_batches(shares, size) == expected

@@ -5,7 +5,7 @@ import pickle
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ class Training:
         normalised: bool = False,
         epochs: int = 2,
         weight: float | None = None,
+        reduction: Literal["mean", "sum"] | None = None,
         **config: Any,
     ) -> None:
         layers = [nn.BatchNorm1d(4)] if normalised else []
@@ -57,7 +58,8 @@ class Training:
         self.results: list[WindowResult] = []
         self.committed: list[WindowResult] = []
         self.ddp.on_commit(self.committed.append)
-        self._bad, self._epochs, self._weight = bad, epochs, weight
+        self._bad, self._epochs = bad, epochs
+        self._given: Any = {"weight": weight, "reduction": reduction}
 
     def run(self) -> "Training":
         loader = self.ddp.loader(Rows(), batch_size=BATCH, micro_batch_size=BATCH // 2)
@@ -67,7 +69,7 @@ class Training:
                     if self.ddp.window in self._bad:
                         x = torch.full_like(x, math.nan)
                     loss = self.model(x).square().mean() + 0 * ids.sum()
-                    self.ddp.backward(loss, weight=self._weight)
+                    self.ddp.backward(loss, **self._given)
                     if (result := self.ddp.step()) is not None:
                         self.results.append(result)
         return self
@@ -95,6 +97,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 @pytest.mark.parametrize(
     ("bad", "non_finite"), [((), "raise"), ((0,), "skip"), ((2, 3, 5, 7), "skip")]
 )
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 def test_it_trains_as_where_the_host_decides(
     monkeypatch: pytest.MonkeyPatch,
@@ -102,8 +105,10 @@ def test_it_trains_as_where_the_host_decides(
     bad: Sequence[int],
     non_finite: str,
     max_grad_norm: float | None,
+    reduction: str,
 ) -> None:
     options: dict[str, Any] = {"non_finite": non_finite, "max_grad_norm": max_grad_norm}
+    options["reduction"] = reduction
     known = Training(bad=bad, normalised=normalised, **options).run()
     give_milestones(monkeypatch, Cpu)
     late = Training(bad=bad, normalised=normalised, **options).run()
