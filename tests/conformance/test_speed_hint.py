@@ -42,7 +42,7 @@ def test_a_hint_the_wrong_way_round_is_told_with_both_numbers(
                 ddp.step()
 
     # Meant as "rank 1 is 4 times slower", and said as "rank 1 is 4 times faster".
-    run_team(2, lambda comm: train(comm, DdpConfig(speed_hint=(1, 4))))
+    run_team(2, lambda comm: train(comm, DdpConfig(speed_hint={1: 4})))
     lines = [line for line in capsys.readouterr().err.splitlines() if "speed_hint" in line]
     assert [line.partition(" (")[0] for line in lines] == [
         "warning: speed_hint gives rank 0 20% of the speed of the ranks that were measured, and it "
