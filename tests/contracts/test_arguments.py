@@ -77,6 +77,8 @@ def test_a_hint_in_the_form_of_flodl_is_told_its_form_here() -> None:
             give(1, 2.3)  # type: ignore[operator]
     with pytest.raises(ConfigError, match=forms):
         builder.speed_hint((1, 2.3)).dataset(DATA).batch_size(4).num_epochs(1).run()
+    with pytest.raises(ConfigError, match=r"speeds by rank; give \{1: 0.4\}"):
+        DdpConfig().speed_hint(1, 0.4)
     assert repr(DdpConfig().speed_hint) == "None"
 
 

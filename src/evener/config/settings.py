@@ -39,6 +39,8 @@ def _not_all_zero(shares: Sequence[float]) -> Sequence[float]:
 
 def hint_forms(slow_rank: object, ratio: object) -> str:
     """Return how to say here what floDl's ``speed_hint(slow_rank, ratio)`` says."""
+    if is_number(ratio) and 0 < ratio < 1:  # a part of the others' speed: so say floDl's pages
+        return f"evener takes speeds by rank; give {{{slow_rank!r}: {ratio!r}}}"
     slower = f"{1 / ratio:.3g}" if is_number(ratio) and ratio > 0 else "1 / ratio"
     return (
         "floDl reads these as (slow_rank, ratio), evener as speeds by rank. If rank "
