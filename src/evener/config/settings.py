@@ -39,7 +39,7 @@ def _not_all_zero(shares: Sequence[float]) -> Sequence[float]:
 
 def hint_forms(slow_rank: object, ratio: object) -> str:
     """Return how to say here what floDl's ``speed_hint(slow_rank, ratio)`` says."""
-    if is_number(ratio) and 0 < ratio < 1:  # a part of the others' speed: so say floDl's pages
+    if is_number(ratio) and 0 < ratio < 1:  # floDl's pages give a part of the others' speed, too
         return f"evener takes speeds by rank; give {{{slow_rank!r}: {ratio!r}}}"
     slower = f"{1 / ratio:.3g}" if is_number(ratio) and ratio > 0 else "1 / ratio"
     return (

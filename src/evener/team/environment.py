@@ -93,11 +93,10 @@ def choose(name: str, value: str, kind: type[_Choice]) -> _Choice:
     try:
         return kind(value)
     except ValueError:
-        # entrenar's name for any GPU.
-        hint = "; torch has no wgpu: 'auto' takes the accelerator that torch finds"
-        raise ConfigError(
-            f"{name} is {value!r}; choose one of {', '.join(kind)}{hint * (value == 'wgpu')}"
-        ) from None
+        hint = ""
+        if value == "wgpu":  # one of entrenar's backends
+            hint = "; torch has no wgpu: 'auto' takes the accelerator that torch finds"
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(kind)}{hint}") from None
 
 
 @dataclass(frozen=True, slots=True)
