@@ -40,6 +40,31 @@ def test_what_is_not_yet_here_is_not(row: list[str]) -> None:
         assert name not in evener.__all__, f"{name} is there: docs/coming-from.md says not yet"
 
 
+#: Names of either system under which readers look for a row.
+LOOKED_FOR = """
+TrainerConfig ElCheConfig forward_batch next_metrics save_path resume_from speed_hint max_grad_norm
+TrainedState EpochMetrics meta-controller ConvergenceGuard
+DistributedCudaTrainer CudaTransformerTrainer GradientMessage SafetySample create_local_comm_pair
+primary_pipeline_ref DistributedTrainConfig BatchResult
+C-DDP-001 C-RING-001 C-SHARD-001 C-WIRE-002 C-DP-001 C-DP-002 C-ZERO-001 C-ELASTIC-001 C-TP-001
+C-PIPE-001 C-SP-001 C-STREAMSYNC-001
+F-DP-001 F-DP-002 F-DP-003 F-DP-004 F-DP-005 F-HET-001 F-HET-002
+"""
+
+
+def test_what_readers_look_for_heads_a_row() -> None:
+    heads = {word for row in ROWS for word in re.findall(r"[\w-]+", row[0])}
+    assert not set(LOOKED_FOR.split()) - heads
+
+
+def test_what_changes_without_a_word_comes_first() -> None:
+    sections = re.findall(r"^## (.+)$", TEXT, re.MULTILINE)
+    assert sections[0] == "What changes if you say nothing"
+    first = TEXT.split("## ")[1]
+    for default in ("policy", "`batch_size`", "learning rate"):
+        assert f"\n| {default} |" in first
+
+
 def test_the_tables_are_read() -> None:
     assert len(ROWS) > 60
     assert len(NAMES) > 40

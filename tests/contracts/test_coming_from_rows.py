@@ -41,7 +41,9 @@ from evener import (
     ElChe,
     EpochMetrics,
     LMBatch,
+    NonFiniteGradientError,
     Replicas,
+    Sample,
     TrainedState,
     TransformerTrainer,
     UsageError,
@@ -195,6 +197,24 @@ def _(folder: Path) -> None:
     assert not torch.equal(before, head.weight)
 
 
+@row("`set_data_loader`, `forward_batch`, `Graph::step`")
+def _(folder: Path) -> None:
+    with alone() as ddp:
+        for batch in ddp.loader(DATA, batch_size=8):
+            ddp.backward(loss_of(ddp.assembly.model, batch))
+            ddp.step()
+        assert ddp.progress.steps == 5
+
+
+@row("`Trainer::run(.., TrainerConfig)`, `ElCheConfig`")
+def _(folder: Path) -> None:
+    made = Ddp.builder(
+        lambda device: network(), sgd, train_step, dataset=DATA, batch_size=8, num_epochs=1,
+        devices=["cpu"], config=DdpConfig(anchor=2, quiet=True),
+    )  # fmt: skip
+    assert made.policy("cadence").backend("nccl").run().join().progress.samples == len(DATA)
+
+
 @row("Optimizer per replica, El Che on when GPUs differ")
 def _(folder: Path) -> None:
     metrics, _ = run_of_two()
@@ -292,7 +312,7 @@ def _(folder: Path) -> None:
         assert windows == list(range(2, last + 1, 2))
 
 
-@row("A builder's run that is resumed")
+@row("`save_path`, `resume_from`")
 def _(folder: Path) -> None:
     whole = short().run().join().state_dict()
     builder(dataset=DATA, batch_size=8, num_steps=3).checkpoint_dir(folder).run().join()
@@ -317,12 +337,41 @@ def _(folder: Path) -> None:
     assert isinstance(handle.poll_metrics(), list)
 
 
-@row("`TrainedState`, `EpochMetrics`")
+@row("`next_metrics`")
 def _(folder: Path) -> None:
-    metrics, state = run_of_two()
-    assert isinstance(metrics[0], EpochMetrics)
+    handle = short().run()
+    assert next(handle.metrics(), None).epoch == 0  # type: ignore[union-attr]
+    assert next(handle.metrics(), None) is None
+
+
+@row("`TrainedState`: `params`, `buffers`")
+def _(folder: Path) -> None:
+    _, state = run_of_two()
     assert isinstance(state, TrainedState)
-    network().load_state_dict(state.state_dict())
+    model = network()
+    model.load_state_dict(state.state_dict())
+    assert state.params.keys() == dict(model.named_parameters()).keys()
+    assert state.buffers.keys() == dict(model.named_buffers()).keys()
+    assert (state.extra, state.progress.steps) == ({}, 5)
+
+
+@row(
+    "`EpochMetrics`: `per_rank_throughput`, `device_indices`, `per_rank_share_complete_ms`, "
+    "`per_rank_compute_only_ms`, `per_rank_data_starve_ms`"
+)
+def _(folder: Path) -> None:
+    metrics, _ = run_of_two()
+    assert isinstance(metrics[0], EpochMetrics)
+    named = re.findall(r"`(\w+)`", YES[next(cell for cell in YES if "`EpochMetrics`" in cell)])
+    times = named[named.index("ranks") + 1 :]
+    assert (
+        set(named) - {"EpochMetrics", "WindowResult", "ranks", *times}
+        <= metrics[0].document().keys()
+    )
+    with alone() as ddp:
+        result = train(ddp)[-1]
+    assert isinstance(result, WindowResult)
+    assert all(getattr(result.ranks[0], name) >= 0 for name in times)
 
 
 @row("`into_worker()` (`next_plan`, `next_batch`, `step`, `finish`)")
@@ -353,6 +402,8 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     said = DdpConfig().with_speed_hint(slow_rank=1, ratio=2.0)
     assert said.hinted_speeds(2) == DdpConfig(speed_hint=(1.0, 0.5)).hinted_speeds(2)
+    with pytest.raises(ConfigError, match="floDl reads these as"):
+        DdpConfig(speed_hint=(1, 2.3))
     run_of_two()  # whose hint was speeds
 
 
@@ -363,6 +414,12 @@ def _(folder: Path) -> None:
         train(ddp)
         for p, old in zip(ddp.assembly.model.parameters(), before, strict=True):
             torch.testing.assert_close(p.detach(), old, rtol=0, atol=1e-7)
+    for policy in (ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC):
+        with alone(policy, max_grad_norm=1e-9) as ddp:
+            weight = ddp.assembly.model[0].weight  # type: ignore[index]
+            before_it = weight.detach().clone()
+            train(ddp)
+            torch.testing.assert_close(weight.detach(), before_it, rtol=0, atol=1e-7)
 
 
 @row("`partition_ratios`")
@@ -391,7 +448,10 @@ def _(folder: Path) -> None:
     assert (cadence.batches(0), cadence.batches(1)) == (23, 10)
     cadence.report_timing([230.0, 300.0], [23, 10], sync_ms=0.0)
     assert cadence.batch_counts == (30, 10)
-    assert cadence.clamp_total(8) == (6, 2)
+    assert (cadence.clamp_total(100), cadence.clamp_total(8)) == ((30, 10), (6, 2))
+    assert cadence.clamp_total(1) == (1, 0)
+    cadence.nudge_anchor_down(0.5)
+    assert cadence.batch_counts == (15, 5)
 
 
 @row("`ApplyPolicy::Sync`")
@@ -547,6 +607,12 @@ def _(folder: Path) -> None:
     )
     place = DistributedTrainConfig.from_yaml(folder / "team.yaml")
     assert (place.role, place.coordinator_port) == (DistributedRole.COORDINATOR, 9000)
+    (folder / "team.yaml").write_text(
+        "training:\n  distributed: {world_size: 2, rank: 0, role: coordinator, "
+        "coordinator_addr: 'node7:9000'}\n"
+    )
+    shared = [DistributedTrainConfig.from_yaml(folder / "team.yaml", rank=r) for r in range(2)]
+    assert [place.role for place in shared] == ["coordinator", "worker"]
 
 
 @row("`--deterministic --seed`")
@@ -596,7 +662,7 @@ def _(folder: Path) -> None:
         assert [state["exp_avg"].shape for state in states.values()] == [(3, 2), (3,)]
 
 
-@row("`DistributedTrainer`, `DistributedComm`")
+@row("`DistributedCudaTrainer` (`DistributedTrainer`), `DistributedComm`")
 def _(folder: Path) -> None:
     models = [llama(), llama()]  # here, as threads cannot import transformers at the same time
 
@@ -613,7 +679,13 @@ def _(folder: Path) -> None:
         assert comm.world_size == 1
 
 
-@row("`TransformerTrainer`")
+@row("`create_local_comm_pair`")
+def _(folder: Path) -> None:
+    ends = DistributedComm.local(2, timeout_s=PATIENCE_S)
+    assert on_threads(ends, lambda comm: (comm.barrier(), comm.rank)[1]) == [0, 1]
+
+
+@row("`CudaTransformerTrainer`, `TransformerTrainer`")
 def _(folder: Path) -> None:
     trainer = TransformerTrainer(llama(), max_steps=1)
     assert trainer.forward_backward_batch(LMBatch.of_documents([[1, 2, 3]])) > 0
@@ -639,10 +711,34 @@ def _(folder: Path) -> None:
     with DataParallelCoordinator(TINY_LLAMA, config(), ["cpu", "cpu"]) as coordinator:
         result = coordinator.train_batch_parallel(samples(6))
         assert isinstance(result, BatchResult)
-        assert coordinator.primary_pipeline is coordinator.pipelines[0]
+        assert BatchResult.accuracy(result) == result.correct / 6
     if not torch.accelerator.is_available():
         with pytest.raises(ConfigError, match=r"devices is \[0, 1\].*by its number"):
             DataParallelCoordinator(TINY_LLAMA, config(), [0, 1])
+
+
+@row("`primary_pipeline`, `primary_pipeline_ref`, `num_gpus`")
+def _(folder: Path) -> None:
+    with DataParallelCoordinator(TINY_LLAMA, config(), ["cpu", "cpu"]) as coordinator:
+        assert coordinator.primary_pipeline is coordinator.pipelines[0]
+        assert len(coordinator.devices) == 2
+
+
+@row("`SafetySample`")
+def _(folder: Path) -> None:
+    with DataParallelCoordinator(TINY_LLAMA, config(), ["cpu"]) as coordinator:
+        named = [Sample(s.text, config().labels[int(s.label)]) for s in samples(3)]
+        assert coordinator.train_batch_parallel(named).total == 3
+
+
+@row("`shard_samples`, `average_gradients`, `has_non_finite`")
+def _(folder: Path) -> None:
+    with DataParallelCoordinator(TINY_LLAMA, config(), ["cpu", "cpu"]) as coordinator:
+        with torch.no_grad():
+            for p in coordinator.pipelines[1].model.parameters():
+                p.fill_(float("nan"))
+        with pytest.raises(NonFiniteGradientError):
+            coordinator.train_batch_parallel(samples(6))
 
 
 @row("`shard_batches`, file shards")
@@ -651,6 +747,12 @@ def _(folder: Path) -> None:
     assert shard_files(["b.txt", "a.txt"], 0, 2) == ["a.txt"]
     with alone() as ddp:
         assert len(ddp.loader(DATA, batch_size=8)) == 5
+
+
+@row("`ElasticCoordinator`, elastic shards")
+def _(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="give as many as there may be workers, 2"):
+        short(devices=["cpu"] * 3).elastic(1, 2).run()
 
 
 @row("`DistributedCheckpointCoordinator`, `hash_weights`")

@@ -135,7 +135,9 @@ def test_a_hint_may_say_who_is_slow() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             DdpConfig().with_speed_hint(**arguments)
-    assert load_run_config(None, ["speed_hint=[1, 2]"]).speed_hint == [1, 2]
+    assert load_run_config(None, ["speed_hint=[1.0, 2]"]).speed_hint == [1, 2]
+    with pytest.raises(ConfigError, match=r"speed_hint is \[1, 2\]: floDl reads these as"):
+        load_run_config(None, ["speed_hint=[1, 2]"])
     assert load_run_config(None, ["speed_hint={1: 0.5}"]).speed_hint == {1: 0.5}
 
 

@@ -2,10 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields, replace
-from typing import Annotated, Final, Literal, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Final, Literal, Never, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, StrictStr, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StrictStr,
+    WrapValidator,
+    model_validator,
+)
 
 from evener.config.checks import (
     AboveZero,
@@ -28,6 +35,63 @@ def _not_all_zero(shares: Sequence[float]) -> Sequence[float]:
     if not any(shares):
         raise ValueError
     return shares
+
+
+def hint_forms(slow_rank: object, ratio: object) -> str:
+    """Return how to say here what floDl's ``speed_hint(slow_rank, ratio)`` says."""
+    if is_number(ratio) and 0 < ratio < 1:  # floDl's pages give a part of the others' speed, too
+        return f"evener takes speeds by rank; give {{{slow_rank!r}: {ratio!r}}}"
+    slower = f"{1 / ratio:.3g}" if is_number(ratio) and ratio > 0 else "1 / ratio"
+    return (
+        "floDl reads these as (slow_rank, ratio), evener as speeds by rank. If rank "
+        f"{slow_rank!r} is {ratio!r} times slower, give {{{slow_rank!r}: {slower}}} or "
+        f"DdpConfig().with_speed_hint({slow_rank!r}, {ratio!r}); if it is {ratio!r} times faster, "
+        f"give {{{slow_rank!r}: {ratio!r}}}"
+    )
+
+
+def _not_in_the_form_of_flodl(hint: object) -> object:
+    if isinstance(hint, Sequence) and len(hint) == 2:
+        first, second = hint
+        # Two speeds are those of a team of two, whose ranks are 0 and 1.
+        if is_whole(first) and first in (0, 1) and is_number(second) and second > 1:
+            raise ValueError(hint_forms(first, second))
+    return hint
+
+
+@dataclass(frozen=True, repr=False)
+class _NoHint:
+    """No speeds are given. In floDl a method of that name gives them; a call names the forms."""
+
+    def __call__(self, slow_rank: object, ratio: object) -> Never:
+        """Refuse floDl's form.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"DdpConfig().speed_hint({slow_rank!r}, {ratio!r}): {hint_forms(slow_rank, ratio)}"
+        )
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "None"
+
+
+_SpeedHint = Annotated[
+    Annotated[Sequence[AboveZero] | Mapping[NotNegativeInt, AboveZero], Field(min_length=1)] | None,
+    asks_for(
+        "give a finite number above 0 for each rank, relative to one another, such as [1, 0.33], "
+        "or by rank: {1: 0.33}"
+    ),
+    BeforeValidator(_not_in_the_form_of_flodl),
+]
+
+
+def _or_no_hint(hint: object, validate: Callable[[object], object]) -> object:
+    return validate(None if isinstance(hint, _NoHint) else hint) or _NoHint()
 
 
 def _as_word(switch: object) -> object:
@@ -107,6 +171,8 @@ class TrainingOptions(LocalOptions):
         speed_hint: Speeds of the ranks relative to one another, a larger number for a faster rank:
             one for each rank, such as ``(1.0, 0.33)``, or by rank, such as ``{1: 0.33}``, where a
             rank that is not named has speed 1. ``with_speed_hint`` says how slow a rank is instead.
+            A pair of 0 or 1 and a larger number, such as ``(1, 2.3)``, is refused: floDl reads it
+            as a rank and how slow that is. ``(1.0, 2.3)`` are speeds.
             Replaces the calibration before the first window. A warning tells where measurement
             contradicts it.
         partition_ratios: Shares of the ranks relative to one another, the same in every window;
@@ -126,14 +192,7 @@ class TrainingOptions(LocalOptions):
 
     max_grad_norm: AboveZero | None = None
     non_finite: Literal["raise", "skip"] = "raise"
-    speed_hint: Annotated[
-        Annotated[Sequence[AboveZero] | Mapping[NotNegativeInt, AboveZero], Field(min_length=1)]
-        | None,
-        asks_for(
-            "give a finite number above 0 for each rank, relative to one another, such as "
-            "[1, 0.33], or by rank: {1: 0.33}"
-        ),
-    ] = None
+    speed_hint: _SpeedHint = None
     partition_ratios: Annotated[
         Annotated[Sequence[NotBelowZero], AfterValidator(_not_all_zero)] | None,
         asks_for(
@@ -147,7 +206,7 @@ class TrainingOptions(LocalOptions):
 
     @model_validator(mode="after")
     def _hint_or_ratios(self) -> Self:
-        if self.speed_hint is not None and self.partition_ratios is not None:
+        if self.speed_hint and self.partition_ratios is not None:
             raise ValueError(
                 f"speed_hint is {self.speed_hint!r} and partition_ratios "
                 f"{self.partition_ratios!r}; fixed shares need no speeds: give one of them"
@@ -177,6 +236,7 @@ class DdpConfig(TrainingOptions):
         ConfigError: An option is unknown or out of range, or two exclude one another.
     """
 
+    speed_hint: Annotated[_SpeedHint, WrapValidator(_or_no_hint)] = _NoHint()  # type: ignore[assignment]
     gradient_buckets: Annotated[
         Sequence[tuple[StrictStr, Sequence[StrictStr]]] | None,
         asks_for(
@@ -216,7 +276,7 @@ class DdpConfig(TrainingOptions):
 
     def hinted_speeds(self, world_size: int) -> tuple[float, ...] | None:
         """Return the speeds of ``speed_hint`` by rank, if there is one."""
-        if self.speed_hint is None:
+        if not self.speed_hint:
             return None
         if isinstance(self.speed_hint, Mapping):
             return tuple(self.speed_hint.get(rank, 1.0) for rank in range(world_size))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar
 
-from evener.config.settings import DdpConfig
+from evener.config.settings import DdpConfig, hint_forms
 from evener.errors import ConfigError
 from evener.managed.description import (
     MAX_FAILURES,
@@ -163,11 +163,7 @@ class DdpBuilder:
             ConfigError: A ratio was given.
         """
         if ratio is not None:
-            raise ConfigError(
-                f"speed_hint({speeds!r}, {ratio!r}) is floDl's form; give "
-                f"speed_hint({{{speeds!r}: 1 / {ratio!r}}}), the speed of the slow rank against "
-                "the others, which are 1"
-            )
+            raise ConfigError(f"speed_hint({speeds!r}, {ratio!r}): {hint_forms(speeds, ratio)}")
         return self.set_option("speed_hint", speeds)
 
     def elastic(self, least: int, most: int, *, max_failures: int = MAX_FAILURES) -> Self:

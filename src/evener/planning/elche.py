@@ -235,29 +235,33 @@ class ElChe:
         return tuple(self._ms)
 
     def clamp_total(self, n: int) -> tuple[int, ...]:
-        """Return the counts scaled to sum to ``n``, as for an epoch's last window; changes nothing.
+        """Return the counts, scaled down if they sum to more than ``n``; change nothing.
 
-        Each rank keeps its proportion, rounded down but to 1 at least; what is left goes to the low
-        ranks, and what is too much comes off the largest counts.
+        Call it before every window with the batches that are left of the epoch: until its last
+        window the counts stay as they are. There, each rank keeps its proportion, rounded down but
+        to 1 at least; what is left goes to the low ranks, and what is too much comes off the
+        largest counts.
 
         Args:
-            n: Batches over all ranks, 0 or more.
+            n: Most batches over all ranks, 0 or more.
 
         Returns:
-            Counts by rank that sum to ``n``. With fewer batches than ranks the first ``n`` ranks
-            get one each, the others none.
+            Counts by rank that sum to ``n``, or to ``total_batches`` if that is less. With fewer
+            batches than ranks the first ``n`` ranks get one each, the others none.
 
         Raises:
             ConfigError: ``n`` is negative.
         """
         _require(n >= 0, f"{n} batches cannot be shared out; give 0 or more")
+        total = self.total_batches
+        if total <= n:
+            return self.batch_counts
         if n < self._world_size:
             return tuple(int(rank < n) for rank in range(self._world_size))
-        total = self.total_batches
         shares = [max(1, count * n // total) for count in self._counts]
         left = n - sum(shares)
         for rank in range(max(0, left)):
-            shares[rank % self._world_size] += 1
+            shares[rank] += 1
         for _ in range(-left):
             shares[shares.index(max(shares))] -= 1
         return tuple(shares)
@@ -313,6 +317,9 @@ class ElChe:
     def nudge_anchor_down(self, factor: float) -> None:
         """Average more often, as when ranks drift apart.
 
+        Before the first report, the counts stay those of the hint, or of the first anchor: the
+        smaller anchor acts from that report on.
+
         Args:
             factor: The anchor is multiplied by it and rounded up, to 1 at least, also below what it
                 started from. Taken to be within 0.1 to 1.
@@ -323,7 +330,8 @@ class ElChe:
         _require(not math.isnan(factor), "factor is nan; give a part such as 0.5")
         part = min(max(factor, 0.1), 1.0)
         self.anchor = min(self.anchor, max(1, math.ceil(self.anchor * part)))
-        self._recount(max(self._ms))
+        if any(self._ms):
+            self._recount(max(self._ms))
 
     def _smoothed(self, known: float, new: float) -> float:
         if known <= 0:

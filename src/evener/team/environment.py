@@ -93,7 +93,10 @@ def choose(name: str, value: str, kind: type[_Choice]) -> _Choice:
     try:
         return kind(value)
     except ValueError:
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(kind)}") from None
+        hint = ""
+        if value == "wgpu":  # one of entrenar's backends
+            hint = "; torch has no wgpu: 'auto' takes the accelerator that torch finds"
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(kind)}{hint}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +234,14 @@ class DistributedTrainConfig:
         The keys are ``world_size``, ``rank``, ``local_rank``, ``local_world_size``, ``role``,
         ``coordinator_addr`` (a host, or ``host:port``), ``coordinator_port``, ``backend`` and
         ``comm_backend``, alone in the file or under ``training: distributed:``. The role follows
-        the rank where none is given. Without local numbers, a loopback address means one host for
+        the rank if none is given. Without local numbers, a loopback address means one host for
         all ranks, any other one rank per host.
 
         Args:
             path: YAML.
-            **changes: Go before what is in the file, such as ``rank=1`` where all ranks share it.
+            **changes: Take precedence over the file, such as ``rank=1`` if all ranks share it. The
+                file's ``role`` then yields to the rank, and so does its ``local_rank`` if the
+                address is a loopback one.
 
         Raises:
             ConfigError: Names the file, the key, its value and what is allowed.
@@ -246,8 +251,12 @@ class DistributedTrainConfig:
         try:
             address = place.get("coordinator_addr", LOOPBACK)
             host, _ = parse_address(address, "coordinator_addr", may_bind=place["rank"] == 0)
+            of_rank = {"role"}
             if is_loopback(host):
                 known["local_rank"] = place["rank"]
+                of_rank.add("local_rank")
+            if "rank" in changes:  # the file speaks of another rank
+                place = {k: v for k, v in place.items() if k in changes or k not in of_rank}
             return cls(**{**known, **place})
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None

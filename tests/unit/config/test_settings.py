@@ -33,11 +33,18 @@ BAD = [
     ({"speed_hint": {1: 0}}, "speed_hint is {1: 0}; give a finite number above 0 for each rank"),
     ({"speed_hint": {"1": 2.0}}, "speed_hint is {'1': 2.0}; give"),
     ({"speed_hint": "fast"}, "speed_hint is 'fast'; give"),
+    (
+        {"speed_hint": (1, 2.3)},
+        "speed_hint is (1, 2.3); floDl reads these as (slow_rank, ratio), evener as speeds by "
+        "rank. If rank 1 is 2.3 times slower, give {1: 0.435} or DdpConfig().with_speed_hint(1, "
+        "2.3); if it is 2.3 times faster, give {1: 2.3}",
+    ),
+    ({"speed_hint": [0, 2]}, "If rank 0 is 2 times slower, give {0: 0.5} or DdpConfig().with_"),
     ({"speed_hint": (1.0, math.inf)}, "speed_hint is (1.0, inf); give"),
     ({"partition_ratios": (0, 0)}, "partition_ratios is (0, 0); give a finite number of 0 or more"),
     ({"partition_ratios": (1, -1)}, "partition_ratios is (1, -1); give"),
     (
-        {"speed_hint": (1, 2), "partition_ratios": (1, 2)},
+        {"speed_hint": (2, 1), "partition_ratios": (1, 2)},
         "fixed shares need no speeds: give one of them",
     ),
     ({"anchor": 0}, "anchor is 0; give 1 or more"),
@@ -167,11 +174,11 @@ def test_every_front_door_refuses_with_the_same_words(option, value):
 
 @pytest.mark.parametrize("schema", [RunConfig, ClassifyRunConfig])
 def test_a_run_hands_its_options_on(schema):
-    keys = {"verify_every": 3, "max_grad_norm": 2.0, "anchor": 4, "speed_hint": [1, 2]}
+    keys = {"verify_every": 3, "max_grad_norm": 2.0, "anchor": 4, "speed_hint": [1.0, 2.0]}
     own = {"emulate_slow": {1: 2.0}, "stop_when": None, "quiet": True}
     config = load_config(schema, keys)
     assert config.ddp_config(**own) == DdpConfig(
-        verify_every=3, max_grad_norm=2.0, speed_hint=[1, 2], **own
+        verify_every=3, max_grad_norm=2.0, speed_hint=[1.0, 2.0], **own
     )
     assert config.idle_options == ["anchor"]
     config = load_config(schema, keys, ["policy=async"])

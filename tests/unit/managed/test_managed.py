@@ -155,7 +155,7 @@ def test_timing_and_what_was_left_out_record_nothing(policy):
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_local_steps_count_every_sample_once(policy):
     """What was recorded in a window counts when the window is committed, whoever closed it."""
-    results = run_job(2, policy=policy, batch_size=4, anchor=2, num_epochs=3, speed_hint=(1, 2))
+    results = run_job(2, policy=policy, batch_size=4, anchor=2, num_epochs=3, speed_hint={1: 2})
     for metrics, state in results:
         assert [m.samples for m in metrics] == [SAMPLES] * 3
         for m in metrics:

@@ -133,6 +133,22 @@ def test_a_nudge_goes_below_the_start():
     assert cadence.anchor == 1
 
 
+def test_a_nudge_before_the_first_report_keeps_the_hint():
+    cadence = ElChe(2, anchor=10).with_speed_ratio(slow_rank=1, ratio=2.3)
+    cadence.nudge_anchor_down(0.5)
+    assert (cadence.anchor, cadence.batch_counts) == (5, (23, 10))
+    cadence.report_timing([2300.0, 2300.0], [23, 10], 0.0)
+    assert cadence.batch_counts == (12, 5)
+
+
+def test_a_loop_over_an_epoch_shortens_only_its_last_window():
+    cadence, left, windows = ElChe(2, anchor=10), 1005, []
+    while left:
+        windows.append(cadence.clamp_total(left))
+        left -= sum(windows[-1])
+    assert windows == [(10, 10)] * 50 + [(3, 2)]
+
+
 def test_max_batch_diff_limits_a_change():
     cadence = ElChe(2, anchor=10).with_max_batch_diff(3)
     report(cadence, [100.0, 100.0])
@@ -239,14 +255,16 @@ def test_counts_are_positive_and_the_slowest_rank_has_the_anchor(world_size, anc
 
 
 @given(world_size=SIZES, anchor=st.integers(1, 50), n=st.integers(0, 2000), data=st.data())
-def test_clamped_counts_sum_to_what_was_asked_for(world_size, anchor, n, data):
+def test_clamped_counts_sum_to_at_most_what_was_asked_for(world_size, anchor, n, data):
     speeds = data.draw(st.lists(st.floats(0.01, 50), min_size=world_size, max_size=world_size))
     cadence = ElChe(world_size, anchor).with_speeds(speeds)
     before = cadence.batch_counts
     clamped = cadence.clamp_total(n)
-    assert sum(clamped) == n
+    assert sum(clamped) == min(n, cadence.total_batches)
     assert cadence.batch_counts == before
-    if n >= world_size:
+    if n >= cadence.total_batches:
+        assert clamped == before
+    elif n >= world_size:
         assert min(clamped) >= 1
     else:
         assert clamped == (1,) * n + (0,) * (world_size - n)

@@ -435,6 +435,23 @@ def test_without_local_numbers_a_loopback_address_means_one_host(tmp_path, addre
 def test_ranks_may_share_a_file_and_say_who_they_are(tmp_path):
     config = in_file(tmp_path, FILE, rank=0)
     assert (config.rank, config.role, config.hosts_store) == (0, DistributedRole.COORDINATOR, True)
+    complete = """
+        world_size: 2
+        rank: 0
+        local_rank: 0
+        role: coordinator
+        backend: auto
+        coordinator_addr: 127.0.0.1:9000
+    """
+    for rank, role in enumerate(["coordinator", "worker"]):
+        config = in_file(tmp_path, complete, rank=rank)
+        assert (config.rank, config.local_rank, config.role) == (rank, rank, role)
+        assert (config.local_world_size, config.hosts_store) == (2, rank == 0)
+    elsewhere = complete.replace("127.0.0.1", "node7")
+    assert in_file(tmp_path, elsewhere, rank=1).local_rank == 0  # the first on a host of its own
+    assert in_file(tmp_path, elsewhere, rank=1, local_rank=1).local_rank == 1
+    with pytest.raises(ConfigError, match="role is 'coordinator' for rank 1"):
+        in_file(tmp_path, complete, rank=1, role="coordinator")
 
 
 @pytest.mark.parametrize("section", ["training:\n  distributed:\n", "distributed:\n"])
@@ -502,6 +519,7 @@ def test_an_address_that_is_given_may_hold_the_port():
         (FILE + "role: coordinator", ["role is 'coordinator' for rank 1", "'worker'"]),
         (FILE + "role: chief", ["role is 'chief'", "coordinator, worker"]),
         (FILE.replace("cpu", "tpu"), ["backend is 'tpu'", "auto, cpu, cuda"]),
+        (FILE.replace("cpu", "wgpu"), ["backend is 'wgpu'", "torch has no wgpu: 'auto' takes"]),
         (FILE.replace("gloo", "mpi"), ["comm_backend is 'mpi'"]),
         (FILE.replace("node7", "my host"), ["coordinator_addr is 'my host'", "not a host"]),
         (FILE.replace("node7", "0.0.0.0"), ["coordinator_addr is '0.0.0.0'", "every address"]),

@@ -53,6 +53,10 @@ class BatchResult:
     total: int
     grad_norm: float
 
+    def accuracy(self) -> float:
+        """Return the part of the samples whose class was found; ``nan`` for an empty batch."""
+        return self.correct / self.total if self.total else math.nan
+
 
 @final
 class DataParallelCoordinator(Closing):

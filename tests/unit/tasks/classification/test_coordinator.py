@@ -139,6 +139,7 @@ def test_every_sample_contributes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with make(["cpu"] * 3, partition_ratios=[4, 2, 1], micro_batch_size=4) as coordinator:
         result = coordinator.train_batch_parallel(batch)
     assert result.total == 23
+    assert result.accuracy() == result.correct / 23
     assert seen == Counter(sample.text for sample in batch)
 
 
