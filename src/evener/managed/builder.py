@@ -146,6 +146,7 @@ class DdpBuilder:
     max_batch_diff = Option[int]()
     divergence_guard = Option[str | bool | DivergenceGuard | None]()
     divergence_threshold = Option[float]()
+    divergence_factor = Option[float]()
     lr_scale_ratio = Option[float]()
 
     def speed_hint(
