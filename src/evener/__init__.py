@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from evener.managed.trained import TrainedState as TrainedState
     from evener.manual import Replicas as Replicas
     from evener.observe.events import Sink as Sink
+    from evener.observe.jsonl import JsonlSink as JsonlSink
     from evener.planning.elche import ElChe as ElChe
     from evener.planning.guard import DivergenceGuard as DivergenceGuard
     from evener.planning.guard import Verdict as Verdict
@@ -103,6 +104,7 @@ _MODULE_OF: Final = {
     "EpochMetrics": "evener.managed.epoch_metrics",
     "EvenerError": "evener.errors",
     "Job": "evener.tasks.job",
+    "JsonlSink": "evener.observe.jsonl",
     "LMBatch": "evener.tasks.lm_batch",
     "LaunchError": "evener.errors",
     "Member": "evener.team.members",

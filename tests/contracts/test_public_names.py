@@ -39,6 +39,7 @@ PUBLIC = {
     "EpochMetrics",
     "EvenerError",
     "Job",
+    "JsonlSink",
     "LMBatch",
     "LaunchError",
     "Member",
