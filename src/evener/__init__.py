@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from evener.errors import UserError as UserError
     from evener.errors import WorkerError as WorkerError
     from evener.managed.builder import DdpBuilder as DdpBuilder
+    from evener.managed.epoch_metrics import EpochContext as EpochContext
     from evener.managed.epoch_metrics import EpochMetrics as EpochMetrics
     from evener.managed.epoch_metrics import record_scalar as record_scalar
     from evener.managed.handle import DdpHandle as DdpHandle
@@ -101,6 +102,7 @@ _MODULE_OF: Final = {
     "DistributedTrainer": "evener.tasks.trainers.distributed",
     "DivergenceGuard": "evener.planning.guard",
     "ElChe": "evener.planning.elche",
+    "EpochContext": "evener.managed.epoch_metrics",
     "EpochMetrics": "evener.managed.epoch_metrics",
     "EvenerError": "evener.errors",
     "Job": "evener.tasks.job",

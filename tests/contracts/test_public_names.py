@@ -36,6 +36,7 @@ PUBLIC = {
     "DistributedTrainer",
     "DivergenceGuard",
     "ElChe",
+    "EpochContext",
     "EpochMetrics",
     "EvenerError",
     "Job",

@@ -37,6 +37,8 @@ FIELDS: Final = {
     "window": "window generation epoch committed ranks",
     # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``.
     "eval": "window name loss weight elapsed_s",
+    # A managed run has trained an epoch: the fields are those of ``EpochMetrics``.
+    "epoch": "window epoch complete avg_loss scalars eval samples steps",
     # A checkpoint of the state after ``window`` windows is whole on disk. Further fields: a thread
     # began to write it at ``begin_t`` (unix seconds) on rank ``rank``, where training had stood
     # still for ``copy_s`` before.
@@ -117,7 +119,7 @@ def make_event(kind: str, *, t: float, **fields: Any) -> dict[str, Any]:
 #: Types of events that belong to a window.
 _AT_A_WINDOW: Final = frozenset(
     (
-        *("checkpoint", "checkpoint_missed", "eval", "reformed", "window"),
+        *("checkpoint", "checkpoint_missed", "epoch", "eval", "reformed", "window"),
         *("run_started", "run_resumed", "run_finished"),
     )
 )

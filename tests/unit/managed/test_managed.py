@@ -3,6 +3,7 @@
 import gc
 import math
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from evener.managed.epoch_metrics import EpochMetrics, record_scalar
 from evener.managed.rank import ManagedRank, to_device
 from evener.managed.trained import TrainedState
 from evener.team.environment import DistributedTrainConfig
+from helpers.limits import PATIENCE_S
 from helpers.managed import (
     BATCH,
     SAMPLES,
@@ -299,9 +301,13 @@ def test_one_device_trains_when_asked_for_results():
     assert epochs == []
     assert not handle.done
     assert handle.state is None
-    assert [m.epoch for m in handle.poll_metrics()] == [0] == epochs
-    assert next(handle.metrics()).epoch == 1
+    assert next(handle.metrics()).epoch == 0
+    assert handle.next_metrics().epoch == 1
+    assert epochs == [0, 1]
+    assert (handle.devices, handle.world_size) == (("cpu",), 1)
     state = handle.join()
+    assert [m.epoch for m in handle.poll_metrics()] == [2, 3]
+    assert handle.next_metrics() is None
     assert epochs == [0, 1, 2, 3]
     assert handle.done
     assert handle.state is state
@@ -310,6 +316,31 @@ def test_one_device_trains_when_asked_for_results():
     fresh = make_model(torch.device("cpu"))
     fresh.load_state_dict(state.state_dict())
     assert handle.join() is state
+
+
+def test_polling_never_trains_and_lets_the_run_continue():
+    """A program that only polls ends, on one device as on several."""
+    threads: set[str] = set()
+
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        threads.add(threading.current_thread().name)
+        assert gate.wait(PATIENCE_S)
+        return train_step(model, batch)
+
+    gate = threading.Event()
+    with describe_job(train_fn=train).run() as handle:
+        assert handle.poll_metrics() == []
+        with pytest.raises(TimeoutError, match="no epoch has ended within"):
+            handle.next_metrics(timeout_s=0.01)
+        gate.set()
+        landed = [handle.next_metrics(timeout_s=PATIENCE_S)]
+        while not handle.done:
+            landed += handle.poll_metrics()
+        landed += handle.poll_metrics()
+        assert [m.epoch for m in landed] == [0, 1]
+        assert handle.next_metrics(timeout_s=PATIENCE_S) is None
+        assert threading.current_thread().name not in threads
+        assert_same(handle.join().state_dict(), train_plainly(6)[0])
 
 
 def test_a_function_may_make_the_data_set_in_the_worker():
@@ -340,7 +371,7 @@ def test_an_exception_in_the_block_stays_the_same():
 
     def use() -> None:
         with handle:
-            handle.poll_metrics()
+            handle.next_metrics()
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
@@ -409,7 +440,7 @@ def test_a_second_ctrl_c_breaks_off():
 
 def test_a_run_that_nobody_joins_says_so(capfd):
     handle = describe_job().run()
-    handle.poll_metrics()
+    handle.next_metrics()
     del handle
     gc.collect()
     assert "a managed run was not joined" in capfd.readouterr().err
@@ -479,21 +510,13 @@ def test_options_are_checked_before_anything_starts(options, message):
         describe_job(**options).run()
 
 
-def test_a_rank_of_another_launcher_starts_no_workers(monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(ConfigError, match=r"is rank 1 of 2 already .*start the script plainly"):
-        describe_job().run()
-
-
 # ── in a notebook ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_handle_says_how_far_its_run_is():
     handle = describe_job(num_epochs=2).run()
     assert repr(handle) == "<DdpHandle: running>"
-    (metrics,) = handle.poll_metrics()
+    metrics = handle.next_metrics()
     assert repr(handle) == f"<DdpHandle: running, epoch 0 with loss {metrics.avg_loss:.4g}>"
     assert metrics._repr_html_() in handle._repr_html_()
     handle.join()
