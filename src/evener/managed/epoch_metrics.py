@@ -197,7 +197,7 @@ def reduce_scalars(documents: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         found = [document[name] for document in documents if name in document]
         reductions = sorted({reduction for reduction, *_ in found})
         if len(reductions) > 1:
-            raise _conflict(name, *reductions)
+            raise _conflict(name, *reductions[:2])
         if reductions == ["last"]:
             # Of equal windows the last rank's: in SYNC it has the window's last samples.
             reduced[name] = max(reversed(found), key=lambda one: one[3])[1]
@@ -207,8 +207,7 @@ def reduce_scalars(documents: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return reduced
 
 
-def _conflict(name: str, *reductions: str) -> UsageError:
-    first, second = reductions
+def _conflict(name: str, first: str, second: str) -> UsageError:
     return UsageError(
         f"record_scalar({name!r}, ...) was called with reduction {first!r} and {second!r}; a name "
         "has one reduction: give two numbers two names"

@@ -83,9 +83,11 @@ class Sink(Closing):
     Attributes:
         continues: Whether it appends to what a sink of another process has written. If another rank
             becomes the main process, it emits ``run_started`` again to sinks that do not.
+        on_warning: Prints a warning; set by the team that the sink is given to, unless it has one.
     """
 
     continues: ClassVar[bool] = False
+    on_warning: Callable[[str], None] | None = None
 
     @abstractmethod
     def emit(self, event: Event) -> None:
@@ -177,6 +179,7 @@ class Fanout(Sink):
 
     def add(self, sink: Sink) -> None:
         """Pass every further event to this sink, too."""
+        sink.on_warning = sink.on_warning or self._on_warning
         self._sinks.append(sink)
 
     def emit(self, event: Event) -> None:

@@ -8,7 +8,6 @@ import atexit
 import os
 import queue
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -61,15 +60,15 @@ class JsonlSink(Sink):
             path: The first file, such as ``runs/first/events.jsonl``. Several ranks must not write
                 one file: give ``Ddp.setup`` ``sinks=[lambda: JsonlSink(path)]``, which makes the
                 sink on the main process alone.
-            on_warning: Called once, when an event cannot be written or has to be removed; writes to
-                standard error unless given.
+            on_warning: Called once, when an event cannot be written or has to be removed; the team
+                that the sink is given to prints it, unless this is given.
             most_bytes: Size of all files together, roughly.
 
         Raises:
             ConfigError: The file cannot be opened.
         """
         self._first = path = Path(path)
-        self._on_warning = on_warning or _say
+        self.on_warning = on_warning
         self._part_bytes = max(1, most_bytes // NUM_PARTS)
         try:
             self._path = path
@@ -177,18 +176,14 @@ class JsonlSink(Sink):
         self._lines = LineWriter()  # each file names its teams
 
     def _warn(self, cause: str) -> None:
-        if self._has_warned:
+        if self._has_warned or self.on_warning is None:
             return
         self._has_warned = True
         with suppress(Exception):  # a warning that fails must not end the thread that writes
-            self._on_warning(
+            self.on_warning(
                 f"events are missing from {self._path}: {cause}; training continues, "
                 "but reports will have gaps: free disk space there"
             )
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"warning: {text}\n")
 
 
 def parts_of(path: Path) -> list[Path]:
