@@ -38,12 +38,14 @@ if TYPE_CHECKING:
     from evener.errors import UserError as UserError
     from evener.errors import WorkerError as WorkerError
     from evener.managed.builder import DdpBuilder as DdpBuilder
+    from evener.managed.epoch_metrics import EpochContext as EpochContext
     from evener.managed.epoch_metrics import EpochMetrics as EpochMetrics
     from evener.managed.epoch_metrics import record_scalar as record_scalar
     from evener.managed.handle import DdpHandle as DdpHandle
     from evener.managed.trained import TrainedState as TrainedState
     from evener.manual import Replicas as Replicas
     from evener.observe.events import Sink as Sink
+    from evener.observe.jsonl import JsonlSink as JsonlSink
     from evener.planning.elche import ElChe as ElChe
     from evener.planning.guard import DivergenceGuard as DivergenceGuard
     from evener.planning.guard import Verdict as Verdict
@@ -100,9 +102,11 @@ _MODULE_OF: Final = {
     "DistributedTrainer": "evener.tasks.trainers.distributed",
     "DivergenceGuard": "evener.planning.guard",
     "ElChe": "evener.planning.elche",
+    "EpochContext": "evener.managed.epoch_metrics",
     "EpochMetrics": "evener.managed.epoch_metrics",
     "EvenerError": "evener.errors",
     "Job": "evener.tasks.job",
+    "JsonlSink": "evener.observe.jsonl",
     "LMBatch": "evener.tasks.lm_batch",
     "LaunchError": "evener.errors",
     "Member": "evener.team.members",

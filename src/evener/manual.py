@@ -181,11 +181,15 @@ class Replicas(Closing):
 
         Args:
             batch_counts: Samples (or steps, tokens) behind each gradient of this process's
-                replicas. With 0 a replica takes part, but its gradients are not looked at.
+                replicas; or of all ``world_size`` replicas in the order of their numbers, the same
+                list on every process, such as ``ElChe.batch_counts``. In a process that holds all
+                replicas the two are the same. With 0 a replica takes part, but its gradients are
+                ignored.
 
         Raises:
-            ConfigError: Not one count for each replica here, a negative one, zeros only over all
-                processes, or replicas that differ; on every process, with gradients unchanged.
+            ConfigError: Neither one count for each replica here nor for each of all, a negative
+                one, zeros only over all processes, lists of all that differ between processes, or
+                replicas that differ; on every process, with gradients unchanged.
             NonFiniteGradientError: On every process, with gradients unchanged; not with
                 ``non_finite="propagate"``.
         """
@@ -242,8 +246,14 @@ class Replicas(Closing):
             for model in self.models
         ]
         layout, problem = _read_layout(replicas, self.first, gradients=True)
-        problem = self._problem("batch_counts", counts, are_counts=True) or problem
-        rows = self._meet(what, problem, layout, [0.0 if problem else _sum(counts)])
+        problem = self._problem("batch_counts", counts, are_counts=True, of_all=True) or problem
+        everyone: list[float] = []
+        if not problem and len(counts) == self.world_size > len(self.models):
+            everyone = [float(count) for count in counts]
+            counts = everyone[self.first : self.first + len(self.models)]
+        rows = self._meet(
+            what, problem, layout, [0.0 if problem else _sum(counts)], everyone=everyone
+        )
         total = self._total("batch_counts", [row[0] for row in rows])
         averaged = self._averager.sum_gradients(
             replicas, layout, [count / total for count in counts], what=what
@@ -254,28 +264,62 @@ class Replicas(Closing):
         self._num_averages += 1
 
     def _meet(
-        self, what: str, problem: str, layout: tuple[Entry, ...], payload: Sequence[float]
+        self,
+        what: str,
+        problem: str,
+        layout: tuple[Entry, ...],
+        payload: Sequence[float],
+        everyone: Sequence[float] = (),
     ) -> list[list[float]]:
-        """Exchange a row before any tensor, so that what is refused is refused everywhere."""
+        """Exchange a row before any tensor, so that what is refused is refused everywhere.
+
+        Args:
+            what: The call.
+            problem: What is wrong with its arguments here, if anything is.
+            layout: Must be the same on every process.
+            payload: Numbers for the others, which are returned.
+            everyone: Counts of all replicas, which must be the same on every process, too.
+        """
         words = _in_words(layout)
-        digest = hashlib.blake2b(repr(words).encode(), digest_size=6).digest()
+        digest = hashlib.blake2b(repr((words, *everyone)).encode(), digest_size=6).digest()
         # 48 bits tell layouts apart, and are exact in float64.
         row = [float(bool(problem)), float(int.from_bytes(digest)), *payload]
         rows = self._comm.all_gather_rows(row, what=what)
         if any(r[0] for r in rows) or len({r[1] for r in rows}) > 1:
-            note = {"problem": problem, "first": self.first, "layout": words}
+            note = {
+                "problem": problem,
+                "first": self.first,
+                "layout": words,
+                "counts": list(everyone),
+            }
             notes = self._comm.all_gather_json(note, what=f"why {what} is refused")
             raise ConfigError(f"{what}: {_refusal(notes)}")
         return [r[2:] for r in rows]
 
-    def _problem(self, name: str, values: Sequence[float], *, are_counts: bool = False) -> str:
-        """Why these are not a number for each replica here; the other processes must hear of it."""
+    def _problem(
+        self,
+        name: str,
+        values: Sequence[float],
+        *,
+        are_counts: bool = False,
+        of_all: bool = False,
+    ) -> str:
+        """Why these are not a number for each replica here; the other processes must hear of it.
+
+        Args:
+            name: Of the argument.
+            values: The numbers.
+            are_counts: They must be finite, and 0 or more.
+            of_all: They may also be one for each replica of all processes.
+        """
         replicas = f"for each of its {len(self.models)} replicas"
+        if of_all and self.world_size > len(self.models):
+            replicas += f", or of all {self.world_size}"
         try:
             numbers = [float(value) for value in values]
         except (TypeError, ValueError):  # a bare number, perhaps
             return f"rank {self.rank}: {name} is {values!r}; give a list with a number {replicas}"
-        if len(numbers) != len(self.models):
+        if len(numbers) != len(self.models) and not (of_all and len(numbers) == self.world_size):
             return f"rank {self.rank}: {name} is {list(values)}, which is not one {replicas}"
         if are_counts and not all(0 <= number < math.inf for number in numbers):
             return f"rank {self.rank}: {name} is {list(values)}; give finite numbers of 0 or more"
@@ -534,6 +578,13 @@ def _refusal(notes: Sequence[Mapping[str, Any]]) -> str:
     for note in notes:
         if text := _first_difference(notes[0]["layout"], note["layout"], 0, note["first"]):
             return text
+    for rank, note in enumerate(notes):
+        if note["counts"] != notes[0]["counts"]:
+            given = [f"all {n['counts']}" if n["counts"] else "its own" for n in (notes[0], note)]
+            return (
+                f"batch_counts are of {given[0]} on rank 0 and of {given[1]} on rank {rank}; give "
+                "every process the same list of all replicas, or each process its own replicas'"
+            )
     return "replicas differ; build the same model on every process"
 
 

@@ -515,6 +515,7 @@ def _(folder: Path) -> None:
         pass
     short(policy="cadence").divergence_guard("level").run().join()
     short(policy="cadence").no_divergence_guard().run().join()
+    assert DdpConfig(divergence_factor=0.5).divergence_factor == 0.5
     assert DdpConfig(divergence_guard="none") != DdpConfig()
 
 

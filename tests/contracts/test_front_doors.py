@@ -17,6 +17,7 @@ from evener import (
 )
 from evener.team.placement import devices_of_host
 from helpers.configurations import load_run_config
+from helpers.sinks import Kept
 
 
 def setup(policy: str = "sync", **options: Any) -> Ddp:
@@ -57,6 +58,7 @@ def build(**options: Any) -> Any:
         ("divergence_guard", "none"),
         ("divergence_guard", None),
         ("divergence_threshold", 0.05),
+        ("divergence_factor", 0.5),
         ("lr_scale_ratio", 1.0),
     ],
 )
@@ -112,9 +114,23 @@ def test_a_guard_of_the_users_is_asked_for_each_window() -> None:
     assert all(value >= 0 for value in guard.seen)
 
 
-def test_a_guard_that_returns_no_verdict_is_named() -> None:
-    handle = build(policy="cadence", divergence_guard=Careful("hold on")).run()
-    with pytest.raises(WorkerError, match=r"Careful.report returned 'hold on'; return an evener"):
+def test_the_factor_of_a_guard_multiplies_the_anchor() -> None:
+    lowered = []
+    for answer in ((Verdict.NUDGE_DOWN, 0.7), Verdict.NUDGE_DOWN):
+        sink = Kept()
+        build(
+            policy="cadence", anchor=10, num_epochs=3, divergence_guard=Careful(answer),
+            sinks=[sink],
+        ).run().join()  # fmt: skip
+        anchors = [event["anchor"] for event in sink.events if event["type"] == "window"]
+        lowered.append(next(anchor for anchor in anchors if anchor < 10))
+    assert lowered == [7, 5]
+
+
+@pytest.mark.parametrize("answer", ["hold on", (Verdict.NUDGE_DOWN, 1.5), (Verdict.STABLE, None)])
+def test_a_guard_that_returns_no_verdict_is_named(answer: Any) -> None:
+    handle = build(policy="cadence", divergence_guard=Careful(answer)).run()
+    with pytest.raises(WorkerError, match=r"Careful.report returned .*; return an evener.Verdict"):
         handle.join()
     with pytest.raises(ConfigError, match=r"divergence_guard is <class .*derived from evener.Div"):
         DdpConfig(divergence_guard=Careful)  # type: ignore[arg-type]

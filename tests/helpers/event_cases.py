@@ -23,6 +23,7 @@ WHOLE = [
     "num_events",
     "sent_bytes",
     "since",
+    "steps",
 ]
 TEXT = [
     "type",
@@ -43,6 +44,7 @@ LIST = ["members", "shares", "committed", "ranks"]
 NUMBER = [
     "t",
     "loss",
+    "avg_loss",
     "weight",
     "elapsed_s",
     "write_s",
@@ -55,13 +57,14 @@ NUMBER = [
     "delay_s",
     "begin_t",
 ]
-OPTIONAL = ["total_windows", "loss", "message", "path"]
+OPTIONAL = ["total_windows", "loss", "avg_loss", "message", "path"]
 KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(WHOLE, (int,)),
     **dict.fromkeys(TEXT, (str,)),
     **dict.fromkeys(LIST, (list,)),
     **dict.fromkeys(NUMBER, (int, float)),
-    "new_data": (bool,),
+    **dict.fromkeys(["new_data", "complete"], (bool,)),
+    **dict.fromkeys(["scalars", "eval"], (dict,)),
 }
 
 

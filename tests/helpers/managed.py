@@ -33,6 +33,8 @@ def train_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     loss = loss_of(model, batch)
     record_scalar("loss", loss)
     record_scalar("first", batch[0][:, 0].mean())
+    record_scalar("count", len(batch[0]), "sum")
+    record_scalar("newest", batch[0][-1, 0], reduction="last")
     return loss
 
 

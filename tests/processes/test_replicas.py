@@ -19,13 +19,14 @@ def two_networks(rank: Rank) -> Any:
         assert (replicas.world_size, replicas.first) == (4, 2 * rank.rank)
         replicas.sync_params()
     counts = [3, 7, 5, 9]
-    for replicas in reversed(wrapped):
+    for form, replicas in enumerate(reversed(wrapped)):
         own = counts[replicas.first : replicas.first + 2]
         for i, model in enumerate(replicas.models):
             start = sum(counts[: replicas.first + i])
             part = slice(start, start + own[i])
             torch.nn.functional.mse_loss(model(x[part]), y[part]).backward()
-        replicas.weighted_all_reduce_gradients(own)
+        # Of this process's replicas, or of all of them.
+        replicas.weighted_all_reduce_gradients(counts if form else own)
         found.append([[p.grad for p in model.parameters()] for model in replicas.models])
     if rank.rank == 1:
         return found  # and dies

@@ -121,7 +121,7 @@ def test_a_sink_of_a_managed_run_is_called_in_this_process(
     ).sinks([sink]).run().join()
     assert [k for k in sink.kinds if k != "plan"] == [
         *("run_started", *["worker_started"] * len(devices)),
-        *("window", "window", "checkpoint", "run_finished"),
+        *("window", "window", "epoch", "checkpoint", "run_finished"),
     ]
     assert sink.events[-2]["path"] == str(tmp_path / "step-2")
     assert sink.events[-1]["reason"] == "completed"

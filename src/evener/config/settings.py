@@ -27,7 +27,7 @@ from evener.config.checks import (
 from evener.data.sharding import is_whole
 from evener.errors import ConfigError
 from evener.planning.elche import ANCHOR, LEAST_OVERHEAD, MAX_ANCHOR, MOST_OVERHEAD, ElChe
-from evener.planning.guard import DivergenceGuard, make_guard
+from evener.planning.guard import LEAST_FACTOR, DivergenceGuard, make_guard
 from evener.planning.policies import ApplyPolicy
 
 
@@ -110,11 +110,13 @@ class LocalOptions:
         max_anchor: Largest anchor; 0 keeps it from growing. 200 if left out.
         max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
             lockstep, ``None`` no limit. With a limit, ranks wait for one that turns slow.
-        divergence_guard: ``"level"`` keeps the anchor from growing at the third of three rising
-            divergences of the ranks, and halves it while they keep rising; ``"none"``, ``None`` or
-            ``False`` does not look; a ``DivergenceGuard`` of your own decides by itself.
+        divergence_guard: ``"level"`` keeps the anchor from growing from the third of three rising
+            divergences of the ranks on; ``"none"``, ``None`` or ``False`` does not look; a
+            ``DivergenceGuard`` of your own decides by itself.
         divergence_threshold: Divergence, relative to the norm of the parameters, below which
             ``"level"`` does nothing; 0.05 if left out.
+        divergence_factor: ``"level"`` multiplies the anchor by it from the fourth rising divergence
+            on: from 0.1 to below 1, such as 0.5. If left out, the anchor does not come down.
         lr_scale_ratio: Multiplies the learning rate by ``1 + (world_size - 1) * lr_scale_ratio``; 0
             leaves it as it is.
     """
@@ -128,6 +130,7 @@ class LocalOptions:
         BeforeValidator(lambda guard: make_guard(guard) and guard),
     ] = "level"
     divergence_threshold: AboveZero | None = None
+    divergence_factor: Annotated[Number, Field(ge=LEAST_FACTOR, lt=1)] | None = None
     lr_scale_ratio: NotBelowZero = 0.0
 
     @model_validator(mode="after")

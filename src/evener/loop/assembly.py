@@ -373,7 +373,9 @@ class Assembly:
         cadence = config.make_cadence(self.team.world_size)
         if speeds is not None:
             cadence.with_speeds(speeds)
-        guard = make_guard(config.divergence_guard, config.divergence_threshold)
+        guard = make_guard(
+            config.divergence_guard, config.divergence_threshold, config.divergence_factor
+        )
         most = config.max_batch_diff
         return CadencePolicy(
             self.names, cadence, guard, max_batch_diff=most, in_background=in_background

@@ -1,17 +1,19 @@
 """The loop over epochs where evener owns it: training, checkpoints when they are due, the end."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from evener.devices import free_cached_memory
+from evener.engine.loaders.evaluation import EvaluationLoader
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.memory import MicroBatchTooLarge, explain, is_out_of_memory
 from evener.engine.results import WindowResult
 from evener.errors import CoordinatorLostError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.loop import Loop
+from evener.protocol.row import Purpose
 from evener.team.failures import note
 
 
@@ -120,6 +122,38 @@ class EpochLoop(ABC):
                 explain(failure, last.samples)
                 raise failure from None
             self.begin_again()
+
+    def evaluate_parts(
+        self,
+        batches: EvaluationLoader,
+        measure: Callable[[Any], object],
+        result: Callable[[], Any],
+    ) -> dict[int, Any] | None:
+        """Evaluate a data set, each sample on one rank; all ranks call it together.
+
+        Args:
+            batches: What is evaluated.
+            measure: Takes a batch of this rank, in ``eval()`` and without gradients.
+            result: Returns what all of them came to, in JSON types.
+
+        Returns:
+            The results by rank, the same on every rank; ``None`` if a rank was told to stop
+            meanwhile.
+        """
+        ddp, engine = self.ddp, self.ddp.assembly.engine
+        results: dict[int, Any] = {}
+        to_do: Iterable[Any] = batches
+        while to_do:
+            with ddp.evaluating():
+                for batch in to_do:
+                    if not ddp.wants_stop():
+                        with ddp.emulated_slowness():
+                            measure(batch)
+            results = dict(engine.introduce([ddp.rank, result()]))
+            # A rank that was lost before it could say its results: the others do its part.
+            to_do = () if batches.is_complete(results) else batches.make_up()
+        engine.ask(Purpose.VALUE)  # agrees on a stop
+        return None if ddp.stopping else results
 
     def finish(self) -> Path | None:
         """Save the state at the end, and wait until it is on disk; all ranks call it together.

@@ -9,11 +9,13 @@ from evener.errors import ConfigError
 from evener.managed.description import (
     MAX_FAILURES,
     Data,
+    EpochFn,
     ManagedRun,
     ModelHook,
     SchedulerFn,
     Sinks,
     describe,
+    find_launched_place,
 )
 from evener.managed.elastic_processes import ElasticWorkers
 from evener.managed.epoch_metrics import EpochMetrics
@@ -94,10 +96,21 @@ class DdpBuilder:
         resume: Continue from a checkpoint, or from the newest complete one in a folder; written by
             ``checkpoint_dir`` or ``Ddp.save``, on any number of devices. ``num_epochs`` and
             ``num_steps`` count from the beginning of the run that wrote it.
-        epoch_fn: ``function(epoch, model)``, on every rank, before each epoch.
+        run_folder: Receives the run's events (``events.jsonl``), which ``evener report`` and
+            ``evener dashboard`` read. Another run's folder is refused, except with ``resume``.
+        epoch_fn: ``function(epoch, model)``, on every rank, before each epoch; or
+            ``function(epoch, model, context)``, with an ``EpochContext``.
         eval_fn: ``function(model)``, on the main process after each epoch, in ``eval()`` and
             without gradients. It returns a number or a dict of numbers, which go into
-            ``EpochMetrics.eval``. The other ranks wait for it.
+            ``EpochMetrics.eval``. The other ranks wait for it. With ``eval_dataset`` it is
+            ``function(model, batch)``, on every rank.
+        eval_dataset: A map-style data set, or a function that makes it in each worker. After each
+            epoch every sample is evaluated once, on one of the ranks, in micro-batches.
+            ``eval_fn(model, batch)`` returns a mean over the batch, or a dict of means, or either
+            with its weight as ``(means, weight)``; the means over the data set go into
+            ``EpochMetrics.eval``. Without ``eval_fn`` they are the loss of ``train_fn``, named
+            ``"loss"``, and what it records.
+        eval_every: Epochs from one evaluation to the next; 1. The last epoch is evaluated always.
         metrics_fn: ``function(metrics)`` after each epoch, in the process that called ``run``. With
             several devices it is called from a thread of its own.
         seed: Decides initial weights, the order of samples, and what the functions draw; 0.
@@ -131,8 +144,11 @@ class DdpBuilder:
     checkpoint_fn = Option[ModelHook]()
     checkpoint_dir = Option[str | Path]()
     resume = Option[str | Path]()
-    epoch_fn = Option[ModelHook]()
-    eval_fn = Option[Callable[[Any], Any]]()
+    run_folder = Option[str | Path]()
+    epoch_fn = Option[EpochFn]()
+    eval_fn = Option[Callable[..., Any]]()
+    eval_dataset = Option[Data]()
+    eval_every = Option[int]()
     metrics_fn = Option[Callable[[EpochMetrics], object]]()
     seed = Option[int]()
     sinks = Option[Sinks]()
@@ -148,6 +164,7 @@ class DdpBuilder:
     max_batch_diff = Option[int]()
     divergence_guard = Option[str | bool | DivergenceGuard | None]()
     divergence_threshold = Option[float]()
+    divergence_factor = Option[float]()
     lr_scale_ratio = Option[float]()
 
     def speed_hint(
@@ -196,7 +213,12 @@ class DdpBuilder:
         """Start the run and return at once.
 
         With several devices a process is started for each. With one, the run happens in this
-        process, when ``join``, ``metrics`` or ``poll_metrics`` of the handle is called.
+        process, in the call of ``join``, ``metrics`` or ``next_metrics`` of the handle.
+
+        In a script that ``evener launch``, torchrun or SLURM has started, or that has made a
+        process group of ``torch.distributed``, no process is started: this one joins as a rank of
+        that team. All of its ranks call ``run`` together, with the same options, and ask their
+        handles for results. ``metrics_fn`` and ``sinks`` are called on the main process.
 
         Raises:
             ConfigError: Something is missing, wrong, of no effect or a contradiction, or a function
@@ -204,7 +226,10 @@ class DdpBuilder:
             CheckpointError: There is nothing to resume from.
             LaunchError: A worker could not be started.
         """
-        run = describe(*self._functions, **self._options)
+        place = find_launched_place()
+        run = describe(*self._functions, place=place, **self._options)
+        if place is not None:
+            return DdpHandle(InlineRun(run, place))
         if run.elastic is not None:
             return DdpHandle(ElasticWorkers(run))
         return DdpHandle(InlineRun(run) if len(run.device_names) == 1 else WorkerTeam(run))

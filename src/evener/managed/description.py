@@ -1,9 +1,10 @@
 """What a managed run is told: every option, checked before anything is started."""
 
-import functools
+import os
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
@@ -14,20 +15,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from evener.comm.existing import default_group
 from evener.config.checks import MicroBatchSize, asks_for, checked, whole_number
+from evener.config.folders import EVENTS
 from evener.config.settings import DdpConfig
 from evener.devices import count_accelerators
 from evener.engine.schedule import ProgressSchedule
 from evener.errors import CheckpointError, ConfigError
 from evener.loop.precision import choose_precision
 from evener.loop.reporting import SinkMaker, check_sinks
-from evener.managed.epoch_metrics import EpochMetrics
+from evener.managed.epoch_metrics import EpochContext, EpochMetrics
 from evener.observe.events import Sink
+from evener.observe.jsonl import JsonlSink
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import read_team_limits
 from evener.team.backends import check_backend, check_policy
-from evener.team.environment import AverageBackend, DistributedTrainConfig
-from evener.team.placement import Devices, devices_of_host
+from evener.team.environment import COORDINATOR, AverageBackend, DistributedTrainConfig
+from evener.team.placement import Devices, devices_of_host, place_in
 
 #: The loss of a micro-batch: a mean over its samples, or (mean, number of units behind it).
 Loss = Tensor | tuple[Tensor, float | Tensor]
@@ -37,6 +41,8 @@ TrainFn = Callable[[Any, Any], Loss]
 SchedulerFn = Callable[[Any], LRScheduler | Sequence[LRScheduler] | ProgressSchedule]
 #: ``function(epoch, model)`` or ``function(window, model)``.
 ModelHook = Callable[[int, Any], object]
+#: ``function(epoch, model)`` or ``function(epoch, model, context)``.
+EpochFn = ModelHook | Callable[[int, Any, EpochContext], object]
 Data = Dataset[Any] | Callable[[], Dataset[Any]]
 Sinks = Sequence[Sink | SinkMaker]
 
@@ -74,7 +80,7 @@ _AsGiven = Annotated[_Value, PlainValidator(lambda value: value)]
 
 #: A managed elastic run ends when more workers than this have failed.
 MAX_FAILURES = 3
-_STAYS = ("config", "metrics_fn", "sinks")
+_STAYS = ("config", "metrics_fn", "sinks", "run_folder")
 
 
 @checked
@@ -102,8 +108,11 @@ class ManagedRun(DdpConfig):
     checkpoint_fn: _Function[ModelHook] | None = None
     checkpoint_dir: _Folder | None = None
     resume: _Folder | None = None
-    epoch_fn: _Function[ModelHook] | None = None
-    eval_fn: _Function[Callable[[Any], Any]] | None = None
+    run_folder: _Folder | None = None
+    epoch_fn: _Function[EpochFn] | None = None
+    eval_fn: _Function[Callable[..., Any]] | None = None
+    eval_dataset: _AsGiven[Data | None] = None
+    eval_every: _Count | None = None
     metrics_fn: _Function[Callable[[EpochMetrics], object]] | None = None
     seed: _Index = 0
     sinks: _AsGiven[Sinks] = ()
@@ -122,9 +131,12 @@ class ManagedRun(DdpConfig):
         also = stop_when if asked is None else lambda: stop_when() or asked()
         return DdpConfig(**options | {"stop_when": also})
 
-    def make_dataset(self) -> Any:
-        """Return the data set: as it was given, or made by the function that was given."""
-        return self.dataset() if _is_maker(self.dataset) else self.dataset
+    @property
+    def event_sinks(self) -> Sinks:
+        """The sinks of the run's events: those that were given, and the file in ``run_folder``."""
+        if self.run_folder is None:
+            return self.sinks
+        return [*self.sinks, partial(JsonlSink, Path(self.run_folder) / EVENTS)]
 
     def parts(self) -> dict[str, Any]:
         """Return what travels to the workers: all but what is called in this process.
@@ -132,11 +144,33 @@ class ManagedRun(DdpConfig):
         ``sends_events`` says whether the workers are to send their events here.
         """
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STAYS}
-        return parts | {"sends_events": bool(self.sinks)}
+        return parts | {"sends_events": bool(self.event_sinks)}
 
 
-def describe(*functions: Callable[..., Any], **options: Any) -> ManagedRun:
+def make_data(data: Any) -> Any:
+    """Return a data set: as it was given, or made by the function that was given."""
+    return data() if _is_maker(data) else data
+
+
+def find_launched_place() -> DistributedTrainConfig | None:
+    """Return this process's place in a team that a launcher has started; ``None`` without one.
+
+    The launcher is evener's, torchrun or SLURM; or the user's script has made a process group.
+    """
+    group = default_group()
+    place = DistributedTrainConfig.from_env() if group is None else place_in(group)
+    return None if place.launched_by == "alone" else place
+
+
+def describe(
+    *functions: Callable[..., Any], place: DistributedTrainConfig | None = None, **options: Any
+) -> ManagedRun:
     """Check the options of a managed run, and how they go together.
+
+    Args:
+        *functions: Make the model and the optimizers, and compute the loss.
+        place: That of this process in a launched team; ``None`` if the run starts its own workers.
+        **options: By name.
 
     Raises:
         ConfigError: Names the option, its value and what to do.
@@ -148,14 +182,27 @@ def describe(*functions: Callable[..., Any], **options: Any) -> ManagedRun:
         given = {option.name: getattr(config, option.name) for option in fields(config)} | given
     run = ManagedRun(*functions, **given)
     _check_complete(run)
-    _check_dataset(run.dataset)
-    _check_folders(run)
+    _check_data("dataset", run.dataset)
+    if run.eval_dataset is not None:
+        _check_data("eval_dataset", run.eval_dataset)
     check_sinks(run.sinks)
     choose_precision(run.precision, torch.device("cpu"))
-    _check_place()
-    devices = _elastic_devices(run) if run.elastic else run.device_names
-    policy, backend = check_policy(run.policy), _check_backend(run.backend, devices)
+    policy = check_policy(run.policy)
     run.check_policy(policy)
+    if place is not None:
+        if run.elastic:
+            raise ConfigError(
+                f"elastic is {run.elastic}, but this process is rank {place.rank} of a team that "
+                f"{place.launched_by} has started; leave it out, and let evener launch --elastic "
+                "MIN:MAX start the script"
+            )
+        # Its other ranks may have written there already, and so may an earlier worker's.
+        if place.rank == 0 and COORDINATOR not in os.environ:
+            _check_folders(run)
+        return replace(run, policy=policy, backend=check_backend(run.backend).value)
+    _check_folders(run)
+    devices = _elastic_devices(run) if run.elastic else run.device_names
+    backend = _check_backend(run.backend, devices)
     run.check_team(len(devices))
     if run.elastic:
         run.check_elastic()
@@ -199,13 +246,18 @@ def _check_complete(run: ManagedRun) -> None:
             "checkpoint_every is given without checkpoint_fn or checkpoint_dir and would do "
             "nothing; give one of them"
         )
+    if run.eval_every is not None and run.eval_fn is None and run.eval_dataset is None:
+        raise ConfigError(
+            "eval_every is given without eval_fn or eval_dataset and would do nothing; give one of "
+            "them"
+        )
 
 
-def _check_dataset(dataset: Any) -> None:
+def _check_data(name: str, dataset: Any) -> None:
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            "dataset is a DataLoader, whose batches are cut already; give its data set and options "
-            "instead: dataset=loader.dataset, batch_size, collate_fn, num_workers"
+            f"{name} is a DataLoader, whose batches are cut already; give its data set and options "
+            f"instead: {name}=loader.dataset, batch_size, collate_fn, num_workers"
         )
     if _is_maker(dataset):
         return
@@ -213,11 +265,11 @@ def _check_dataset(dataset: Any) -> None:
         empty = len(dataset) == 0
     except TypeError:
         raise ConfigError(
-            f"dataset is a {type(dataset).__name__} without a length; give a map-style data set "
+            f"{name} is a {type(dataset).__name__} without a length; give a map-style data set "
             "(__len__ and __getitem__), or a function that makes one in each worker"
         ) from None
     if empty:
-        raise ConfigError("dataset is empty; give at least one sample")
+        raise ConfigError(f"{name} is empty; give at least one sample")
 
 
 def _check_folders(run: ManagedRun) -> None:
@@ -227,22 +279,18 @@ def _check_folders(run: ManagedRun) -> None:
             f"resume is {str(resume)!r}, and there is no such folder; give a checkpoint, or the "
             "checkpoint_dir of an earlier run"
         )
+    events = run.run_folder and Path(run.run_folder) / EVENTS
+    if events and not resume and events.exists() and events.stat().st_size:
+        raise ConfigError(
+            f"run_folder is {str(run.run_folder)!r}, which holds the events of another run; "
+            "name another folder, or continue that run with resume"
+        )
     if not folder or (resume and folder in (resume, resume.parent)):
         return
     if found := sorted(folder.glob("step-*")):
         raise ConfigError(
             f"checkpoint_dir is {str(folder)!r}, which holds checkpoints of another run "
             f"({found[0].name}); resume from it, or name another folder"
-        )
-
-
-def _check_place() -> None:
-    place = DistributedTrainConfig.from_env()
-    if place.world_size > 1:
-        raise ConfigError(
-            f"this process is rank {place.rank} of {place.world_size} already (started by "
-            f"{place.launched_by}), and Ddp.builder starts workers of its own; start the script "
-            "plainly with python, or use Ddp.setup"
         )
 
 
@@ -259,6 +307,6 @@ def _check_backend(name: str, devices: Sequence[str]) -> str:
 
 
 def _is_maker(dataset: object) -> TypeGuard[Callable[[], Any]]:
-    return isinstance(
-        dataset, types.FunctionType | types.MethodType | functools.partial
-    ) and not isinstance(dataset, Dataset)
+    return isinstance(dataset, types.FunctionType | types.MethodType | partial) and not isinstance(
+        dataset, Dataset
+    )

@@ -1,11 +1,11 @@
 """The results of an epoch: the team's totals, and scalars that ``train_fn`` records."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ class EpochMetrics:
         epoch: Number of the epoch, from 0.
         complete: False when the run ended inside the epoch: ``num_steps``, or a stop.
         avg_loss: Mean loss per unit of weight, over all ranks.
-        scalars: Means of what ``record_scalar`` was given, by weight, over all ranks.
-        per_rank: The same means of each rank alone; empty where it recorded nothing.
-        eval: What ``eval_fn`` returned; a single number is named ``"eval"``.
+        scalars: What ``record_scalar`` was given, reduced over all ranks: means by weight, sums, or
+            last values.
+        per_rank: The same of each rank alone; empty where it recorded nothing.
+        eval: What ``eval_fn`` returned, with ``eval_dataset`` the mean over it; a single number is
+            named ``"eval"``. Empty after an epoch without an evaluation.
         samples: Samples of the epoch's windows.
         weight: Their weight: samples, or what ``train_fn`` returned as weights.
         steps: Optimizer steps of the run so far.
@@ -87,22 +89,54 @@ class EpochMetrics:
         return html_table(title, ["rank", "device", "share", "samples/s", *names], rows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochContext:
+    """The place of a rank in a managed run, for ``epoch_fn``.
+
+    Attributes:
+        epoch: Number of the epoch that begins, from 0.
+        step: Optimizer steps of the run so far, those before a ``resume`` included.
+        samples: Samples of the run so far.
+        lr: Learning rate of the next step, of the first parameter group.
+        rank: Number of this rank, from 0.
+        world_size: Ranks of the team.
+        device: This rank's device.
+        is_main_process: Whether this rank writes and prints for the team; true on one rank.
+    """
+
+    epoch: int
+    step: int
+    samples: int
+    lr: float
+    rank: int
+    world_size: int
+    device: torch.device
+    is_main_process: bool
+
+
+Reduction = Literal["mean", "sum", "last"]
+
 _figures: ContextVar["EpochFigures | None"] = ContextVar("evener_figures", default=None)
 
 
-def record_scalar(name: str, value: float | Tensor) -> None:
+def record_scalar(name: str, value: float | Tensor, reduction: Reduction = "mean") -> None:
     """Record a number of the micro-batch that is being computed; call it inside ``train_fn``.
 
-    At the end of each epoch the mean over all micro-batches of all ranks, by their weights, appears
-    as ``EpochMetrics.scalars[name]``. Micro-batches of windows, or of local steps, that were left
-    out do not count. A tensor is kept on its device until then, so that nothing waits for it.
+    At the end of each epoch one number over all micro-batches of all ranks appears as
+    ``EpochMetrics.scalars[name]``. It does not depend on how the samples were divided among ranks.
+    Micro-batches of windows, or of local steps, that were left out do not count. A tensor is kept
+    on its device until then, so that nothing waits for it.
 
     Args:
         name: Its name; a second value of one micro-batch under one name replaces the first.
         value: A number, or a tensor with one element.
+        reduction: ``"mean"`` by the weights of the micro-batches, for losses and accuracies;
+            ``"sum"`` for counts; ``"last"`` for the value of the newest window, there that of the
+            last rank which recorded one. The same wherever the name is recorded.
 
     Raises:
-        UsageError: Outside ``train_fn``, or a value that is not a single number.
+        UsageError: Outside ``train_fn``, a value that is not a single number, or a reduction that
+            is unknown or differs from an earlier one of that name.
     """
     figures = _figures.get()
     if figures is None:
@@ -110,7 +144,74 @@ def record_scalar(name: str, value: float | Tensor) -> None:
             f"record_scalar({name!r}, ...) was called outside train_fn; call it in the train_fn of "
             "Ddp.builder. In a loop of your own, average with ddp.weighted_mean(value, weight)"
         )
-    figures.record(name, value)
+    figures.record(name, value, reduction)
+
+
+class Recorded(NamedTuple):
+    """A number that was recorded, and how it is to be reduced."""
+
+    reduction: str
+    value: float | Tensor
+
+
+class Scalars:
+    """Reduces what one rank records in many micro-batches."""
+
+    def __init__(self) -> None:
+        #: Reduction; sum of values (by weight), or last value; weight behind it; place of the last.
+        self._found: dict[str, tuple[str, float | Tensor, float, int]] = {}
+
+    def add(self, recorded: Mapping[str, Recorded], weight: float, place: int) -> None:
+        """Add what a micro-batch has recorded.
+
+        Args:
+            recorded: By name.
+            weight: That of the micro-batch; means leave it out if that is 0.
+            place: Its window. Of several ranks' last values that of the highest place counts.
+        """
+        for name, (reduction, value) in recorded.items():
+            _, total, units, _ = self._found.get(name, ("", 0.0, 0.0, 0))
+            if reduction == "last":
+                self._found[name] = reduction, value, 1.0, place
+            elif reduction == "sum":
+                self._found[name] = reduction, total + value, 1.0, place
+            elif weight:
+                self._found[name] = reduction, total + value * weight, units + weight, place
+
+    def document(self) -> dict[str, Any]:
+        """Return it in JSON types, for ``reduce_scalars``."""
+        return {
+            name: [reduction, float(total), units, place]
+            for name, (reduction, total, units, place) in self._found.items()
+        }
+
+
+def reduce_scalars(documents: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return one number for each name, from ``Scalars.document`` of ranks in their order.
+
+    Raises:
+        UsageError: Ranks recorded a name with different reductions.
+    """
+    reduced = {}
+    for name in sorted({name for document in documents for name in document}):
+        found = [document[name] for document in documents if name in document]
+        reductions = sorted({reduction for reduction, *_ in found})
+        if len(reductions) > 1:
+            raise _conflict(name, *reductions[:2])
+        if reductions == ["last"]:
+            # Of equal windows the last rank's: in SYNC it has the window's last samples.
+            reduced[name] = max(reversed(found), key=lambda one: one[3])[1]
+        else:
+            total = sum(one[1] for one in found)
+            reduced[name] = total if reductions == ["sum"] else total / sum(one[2] for one in found)
+    return reduced
+
+
+def _conflict(name: str, first: str, second: str) -> UsageError:
+    return UsageError(
+        f"record_scalar({name!r}, ...) was called with reduction {first!r} and {second!r}; a name "
+        "has one reduction: give two numbers two names"
+    )
 
 
 class EpochFigures:
@@ -125,7 +226,8 @@ class EpochFigures:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._micro_batch: dict[str, float | Tensor] = {}
+        self._micro_batch: dict[str, Recorded] = {}
+        self._reductions: dict[str, str] = {}
         self.begin(0.0)
 
     def begin(self, now_s: float) -> None:
@@ -136,21 +238,35 @@ class EpochFigures:
         self._samples = [0] * self._world_size
         self._compute_s = [0.0] * self._world_size
         #: Window, weight and values of micro-batches.
-        self._pending: deque[tuple[int, float, dict[str, float | Tensor]]] = deque()
-        self._scalars: dict[str, tuple[float | Tensor, float]] = {}
+        self._pending: deque[tuple[int, float, Mapping[str, Recorded]]] = deque()
+        self._scalars = Scalars()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Let ``record_scalar`` find these figures for the length of the block."""
+    def recording(self) -> Iterator[Mapping[str, Recorded]]:
+        """Let ``record_scalar`` find these figures for the length of the block.
+
+        Yields:
+            What it records.
+        """
         self._micro_batch = {}
         token = _figures.set(self)
         try:
-            yield
+            yield self._micro_batch
         finally:
             _figures.reset(token)
 
-    def record(self, name: str, value: float | Tensor) -> None:
+    def record(self, name: str, value: float | Tensor, reduction: str) -> None:
         """Note a value of the micro-batch that is being computed."""
+        if reduction not in get_args(Reduction):
+            raise UsageError(
+                f"record_scalar({name!r}, ...) got reduction {reduction!r}; choose one of "
+                f"{', '.join(get_args(Reduction))}"
+            )
+        if (before := self._reductions.setdefault(name, reduction)) != reduction:
+            raise _conflict(name, before, reduction)
+        self._micro_batch[name] = Recorded(reduction, self._checked(name, value))
+
+    def _checked(self, name: str, value: float | Tensor) -> float | Tensor:
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise UsageError(
@@ -158,10 +274,9 @@ class EpochFigures:
                     "give one number, such as its mean()"
                 )
             there = value.detach().reshape(()).to(float64_device(value.device))
-            self._micro_batch[name] = there.to(torch.float64, copy=True)
-            return
+            return there.to(torch.float64, copy=True)
         try:
-            self._micro_batch[name] = float(value)
+            return float(value)
         except (TypeError, ValueError):
             raise UsageError(
                 f"record_scalar({name!r}, ...) got {value!r}, a {type(value).__name__}; give a "
@@ -196,9 +311,8 @@ class EpochFigures:
                 self._pending.popleft()
         for _ in range(count):
             _, weight, values = self._pending.popleft()
-            for name, value in values.items() if weight and not result.skipped else ():
-                product, units = self._scalars.get(name, (0.0, 0.0))
-                self._scalars[name] = product + value * weight, units + weight
+            if not result.skipped:
+                self._scalars.add(values, weight, result.window)
 
     def leave_out(self, num_micro_batches: int) -> None:
         """Empty the newest micro-batches: their step was left out, and they count for nothing."""
@@ -217,7 +331,7 @@ class EpochFigures:
         speeds = zip(self._samples, self._compute_s, strict=True)
         return {
             "windows": self._windows,
-            "scalars": {name: (float(sum_), n) for name, (sum_, n) in self._scalars.items()},
+            "scalars": self._scalars.document(),
             "totals": {
                 "avg_loss": self._loss_sum / self._weight if self._weight else float("nan"),
                 "samples": total,
@@ -241,9 +355,8 @@ def average_figures(documents: Mapping[int, Mapping[str, Any]], world_size: int)
     """
     fullest = max(documents.values(), key=lambda document: document["windows"])
     ranks = [documents[r]["scalars"] if r in documents else {} for r in range(world_size)]
-    total: dict[str, float] = {}
-    for name in sorted({name for sums in ranks for name in sums}):
-        pairs = [sums[name] for sums in ranks if name in sums]
-        total[name] = sum(p[0] for p in pairs) / sum(p[1] for p in pairs)
-    means = [{name: s[0] / s[1] for name, s in sums.items()} for sums in ranks]
-    return {**fullest["totals"], "scalars": total, "per_rank": means}
+    return {
+        **fullest["totals"],
+        "scalars": reduce_scalars(ranks),
+        "per_rank": [reduce_scalars([rank]) for rank in ranks],
+    }

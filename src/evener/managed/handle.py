@@ -1,14 +1,16 @@
 """A managed run as its user holds it: metrics as they land, the trained model, stop."""
 
+import queue
 import signal
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from html import escape
 from typing import Self, final
 
-from evener.errors import WorkerError
+from evener.errors import RunEndedError, WorkerError
 from evener.managed.description import ManagedRun
 from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.rank import ManagedRank
@@ -24,7 +26,11 @@ _INTERRUPTED_S = 30.0
 class Run(ABC):
     """Where a managed run happens: in this thread, or in processes of its own.
 
+    Args:
+        job: What to do.
+
     Attributes:
+        job: The same.
         state: The model at the end.
         error: What ended the run early.
     """
@@ -32,13 +38,35 @@ class Run(ABC):
     state: TrainedState | None = None
     error: BaseException | None = None
 
-    @abstractmethod
-    def next_metrics(self) -> EpochMetrics | None:
-        """Wait for the next epoch; return ``None`` at the end."""
+    def __init__(self, job: ManagedRun) -> None:
+        self.job = job
+        #: Epochs that have landed; ``None`` at the end.
+        self._metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
 
-    @abstractmethod
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Device of each rank."""
+        return self.job.device_names
+
+    def next_metrics(self, timeout_s: float | None) -> EpochMetrics | None:
+        """Wait for the next epoch; return ``None`` at the end.
+
+        Raises:
+            queue.Empty: None has landed in time.
+        """
+        metrics = self._metrics.get(timeout=timeout_s)
+        if metrics is None:
+            self._metrics.put(None)  # for whoever asks next
+        return metrics
+
     def poll_metrics(self) -> list[EpochMetrics]:
         """Return the epochs that have landed since the last call."""
+        landed = []
+        with suppress(queue.Empty):
+            while (metrics := self._metrics.get_nowait()) is not None:
+                landed.append(metrics)
+            self._metrics.put(None)
+        return landed
 
     @abstractmethod
     def finish(self, timeout_s: float | None) -> bool:
@@ -60,70 +88,116 @@ class Run(ABC):
 
 @final
 class InlineRun(Run):
-    """A run on one device, in the thread that asks for its results."""
+    """A run of one rank, in the thread that asks for its results.
 
-    def __init__(self, job: ManagedRun) -> None:
-        self._job = job
+    A program that only polls would wait for ever, so the first poll moves the run to a thread.
+
+    Args:
+        job: What to do.
+        place: That of this process in a launched team, which it joins at once; ``None`` for a run
+            on one device.
+
+    Raises:
+        ConfigError: The ranks of the team differ, or a function made what it should not.
+        LaunchError: They did not find one another.
+    """
+
+    def __init__(self, job: ManagedRun, place: DistributedTrainConfig | None = None) -> None:
+        super().__init__(job)
+        self._place = place or DistributedTrainConfig()
         self._epochs = self._train()
         self._stop = threading.Event()
         self._interrupt = StopSignals([signal.SIGINT])
         self._done = False
+        self._thread: threading.Thread | None = None
+        self._rank = None if place is None else self._join_team()
 
-    def next_metrics(self) -> EpochMetrics | None:
-        """Train the next epoch: nobody else would."""
-        if self._done:
-            return None
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Device of each rank."""
+        return super().devices if self._rank is None else self._rank.ddp.devices
+
+    def next_metrics(self, timeout_s: float | None) -> EpochMetrics | None:
+        """Train the next epoch, unless one has landed: nobody else would."""
+        if self._thread is None and not self._done and self._metrics.empty():
+            self._train_epoch()
+        return super().next_metrics(timeout_s)
+
+    def poll_metrics(self) -> list[EpochMetrics]:
+        """Return the epochs that have landed; the rest of the run continues in a thread."""
+        if self._thread is None and not self._done:
+            self._thread = threading.Thread(target=self._train_all, name="evener-run", daemon=True)
+            self._thread.start()
+        return super().poll_metrics()
+
+    def _train_all(self) -> None:
+        while not self._done:
+            self._train_epoch()
+
+    def _train_epoch(self) -> None:
         # The first Ctrl-C is a request, so that it breaks off no optimizer step.
         with StopSignals([signal.SIGINT], max_interrupts=1) as self._interrupt:
             metrics = next(self._epochs, None)
             while self._interrupt.requested and next(self._epochs, None) is not None:
                 pass  # what is left of a run that stops
-        if self._interrupt.requested and self.error is None:
-            raise KeyboardInterrupt
         try:
-            if metrics is not None and self._job.metrics_fn is not None:
-                self._job.metrics_fn(metrics)
+            if self._interrupt.requested and self.error is None:
+                raise KeyboardInterrupt
+            if metrics is not None:
+                self._publish(metrics)
+        finally:
+            if self._done:
+                self._metrics.put(None)
+
+    def _publish(self, metrics: EpochMetrics) -> None:
+        self._metrics.put(metrics)
+        is_main = self._rank is None or self._rank.ddp.is_main_process
+        try:
+            if is_main and self.job.metrics_fn is not None:
+                self.job.metrics_fn(metrics)
         except BaseException as error:
             self._epochs.close()
             self.error = error
-        return metrics
+
+    def _join_team(self) -> ManagedRank:
+        return ManagedRank(
+            self.job,
+            environment=self._place,
+            stop_when=self._is_stopped,
+            sinks=self.job.event_sinks,
+        )
 
     def _train(self) -> Generator[EpochMetrics, None, None]:
-        rank, failure = None, None
+        failure = None
         try:
-            rank = ManagedRank(
-                self._job,
-                environment=DistributedTrainConfig(),
-                stop_when=self._is_stopped,
-                sinks=self._job.sinks,
-            )
-            yield from rank.train()
+            self._rank = self._rank or self._join_team()
+            yield from self._rank.train()
+        except RunEndedError:
+            pass  # the other workers of an elastic team have done all of it
         except Exception as error:
             failure = error
         finally:
             self._done = True
-            if rank is not None:
-                rank.close(failure)
-                self.state = rank.state()
+            if self._rank is not None:
+                self._rank.close(failure)
+                self.state = self._rank.state()
         if failure is not None:
-            kind = type(failure).__name__
-            text = f"rank 0 ({self._job.device_names[0]}) failed: {kind}: {failure}"
-            self.error = WorkerError(text, rank=0, kind=kind, state=self.state)
+            kind, rank = type(failure).__name__, self._place.rank
+            device = self._rank.ddp.device if self._rank else self.devices[0]
+            text = f"rank {rank} ({device}) failed: {kind}: {failure}"
+            self.error = WorkerError(text, rank=rank, kind=kind, state=self.state)
             self.error.__cause__ = failure
 
     def _is_stopped(self) -> bool:
         return self._stop.is_set() or self._interrupt.requested is not None
 
-    def poll_metrics(self) -> list[EpochMetrics]:
-        """Train one epoch."""
-        metrics = self.next_metrics()
-        return [] if metrics is None else [metrics]
-
     def finish(self, timeout_s: float | None) -> bool:
-        """Train to the end."""
-        while not self._done:
-            self.next_metrics()
-        return True
+        """Train to the end, or wait for the thread that does."""
+        if self._thread is None:
+            self._train_all()
+        else:
+            self._thread.join(timeout_s)
+        return self._done
 
     def stop(self) -> None:
         """Stop after the micro-batch that is being computed."""
@@ -131,8 +205,13 @@ class InlineRun(Run):
 
     def abandon(self) -> bool:
         """Leave the model as it is."""
-        unheard, self._done = not self._done, True
-        self._epochs.close()
+        unheard = not self._done
+        if self._thread is not None:
+            self.stop()
+            self._thread.join()
+        else:
+            self._done = True
+            self._epochs.close()
         return unheard
 
     @property
@@ -146,8 +225,10 @@ class DdpHandle:
     """A managed run that has been started by ``DdpBuilder.run``.
 
     With several devices it continues in worker processes, whatever this process does. With one
-    device nothing happens by itself: ``join``, ``metrics`` and ``poll_metrics`` train, in the
-    thread that calls them. As a context manager, it stops and joins at the end of the block.
+    device, and in a rank of a launched team, it happens in this process: ``join``, ``metrics`` and
+    ``next_metrics`` train in the thread that calls them. ``poll_metrics`` never trains; its first
+    call lets the run continue in a thread of its own. As a context manager, the handle stops and
+    joins at the end of the block.
 
     A run must be joined. When its handle goes away before, or the script ends, its workers are
     ended and a line on standard error says so.
@@ -162,28 +243,46 @@ class DdpHandle:
     def metrics(self) -> Iterator[EpochMetrics]:
         """Yield each epoch's metrics as they land; end with the run.
 
-        Epochs are handed out once, here or by ``poll_metrics``. A Ctrl-C stops the run.
+        Epochs are handed out once, here, by ``next_metrics`` or by ``poll_metrics``. A Ctrl-C
+        stops the run.
 
         Raises:
             WorkerError: As ``join`` does.
         """
-        while True:
-            try:
-                metrics = self._run.next_metrics()
-            except KeyboardInterrupt:
-                self._interrupted()
-                raise
-            if metrics is None:
-                self._check()
-                return
-            self._newest = metrics
+        while (metrics := self.next_metrics()) is not None:
             yield metrics
 
-    def poll_metrics(self) -> list[EpochMetrics]:
-        """Return the epochs that have landed since the last call, without waiting.
+    def next_metrics(self, timeout_s: float | None = None) -> EpochMetrics | None:
+        """Wait for the next epoch's metrics; a Ctrl-C stops the run.
 
-        With one device, where nothing happens in the background, it trains one epoch.
+        Args:
+            timeout_s: Longest wait for workers or a thread; ``None`` waits for the epoch's end.
+                Where this call itself trains, it ends with the epoch.
+
+        Returns:
+            The metrics; ``None`` at the end of the run.
+
+        Raises:
+            TimeoutError: No epoch has ended in time; the run continues.
+            WorkerError: As ``join`` does.
         """
+        try:
+            metrics = self._run.next_metrics(timeout_s)
+        except queue.Empty:
+            raise TimeoutError(
+                f"no epoch has ended within {timeout_s:g} s; the run continues: ask again, or "
+                "stop() it"
+            ) from None
+        except KeyboardInterrupt:
+            self._interrupted()
+            raise
+        if metrics is None:
+            self._check()
+        self._newest = metrics or self._newest
+        return metrics
+
+    def poll_metrics(self) -> list[EpochMetrics]:
+        """Return the epochs that have landed since the last call; never wait, never train."""
         landed = self._run.poll_metrics()
         self._newest = landed[-1] if landed else self._newest
         return landed
@@ -192,7 +291,8 @@ class DdpHandle:
         """Wait for the end of the run; a Ctrl-C stops it.
 
         Args:
-            timeout_s: Longest wait, with several devices; ``None`` waits for the end.
+            timeout_s: Longest wait for workers or a thread; ``None`` waits for the end. Where this
+                call itself trains, it ends with the run.
 
         Returns:
             The trained model; that of a stopped run as far as it had got.
@@ -223,6 +323,16 @@ class DdpHandle:
         dropped, so that the model is that of whole optimizer steps.
         """
         self._run.stop()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run; in an elastic one, the most workers that it may have."""
+        return len(self._run.devices)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Device of each rank, such as ``("cuda:0", "cpu")``."""
+        return self._run.devices
 
     @property
     def done(self) -> bool:

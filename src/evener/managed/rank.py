@@ -1,5 +1,7 @@
 """One rank of a managed run: the loop that users of ``Ddp.builder`` need not write."""
 
+import inspect
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,15 +15,25 @@ from torch.utils._pytree import tree_map
 
 from evener.checkpoint import find_newest
 from evener.comm.base import Communicator
+from evener.engine.loaders.evaluation import EvaluationLoader
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.results import WindowResult
+from evener.engine.share import checked_weight
 from evener.errors import ConfigError, UsageError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
 from evener.loop.loop import Loop
 from evener.loop.reporting import SinkMaker
-from evener.managed.description import ManagedRun
-from evener.managed.epoch_metrics import EpochFigures, EpochMetrics, average_figures
+from evener.managed.description import ManagedRun, make_data
+from evener.managed.epoch_metrics import (
+    EpochContext,
+    EpochFigures,
+    EpochMetrics,
+    Recorded,
+    Scalars,
+    average_figures,
+    reduce_scalars,
+)
 from evener.managed.trained import TrainedState, capture_trained
 from evener.observe.events import Sink
 from evener.team.environment import DistributedTrainConfig
@@ -90,6 +102,7 @@ class ManagedRank(EpochLoop):
         )
         try:
             self.loader = self._make_loader()
+            self._eval_loader = self._make_eval_loader()
             if job.resume is not None:
                 ddp.load(job.resume)
             if job.checkpoint_dir is not None:
@@ -119,9 +132,23 @@ class ManagedRank(EpochLoop):
 
     def begin_epoch(self, epoch: int) -> None:
         """Call ``epoch_fn``, and start the epoch's figures."""
-        if self.job.epoch_fn is not None:
-            self.job.epoch_fn(epoch, self.model)
+        if (epoch_fn := self.job.epoch_fn) is not None:
+            context = [self._context(epoch)] if _takes_context(epoch_fn) else []
+            epoch_fn(epoch, self.model, *context)
         self._figures.begin(time.perf_counter())
+
+    def _context(self, epoch: int) -> EpochContext:
+        ddp, group = self.ddp, self.ddp.assembly.optimizers[0].param_groups[0]
+        return EpochContext(
+            epoch=epoch,
+            step=ddp.progress.steps,
+            samples=ddp.progress.samples,
+            lr=float(group["lr"]) * self._engine.options.lr_factor,
+            rank=ddp.rank,
+            world_size=ddp.world_size,
+            device=ddp.device,
+            is_main_process=ddp.is_main_process,
+        )
 
     def begin_again(self) -> None:
         """Forget what the share has recorded."""
@@ -153,7 +180,7 @@ class ManagedRank(EpochLoop):
     def _make_loader(self) -> TeamLoader:
         job = self.job
         loader: TeamLoader = self.ddp.loader(
-            job.make_dataset(),
+            make_data(job.dataset),
             batch_size=job.batch_size,
             seed=job.seed,
             collate_fn=job.collate_fn,
@@ -162,6 +189,17 @@ class ManagedRank(EpochLoop):
             max_steps=job.num_steps,
         )
         return loader
+
+    def _make_eval_loader(self) -> EvaluationLoader | None:
+        if self.job.eval_dataset is None:
+            return None
+        job = self.job
+        return self.ddp.eval_loader(
+            make_data(job.eval_dataset),
+            batch_size=self.loader.micro_batch_size,
+            collate_fn=job.collate_fn,
+            num_workers=job.num_workers,
+        )
 
     def train_micro_batch(self, batch: Any) -> None:
         """Call ``train_fn``, and carry its loss back."""
@@ -189,21 +227,28 @@ class ManagedRank(EpochLoop):
         figures: dict[int, Any] = dict(self._engine.introduce([self.ddp.rank, own]))
         if not any(answer["windows"] for answer in figures.values()):
             return None
-        return EpochMetrics.from_document(
+        metrics = EpochMetrics.from_document(
             {
                 **average_figures(figures, self.ddp.world_size),
                 "epoch": epoch,
                 "complete": self.loader.cursor.epoch > epoch,
-                "eval": self._evaluate(),
+                "eval": self._evaluate(epoch),
                 "steps": self.ddp.progress.steps,
                 "devices": list(self.ddp.devices),
             }
         )
+        self.ddp.events.tell("epoch", window=self.ddp.window, **metrics.document())
+        return metrics
 
-    def _evaluate(self) -> Mapping[str, float]:
-        """The main process evaluates, the others wait for its answer."""
+    def _evaluate(self, epoch: int) -> Mapping[str, float]:
+        """Evaluate where it is due; all ranks call it together."""
+        is_due = (epoch + 1) % (self.job.eval_every or 1) == 0 or self.has_ended
+        if self.ddp.stopping or not is_due:
+            return {}
+        if self._eval_loader is not None:
+            return self._evaluate_dataset(self._eval_loader)
         eval_fn = self.job.eval_fn
-        if eval_fn is None or self.ddp.stopping:
+        if eval_fn is None:
             return {}
 
         def evaluate() -> dict[str, float]:
@@ -211,6 +256,36 @@ class ManagedRank(EpochLoop):
                 return _numbers(eval_fn(self.model))
 
         return self._engine.ask_main(evaluate, timeout_s=EVAL_TIMEOUT_S) or {}
+
+    def _evaluate_dataset(self, batches: EvaluationLoader) -> Mapping[str, float]:
+        """Evaluate ``eval_dataset``, each sample on one rank; all ranks call it together."""
+        began_s, scalars, weights = time.perf_counter(), Scalars(), [0.0]
+        # Without an ``eval_fn`` the loss that is trained on, and what is recorded with it.
+        function, name = (self.job.eval_fn, "eval") if self.job.eval_fn else (self._loss, "loss")
+
+        def measure(batch: Any) -> None:
+            with self._figures.recording() as recorded:
+                answer = function(self.model, to_device(batch, self.ddp.device))
+            numbers, weight = _numbers_and_weight(answer, name, batches.num_samples)
+            means = {n: Recorded("mean", value) for n, value in numbers.items()}
+            scalars.add({**recorded, **means}, weight, len(weights))
+            weights.append(weight)
+
+        found = self.evaluate_parts(
+            batches, measure, lambda: [scalars.document(), math.fsum(weights)]
+        )
+        if found is None:
+            return {}
+        numbers = reduce_scalars([document for document, _ in found.values()])
+        if "loss" in numbers:
+            weight = math.fsum(weight for _, weight in found.values())
+            elapsed_s = time.perf_counter() - began_s
+            self.ddp.events.evaluation(self.ddp.window, numbers["loss"], weight, elapsed_s)
+        return numbers
+
+    def _loss(self, model: Any, batch: Any) -> tuple[float, float | None]:
+        loss, weight = _loss_and_weight(self.job.train_fn(model, batch))
+        return float(loss), weight
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -257,12 +332,32 @@ def _loss_and_weight(answer: Any) -> tuple[Tensor, Any]:
     return loss.reshape(()), weight
 
 
-def _numbers(answer: Any) -> dict[str, float]:
+def _numbers_and_weight(answer: Any, name: str, num_samples: int) -> tuple[dict[str, float], float]:
+    """Return the means over a batch, and the weight behind them: its samples, unless given."""
+    weight: Any = None
+    if isinstance(answer, tuple) and len(answer) == 2:
+        answer, weight = answer
+    return _numbers(answer, name), num_samples if weight is None else checked_weight(weight)
+
+
+def _numbers(answer: Any, name: str = "eval") -> dict[str, float]:
     try:
         if isinstance(answer, Mapping):
             return {str(name): float(value) for name, value in answer.items()}
-        return {"eval": float(answer)}
+        return {name: float(answer)}
     except (TypeError, ValueError):
         raise UsageError(
-            f"eval_fn returned {answer!r}; return a number, or a dict of numbers by name"
+            f"eval_fn returned {answer!r}; return a number, or a dict of numbers by name; with "
+            "eval_dataset a mean over the batch, or a pair (mean, weight)"
         ) from None
+
+
+def _takes_context(function: Callable[..., object]) -> bool:
+    """Return whether a function has a third parameter to be given, one without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some builtins do not tell
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    return len(needed) > 2

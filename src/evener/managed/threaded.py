@@ -1,9 +1,7 @@
 """A managed run in processes of its own, as seen by the process that has started it."""
 
-import queue
 import threading
 from abc import abstractmethod
-from contextlib import suppress
 
 from evener.data.fetching import RemoteTraceback
 from evener.errors import LaunchError, UsageError, WorkerError
@@ -29,8 +27,8 @@ class ThreadedRun(Run):
     """
 
     def __init__(self, job: ManagedRun) -> None:
-        self._sink = open_sinks(job.sinks)
-        self._metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
+        super().__init__(job)
+        self._sink = open_sinks(job.event_sinks)
         self._last_epoch = -1
         self._on_metrics = job.metrics_fn
         self._started = threading.Event()
@@ -65,23 +63,15 @@ class ThreadedRun(Run):
 
     # ── for the handle ───────────────────────────────────────────────────────────────────────
 
-    def next_metrics(self) -> EpochMetrics | None:
-        """Wait for the next epoch; return ``None`` at the end."""
+    def next_metrics(self, timeout_s: float | None) -> EpochMetrics | None:
+        """Wait for the next epoch that the workers send; return ``None`` at the end."""
         self._check_thread()
-        metrics = self._metrics.get()
-        if metrics is None:
-            self._metrics.put(None)  # for whoever asks next
-        return metrics
+        return super().next_metrics(timeout_s)
 
     def poll_metrics(self) -> list[EpochMetrics]:
         """Return the epochs that the workers have sent."""
         self._check_thread()
-        landed = []
-        with suppress(queue.Empty):
-            while (metrics := self._metrics.get_nowait()) is not None:
-                landed.append(metrics)
-            self._metrics.put(None)
-        return landed
+        return super().poll_metrics()
 
     def finish(self, timeout_s: float | None) -> bool:
         """Wait until all workers have ended; return whether they have."""

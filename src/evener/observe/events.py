@@ -37,6 +37,8 @@ FIELDS: Final = {
     "window": "window generation epoch committed ranks",
     # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``.
     "eval": "window name loss weight elapsed_s",
+    # A managed run has trained an epoch: the fields are those of ``EpochMetrics``.
+    "epoch": "window epoch complete avg_loss scalars eval samples steps",
     # A checkpoint of the state after ``window`` windows is whole on disk. Further fields: a thread
     # began to write it at ``begin_t`` (unix seconds) on rank ``rank``, where training had stood
     # still for ``copy_s`` before.
@@ -81,9 +83,11 @@ class Sink(Closing):
     Attributes:
         continues: Whether it appends to what a sink of another process has written. If another rank
             becomes the main process, it emits ``run_started`` again to sinks that do not.
+        on_warning: Prints a warning; set by the team that the sink is given to, unless it has one.
     """
 
     continues: ClassVar[bool] = False
+    on_warning: Callable[[str], None] | None = None
 
     @abstractmethod
     def emit(self, event: Event) -> None:
@@ -117,7 +121,7 @@ def make_event(kind: str, *, t: float, **fields: Any) -> dict[str, Any]:
 #: Types of events that belong to a window.
 _AT_A_WINDOW: Final = frozenset(
     (
-        *("checkpoint", "checkpoint_missed", "eval", "reformed", "window"),
+        *("checkpoint", "checkpoint_missed", "epoch", "eval", "reformed", "window"),
         *("run_started", "run_resumed", "run_finished"),
     )
 )
@@ -175,6 +179,7 @@ class Fanout(Sink):
 
     def add(self, sink: Sink) -> None:
         """Pass every further event to this sink, too."""
+        sink.on_warning = sink.on_warning or self._on_warning
         self._sinks.append(sink)
 
     def emit(self, event: Event) -> None:

@@ -49,7 +49,7 @@ class JsonlSink(Sink):
 
     def __init__(
         self,
-        path: Path,
+        path: str | Path,
         *,
         on_warning: Callable[[str], None] | None = None,
         most_bytes: int = MOST_BYTES,
@@ -57,15 +57,18 @@ class JsonlSink(Sink):
         """Open the newest file for appending; make its folder if needed.
 
         Args:
-            path: The first file, such as ``runs/first/events.jsonl``.
-            on_warning: Called once, when an event cannot be written or has to be removed.
+            path: The first file, such as ``runs/first/events.jsonl``. Several ranks must not write
+                one file: give ``Ddp.setup`` ``sinks=[lambda: JsonlSink(path)]``, which makes the
+                sink on the main process alone.
+            on_warning: Called once, when an event cannot be written or has to be removed; the team
+                that the sink is given to prints it, unless this is given.
             most_bytes: Size of all files together, roughly.
 
         Raises:
             ConfigError: The file cannot be opened.
         """
-        self._first = path
-        self._on_warning = on_warning
+        self._first = path = Path(path)
+        self.on_warning = on_warning
         self._part_bytes = max(1, most_bytes // NUM_PARTS)
         try:
             self._path = path
@@ -80,7 +83,7 @@ class JsonlSink(Sink):
         self._lines = LineWriter()
         self._waiting: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
         self._dropped = 0
-        self._closed = False
+        self._has_warned = self._closed = False
         self._thread = threading.Thread(target=self._write_all, name="evener-events", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -173,11 +176,11 @@ class JsonlSink(Sink):
         self._lines = LineWriter()  # each file names its teams
 
     def _warn(self, cause: str) -> None:
-        on_warning, self._on_warning = self._on_warning, None
-        if on_warning is None:
+        if self._has_warned or self.on_warning is None:
             return
+        self._has_warned = True
         with suppress(Exception):  # a warning that fails must not end the thread that writes
-            on_warning(
+            self.on_warning(
                 f"events are missing from {self._path}: {cause}; training continues, "
                 "but reports will have gaps: free disk space there"
             )

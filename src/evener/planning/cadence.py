@@ -19,9 +19,6 @@ _TAIL = 1.5
 _OF_WHAT_OTHERS_BRING = 0.5
 """Part of the contribution of all ranks but the fastest that averaging may take."""
 
-_NUDGE = 0.5
-"""What the anchor is multiplied by when ranks drift apart."""
-
 
 @final
 class CadencePolicy(Planner):
@@ -86,7 +83,7 @@ class CadencePolicy(Planner):
             sync_s: Seconds that averaging took of the ranks' time, without waiting for the slowest;
                 of the window before, as far as it is known only afterwards.
         """
-        self._verdict = ask_guard(self._guard, max(r.divergence for r in reports))
+        self._verdict, factor = ask_guard(self._guard, max(r.divergence for r in reports))
         steps = [r.steps - r.warmup_steps for r in reports]
         if not any(steps):
             return
@@ -99,7 +96,7 @@ class CadencePolicy(Planner):
         sync_ms *= self._part_of_a_window(busy_ms, steps) * self._weight_of_averaging()
         self.elche.report_timing(busy_ms, steps, sync_ms)
         if self._verdict is Verdict.NUDGE_DOWN:
-            self.elche.nudge_anchor_down(_NUDGE)
+            self.elche.nudge_anchor_down(factor)
 
     def plan(
         self, window: int, epoch: int, *, left: int, limit: int | None, stop: bool = False

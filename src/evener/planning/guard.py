@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import final
+from typing import Any, final
 
 from evener.errors import ConfigError
 
@@ -16,6 +16,12 @@ GUARD_NAMES = ("none", "level")
 THRESHOLD = 0.05
 """Divergence below which ``LevelGuard`` does nothing, unless told otherwise."""
 
+LEAST_FACTOR = 0.1
+"""The anchor comes down to a tenth at once, not further."""
+
+_FACTOR = 0.5
+"""What ``NUDGE_DOWN`` without a factor multiplies the anchor by."""
+
 
 class Verdict(StrEnum):
     """The verdict of a guard on the anchor."""
@@ -27,7 +33,11 @@ class Verdict(StrEnum):
     """The anchor should not grow now."""
 
     NUDGE_DOWN = "nudge_down"
-    """The anchor should come down."""
+    """The anchor should come down: to half, unless a factor is given with it."""
+
+
+Answer = Verdict | tuple[Verdict, float]
+"""What a guard returns: a verdict, or ``(Verdict.NUDGE_DOWN, factor)``."""
 
 
 class DivergenceGuard(ABC):
@@ -39,7 +49,7 @@ class DivergenceGuard(ABC):
     """
 
     @abstractmethod
-    def report(self, divergence: float) -> Verdict:
+    def report(self, divergence: float) -> Answer:
         """Judge a window.
 
         Args:
@@ -47,7 +57,8 @@ class DivergenceGuard(ABC):
                 before they were averaged.
 
         Returns:
-            What to do with the anchor.
+            What to do with the anchor. ``(Verdict.NUDGE_DOWN, 0.7)`` multiplies it by 0.7; factors
+            are from 0.1 to below 1, and 0.5 without one.
         """
 
 
@@ -64,48 +75,56 @@ class NoGuard(DivergenceGuard):
 class LevelGuard(DivergenceGuard):
     """Acts at the third of three rising values, if that is above a threshold.
 
-    It then suppresses growth of the anchor. While the divergence keeps rising above the threshold,
-    it asks for a smaller anchor.
+    While the divergence keeps rising above the threshold, the anchor does not grow. It comes down
+    only with ``factor``: averaging more often costs time, and was found not to help accuracy.
 
     Args:
         threshold: Divergence below which nothing is done.
+        factor: From the fourth rising value on, multiplies the anchor; ``None`` leaves it alone.
 
     Raises:
-        ConfigError: It is not a finite number above 0.
+        ConfigError: The threshold is not a finite number above 0.
     """
 
-    def __init__(self, threshold: float = THRESHOLD) -> None:
+    def __init__(self, threshold: float = THRESHOLD, factor: float | None = None) -> None:
         if not 0 < threshold < math.inf:
             raise ConfigError(
                 f"divergence_threshold is {threshold}; give a finite number above 0, such as 0.05, "
                 "or divergence_guard='none'"
             )
         self._threshold = threshold
+        self._factor = factor
         self._last = math.inf
         self._rises = 0
 
-    def report(self, divergence: float) -> Verdict:
+    def report(self, divergence: float) -> Answer:
         """Return the verdict on a window's divergence; see ``DivergenceGuard``."""
         self._rises = self._rises + 1 if divergence > self._last else 0
         self._last = divergence
         if self._rises < _RISES or divergence <= self._threshold:
             return Verdict.STABLE
-        return Verdict.SUPPRESS_GROWTH if self._rises == _RISES else Verdict.NUDGE_DOWN
+        if self._factor is None or self._rises == _RISES:
+            return Verdict.SUPPRESS_GROWTH
+        return Verdict.NUDGE_DOWN, self._factor
 
 
 def make_guard(
-    guard: str | bool | DivergenceGuard | None, threshold: float | None = None
+    guard: str | bool | DivergenceGuard | None,
+    threshold: float | None = None,
+    factor: float | None = None,
 ) -> DivergenceGuard:
     """Return the guard of a configuration.
 
     Args:
         guard: ``"level"``; ``"none"``, ``None`` or ``False`` for no guard; or one of the user's.
         threshold: That of ``"level"``; ``None`` for its default.
+        factor: That of ``"level"``.
 
     Raises:
         ConfigError: The name is unknown, or the threshold is out of range.
     """
-    level = LevelGuard(THRESHOLD if threshold is None else threshold)  # refused whatever the guard
+    # Made whatever the guard is, so that a bad threshold is refused.
+    level = LevelGuard(THRESHOLD if threshold is None else threshold, factor)
     if isinstance(guard, DivergenceGuard):
         return guard
     if guard == "level":
@@ -118,17 +137,22 @@ def make_guard(
     )
 
 
-def ask_guard(guard: DivergenceGuard, divergence: float) -> Verdict:
-    """Return the guard's verdict on a window, checked: the guard may be the user's.
+def ask_guard(guard: DivergenceGuard, divergence: float) -> tuple[Verdict, float]:
+    """Return the guard's verdict on a window and its factor, checked: the guard may be the user's.
 
     Raises:
-        ConfigError: It returned something that is not a verdict.
+        ConfigError: It returned something that is not a verdict, or a factor that is out of range.
     """
-    answer: object = guard.report(divergence)
+    answer: Any = guard.report(divergence)
+    pair = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, _FACTOR)
+    verdict, factor = pair
     try:
-        return Verdict(answer)  # type: ignore[arg-type]  # refused below if it is something else
-    except ValueError:
+        if not LEAST_FACTOR <= float(factor) < 1:
+            raise ValueError
+        return Verdict(verdict), float(factor)
+    except (TypeError, ValueError):
         raise ConfigError(
             f"{type(guard).__name__}.report returned {answer!r}; return an evener.Verdict: "
-            f"{', '.join(f'Verdict.{v.name}' for v in Verdict)}"
+            f"{', '.join(f'Verdict.{v.name}' for v in Verdict)}, or (Verdict.NUDGE_DOWN, factor) "
+            f"with a factor from {LEAST_FACTOR} to below 1"
         ) from None

@@ -3,7 +3,7 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,6 @@ from evener.loop.epochs import EpochLoop
 from evener.loop.models import Schedulers
 from evener.loop.reporting import find_sinks
 from evener.loop.saved_state import check_state
-from evener.protocol.row import Purpose
 from evener.tasks.recording import SUMS, RunTally, record, show, summarise
 from evener.tasks.rehearsal import Rehearsal, Speeds
 from evener.tasks.resuming import RUN_FOLDER, choose_checkpoint, find_run, is_finished
@@ -408,25 +407,16 @@ class Job(EpochLoop):
             The sums of ``Task.measure``, the same on every rank; ``None`` when a rank was told to
             stop meanwhile.
         """
-        ddp = self.ddp
-        batches = ddp.eval_loader(
+        batches = self.ddp.eval_loader(
             self._heldout, batch_size=self.loader.micro_batch_size, collate_fn=list
         )
         parts: list[Sequence[float]] = []
-        measured: dict[int, list[float]] = {}
-        to_do: Iterable[list[Any]] = batches
-        while to_do:
-            with ddp.evaluating():
-                for samples in to_do:
-                    if not ddp.wants_stop():
-                        with ddp.emulated_slowness():
-                            parts.append(self._task.measure(samples))
-            own = [math.fsum(numbers) for numbers in zip(*parts, strict=True)]
-            measured = dict(self._engine.introduce([ddp.rank, own]))
-            # A rank that was lost before it could say its sums: the others do its part.
-            to_do = () if batches.is_complete(measured) else batches.make_up()
-        self._engine.ask(Purpose.VALUE)  # agrees on a stop
-        if ddp.stopping:
+        measured = self.evaluate_parts(
+            batches,
+            lambda samples: parts.append(self._task.measure(samples)),
+            lambda: [math.fsum(numbers) for numbers in zip(*parts, strict=True)],
+        )
+        if measured is None:
             return None
         told = [totals for totals in measured.values() if totals]
         return [math.fsum(numbers) for numbers in zip(*told, strict=True)]

@@ -119,7 +119,7 @@ def record(
     tally = RunTally(folder, resumed.document(SUMS) if resumed and has_sums else None)
     # The tally reads the file before the event of a resume is written to it.
     most_bytes = most_mb * 10**6
-    written = partial(JsonlSink, folder / EVENTS, on_warning=warn, most_bytes=most_bytes)
+    written = partial(JsonlSink, folder / EVENTS, most_bytes=most_bytes)
     makers: list[Sink | SinkMaker] = [tally, written, *sinks]
     if terminal:
         makers.append(partial(ProgressSink, sys.stderr))

@@ -11,10 +11,10 @@ from helpers.configurations import load_run_config
 
 KEYS = (
     "anchor, overhead_target, max_anchor, max_batch_diff, divergence_guard, "
-    "divergence_threshold, lr_scale_ratio, max_grad_norm, non_finite, speed_hint, "
-    "partition_ratios, verify_every, sharded_update, timeout_s, micro_batch_size, seed, name, "
-    "eval, checkpoint, batch_size, max_steps, epochs, policy, backend, devices, measure, "
-    "precision, tensorboard, events_mb, sinks, data, model, optimizer, sample"
+    "divergence_threshold, divergence_factor, lr_scale_ratio, max_grad_norm, non_finite, "
+    "speed_hint, partition_ratios, verify_every, sharded_update, timeout_s, micro_batch_size, "
+    "seed, name, eval, checkpoint, batch_size, max_steps, epochs, policy, backend, devices, "
+    "measure, precision, tensorboard, events_mb, sinks, data, model, optimizer, sample"
 )
 OPTIMIZER_KEYS = "lr, betas, eps, weight_decay, warmup, min_lr_ratio"
 

@@ -61,6 +61,7 @@ BAD = [
     ({"overhead_target": "0.1"}, "overhead_target is '0.1'; give a number"),
     ({"divergence_guard": "trend"}, "'trend'"),
     ({"divergence_threshold": -1.0}, "-1.0"),
+    ({"divergence_factor": 1.0}, "divergence_factor is 1.0; give"),
     ({"lr_scale_ratio": -0.5}, "lr_scale_ratio is -0.5; give 0 or more"),
     ({"verify_every": -1}, "verify_every is -1; give 0 or more"),
     ({"verify_every": 1.5}, "verify_every is 1.5; give a whole number"),

@@ -3,23 +3,27 @@
 import gc
 import math
 import signal
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from evener.config.settings import DdpConfig
+from evener.data.cursor import Permutation
 from evener.errors import ConfigError, UsageError, WorkerError
 from evener.managed.description import ManagedRun, describe
-from evener.managed.epoch_metrics import EpochMetrics, record_scalar
+from evener.managed.epoch_metrics import EpochContext, EpochMetrics, record_scalar
 from evener.managed.rank import ManagedRank, to_device
 from evener.managed.trained import TrainedState
 from evener.team.environment import DistributedTrainConfig
+from helpers.limits import PATIENCE_S
 from helpers.managed import (
     BATCH,
     SAMPLES,
+    SEED,
     assert_same,
     data,
     describe_job,
@@ -29,6 +33,7 @@ from helpers.managed import (
     train_plainly,
     train_step,
 )
+from helpers.models import regression_data
 from helpers.teams import run_team
 
 
@@ -75,6 +80,10 @@ def test_unequal_devices_train_what_a_plain_loop_trains(ratios):
             # What is recorded is averaged as the loss is, however it was split.
             assert m.scalars["loss"] == pytest.approx(m.avg_loss, rel=1e-12)
             assert m.scalars["first"] == pytest.approx(float(data()[:][0][:, 0].mean()), rel=1e-9)
+            # A count counts every sample, and the last value is of the epoch's last sample.
+            assert m.scalars["count"] == sum(own.get("count", 0) for own in m.per_rank) == SAMPLES
+            newest = Permutation(SAMPLES, SEED, m.epoch)[SAMPLES - 1]
+            assert m.scalars["newest"] == float(data()[newest][0][0])
             assert m.per_rank_batch_share == pytest.approx(
                 [r / sum(ratios) for r in ratios], abs=1 / BATCH
             )
@@ -142,6 +151,7 @@ def test_timing_and_what_was_left_out_record_nothing(policy):
         calls.append(len(batch[0]))
         record_scalar("one", 1.0)
         record_scalar("bad", math.nan if len(calls) == 2 else 0.0)
+        record_scalar("count", len(batch[0]), "sum")
         loss = loss_of(model, batch)
         return loss * math.nan if len(calls) == 2 else loss
 
@@ -149,7 +159,7 @@ def test_timing_and_what_was_left_out_record_nothing(policy):
     assert calls == [16, 16, 14]
     assert metrics[0].steps == 2
     assert metrics[0].weight == 30
-    assert metrics[0].scalars == {"one": 1.0, "bad": 0.0}
+    assert metrics[0].scalars == {"one": 1.0, "bad": 0.0, "count": 30.0}
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
@@ -161,6 +171,7 @@ def test_local_steps_count_every_sample_once(policy):
         for m in metrics:
             assert m.scalars["loss"] == pytest.approx(m.avg_loss, rel=1e-12)
             assert m.scalars["first"] == pytest.approx(float(data()[:][0][:, 0].mean()), rel=1e-9)
+            assert m.scalars["count"] == SAMPLES
         assert metrics[2].avg_loss < metrics[0].avg_loss
         for name, tensor in state.params.items():
             assert torch.equal(tensor, results[0][1].params[name]), "the consensus"
@@ -228,6 +239,77 @@ def test_who_calls_what_when():
         assert metrics[0].eval == {"a": 1.0, "b": 2.0}
 
 
+def test_epoch_fn_may_ask_where_it_is():
+    """What has a default is the function's own."""
+    seen: list[EpochContext] = []
+
+    def note(epoch: int, model: nn.Module, context: EpochContext, own: str = "mine") -> None:
+        assert (epoch, own) == (context.epoch, "mine")
+        seen.append(context)
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1)
+
+    run_job(2, epoch_fn=note, scheduler=schedule)
+    run_job(1, epoch_fn=lambda epoch, model, own=seen: own[epoch])
+    found = [(c.rank, c.epoch, c.step, c.samples, c.world_size, c.is_main_process) for c in seen]
+    assert sorted(found) == [
+        *((0, 0, 0, 0, 2, True), (0, 1, 3, SAMPLES, 2, True)),
+        *((1, 0, 0, 0, 2, False), (1, 1, 3, SAMPLES, 2, False)),
+    ]
+    assert {c.epoch: round(c.lr, 9) for c in seen} == {0: 0.05, 1: 0.005}
+    assert {c.device.type for c in seen} == {"cpu"}
+
+
+# ── evaluation ───────────────────────────────────────────────────────────────────────────────────
+
+HELD = TensorDataset(*regression_data(37, seed=7, dtype=torch.float64))
+
+
+def measure(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Means over those with a positive first number, and how many these are; and a count."""
+    assert not model.training
+    assert not torch.is_grad_enabled()
+    x, y = batch
+    chosen = x[:, 0] > 0
+    record_scalar("seen", len(x), "sum")
+    error = (model(x) - y)[chosen].abs().mean() if chosen.any() else torch.tensor(math.nan)
+    return {"error": error}, int(chosen.sum())
+
+
+@pytest.mark.parametrize("ratios", [(1.0,), (1.0, 0.2, 0.0)])
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_data_set_is_evaluated_once_over_all_ranks(policy, ratios):
+    """After every second epoch and at the end; the training stays what it was."""
+    options: dict[str, Any] = {"policy": policy, "num_epochs": 3, "eval_every": 2}
+    options |= {"partition_ratios": ratios} if policy == "sync" else {"batch_size": 4}
+    results = run_job(len(ratios), eval_dataset=lambda: HELD, eval_fn=measure, **options)
+    (_, state), *_ = run_job(len(ratios), eval_dataset=HELD, **options)
+    model = make_model(torch.device("cpu"))
+    model.load_state_dict(state.state_dict())
+    for metrics, _ in results:
+        first, second, third = (m.eval for m in metrics)
+        assert first == {}
+        assert second["seen"] == third["seen"] == len(HELD)
+    for metrics, state in results if policy == "sync" else ():
+        assert_same(state.state_dict(), train_plainly(9)[0])
+        x, y = HELD[:]
+        with torch.no_grad():
+            error = (model(x) - y)[x[:, 0] > 0].abs().mean()
+        assert metrics[2].eval["error"] == pytest.approx(float(error), rel=1e-12)
+
+
+def test_without_eval_fn_it_is_the_loss_that_is_trained_on():
+    for metrics, state in run_job(2, eval_dataset=HELD, num_epochs=1):
+        model = make_model(torch.device("cpu"))
+        model.load_state_dict(state.state_dict())
+        with torch.no_grad():
+            loss = float(loss_of(model, HELD[:]))
+        assert metrics[0].eval["loss"] == pytest.approx(loss, rel=1e-12)
+        assert metrics[0].eval["count"] == len(HELD)
+        assert metrics[0].scalars["count"] == SAMPLES, "of the training alone"
+
+
 @pytest.mark.parametrize("where", ["epoch_fn", "eval_fn", "checkpoint_fn", "collate_fn"])
 def test_what_a_callback_raises_ends_the_run(where):
     def callback(*arguments: Any) -> None:
@@ -288,6 +370,15 @@ def test_record_scalar_takes_one_number_and_only_inside_train_fn():
         handle = describe_job(train_fn=lambda *_, v=value: record_scalar("a", v)).run()
         with pytest.raises(WorkerError, match=r"record_scalar\('a', ...\) got"):
             handle.join()
+    for reductions, words in (
+        (["max"], r"got reduction 'max'; choose one of mean, sum, last"),
+        (["mean", "sum"], r"was called with reduction 'mean' and 'sum'; a name has one reduction"),
+    ):
+        handle = describe_job(
+            train_fn=lambda *_, r=reductions: [record_scalar("a", 1.0, one) for one in r]
+        ).run()
+        with pytest.raises(WorkerError, match=words):
+            handle.join()
 
 
 # ── one device: in this thread ───────────────────────────────────────────────────────────────────
@@ -299,9 +390,13 @@ def test_one_device_trains_when_asked_for_results():
     assert epochs == []
     assert not handle.done
     assert handle.state is None
-    assert [m.epoch for m in handle.poll_metrics()] == [0] == epochs
-    assert next(handle.metrics()).epoch == 1
+    assert next(handle.metrics()).epoch == 0
+    assert handle.next_metrics().epoch == 1
+    assert epochs == [0, 1]
+    assert (handle.devices, handle.world_size) == (("cpu",), 1)
     state = handle.join()
+    assert [m.epoch for m in handle.poll_metrics()] == [2, 3]
+    assert handle.next_metrics() is None
     assert epochs == [0, 1, 2, 3]
     assert handle.done
     assert handle.state is state
@@ -310,6 +405,31 @@ def test_one_device_trains_when_asked_for_results():
     fresh = make_model(torch.device("cpu"))
     fresh.load_state_dict(state.state_dict())
     assert handle.join() is state
+
+
+def test_polling_never_trains_and_lets_the_run_continue():
+    """A program that only polls ends, on one device as on several."""
+    threads: set[str] = set()
+
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        threads.add(threading.current_thread().name)
+        assert gate.wait(PATIENCE_S)
+        return train_step(model, batch)
+
+    gate = threading.Event()
+    with describe_job(train_fn=train).run() as handle:
+        assert handle.poll_metrics() == []
+        with pytest.raises(TimeoutError, match="no epoch has ended within"):
+            handle.next_metrics(timeout_s=0.01)
+        gate.set()
+        landed = [handle.next_metrics(timeout_s=PATIENCE_S)]
+        while not handle.done:
+            landed += handle.poll_metrics()
+        landed += handle.poll_metrics()
+        assert [m.epoch for m in landed] == [0, 1]
+        assert handle.next_metrics(timeout_s=PATIENCE_S) is None
+        assert threading.current_thread().name not in threads
+        assert_same(handle.join().state_dict(), train_plainly(6)[0])
 
 
 def test_a_function_may_make_the_data_set_in_the_worker():
@@ -340,7 +460,7 @@ def test_an_exception_in_the_block_stays_the_same():
 
     def use() -> None:
         with handle:
-            handle.poll_metrics()
+            handle.next_metrics()
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
@@ -409,7 +529,7 @@ def test_a_second_ctrl_c_breaks_off():
 
 def test_a_run_that_nobody_joins_says_so(capfd):
     handle = describe_job().run()
-    handle.poll_metrics()
+    handle.next_metrics()
     del handle
     gc.collect()
     assert "a managed run was not joined" in capfd.readouterr().err
@@ -471,6 +591,11 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"elastic": "3:1"}, "elastic is '3:1'; give the fewest and the most workers"),
         ({"elastic": (1, 3), "devices": 2}, r"elastic is \(1, 3\), and the run has 2 devices"),
         ({"elastic": (1, 2), "partition_ratios": [1, 1]}, "partition_ratios is .* elastic team"),
+        ({"eval_every": 2}, "eval_every is given without eval_fn or eval_dataset and would do"),
+        ({"eval_every": 0, "eval_fn": print}, "eval_every is 0; give a whole number from 1"),
+        ({"eval_dataset": []}, "eval_dataset is empty; give at least one sample"),
+        ({"eval_dataset": DataLoader([1])}, "eval_dataset is a DataLoader.*eval_dataset=loader"),
+        ({"run_folder": 3}, "run_folder is 3; give the path of a folder"),
         ({"max_failures": 5}, "max_failures is 5, but without elastic the first failure ends"),
     ],
 )
@@ -479,21 +604,13 @@ def test_options_are_checked_before_anything_starts(options, message):
         describe_job(**options).run()
 
 
-def test_a_rank_of_another_launcher_starts_no_workers(monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(ConfigError, match=r"is rank 1 of 2 already .*start the script plainly"):
-        describe_job().run()
-
-
 # ── in a notebook ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_handle_says_how_far_its_run_is():
     handle = describe_job(num_epochs=2).run()
     assert repr(handle) == "<DdpHandle: running>"
-    (metrics,) = handle.poll_metrics()
+    metrics = handle.next_metrics()
     assert repr(handle) == f"<DdpHandle: running, epoch 0 with loss {metrics.avg_loss:.4g}>"
     assert metrics._repr_html_() in handle._repr_html_()
     handle.join()

@@ -364,7 +364,10 @@ def test_other_architectures_are_refused_by_the_first_difference(layout, other, 
 @pytest.mark.parametrize(
     ("counts", "words"),
     [
-        ([[1], [1, 2]], "rank 1: batch_counts is [1, 2], which is not one for each of its 1 repl"),
+        ([[1], [1, 2, 3]], "rank 1: batch_counts is [1, 2, 3], which is not one for each of its 1"),
+        ([[1], [1, 2]], "of its own on rank 0 and of all [1.0, 2.0] on rank 1; give every process"),
+        ([(2, 1), [1, 2]], "of all [2.0, 1.0] on rank 0 and of all [1.0, 2.0] on rank 1; give"),
+        ([[0, 0], [0, 0]], "batch_counts are 0 on all 2 replicas"),
         ([[1], []], "rank 1: batch_counts is []"),
         ([[-1], [2]], "rank 0: batch_counts is [-1]; give finite numbers of 0 or more"),
         ([[math.nan], [2]], "rank 0: batch_counts is [nan]"),

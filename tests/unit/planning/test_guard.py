@@ -20,8 +20,12 @@ STABLE, HOLD, DOWN = Verdict.STABLE, Verdict.SUPPRESS_GROWTH, Verdict.NUDGE_DOWN
     ],
 )
 def test_the_third_rising_value_above_the_threshold(divergences, verdicts):
-    guard = LevelGuard(0.05)
-    assert [guard.report(d) for d in divergences] == verdicts
+    """The anchor comes down only where a factor was given."""
+    guard, with_factor = LevelGuard(0.05), LevelGuard(0.05, factor=0.7)
+    held = [HOLD if verdict is DOWN else verdict for verdict in verdicts]
+    assert [guard.report(d) for d in divergences] == held
+    lowered = [(DOWN, 0.7) if verdict is DOWN else verdict for verdict in verdicts]
+    assert [with_factor.report(d) for d in divergences] == lowered
 
 
 def test_no_guard_never_worries():

@@ -37,7 +37,12 @@ class EvaluationLoader(LikeDataLoader):
     then is handed out to those who remain, apart from rounds whose rows ``Ddp.gather`` has given to
     all. On a rank whose script is where the team has been before it joined, the loop's body runs
     for the first batch alone, so that what follows finds its names.
+
+    Attributes:
+        num_samples: Samples of the batch that was handed out last.
     """
+
+    num_samples = 0
 
     def __init__(self, engine: AskingEngine, gatherer: Gatherer, intake: Intake) -> None:
         super().__init__(intake)
@@ -124,12 +129,14 @@ class EvaluationLoader(LikeDataLoader):
         own += [positions[:1]] * echoes
         wanted = (self._fetcher.submit(0, [indices[p] for p in part]) for part in own)
         fetched = deque(islice(wanted, _AHEAD))
+        own_sizes = map(len, own)
         delivered = dict.fromkeys(ranks, 0)
         try:
             for _ in self._gatherer.evaluate(rounds, delivered, echoes=echoes):
                 batch = self._received(fetched.popleft())
                 fetched.extend(islice(wanted, 1))
                 engine.team.declare(EVALUATING, done=1)
+                self.num_samples = next(own_sizes)
                 yield batch
         finally:
             self._gathers = any(delivered.values())
