@@ -40,6 +40,7 @@ from evener import (
     DivergenceGuard,
     ElChe,
     EpochMetrics,
+    JsonlSink,
     LMBatch,
     NonFiniteGradientError,
     Replicas,
@@ -57,7 +58,6 @@ from evener import (
 from evener.cli import app
 from evener.comm.base import Communicator
 from helpers.classification import TINY_LLAMA, config, samples
-from helpers.event_cases import committed_window, started, to_line
 from helpers.language import llama, lm_batch
 from helpers.limits import PATIENCE_S
 from helpers.source import ROOT
@@ -292,13 +292,13 @@ def _(folder: Path) -> None:
     told: list[str] = []
     run = (
         short(checkpoint_every=5)
-        .epoch_fn(lambda epoch, model: told.append("epoch"))
+        .epoch_fn(lambda epoch, model, context: told.append(f"epoch at {context.step}"))
         .eval_fn(lambda model: told.append("eval") or 1.0)
         .metrics_fn(lambda metrics: told.append("metrics"))
         .checkpoint_fn(lambda window, model: told.append("checkpoint"))
     )
     run.run().join()
-    assert told == ["epoch", "checkpoint", "eval", "metrics"]
+    assert told == ["epoch at 0", "checkpoint", "eval", "metrics"]
     with pytest.raises(WorkerError, match="ZeroDivisionError"):
         short().epoch_fn(lambda epoch, model: 1 / 0).run().join()
 
@@ -320,11 +320,28 @@ def _(folder: Path) -> None:
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
-@row("`record_scalar`")
+@row("`eval_dataset`, `eval_every`, `eval_result_fn`")
 def _(folder: Path) -> None:
-    metrics, _ = run_of_two()
-    assert metrics[0].scalars["rows"] > 0  # by train_step, with record_scalar
-    assert len(metrics[0].per_rank) == 2
+    given = DATA.tensors[0]
+    run = builder(dataset=DATA, batch_size=8, num_epochs=3).eval_dataset(DATA).eval_every(2)
+    handle = run.eval_fn(lambda model, batch: batch[0].mean()).run()
+    evaluated = [metrics.eval for metrics in handle.metrics() if isinstance(metrics, EpochMetrics)]
+    assert [len(figures) for figures in evaluated] == [0, 1, 1]
+    assert evaluated[1]["eval"] == pytest.approx(given.mean().item())
+
+
+@row("`record_scalar`, `scalar_reductions`")
+def _(folder: Path) -> None:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        for reduction in ("mean", "sum", "last"):
+            record_scalar(reduction, float(len(batch[0])), reduction)  # type: ignore[arg-type]
+        return loss_of(model, batch)
+
+    made = Ddp.builder(lambda device: network(), sgd, step, dataset=DATA, batch_size=8)
+    (metrics,) = made.num_epochs(1).devices(["cpu"]).quiet().run().metrics()
+    assert metrics.scalars["sum"] == len(DATA)
+    assert metrics.scalars["mean"] <= 8
+    assert metrics.scalars["last"] <= 8
 
 
 @row("`DdpHandle`")
@@ -335,13 +352,15 @@ def _(folder: Path) -> None:
     handle.stop()
     assert handle.join() is handle.state
     assert isinstance(handle.poll_metrics(), list)
+    assert (handle.world_size, handle.devices) == (1, ("cpu",))
 
 
 @row("`next_metrics`")
 def _(folder: Path) -> None:
     handle = short().run()
-    assert next(handle.metrics(), None).epoch == 0  # type: ignore[union-attr]
-    assert next(handle.metrics(), None) is None
+    assert isinstance(handle, DdpHandle)
+    assert handle.next_metrics().epoch == 0  # type: ignore[union-attr]
+    assert handle.next_metrics() is None
 
 
 @row("`TrainedState`: `params`, `buffers`")
@@ -511,7 +530,8 @@ def _(folder: Path) -> None:
 
 @row("`NoGuard`, `LevelGuard` (`TrendGuard`), `no_divergence_guard`")
 def _(folder: Path) -> None:
-    with alone("cadence", config=DdpConfig(divergence_guard="level", divergence_threshold=0.1)):
+    chosen = DdpConfig(divergence_guard="level", divergence_threshold=0.1, divergence_factor=0.5)
+    with alone("cadence", config=chosen):
         pass
     short(policy="cadence").divergence_guard("level").run().join()
     short(policy="cadence").no_divergence_guard().run().join()
@@ -549,19 +569,19 @@ def _(folder: Path) -> None:
         assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
 
 
-@row("Timeline")
+@row("Timeline, `record_log_dir`")
 def _(folder: Path) -> None:
-    window = committed_window(0, t=1.0)
-    for rank in window["ranks"]:
-        rank |= {"work_ago_s": 1.0, "wait_ago_s": 0.3, "sync_ago_s": 0.1}
-    events = [started(), window]
-    (folder / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
-    page, trace = folder / "page.html", folder / "trace.json"
-    options = ["-o", str(page), "--trace", str(trace)]
-    assert CliRunner().invoke(app, ["report", str(folder), *options]).exit_code == 0
-    assert "<h2>Timeline</h2>" in page.read_text()
-    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
-    assert names >= {"compute", "wait", "sync"}
+    by_hand = folder / "by hand"
+    by_hand.mkdir()
+    sink = JsonlSink(by_hand / "events.jsonl")
+    short(sinks=[sink]).run_folder(folder / "run").run().join()
+    for run in (folder / "run", by_hand):
+        page, trace = run / "page.html", run / "trace.json"
+        options = ["-o", str(page), "--trace", str(trace)]
+        assert CliRunner().invoke(app, ["report", str(run), *options]).exit_code == 0
+        assert "<h2>Timeline</h2>" in page.read_text()
+        names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+        assert "compute" in names
 
 
 # ── entrenar ─────────────────────────────────────────────────────────────────────────────────────
