@@ -7,7 +7,6 @@ model in two teams, and an optimizer with parameters that its team does not aver
 """
 
 import gc
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
