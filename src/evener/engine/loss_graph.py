@@ -7,15 +7,15 @@ depends on how the batch is split. What is certainly a mean, or cannot be told, 
 import gc
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
-from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from evener.engine.share import checked_weight
 from evener.errors import UsageError
 from evener.planning.report import Report
 
@@ -30,17 +30,19 @@ _REMEDY: Final = (
 )
 
 _MOST_NODES: Final = 64
+_PLUS: Final = ("Add", "Sub", "Neg")
 _SAME_VALUE: Final = ("ToCopy", "Clone", "View", "Squeeze", "Unsqueeze", "Alias")
 _LEADING: Final = ("ToCopy", "Clone", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ReshapeAlias")
 _BY_ELEMENT: Final = (
-    *("Add", "Sub", "Neg", "Abs", "Pow", "Exp", "Expm1", "Log", "Log1P", "Sqrt", "Clamp"),
+    *_PLUS,
+    *("Abs", "Pow", "Exp", "Expm1", "Log", "Log1P", "Sqrt", "Clamp"),
     *("Sigmoid", "Tanh", "Relu", "LogSigmoid", "Softplus", "LogSoftmax"),
 )
 _LAYERS: Final = {"Mm": (0, 1), "Addmm": (1, 2), "Convolution": (0, 1)}
 """Places of input and weight among what a layer's output is computed from."""
 
 
-class Kind(Enum):
+class LossKind(Enum):
     """What a term of a loss is over the samples of its micro-batch."""
 
     MEAN = "mean"
@@ -50,7 +52,7 @@ class Kind(Enum):
     UNKNOWN = "unknown"
 
 
-class Term(NamedTuple):
+class LossTerm(NamedTuple):
     """A scalar that a loss is a sum of.
 
     Attributes:
@@ -60,7 +62,7 @@ class Term(NamedTuple):
         is_divided: Whether something was divided by it, as means made by hand are.
     """
 
-    kind: Kind
+    kind: LossKind
     node: Any
     units: int = 0
     is_divided: bool = False
@@ -78,7 +80,7 @@ class LossWatch:
         self._sizes = LossSizes()
         self._window: object = None
         self._num_windows = 0
-        self._kinds: set[Kind] = set()
+        self._kinds: set[LossKind] = set()
         self._is_suspected = False
         #: Factors of losses that are not the scale of a ``GradScaler``.
         self._factors: set[float] = set()
@@ -121,25 +123,26 @@ class LossWatch:
         if reduction is not None:
             return
         terms = find_terms(loss, samples)
+        count = None if weight is None else checked_weight(weight)
         kinds = {term.kind for term in terms}
         self._kinds |= kinds
-        if Kind.SUM in kinds and kinds <= {Kind.SUM, Kind.SCALED_SUM}:
+        if LossKind.SUM in kinds and kinds <= {LossKind.SUM, LossKind.SCALED_SUM}:
             raise UsageError(
                 f"the loss given to ddp.backward is a sum over the {samples} samples of its "
                 f"micro-batch, which would count as their mean: {_BY_SPLIT}. Remedy: {_REMEDY}"
             )
-        if {Kind.SUM, Kind.MEAN} <= kinds:
+        if {LossKind.SUM, LossKind.MEAN} <= kinds:
             self._warn(
                 "the loss given to ddp.backward adds a sum over the samples of its micro-batch to "
                 f"a mean: {_BY_SPLIT}. Remedy: make both means; or make both sums, with "
                 "ddp.backward(loss, reduction='sum'). If it is a mean after all, give "
                 "reduction='mean'"
             )
-        for count in _suspicious(terms, samples, batch_size, weight):
-            self._divisors[count].add(self._num_windows)
-            if len(self._divisors[count]) == WINDOWS:
-                self._suspect(f"is a sum divided by {count} in micro-batches of {samples} samples")
-        if (number := find_divisor(loss, samples)) is not None and number != weight:
+        for divisor in _suspicious(terms, samples, batch_size, count):
+            self._divisors[divisor].add(self._num_windows)
+            if len(self._divisors[divisor]) == WINDOWS:
+                self._suspect(f"is a sum divided by {divisor} over {samples} samples")
+        if (number := find_divisor(loss, samples)) is not None and number != count:
             self._warn(
                 f"the loss is divided by {number:g} before ddp.backward. If that is for gradient "
                 "accumulation, remove it: a window's gradient is the mean over all its units "
@@ -148,7 +151,7 @@ class LossWatch:
 
     def follow(self, reports: Sequence[Report]) -> None:
         """Look at the reports of a window, if the graphs of losses were not clear."""
-        if self._kinds - {Kind.MEAN} and self._sizes.follow(reports):
+        if self._kinds - {LossKind.MEAN} and self._sizes.follow(reports):
             self._suspect("is proportional to the size of its micro-batch")
 
     def _find_grad_scale(self, loss: Tensor) -> float | None:
@@ -171,16 +174,16 @@ class LossWatch:
         )
 
 
-def find_terms(loss: Tensor, samples: int) -> list[Term]:
+def find_terms(loss: Tensor, samples: int) -> list[LossTerm]:
     """Return the terms of a loss, as many as a short walk over its graph finds."""
-    return list(islice(_walk(loss.grad_fn, samples), _MOST_NODES))
+    return _walk(loss.grad_fn, samples)
 
 
 def _suspicious(
-    terms: Sequence[Term], samples: int, batch_size: int, weight: float | None
+    terms: Sequence[LossTerm], samples: int, batch_size: int, weight: float | None
 ) -> set[int]:
     """Return the numbers that sums are divided by and that cannot well be those of their units."""
-    if any(term.kind is not Kind.SCALED_SUM for term in terms):
+    if any(term.kind is not LossKind.SCALED_SUM for term in terms):
         return set()
     return {
         term.units
@@ -199,10 +202,11 @@ def find_divisor(loss: Tensor, samples: int) -> float | None:
     node = _skip(loss.grad_fn, _SAME_VALUE)
     if node is None or _name(node) != "Div" or (number := _constant(node)) is None:
         return None
-    terms = list(islice(_walk(node.next_functions[0][0], samples), _MOST_NODES))
+    terms = _walk(node.next_functions[0][0], samples)
     is_half = number == 2 and all(_is_squared_error(term.node) for term in terms)
     has_sum = any(_is_sum(term.node) for term in terms)
-    if has_sum or is_half or len(terms) == number or number <= 1 or number != math.floor(number):
+    is_mean = len(terms) == number or any(_name(term.node) in _PLUS for term in terms)
+    if has_sum or is_half or is_mean or number <= 1 or number != math.floor(number):
         return None
     return number
 
@@ -242,36 +246,41 @@ class LossSizes:
         return len(self._exponents) == WINDOWS and 0.75 < sum(self._exponents) / WINDOWS < 1.25
 
 
-def _walk(
-    node: Any, samples: int, factor: float | None = None, *, is_divided: bool = False
-) -> Iterator[Term]:
-    """Yield the terms of a scalar that is multiplied by ``factor``."""
-    node = _skip(node, _SAME_VALUE)
-    name = "" if node is None else _name(node)
-    if name in ("Add", "Sub", "Neg"):
-        for child, _ in node.next_functions:
-            if child is not None:
-                yield from _walk(child, samples, factor, is_divided=is_divided)
-    elif name in ("Mul", "Div") and (number := _constant(node)):
-        factor = (factor or 1.0) * (number if name == "Mul" else 1.0 / number)
-        child = next(child for child, _ in node.next_functions if child is not None)
-        yield from _walk(child, samples, factor, is_divided=is_divided or name == "Div")
-    elif node is not None:
-        yield _term(node, samples, factor, is_divided=is_divided)
+def _walk(root: Any, samples: int) -> list[LossTerm]:
+    """Return the terms of a scalar; what is too far away to be looked at is one of them."""
+    found: list[LossTerm] = []
+    visited = 0
+    to_do: list[tuple[Any, float | None, bool]] = [(root, None, False)]
+    while to_do:
+        node, factor, is_divided = to_do.pop()
+        visited += 1
+        node = _skip(node, _SAME_VALUE)
+        name = "" if node is None else _name(node)
+        children = [] if node is None else [child for child, _ in node.next_functions if child]
+        if visited > _MOST_NODES:
+            return [*found, LossTerm(LossKind.UNKNOWN, node)]
+        if name in _PLUS:
+            to_do += [(child, factor, is_divided) for child in children]
+        elif name in ("Mul", "Div") and (number := _constant(node)):
+            factor = (factor or 1.0) * (number if name == "Mul" else 1.0 / number)
+            to_do.append((children[0], factor, is_divided or name == "Div"))
+        elif node is not None:
+            found.append(_term(node, samples, factor, is_divided=is_divided))
+    return found
 
 
-def _term(node: Any, samples: int, factor: float | None, *, is_divided: bool) -> Term:
+def _term(node: Any, samples: int, factor: float | None, *, is_divided: bool) -> LossTerm:
     if _name(node) == "Mean" or getattr(node, "_saved_reduction", None) == 1:
-        return Term(Kind.MEAN, node)
+        return LossTerm(LossKind.MEAN, node)
     if samples < 2 or not _is_sum(node) or _has_weight(node) or not _is_of_batch(node, samples):
-        return Term(Kind.UNKNOWN, node)
+        return LossTerm(LossKind.UNKNOWN, node)
     if factor is None:
-        return Term(Kind.SUM, node)
+        return LossTerm(LossKind.SUM, node)
     count = max(1, round(1.0 / abs(factor)))
     # One over a whole number may be that of the units: the mean of some of them, made by hand.
     if is_divided or math.isclose(1.0 / abs(factor), count, rel_tol=1e-6):
-        return Term(Kind.SCALED_SUM, node, count, is_divided)
-    return Term(Kind.SUM, node)
+        return LossTerm(LossKind.SCALED_SUM, node, count, is_divided)
+    return LossTerm(LossKind.SUM, node)
 
 
 def _is_sum(node: Any) -> bool:
@@ -283,9 +292,13 @@ def _summed(node: Any) -> tuple[Any, int]:
     return next(((child, number) for child, number in node.next_functions if child), (None, 0))
 
 
+def _shape(node: Any, number: int) -> tuple[int, ...]:
+    return tuple(node._input_metadata[number].shape)
+
+
 def _count_elements(node: Any) -> int:
     child, number = _summed(node)
-    return math.prod(child._input_metadata[number].shape)
+    return 0 if child is None else math.prod(_shape(child, number))
 
 
 def _is_of_batch(node: Any, samples: int) -> bool:
@@ -298,7 +311,7 @@ def _is_of_batch(node: Any, samples: int) -> bool:
         node, number = _summed(node)
         if node is None:
             return False
-        name, shape = _name(node), tuple(node._input_metadata[number].shape)
+        name, shape = _name(node), _shape(node, number)
         has_rows |= shape[:1] == (samples,)
         if name in _LAYERS:
             return has_rows and _is_layer(node, *_LAYERS[name])
