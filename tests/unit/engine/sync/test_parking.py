@@ -12,6 +12,7 @@ from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.engine.memory import MicroBatchTooLarge
 from evener.planning.plan import WindowPlan
+from evener.planning.policies import Parking
 from helpers.models import seeded
 from helpers.teams import ScriptedPolicy, run_team, setup
 
@@ -35,9 +36,9 @@ class ParksOnce(ScriptedPolicy):
     def set_micro_batch_sizes(self, sizes: Any) -> None:
         self.sizes = list(sizes)
 
-    def ranks_to_park(self, batch_size: int) -> frozenset[int]:
+    def decide_parking(self, batch_size: int, main: int) -> Parking | None:
         self.asked += 1
-        return frozenset({AWAY} if self.asked == 3 else ())
+        return Parking({AWAY: 1.0}) if self.asked == 3 else None
 
     def windows_apart(self, batch_size: int, change_s: float) -> int:
         return 10
