@@ -50,6 +50,8 @@ class ParkingEngine(ElasticEngine):
         #: The last decision to park ranks, until it is told; and when it took effect.
         self._untold: Parking | None = None
         self._parked_at_s = 0.0
+        #: Since when this rank costs more than it contributes, as a main process that stays.
+        self._costs_since_s = math.inf
         #: The window at which parked ranks are tried again.
         self._recall_at = 0
         #: Seconds that calling parked ranks back took last; 0 before the first time.
@@ -84,8 +86,12 @@ class ParkingEngine(ElasticEngine):
         """Return the ranks to park, but for the main process of an elastic team."""
         found = self.policy.decide_parking(self.batch_size, self.rank)
         if found is None or not self.team.is_elastic or self.rank not in found.ranks:
+            self._costs_since_s = math.inf
             return found
-        self.habits.tell_once(_MAIN_STAYS.format(self.rank))
+        now_s = time.monotonic()
+        self._costs_since_s = min(self._costs_since_s, now_s)
+        if now_s - self._costs_since_s >= NOTEWORTHY_S:
+            self.habits.tell_once(_MAIN_STAYS.format(self.rank))
         others = {rank: speed for rank, speed in found.alone.items() if rank != self.rank}
         after = self.policy.forecast(self.batch_size, self.team.away.union(others))
         if not others or after.window_s > found.before.window_s:
