@@ -31,6 +31,7 @@ def make(solos: tuple[float | None, ...], team: float | None, **changes: Any) ->
         "tokens_per_s": team,
         "solo_tokens_per_s": solos,
         "solo_source": "measured",
+        "beside_solo_tokens_per_s": team,
         "equal_split_tokens_per_s": None,
         "heldout_loss": 2.3456,
         "committed_tokens": 1_200_000.0,
@@ -124,9 +125,9 @@ def test_no_rank_contributes_more_than_the_run(
 
 
 def test_predicted_speeds_say_so_once() -> None:
-    summary = make((1000.0, 400.0), 1310.0, solo_source="speed model")
-    assert "predicted by the speed model" in verdict(summary)[0]
-    assert "model" not in table_text(summary)
+    summary = make((1000.0, 400.0), 1310.0, solo_source="compute time")
+    assert "by what each rank did per second of its own compute time" in verdict(summary)[0]
+    assert "compute time" not in table_text(summary)
 
 
 def test_each_fact_is_said_once() -> None:
@@ -150,7 +151,7 @@ def test_each_fact_is_said_once() -> None:
 
 def test_best_team_of_several_others() -> None:
     summary = make((1000.0, 1000.0, 500.0), 2000.0)
-    assert summary.of_ideal == 0.8
+    assert summary.multiples.of_ideal == 0.8
     assert best_speed_without(summary, 2) == 1600.0
     assert contribution(summary, 2) == pytest.approx(0.2)
     # Where the exchange eats everything, the best of the others works alone.
