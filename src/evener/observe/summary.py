@@ -234,7 +234,7 @@ def verdict(summary: RunSummary) -> list[str]:
     elif summary.world_size > 1:
         lines += _team(summary)
         equal, beside = summary.equal_split_tokens_per_s, summary.beside_solo_tokens_per_s
-        if equal and beside:
+        if equal and beside and not summary.multiples.speeds_changed:
             lines.append(
                 f"an equal split does {human_count(equal)} {summary.unit}/s (measured): "
                 f"shares by speed did {beside / equal:.2f}x that"

@@ -2,6 +2,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,32 @@ def test_predicted_speeds_say_so_once() -> None:
     summary = make((1000.0, 400.0), 1310.0, solo_source="compute time")
     assert "by what each rank did per second of its own compute time" in verdict(summary)[0]
     assert "compute time" not in table_text(summary)
+
+
+@pytest.mark.parametrize(
+    ("solos", "beside", "said"),
+    [
+        ((300.0, 200.0), 880.0, "the team is not compared with its ranks alone: speeds changed"),
+        ((300.0, 200.0), 526.0, "the team is not compared with its ranks alone: speeds changed"),
+        ((300.0, 200.0), 520.0, "the team did 1.73x rank 0 alone"),
+        ((300.0, 200.0), None, "the team is not compared with its ranks alone: they were measured"),
+    ],
+)
+def test_no_multiple_that_cannot_be(
+    solos: tuple[float, ...], beside: float | None, said: str
+) -> None:
+    summary = make(solos, 450.0, beside_solo_tokens_per_s=beside, equal_split_tokens_per_s=100.0)
+    lines = verdict(summary)
+    assert lines[0].startswith(said)
+    if not said.startswith("the team did"):
+        assert summary.to_json()["of_ideal"] is None
+        assert contributions(summary) == ["–", "–"]
+        assert not any(re.search(r"\d(x|%)", line) for line in lines), lines
+
+
+def test_a_parked_rank_need_not_be_known_alone() -> None:
+    summary = make((1000.0, None), 990.0, parked=(1,))
+    assert verdict(summary)[0] == "the team did 0.99x rank 0 alone"
 
 
 def test_each_fact_is_said_once() -> None:
