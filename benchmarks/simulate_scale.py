@@ -110,7 +110,7 @@ class SyncTeam:
     def decide(self) -> None:
         """Plans another window, and asks for a rank to park."""
         self.team.decide()
-        self.team.policy.ranks_to_park(self.batch_size)
+        self.team.policy.decide_parking(self.batch_size, 0)
 
 
 class CadenceTeam:

@@ -56,14 +56,14 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="less of everything: a few seconds")
     args = parser.parse_args()
     torch.manual_seed(0)
-    dataset = draw_digits(1500 if args.smoke else 20_000, seed=1)
+    dataset = draw_digits(6000 if args.smoke else 20_000, seed=1)
     test = draw_digits(300, seed=2)
 
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     ddp = Ddp.setup(model, optimizer)
     device = ddp.device
-    loader = ddp.loader(dataset, batch_size=64)
+    loader = ddp.loader(dataset, batch_size=256)
     for epoch in range(1 if args.smoke else 5):
         for images, labels in loader.epoch(epoch):
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))

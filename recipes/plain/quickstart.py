@@ -53,14 +53,14 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="less of everything: a few seconds")
     args = parser.parse_args()
     torch.manual_seed(0)
-    dataset = draw_digits(1500 if args.smoke else 20_000, seed=1)
+    dataset = draw_digits(6000 if args.smoke else 20_000, seed=1)
     test = draw_digits(300, seed=2)
 
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
-    loader = DataLoader(dataset, batch_size=64, shuffle=True)
+    loader = DataLoader(dataset, batch_size=256, shuffle=True)
     for epoch in range(1 if args.smoke else 5):
         for images, labels in loader:
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))

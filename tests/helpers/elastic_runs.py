@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evener import Ddp, DdpConfig, WindowResult
 from evener.planning.apportion import apportion
+from evener.planning.policies import Parking
 from helpers.elastic import STEP, ElasticThreads, Kill, ThreadMembership
 from helpers.limits import PATIENCE_S
 from helpers.teams import ScriptedPolicy
@@ -103,7 +104,7 @@ def begin(
 def park_nobody(ddp: Ddp) -> None:
     """What is worth parking rests on measured times: here nothing does."""
     policy: Any = ddp.assembly.policy
-    policy.ranks_to_park = lambda batch_size: frozenset()
+    policy.decide_parking = lambda batch_size, main: None
 
 
 def config_for(policy: str) -> DdpConfig:
@@ -208,7 +209,7 @@ class Parks(ScriptedPolicy):
 
     def __init__(self, ddp: Ddp, misfits: Iterable[int], apart: int) -> None:
         super().__init__(ddp.world_size, self._deal)
-        self._ddp, self._misfits, self._apart = ddp, frozenset(misfits), apart
+        self._ddp, self._misfits, self._apart = ddp, tuple(misfits), apart
         self._absent, self._parked = ddp.assembly.engine.team.absent, frozenset[int]()
 
     def _deal(self, window: int, size: int) -> tuple[int, ...]:
@@ -221,8 +222,8 @@ class Parks(ScriptedPolicy):
     def set_parked(self, ranks: frozenset[int]) -> None:
         self._parked = ranks
 
-    def ranks_to_park(self, batch_size: int) -> frozenset[int]:
-        return self._misfits if self._ddp.window == 0 else frozenset()
+    def decide_parking(self, batch_size: int, main: int) -> Parking | None:
+        return Parking(dict.fromkeys(self._misfits, 1.0)) if self._ddp.window == 0 else None
 
     def windows_apart(self, batch_size: int, change_s: float) -> int:
         return self._apart

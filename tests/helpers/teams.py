@@ -12,7 +12,7 @@ from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
 from evener.planning.apportion import apportion
 from evener.planning.plan import WindowPlan
-from evener.planning.policies import Policy
+from evener.planning.policies import Parking, Policy
 from evener.planning.report import Report
 from evener.team.environment import DistributedTrainConfig
 from helpers.limits import PATIENCE_S
@@ -105,8 +105,8 @@ class ScriptedPolicy(Policy):
     def set_parked(self, ranks: frozenset[int]) -> None:
         pass
 
-    def ranks_to_park(self, batch_size: int) -> frozenset[int]:
-        return frozenset()
+    def decide_parking(self, batch_size: int, main: int) -> Parking | None:
+        return None
 
     def observe(self, reports: Sequence[Report], plan: WindowPlan, sync_s: float) -> None:
         pass

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from evener import Ddp, DdpConfig, EvenerError
+from evener.planning.policies import Parking
 from evener.team.signals import StopSignals
 from helpers.launched import Sandbox
 from helpers.machines import ADDRESSES, TwoMachines
@@ -35,9 +36,9 @@ def set_up(**options: Any) -> tuple[torch.nn.Module, Ddp]:
 
 def park_from(ddp: Ddp, window: int) -> None:
     """What is worth parking rests on measured times: here nothing does."""
-    ddp.assembly.engine.policy.ranks_to_park = (  # type: ignore[method-assign]
-        lambda batch_size: frozenset(
-            {PARKED} if ddp.window >= window and not is_anyone_parked(ddp) else ()
+    ddp.assembly.engine.policy.decide_parking = (  # type: ignore[method-assign]
+        lambda batch_size, main: (
+            Parking({PARKED: 1.0}) if ddp.window >= window and not is_anyone_parked(ddp) else None
         )
     )
 
@@ -176,8 +177,10 @@ def test_a_break_calls_a_parked_rank_back() -> None:
 def park_rank_0(rank: Rank, ending: str) -> tuple[list[int], list[float], list[float]]:
     """Rank 0 is away from window 3 on: rank 1 plans, and brings it up to date when it is back."""
     model, ddp = set_up()
-    ddp.assembly.engine.policy.ranks_to_park = (  # type: ignore[method-assign]
-        lambda batch_size: frozenset({0} if ddp.window >= 3 and not is_anyone_parked(ddp) else ())
+    ddp.assembly.engine.policy.decide_parking = (  # type: ignore[method-assign]
+        lambda batch_size, main: (
+            Parking({0: 1.0}) if ddp.window >= 3 and not is_anyone_parked(ddp) else None
+        )
     )
     seen: list[int] = []
     data = torch.arange(600.0).unsqueeze(1).repeat(1, 3) / 600
@@ -212,13 +215,15 @@ def test_rank_0_is_parked_and_called_back_like_any_other(ending: str) -> None:
 TRAIN = """
 import torch
 from evener import Ddp, DdpConfig, EvenerError
+from evener.planning.policies import Parking
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 config = DdpConfig(speed_hint=(1.0, 1.0), quiet=True, timeout_s=6.0)
 with Ddp.setup(model, optimizer, devices="cpu", config=config) as ddp:
     team = ddp.assembly.engine.team
-    ddp.assembly.engine.policy.ranks_to_park = lambda _: frozenset(() if team.parked else {1})
+    parking = Parking({1: 1.0})
+    ddp.assembly.engine.policy.decide_parking = lambda *_: None if team.parked else parking
     told = False
     for x in ddp.loader(torch.ones(1_000_000, 3), batch_size=8).epoch(0):
         ddp.backward(model(x).mean())

@@ -88,9 +88,10 @@ for i, batch in enumerate(loader.epoch(0)):
 print(i)
 """
 PARKED = """\
+from evener.planning.policies import Parking
 ddp = setup(speed_hint=(1, 1))
 policy, team = ddp.assembly.engine.policy, ddp.assembly.engine.team
-policy.ranks_to_park = lambda _: {1} - team.parked  # as if it cost more than it brought
+policy.decide_parking = lambda *_: None if team.parked else Parking({1: 1.0})
 loader = ddp.loader(DATA, batch_size=1)
 for batch in loader.epoch(0):
     early = model(batch).mean()

@@ -171,7 +171,7 @@ def test_porting_the_quickstart_takes_a_handful_of_lines() -> None:
         "from evener import Ddp",
         "ddp = Ddp.setup(model, optimizer)",
         "device = ddp.device",
-        "loader = ddp.loader(dataset, batch_size=64)",
+        "loader = ddp.loader(dataset, batch_size=256)",
         "for images, labels in loader.epoch(epoch):",
         "ddp.backward(loss)",
         "ddp.step()",

@@ -31,6 +31,7 @@ from evener.protocol.formation import TRAINING, Formation, Standing
 from evener.protocol.generation import renewed
 from evener.protocol.row import RENEW, Purpose
 from evener.team.members import Member
+from evener.team.terminal import write_unmarked
 
 #: Under this key the team announces its place in the script.
 _PLACE = "place"
@@ -123,6 +124,7 @@ class ElasticEngine(AskingEngine):
         """Use the ranks that are present from now on, in the policy and in exchanges."""
         self.policy.set_absent(self.team.absent)
         self.habits.speak(for_all=self.is_main)
+        write_unmarked(self.is_main)
 
     def _continue_from(self, base: int) -> None:
         """Learn how many windows the state has seen in which the generation begins.

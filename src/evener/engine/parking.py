@@ -14,7 +14,7 @@ from evener.engine.results import Round
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.errors import CollectiveError
-from evener.planning.policies import ApplyPolicy, Forecast, Policy
+from evener.planning.policies import NOTEWORTHY_S, ApplyPolicy, Parking, Policy
 from evener.planning.report import Report
 from evener.protocol.formation import PARKED
 from evener.protocol.generation import Answer, Said, answer, call, without
@@ -45,8 +45,13 @@ class ParkingEngine(ElasticEngine):
         self._sharded = training.sharded
         #: Weight of the last applied window, the guess for the next; 0 for none.
         self._expected_weight = 0.0
-        #: Ranks that the planner wishes to park, where this rank plans.
-        self._misfits: frozenset[int] = frozenset()
+        #: What the planner wishes to park, where this rank plans.
+        self._wanted: Parking | None = None
+        #: The last decision to park ranks, until it is told; and when it took effect.
+        self._untold: Parking | None = None
+        self._parked_at_s = 0.0
+        #: Since when this rank costs more than it contributes, as a main process that stays.
+        self._costs_since_s = math.inf
         #: The window at which parked ranks are tried again.
         self._recall_at = 0
         #: Seconds that calling parked ranks back took last; 0 before the first time.
@@ -69,22 +74,29 @@ class ParkingEngine(ElasticEngine):
             # Call parked ranks back first: the rank that leaves may be the last one that holds the
             # state.
             return ADMIT if self.team.parked else renewal
-        self._misfits = self._find_misfits()
-        if self._misfits:
+        self._tell_parking()
+        self._wanted = self._find_misfits()
+        if self._wanted is not None:
             return PARK
         if self.team.parked and self._trial_is_due:
             return ADMIT
         return CALL if self.team.call_is_due else 0
 
-    def _find_misfits(self) -> frozenset[int]:
+    def _find_misfits(self) -> Parking | None:
         """Return the ranks to park, but for the main process of an elastic team."""
-        misfits, away = self.policy.ranks_to_park(self.batch_size), self.team.away
-        if not self.team.is_elastic or self.rank not in misfits:
-            return misfits
-        self.habits.tell_once(_MAIN_STAYS.format(self.rank))
-        others = misfits - {self.rank}
-        now, then = (self.policy.forecast(self.batch_size, r) for r in (away, away | others))
-        return others if then.window_s <= now.window_s else frozenset()
+        found = self.policy.decide_parking(self.batch_size, self.rank)
+        if found is None or not self.team.is_elastic or self.rank not in found.ranks:
+            self._costs_since_s = math.inf
+            return found
+        now_s = time.monotonic()
+        self._costs_since_s = min(self._costs_since_s, now_s)
+        if now_s - self._costs_since_s >= NOTEWORTHY_S:
+            self.habits.tell_once(_MAIN_STAYS.format(self.rank))
+        others = {rank: speed for rank, speed in found.alone.items() if rank != self.rank}
+        after = self.policy.forecast(self.batch_size, self.team.away.union(others))
+        if not others or after.window_s > found.before.window_s:
+            return None
+        return found._replace(alone=others, after=after)
 
     @property
     def _trial_is_due(self) -> bool:
@@ -123,17 +135,14 @@ class ParkingEngine(ElasticEngine):
 
     def _park_misfits(self) -> None:
         """Park the ranks that the planner names; all that are present call it together."""
-        told = self._end_generation(*map(float, sorted(self._misfits)))
-        misfits, away = tuple(map(int, told)), self.team.away
-        # Both before the policy hears of the change, with which it forgets times of exchanges.
-        before = self.policy.forecast(self.batch_size, away)
-        after = self.policy.forecast(self.batch_size, away.union(misfits))
-        if self.is_main and self.rank in misfits:
+        wanted = () if self._wanted is None else self._wanted.pack()
+        parking = Parking.unpack(self._end_generation(*wanted))
+        if self.is_main and self.rank in parking.ranks:
             self.team.hand_over()
-        self._park(misfits)
+        self._park(parking.ranks)
+        self._untold, self._parked_at_s = parking, time.monotonic()
         self._recall_at = self.window + self.policy.windows_apart(self.batch_size, self._change_s)
-        self.habits.notice(self._parting(misfits, before, after))
-        if self.rank not in misfits:
+        if self.rank not in parking.ranks:
             self._exchange_plans(0.0, 0.0)
 
     def _park_again(self) -> None:
@@ -151,27 +160,13 @@ class ParkingEngine(ElasticEngine):
         self.team.park(ranks)
         self._use_team()
 
-    def _parting(self, misfits: Sequence[int], before: Forecast, after: Forecast) -> str:
-        """Return the warning that ranks were parked, with the forecasts that led to it."""
-        speeds = self.policy.solo_speeds(self.batch_size)
-        each = [
-            f"rank {rank} alone does {speeds[rank]:.3g} samples/s"
-            if speeds[rank]
-            else f"rank {rank} is too slow for a single sample of a batch, by the calibration"
-            for rank in misfits
-        ]
-        whom = "it" if len(misfits) == 1 else "them"
-        parked = " and ".join(f"rank {rank}" for rank in misfits)
-        text = f"{parked} {'is' if whom == 'it' else 'are'} parked: {', '.join(each)}"
-        if before.window_s and after.window_s:
-            text += (
-                f"; the team does {self.batch_size / before.window_s:.3g} samples/s with {whom} "
-                f"(a window takes {1000 * before.window_s:.3g} ms, of which the exchange "
-                f"{1000 * before.exchange_s:.3g} ms) and {self.batch_size / after.window_s:.3g} "
-                "without"
-            )
-        apart = self._recall_at - self.window
-        return f"{text}. The team tries again with {whom} after {apart} windows"
+    def _tell_parking(self) -> None:
+        """Warn that ranks are parked, once their time without work is noteworthy."""
+        parking, parked_s = self._untold, time.monotonic() - self._parked_at_s
+        if parking is None or parked_s < NOTEWORTHY_S or self.team.parked != {*parking.ranks}:
+            return
+        self._untold = None
+        self.habits.notice(describe_parking(parking, self.batch_size, self._recall_at))
 
     def _recall(self, said: Said) -> None:
         """Call parked ranks back with the state of now; all that are present call it together."""
@@ -253,3 +248,31 @@ class ParkingEngine(ElasticEngine):
         self.buffers.use(self.comm)
         if self.state.phase is not Phase.AWAY:
             self._sharded.divide(self.comm)
+
+
+def describe_parking(parking: Parking, batch_size: int, recall_at: int) -> str:
+    """Return the warning that ranks are parked, with the forecasts that led to it.
+
+    Args:
+        parking: The decision.
+        batch_size: Samples of a window.
+        recall_at: The window at which they are tried again.
+    """
+    ranks, before, after = parking.ranks, parking.before, parking.after
+    each = [
+        f"rank {rank} alone does {speed:.3g} samples/s"
+        if speed
+        else f"rank {rank} is too slow for a single sample of a batch, by the calibration"
+        for rank, speed in parking.alone.items()
+    ]
+    whom, are = ("it", "is") if len(ranks) == 1 else ("them", "are")
+    text = f"{' and '.join(f'rank {rank}' for rank in ranks)} {are} parked: {', '.join(each)}"
+    if 0.0 < after.window_s < before.window_s:
+        text += (
+            f"; the team is predicted to do {batch_size / before.window_s:.3g} samples/s with "
+            f"{whom} (a window takes {1000 * before.window_s:.3g} ms, of which the exchange "
+            f"{1000 * before.exchange_s:.3g} ms) and {batch_size / after.window_s:.3g} without"
+        )
+    elif after.window_s:
+        text += f"; a window takes no longer without {whom}"
+    return f"{text}. The team tries again with {whom} at window {recall_at}"

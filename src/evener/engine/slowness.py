@@ -1,6 +1,6 @@
 """Names ranks that have become slow, and finds out why this one is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from evener.engine.results import WindowResult
@@ -48,14 +48,18 @@ class Slowness:
         self.because, self._is_looking = SlowCause.UNKNOWN, False
         self._diagnosis.forget()
 
-    def judge(self, results: Sequence[WindowResult], *, speaks: bool) -> tuple[Straggler, ...]:
+    def judge(
+        self, results: Sequence[WindowResult], *, away: Collection[int], speaks: bool
+    ) -> tuple[Straggler, ...]:
         """Return the ranks that have become slow, or have stopped being slow, with some windows.
 
         Args:
             results: Of windows that were committed, in order.
+            away: Ranks that are parked or gone by now: no rank waits for them any more.
             speaks: Whether this rank tells the user of them.
         """
-        found = [one for r in results for one in self._watch.observe(r.window, r.ranks)]
+        judged = [one for r in results for one in self._watch.observe(r.window, r.ranks)]
+        found = [one for one in judged if one.rank not in away]
         if self._watch.is_suspected(self._rank):
             self.because = self._diagnosis.look()
             self._is_looking = True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from evener.errors import EvenerError
 from evener.files import write_file
 from evener.observe.event_lines import strict_json
+from evener.observe.multiples import SPEEDS_CHANGED, Multiples, multiples
 from evener.observe.numbers import human_count, human_duration
 
 if TYPE_CHECKING:
@@ -53,7 +54,10 @@ class RunSummary:
             team, in windows of those that are there at the end. ``None`` when they were too few.
         solo_tokens_per_s: Speed of each rank alone, by rank; ``None`` where unknown, and for those
             that are gone.
-        solo_source: Whether those were measured by running alone, or come from the speed model.
+        solo_source: Whether those were measured by running alone, or are what each rank did per
+            second of its own compute time in the windows of ``tokens_per_s``.
+        beside_solo_tokens_per_s: Speed of the team in the windows, or the rounds, from which the
+            speeds of its ranks alone come; ``None`` if it was not measured there.
         side_by_side_tokens_per_s: The sum of the ranks' speeds when all work at the same time
             without any exchange, if that was measured.
         equal_split_tokens_per_s: Speed of the team with equal shares, if that was measured.
@@ -81,7 +85,8 @@ class RunSummary:
 
     tokens_per_s: float | None
     solo_tokens_per_s: tuple[float | None, ...]
-    solo_source: Literal["measured", "speed model"]
+    solo_source: Literal["measured", "compute time"]
+    beside_solo_tokens_per_s: float | None
     equal_split_tokens_per_s: float | None
     heldout_loss: float | None
     committed_tokens: float
@@ -111,12 +116,16 @@ class RunSummary:
         return {r: solo for r, solo in enumerate(self.solo_tokens_per_s) if solo is not None}
 
     @property
-    def of_ideal(self) -> float | None:
-        """Return the team's speed over the sum of its ranks' speeds alone; at best about 1."""
-        alone = sum(self.solos.values())
-        if self.tokens_per_s is None or not alone or len(self.solos) != self.world_size:
-            return None
-        return self.tokens_per_s / alone
+    def multiples(self) -> Multiples:
+        """Return how many times as fast the team was as its ranks alone."""
+        if not self.has_all_solos:
+            return Multiples()
+        return multiples(self.beside_solo_tokens_per_s, self.solos.values())
+
+    @property
+    def has_all_solos(self) -> bool:
+        """Return whether it is known what each rank alone does, but for parked ones."""
+        return len(self.solos.keys() | {*self.parked}) == self.world_size and bool(self.solos)
 
     @property
     def ceiling(self) -> float | None:
@@ -133,7 +142,8 @@ class RunSummary:
         """Return all figures, also the derived ones, as values that ``json.dumps`` accepts."""
         document = strict_json(self)
         details = document.pop("details")
-        return {**document, **details, "of_ideal": self.of_ideal, "ceiling": self.ceiling}
+        of_ideal = self.multiples.of_ideal
+        return {**document, **details, "of_ideal": of_ideal, "ceiling": self.ceiling}
 
     def write(self, path: Path) -> None:
         """Write the JSON file, whole or not at all.
@@ -163,18 +173,19 @@ def best_speed_without(summary: RunSummary, rank: int) -> float | None:
     active = {r: solo for r, solo in summary.solos.items() if r not in summary.parked}
     total = sum(active.values())
     others = [speed for other, speed in active.items() if other != rank]
-    if summary.of_ideal is None or summary.tokens_per_s is None or not others or total <= 0:
+    team = summary.beside_solo_tokens_per_s
+    if summary.multiples.of_ideal is None or team is None or not others or total <= 0:
         return None
     if len(others) == 1:
         return others[0]
-    return max(max(others), summary.tokens_per_s / total * sum(others))
+    return max(max(others), team / total * sum(others))
 
 
 def contribution(summary: RunSummary, rank: int) -> float | None:
     """Return what the run would have lacked without a rank, as a part of the run.
 
     In the time that the run took, the best team without the rank (``best_speed_without``) would
-    have done ``best_speed_without / tokens_per_s`` of the work. The rest is the rank's
+    have done ``best_speed_without`` over the team's speed of the work. The rest is the rank's
     contribution. It is at most 1. Contributions do not add up to 1, since the others share out the
     work of one that is missing.
 
@@ -183,7 +194,7 @@ def contribution(summary: RunSummary, rank: int) -> float | None:
         done sooner: the part of the run's time that it cost, down to -1. ``None`` when speeds are
         unknown, or nobody else is there to do the work.
     """
-    without, team = best_speed_without(summary, rank), summary.tokens_per_s
+    without, team = best_speed_without(summary, rank), summary.beside_solo_tokens_per_s
     if without is None or without <= 0 or team is None or team <= 0:
         return None
     return 1.0 - without / team if without <= team else team / without - 1.0
@@ -221,12 +232,12 @@ def verdict(summary: RunSummary) -> list[str]:
     if summary.tokens_per_s is None:
         lines.append("the run was too short, or its team changed too late, to measure its speed")
     elif summary.world_size > 1:
-        lines += _team(summary, summary.tokens_per_s)
-        equal = summary.equal_split_tokens_per_s
-        if equal is not None and equal > 0:
+        lines += _team(summary)
+        equal, beside = summary.equal_split_tokens_per_s, summary.beside_solo_tokens_per_s
+        if equal and beside and not summary.multiples.speeds_changed:
             lines.append(
                 f"an equal split does {human_count(equal)} {summary.unit}/s (measured): "
-                f"shares by speed did {summary.tokens_per_s / equal:.2f}x that"
+                f"shares by speed did {beside / equal:.2f}x that"
             )
     ceiling = summary.ceiling
     if ceiling is not None and ceiling < _DISTURBED:
@@ -264,15 +275,19 @@ def _headline(summary: RunSummary) -> str:
     return text
 
 
-def _team(summary: RunSummary, speed: float) -> list[str]:
-    solos = summary.solos
-    if len(solos) != summary.world_size:
+def _team(summary: RunSummary) -> list[str]:
+    solos, times = summary.solos, summary.multiples
+    if not summary.has_all_solos:
         return ["what each rank does alone is not known"]
+    if times.speeds_changed:
+        return [f"the team is not compared with its ranks alone: {SPEEDS_CHANGED}"]
+    if times.of_best is None:
+        return ["the team is not compared with its ranks alone: they were measured at other times"]
     # Of equals the lowest rank is the one to compare with.
     best = max(solos, key=lambda rank: (solos[rank], -rank))
-    line = f"the team did {speed / solos[best]:.2f}x rank {best} alone"
+    line = f"the team did {times.of_best:.2f}x rank {best} alone"
     if summary.solo_source != "measured":
-        line += " (what ranks do alone is predicted by the speed model)"
+        line += " (by what each rank did per second of its own compute time)"
     lines = [line]
     words = {r: _contribution(summary, r) for r in solos if r not in summary.parked}
     costly = [str(r) for r, told in words.items() if told.startswith("cost") and r != best]

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from evener.observe.events import Event, Totals
+from evener.observe.events import Event, RankRow, Totals
 from evener.parsing import Fields
 
 WARM_UP_WINDOWS = 3
@@ -14,11 +14,36 @@ MOST_SESSIONS = 100
 """So many of the latest are measured: in an elastic team each loss and each join begins one."""
 
 
+class _Work(NamedTuple):
+    """What a member has done in a session so far."""
+
+    weight: float = 0.0
+    windows: float = 0.0
+    compute_s: float = 0.0  # without updates
+    updates_s: float = 0.0  # of whole updates, where ranks make a part each
+
+    def plus(self, row: RankRow, parts: int) -> "_Work":
+        """Return the work with that of another window."""
+        update_s = min(row.get("update_s", 0.0), row["compute_s"])
+        return _Work(
+            self.weight + row["weight"],
+            self.windows + 1,
+            self.compute_s + row["compute_s"] - update_s,
+            self.updates_s + update_s * max(parts, 1),
+        )
+
+    def since(self, other: "_Work") -> "_Work":
+        """Return what has come after an earlier state."""
+        return _Work(*(a - b for a, b in zip(self, other, strict=True)))
+
+
 class _Mark(NamedTuple):
     """Totals of a session at the commit of a window."""
 
     t: float  # without evaluations
     weight: float
+    windows: int
+    members: dict[str, _Work]
 
 
 @dataclass(slots=True)
@@ -38,9 +63,15 @@ class _Session:
         if event["type"] == "eval":
             self.paused_s += event["elapsed_s"]
         elif event["type"] == "window" and self._is_own(event):
-            weight = self.totals.add(event["ranks"]).weight
+            totals = self.totals.add(event["ranks"])
+            members = dict(self.marks[-1].members) if self.marks else {}
+            for row in event["ranks"]:
+                if row["weight"] > 0:
+                    known = members.get(row["member"], _Work())
+                    members[row["member"]] = known.plus(row, event.get("update_parts", 1))
             del self.marks[WARM_UP_WINDOWS + 1 :]
-            self.marks.append(_Mark(event["t"] - self.paused_s, weight))
+            t = event["t"] - self.paused_s
+            self.marks.append(_Mark(t, totals.weight, totals.windows, members))
 
     def _is_own(self, event: Event) -> bool:
         """Return whether this team did a window; a new main process records some once more."""
@@ -128,14 +159,43 @@ class EventTally:
         Returns:
             ``None`` below two windows.
         """
-        weight = measured_s = 0.0
-        for session in self._sessions:
-            if session.team == self._sessions[-1].team and session.marks:
-                middle = (session.totals.windows - 1) // 2
-                mark, last = session.marks[min(WARM_UP_WINDOWS, middle)], session.marks[-1]
-                weight += last.weight - mark.weight
-                measured_s += last.t - mark.t
+        measured_s = sum(last.t - mark.t for mark, last in self._spans())
+        weight = sum(last.weight - mark.weight for mark, last in self._spans())
         return weight / measured_s if measured_s > 0 else None
+
+    def speeds_alone(self) -> dict[str, float]:
+        """Return by member what each would have done alone, from the windows of ``speed``.
+
+        Alone it would have computed all of these windows as it has computed its part, and made the
+        whole update in each of them.
+
+        Returns:
+            Weight per second, of the members that had work in these windows.
+        """
+        weight, windows = 0.0, 0
+        done: dict[str, list[_Work]] = {}
+        for mark, last in self._spans():
+            weight += last.weight - mark.weight
+            windows += last.windows - mark.windows
+            for member, work in last.members.items():
+                done.setdefault(member, []).append(work.since(mark.members.get(member, _Work())))
+        speeds = {}
+        for member, parts in done.items():
+            own = _Work(*map(sum, zip(*parts, strict=True)))
+            if own.weight > 0 and own.windows:
+                alone_s = own.compute_s * weight / own.weight
+                alone_s += own.updates_s * windows / own.windows
+                if alone_s > 0:
+                    speeds[member] = weight / alone_s
+        return speeds
+
+    def _spans(self) -> list[tuple[_Mark, _Mark]]:
+        """Return the windows that count as speed: from a mark, exclusive, to another one."""
+        return [
+            (one.marks[min(WARM_UP_WINDOWS, (one.totals.windows - 1) // 2)], one.marks[-1])
+            for one in self._sessions
+            if one.team == self._sessions[-1].team and one.marks
+        ]
 
 
 def _totals(fields: Fields) -> Totals:
@@ -143,12 +203,27 @@ def _totals(fields: Fields) -> Totals:
     return Totals(windows=fields.whole("windows"), samples=fields.whole("samples"), **numbers)
 
 
+def _work(numbers: Any) -> _Work:
+    return _Work(*(Fields({"number": one}).number("number") for one in numbers))
+
+
 def _session(fields: Fields) -> _Session:
     times = {name: fields.number(name) for name in ("began_t", "ended_t", "paused_s")}
-    marks = [Fields({"t": t, "weight": weight}) for t, weight in fields.items("marks")]
+    marks = [
+        Fields({"t": t, "weight": weight, "windows": windows, "members": members})
+        for t, weight, windows, members in fields.items("marks")
+    ]
     return _Session(
         team=None if fields["team"] is None else tuple(fields.texts("team")),
         totals=_totals(fields.fields("totals")),
-        marks=[_Mark(one.number("t"), one.number("weight")) for one in marks],
+        marks=[
+            _Mark(
+                one.number("t"),
+                one.number("weight"),
+                one.whole("windows"),
+                {name: _work(work) for name, work in one.fields("members").values.items()},
+            )
+            for one in marks
+        ],
         **times,
     )

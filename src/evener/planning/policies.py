@@ -4,6 +4,7 @@ Only one rank plans; the others learn the plan. So nothing here needs to be repr
 on other machines, but it is deterministic, as a run that is replayed should be. Pure.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
@@ -33,16 +34,61 @@ _MOST_REASONS: Final = 8
 LEAST_APART: Final = 500
 
 
+#: Seconds that a slow or an idle rank has cost in all before it is worth a person's attention.
+NOTEWORTHY_S: Final = 2.0
+
+#: Standard errors by which one forecast must be below another one to count as better.
+_CLEARLY: Final = 3.0
+
+
 class Forecast(NamedTuple):
     """What a window is predicted to take; zeros where nothing is known.
 
     Attributes:
         window_s: Seconds, those of the exchange included.
         exchange_s: Seconds of the exchange.
+        error_s: Standard error of ``window_s``, by how much the measurements differ.
     """
 
-    window_s: float
-    exchange_s: float
+    window_s: float = 0.0
+    exchange_s: float = 0.0
+    error_s: float = 0.0
+
+    def is_clearly_below(self, other: "Forecast") -> bool:
+        """Return whether this window is shorter by more than the errors of both explain."""
+        noise_s = _CLEARLY * math.hypot(self.error_s, other.error_s)
+        return self.window_s < other.window_s - noise_s
+
+
+class Parking(NamedTuple):
+    """A decision to park ranks, with the forecasts that it rests on.
+
+    Attributes:
+        alone: The ranks to park, with the samples per second that each does alone; 0 where that
+            was never measured.
+        before: The forecast with them.
+        after: The forecast without them.
+    """
+
+    alone: Mapping[int, float]
+    before: Forecast = Forecast()
+    after: Forecast = Forecast()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks to park."""
+        return tuple(self.alone)
+
+    def pack(self) -> tuple[float, ...]:
+        """Return all of it as numbers, for ``unpack`` on the other ranks."""
+        return (*self.before, *self.after, *self.alone, *self.alone.values())
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[float]) -> "Parking":
+        """Return the decision that ``pack`` has told."""
+        before, after, rest = numbers[:3], numbers[3:6], numbers[6:]
+        ranks, speeds = map(int, rest[: len(rest) // 2]), rest[len(rest) // 2 :]
+        return cls(dict(zip(ranks, speeds, strict=True)), Forecast(*before), Forecast(*after))
 
 
 class Planner(ABC):
@@ -174,16 +220,20 @@ class Policy(Planner):
         """Give these ranks nothing to do until further notice."""
         return
 
-    def ranks_to_park(self, batch_size: int) -> frozenset[int]:
-        """Return the ranks without which a window is predicted to be no longer.
+    def decide_parking(self, batch_size: int, main: int) -> Parking | None:
+        """Return the ranks without which windows are predicted to be shorter, if there are any.
 
         Asked once a window. At least one rank stays.
+
+        Args:
+            batch_size: Samples of a window.
+            main: The main process; it stays where others are hardly faster.
         """
-        return frozenset()
+        return None
 
     def forecast(self, batch_size: int, away: frozenset[int]) -> Forecast:
         """Return what a window is predicted to take if these ranks are away, and no others."""
-        return Forecast(0.0, 0.0)
+        return Forecast()
 
     def windows_apart(self, batch_size: int, change_s: float) -> int:
         """Return after how many windows ranks that are parked now are to be tried again.

@@ -1,4 +1,4 @@
-"""Whole shares of a fixed sum with the earliest finish, and whether a rank is worth its exchange.
+"""Whole shares of a fixed sum with the earliest finish.
 
 Pure functions of predicted costs.
 """
@@ -58,26 +58,6 @@ def fastest_shares(
     ranks = costs, [size or total for size in micro_batch_sizes], least
     fewer, more = _nearly(total, ranks)
     return _between(fewer, more, total, ranks)
-
-
-def better_alone(
-    total: int,
-    costs: Sequence[CostModel],
-    micro_batch_sizes: Sequence[int | None],
-    together_s: float,
-) -> int | None:
-    """Return the rank that alone would finish the window before all together, if any.
-
-    Args:
-        total: Samples of the global batch.
-        costs: Cost by rank, in seconds.
-        micro_batch_sizes: Most samples in one micro-batch by rank, ``None`` for all in one.
-        together_s: Seconds of the window with the best shares of all ranks, less what averaging
-            takes of one rank that is alone.
-    """
-    alone_s = _seconds([total] * len(costs), costs, micro_batch_sizes)
-    fastest_s = min(alone_s)
-    return alone_s.index(fastest_s) if fastest_s < together_s else None
 
 
 def without_ones(

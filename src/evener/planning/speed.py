@@ -126,6 +126,16 @@ class SpeedModel:
         return len(self._recent) >= _SURPRISES_IN_A_ROW
 
     @property
+    def relative_error(self) -> float:
+        """Return the standard error of the cost, as a part of it; 0 where little is known."""
+        if self._cost is None:
+            return 0.0
+        fixed_s, per_sample_s, _ = self._cost
+        return relative_error(
+            [s / (fixed_s * batches + per_sample_s * n) for n, batches, s in self._recent]
+        )
+
+    @property
     def cost(self) -> CostModel:
         """Return the present estimate.
 
@@ -240,6 +250,15 @@ class SpeedModel:
             self._surprises = min(self._surprises, 0) - 1
         else:
             self._surprises = 0
+
+
+def relative_error(times: Sequence[float]) -> float:
+    """Return the standard error of the median of some times, as a part of it; 0 below two."""
+    middle = median(times) if len(times) > 1 else 0.0
+    if middle <= 0.0:
+        return 0.0
+    spread = 1.48 * median(abs(time - middle) for time in times)  # as a standard deviation
+    return 1.25 * spread / math.sqrt(len(times)) / middle
 
 
 def _fitted(windows: Sequence[_Observation]) -> CostModel:

@@ -7,7 +7,8 @@ they say nothing about speed.
 
 Times are noisy, with a heavy tail, so one slow window means nothing. How many in a row do, depends
 on how often the rank (or its peers) had such windows while nothing was wrong: at least three, and
-so many that chance would make them once in 100,000 windows.
+so many that chance would make them once in 100,000 windows. Nor is a rank named before the others
+have waited for it for a noteworthy time in all.
 """
 
 import math
@@ -18,6 +19,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple, final
 
+from evener.planning.policies import NOTEWORTHY_S
 from evener.planning.report import Report
 
 FACTOR: Final = 1.3
@@ -242,6 +244,8 @@ class StragglerWatch:
         pace.suspect.append((done, verdict.factor))
         pace.delay_s += _delay_s(rank, records)
         if pace.named is not None or pace.strikes < verdict.needed:
+            return None
+        if pace.delay_s < NOTEWORTHY_S:  # also of one that is alone, as nobody waits for it
             return None
         factor = median(ratio for _, ratio in pace.suspect)
         pace.named = Straggler(

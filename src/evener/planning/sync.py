@@ -8,10 +8,10 @@ from typing import Any, final
 from evener.errors import CheckpointError, ConfigError, ProtocolError
 from evener.planning.apportion import apportion
 from evener.planning.plan import WindowPlan
-from evener.planning.policies import LEAST_APART, ApplyPolicy, Forecast, Policy
+from evener.planning.policies import LEAST_APART, ApplyPolicy, Forecast, Parking, Policy
 from evener.planning.report import Report
-from evener.planning.shares import better_alone, fastest_shares, finish_s, without_ones
-from evener.planning.speed import CostModel, SpeedModel
+from evener.planning.shares import fastest_shares, finish_s, without_ones
+from evener.planning.speed import CostModel, SpeedModel, relative_error
 
 _DEAD_BAND = 0.02
 """Shares stay as they are while a change promises to save less of the window than this."""
@@ -95,7 +95,9 @@ class SyncPolicy(Policy):
         self._absent: frozenset[int] = frozenset()
         # Whether each rank that is present makes its part of the optimizer's update.
         self._divides_updates = False
-        # Windows in a row in which one rank alone was better; and by rank, in which it was idle.
+        # For how many windows in a row one rank alone was better, without which others; and by
+        # rank, for how many it was idle.
+        self._costly: tuple[int, ...] = ()
         self._alone_windows = 0
         self._useless_windows = [0] * len(members)
         # Seconds of exchanges, by the number of ranks that took part.
@@ -138,11 +140,15 @@ class SyncPolicy(Policy):
 
     def _exchange_of(self, num_ranks: int) -> float:
         """Return usual seconds of an exchange of so many ranks: as measured, or as with others."""
+        known = self._exchanges_with(num_ranks)
+        return median_low(known) if known else 0.0
+
+    def _exchanges_with(self, num_ranks: int) -> Sequence[float]:
         known = self._exchanges_s.get(num_ranks)
         if known is None and num_ranks > 1:
             nearest = min(self._exchanges_s, key=lambda n: (n == 1, abs(n - num_ranks)), default=1)
             known = self._exchanges_s[nearest] if nearest > 1 else None
-        return median_low(known) if known else 0.0
+        return known or ()
 
     @property
     def costs(self) -> tuple[CostModel, ...] | None:
@@ -257,16 +263,17 @@ class SyncPolicy(Policy):
         if ranks:
             self._occasion = f"without rank {', '.join(map(str, sorted(ranks)))}, which is parked"
 
-    def ranks_to_park(self, batch_size: int) -> frozenset[int]:
-        """Return the ranks without which a window would be no longer; see ``Policy``.
+    def decide_parking(self, batch_size: int, main: int) -> Parking | None:
+        """Return the ranks without which windows are predicted to be shorter; see ``Policy``.
 
         So the team is never slower than its fastest rank alone. It works in one of three ways: all
         ranks together; those which are worth a sample; the fastest rank alone. Other choices are
         no better, as long as an exchange takes as long with fewer ranks: the best shares of fewer
         ranks never finish earlier.
 
-        No rank is named if the window is predicted to be longer without it: where the update is
-        divided, a rank without samples still makes a part of it.
+        A rank that has work is parked only if the forecast without it is better by more than the
+        measurements differ. One without work is parked unless windows would be longer without it:
+        where the update is divided, it still makes a part of that.
 
         Ranks are named only after several windows in a row, so that noise parks no rank. A rank
         that is hardly measured counts while it has no work: it contributes nothing then, and each
@@ -279,54 +286,67 @@ class SyncPolicy(Policy):
         costs = None if undecided else self.costs
         if costs is None:
             self._forget_decisions()
-            return frozenset()
-        fastest = self._better_alone(batch_size, costs)
-        self._alone_windows = 0 if fastest is None else self._alone_windows + 1
-        shares = self._best_shares(batch_size, costs)[0]
+            return None
+        shares, best_s = self._best_shares(batch_size, costs)
         for rank in present:
             self._useless_windows[rank] = 0 if shares[rank] else self._useless_windows[rank] + 1
-        if fastest is not None and self._alone_windows >= _PATIENCE:
-            misfits = frozenset(present) - {fastest}
-        else:
-            misfits = frozenset(r for r in present if self._useless_windows[r] >= _PATIENCE)
-        if misfits and self._is_longer_without(misfits, batch_size):
-            return frozenset()
-        return misfits
+        alone = self._better_alone(batch_size, main, best_s + self.exchange_s)
+        is_same = alone is not None and alone.ranks == self._costly
+        self._alone_windows = self._alone_windows + 1 if is_same else int(alone is not None)
+        self._costly = () if alone is None else alone.ranks
+        if self._alone_windows >= _PATIENCE:
+            return alone
+        useless = tuple(r for r in present if self._useless_windows[r] >= _PATIENCE)
+        if not useless:
+            return None
+        found = self._parking(useless, batch_size)
+        return found if found.after.window_s <= found.before.window_s else None
 
-    def _is_longer_without(self, ranks: frozenset[int], batch_size: int) -> bool:
-        present_s = self.forecast(batch_size, self._away).window_s
-        return self.forecast(batch_size, self._away | ranks).window_s > present_s
+    def _better_alone(self, batch_size: int, main: int, together_s: float) -> Parking | None:
+        """Return the parking of all ranks but one, if that one is clearly faster alone.
+
+        Args:
+            batch_size: Samples of a window.
+            main: The rank that stays unless another one is clearly faster.
+            together_s: Seconds of a window of those ranks that are worth a sample.
+        """
+        costs, sizes = _presumed_costs(self._speeds) or (), self.micro_batch_sizes
+        alone_s = {r: costs[r].seconds(batch_size, sizes[r]) for r in self._present}
+        kept = min(alone_s, key=lambda r: alone_s[r])
+        # Forecasts of thousands of ranks take their time, and few teams come to need them.
+        if alone_s[kept] + self._exchange_of(1) >= together_s:
+            return None
+        if main in alone_s and main != kept:
+            away = self._away.union(self._present)
+            best, own = (self.forecast(batch_size, away - {r}) for r in (kept, main))
+            kept = kept if best.is_clearly_below(own) else main
+        found = self._parking(tuple(r for r in self._present if r != kept), batch_size)
+        return found if found.after.is_clearly_below(found.before) else None
+
+    def _parking(self, ranks: tuple[int, ...], batch_size: int) -> Parking:
+        speeds = self.solo_speeds(batch_size)
+        before, after = (self.forecast(batch_size, self._away.union(r)) for r in ((), ranks))
+        return Parking({r: speeds[r] for r in ranks}, before, after)
 
     def _forget_decisions(self) -> None:
-        self._alone_windows = 0
+        self._costly, self._alone_windows = (), 0
         self._useless_windows = [0] * len(self.members)
-
-    def _better_alone(self, batch_size: int, costs: Sequence[CostModel]) -> int | None:
-        present = self._present
-        shares, best_s = self._best_shares(batch_size, costs)
-        num_working = sum(map(bool, shares))
-        together_s = best_s + self._exchange_of(num_working) - self._exchange_of(1)
-        parts = len(present) if self._divides_updates else 1
-        fastest = better_alone(
-            batch_size,
-            [costs[r]._replace(window_s=costs[r].window_s * parts) for r in present],
-            [self.micro_batch_sizes[r] for r in present],
-            math.inf if num_working == 1 else together_s,
-        )
-        return None if fastest is None else present[fastest]
 
     def forecast(self, batch_size: int, away: frozenset[int]) -> Forecast:
         """Return what a window takes if these ranks are away; see ``Policy``."""
         working = [r for r in range(len(self.members)) if r not in away]
         known = _presumed_costs(self._speeds)
         if known is None:
-            return Forecast(0.0, 0.0)
+            return Forecast()
         costs = self._with_updates(known, len(working))
         ranks = [costs[r] for r in working], [self.micro_batch_sizes[r] for r in working]
         exchange_s = self._exchange_of(len(working))
         finished_s = finish_s(fastest_shares(batch_size, *ranks), *ranks)
         compute_s = max([finished_s, *(cost.window_s for cost in ranks[0])])
-        return Forecast(compute_s + exchange_s, exchange_s)
+        differs = max(self._speeds[r].relative_error for r in working)
+        exchanges_s = self._exchanges_with(len(working))
+        error_s = math.hypot(compute_s * differs, exchange_s * relative_error(exchanges_s))
+        return Forecast(compute_s + exchange_s, exchange_s, error_s)
 
     def windows_apart(self, batch_size: int, change_s: float) -> int:
         """Return after how many windows parked ranks are tried again; see ``Policy``.
@@ -334,7 +354,7 @@ class SyncPolicy(Policy):
         The less often, the more a trial costs: it takes 1 % of the time at most.
         """
         costs, everyone = self.costs, self.forecast(batch_size, self._absent)
-        now_s, exchange_s = self.forecast(batch_size, self._away)
+        now_s, exchange_s, _ = self.forecast(batch_size, self._away)
         if costs is None or not self._parked or now_s <= 0.0:
             return LEAST_APART
         sizes = self.micro_batch_sizes

@@ -6,6 +6,7 @@ from typing import Any, Final
 import numpy as np
 
 from evener.observe.events import SPANS
+from evener.observe.multiples import SPEEDS_CHANGED, multiples
 from evener.observe.numbers import human_duration
 from evener.observe.tally import WARM_UP_WINDOWS
 from evener.run_report.history import Lane, RunHistory, SavedCheckpoint
@@ -50,7 +51,7 @@ def figures(
     """
     lanes, cells = in_order(history)
     parked = [lane.member in history.parked for lane in lanes]
-    solo = _solo_speeds(lanes, cells, facts, history.team_since, parked)
+    speed, solo = _speeds(lanes, cells, facts, history.team_since)
     waits = Waits.of(cells)
     ranks = _ranks(history, lanes, cells, solo, waits)
     if history.num_omitted:
@@ -59,7 +60,7 @@ def figures(
         "name": name,
         "notes": list(notes),
         "run": _run(history, facts),
-        "team": _team(history, cells, facts, solo),
+        "team": _team(history, cells, facts, speed, solo),
         "ranks": ranks,
         "straggler": _straggler(ranks, waits, history, float(cells["length_s"].sum())),
         "series": _series(cells, parked, most_numbers // runs),
@@ -148,33 +149,41 @@ def _unit(history: RunHistory) -> str:
     return str(history.facts.get("unit") or "samples")
 
 
-def _solo_speeds(
-    lanes: Sequence[Lane],
-    cells: Cells,
-    facts: SummaryFacts,
-    since: int,
-    parked: Sequence[bool],
-) -> tuple[Floats, str]:
-    """Return units per second of each rank alone, NaN where unknown, and where they come from.
+def _speeds(
+    lanes: Sequence[Lane], cells: Cells, facts: SummaryFacts, since: int
+) -> tuple[float | None, tuple[Floats, str]]:
+    """Return the team's units per second, those of each rank alone, and where these come from.
 
-    Those who had left before the present team began, in window ``since``, have none.
+    The team's are those of the windows, or the rounds, from which the others come; ``None`` where
+    it was not measured there. Ranks without work there have NaN.
+
+    Args:
+        lanes: The ranks.
+        cells: Their windows.
+        facts: What the summary says.
+        since: The window in which the present team began; earlier ones do not count.
     """
     if facts.solo:  # of the members at the end
-        return np.array([facts.solo.get(lane.member, np.nan) for lane in lanes]), facts.solo_source
-    alone = ratio(cells["weight"].sum(axis=1), cells["compute_s"].sum(axis=1))
-    done = np.cumsum(cells["windows"])
-    latest = done > 0.9 * done[-1] if len(done) else np.zeros(0, bool)
-    own = latest & (cells["first"] >= since)
-    recent = cells["weight"][:, own if own.any() else latest]
-    return np.where(np.logical_or(recent.sum(axis=1) > 0, parked), alone, np.nan), "compute time"
+        solo = np.array([facts.solo.get(lane.member, np.nan) for lane in lanes])
+        return facts.beside_solo, (solo, facts.solo_source)
+    counts = _counted(cells, since)
+    weight = cells["weight"][:, counts].sum(axis=1)
+    solo = ratio(weight, cells["compute_s"][:, counts].sum(axis=1))
+    return _speed(cells, since), (np.where(weight > 0, solo, np.nan), "compute time")
 
 
 def _team(
-    history: RunHistory, cells: Cells, facts: SummaryFacts, solo: tuple[Floats, str]
+    history: RunHistory,
+    cells: Cells,
+    facts: SummaryFacts,
+    beside: float | None,
+    solo: tuple[Floats, str],
 ) -> dict[str, Any]:
-    speed, ideal = facts.speed, float(np.nansum(solo[0]))
+    speed = facts.speed
     if speed is None:
         speed = _speed(cells, history.team_since)
+    known_solos = [float(one) for one in solo[0] if one > 0]
+    times = multiples(beside, known_solos)
     spent = {f"{span}_s": float(cells[f"{span}_s"].sum()) for span in SPANS}
     sent = float(cells["sent_bytes"].sum())
     total_s = sum(spent.values())
@@ -184,16 +193,16 @@ def _team(
     heldout = facts.heldout_loss
     if heldout is None and evals:
         heldout = evals[-1]
-    best = float(np.fmax.reduce(solo[0], initial=0.0))
     return {
         "samples": number(float(cells["samples"].sum())),
         "weight": number(float(cells["weight"].sum())),
         "speed": number(speed),
         "solo_source": solo[1],
-        "best_alone": number(best) if best > 0 else None,
-        "ideal": number(ideal) if ideal > 0 else None,
-        "of_best_alone": number(speed / best) if speed and best > 0 else None,
-        "of_ideal": number(speed / ideal) if speed and ideal > 0 else None,
+        "best_alone": number(max(known_solos)) if known_solos else None,
+        "ideal": number(times.ideal),
+        "of_best_alone": number(times.of_best),
+        "of_ideal": number(times.of_ideal),
+        "no_multiple": SPEEDS_CHANGED if times.speeds_changed else None,
         "equal_split": number(facts.equal_split),
         "last_loss": number(float(known[-1])) if len(known) else None,
         "heldout_loss": number(heldout),
@@ -207,11 +216,16 @@ def _team(
 
 def _speed(cells: Cells, since: int) -> float | None:
     """Return units per second after the warm-up from a window on, without evaluations."""
-    done = np.cumsum(np.where(cells["first"] >= since, cells["windows"], 0.0))
-    first = min(WARM_UP_WINDOWS, (int(done[-1]) - 1) // 2) + 1 if len(done) else 0
-    counts = done > first
+    counts = _counted(cells, since)
     length_s = float(cells["length_s"][counts].sum())
     return float(cells["weight"][:, counts].sum() / length_s) if length_s > 0 else None
+
+
+def _counted(cells: Cells, since: int) -> Any:
+    """Return which cells count as speed: those after the warm-up from a window on."""
+    done = np.cumsum(np.where(cells["first"] >= since, cells["windows"], 0.0))
+    first = min(WARM_UP_WINDOWS, (int(done[-1]) - 1) // 2) + 1 if len(done) else 0
+    return done > first
 
 
 def _ranks(

@@ -151,6 +151,7 @@ _OVERVIEW: Final = (
     ("equal split", "team", "equal_split", human_count),
     ("team / fastest rank", "team", "of_best_alone", _times),
     ("team / ideal", "team", "of_ideal", _percent),
+    ("no multiple is shown, as", "team", "no_multiple", text),
     ("time computing", "team", "compute_fraction", _percent),
     ("time waiting for others", "team", "wait_fraction", _percent),
     ("time exchanging", "team", "sync_fraction", _percent),
@@ -160,7 +161,6 @@ _OVERVIEW: Final = (
 
 _SOURCES: Final = {
     "measured": "was measured by each rank alone",
-    "speed model": "is predicted by the speed model",
     "compute time": "is what it did per second of its own compute time",
 }
 

@@ -23,6 +23,7 @@ class SummaryFacts:
         speed: Units per second of the team after the warm-up.
         solo: Units per second of members alone, as far as known.
         solo_source: How those were found.
+        beside_solo: Units per second of the team in the windows from which those come.
         equal_split: Units per second of the team with equal shares.
         heldout_loss: At the end.
         steps: Optimizer steps.
@@ -35,6 +36,7 @@ class SummaryFacts:
     speed: float | None = None
     solo: dict[str, float] = field(default_factory=dict)
     solo_source: str = ""
+    beside_solo: float | None = None
     equal_split: float | None = None
     heldout_loss: float | None = None
     steps: int | None = None
@@ -55,6 +57,7 @@ def read_facts(document: Any) -> SummaryFacts:
         speed=_number(fields, "tokens_per_s", least=0.0),
         solo=_solo(fields),
         solo_source=fields.text("solo_source") if "solo_source" in fields else "",
+        beside_solo=_number(fields, "beside_solo_tokens_per_s", least=0.0),
         equal_split=_number(fields, "equal_split_tokens_per_s", least=0.0),
         heldout_loss=_number(fields, "heldout_loss"),
         steps=fields.whole("steps") if "steps" in fields else None,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Final
 
+from evener.observe.multiples import multiples
 from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ANCHOR, MAX_ANCHOR, ElChe
 from evener.planning.guard import NoGuard
@@ -67,10 +68,10 @@ class TeamSpec:
         """Return the samples of an optimizer step under a policy."""
         return self.batch_size if policy is ApplyPolicy.SYNC else self.local_batch_size
 
-    def ideal(self, policy: ApplyPolicy) -> float:
-        """Return the sum of what ranks do alone, in samples per second."""
+    def alone(self, policy: ApplyPolicy) -> list[float]:
+        """Return what each rank does alone, in samples per second."""
         size = self.batch_of(policy)
-        return sum(rank.alone(size) for rank in self.ranks)
+        return [rank.alone(size) for rank in self.ranks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,8 @@ class TeamPrediction:
     Attributes:
         policy: The policy.
         samples_per_s: Throughput of the team.
-        of_ideal: That over the sum of what all ranks do alone.
+        of_ideal: That over the sum of what all ranks do alone; ``None`` where speeds changed
+            meanwhile, as those of a measured run may.
         wait: Part of the time of ranks at work in which they wait for others, from 0 to 1.
         exchange: Part in which they exchange gradients, or average.
         bookkeeping: Part that is neither that nor compute.
@@ -95,7 +97,7 @@ class TeamPrediction:
 
     policy: ApplyPolicy
     samples_per_s: float
-    of_ideal: float
+    of_ideal: float | None
     wait: float
     exchange: float
     bookkeeping: float
@@ -175,7 +177,7 @@ def _sum_up(
     return TeamPrediction(
         policy=policy,
         samples_per_s=speed,
-        of_ideal=speed / team.ideal(policy),
+        of_ideal=multiples(speed, team.alone(policy)).of_ideal,
         wait=wait,
         exchange=exchange,
         bookkeeping=max(0.0, 1.0 - compute - wait - exchange),

@@ -75,10 +75,10 @@ class SimulatedSync:
             self._plan()
         self.observe()
         self.decide()
-        misfits = self.policy.ranks_to_park(self.batch_size)
+        parking = self.policy.decide_parking(self.batch_size, self.present[0])
         window = self.compute()
-        if misfits:
-            self._park(self.parked | misfits)
+        if parking is not None:
+            self._park(self.parked.union(parking.ranks))
         elif self.parked and self.windows >= self._recall_at:
             self._change(frozenset(), work_for_all=math.inf)
         return window

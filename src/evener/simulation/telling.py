@@ -92,7 +92,7 @@ def _row(team: TeamSpec, one: TeamPrediction) -> list[str]:
     return [
         str(one.policy),
         human_count(one.samples_per_s),
-        f"{one.of_ideal:.0%}",
+        f"{one.of_ideal:.0%}" if one.of_ideal is not None else "–",
         f"{one.wait:.1%}",
         f"{one.exchange:.1%}",
         f"{one.bookkeeping:.1%}",

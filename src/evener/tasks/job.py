@@ -474,7 +474,6 @@ class Job(EpochLoop):
             self.ddp,
             self.tally,
             self.folder,
-            batch_size=self.config.batch_size,
             unit=task.unit,
             heldout_loss=self.heldout_loss,
             speeds=speeds,

@@ -134,7 +134,6 @@ def summarise(
     tally: RunTally,
     folder: Path,
     *,
-    batch_size: int,
     speeds: Speeds | None,
     checkpoint: Path | None,
     **figures: Any,
@@ -145,8 +144,7 @@ def summarise(
         ddp: The team.
         tally: The run's events.
         folder: The run folder.
-        batch_size: Samples of a global batch.
-        speeds: What was measured; else solo speeds come from the speed model.
+        speeds: What was measured; else solo speeds come from the run's windows.
         checkpoint: The newest one.
         **figures: Further fields of the summary.
     """
@@ -160,12 +158,15 @@ def summarise(
     members = [m for m in ddp.members if m.rank in team.everyone]
     done = [sums.members.get(m.member, Totals()) for m in members]
     gone = sums.members.keys() - {m.member for m in members}
-    solos = speeds.solo if speeds else _modelled_speeds(ddp, sums, batch_size)
-    ranks = {m.rank for m in members}
+    alone = sums.speeds_alone()
+    if speeds:
+        alone = {m.member: speeds.solo[m.rank] for m in members}
+    by_rank = {m.rank: alone.get(m.member) for m in members}
     return RunSummary(
         tokens_per_s=sums.speed(),
-        solo_tokens_per_s=tuple(s if r in ranks else None for r, s in enumerate(solos)),
-        solo_source="measured" if speeds else "speed model",
+        solo_tokens_per_s=tuple(by_rank.get(rank) for rank in range(max(by_rank) + 1)),
+        solo_source="measured" if speeds else "compute time",
+        beside_solo_tokens_per_s=speeds.team if speeds else sums.speed(),
         side_by_side_tokens_per_s=speeds.side_by_side if speeds else None,
         equal_split_tokens_per_s=speeds.equal_split if speeds else None,
         committed_tokens=ddp.progress.weight,
@@ -199,13 +200,6 @@ def summarise(
         versions=dict(own.versions),
         **figures,
     )
-
-
-def _modelled_speeds(ddp: Loop, sums: EventTally, batch_size: int) -> tuple[float | None, ...]:
-    done = sums.total
-    per_sample = done.weight / done.samples if done.samples else 1.0
-    modelled = ddp.assembly.policy.solo_speeds(batch_size)
-    return tuple(s * per_sample if s else None for s in modelled)
 
 
 def show(summary: RunSummary) -> None:

@@ -33,12 +33,15 @@ class Speeds:
         solo: Each rank alone, with an optimizer step for each global batch, others idle.
         side_by_side: The sum of what ranks do when all work at the same time, on shares by speed,
             each stepping its optimizer by itself, without any exchange; ``None`` for one rank.
-        equal_split: All ranks with equal shares, which exchange gradients and update as the team
-            does; ``None`` where the team's policy exchanges none.
+        team: All ranks on shares by speed, which exchange gradients and update as the team does;
+            ``None`` for one rank, and where the team's policy exchanges none.
+        equal_split: All ranks with equal shares, in the same way; ``None`` where the team's policy
+            exchanges no gradients.
     """
 
     solo: tuple[float, ...]
     side_by_side: float | None
+    team: float | None
     equal_split: float | None
 
 
@@ -79,6 +82,8 @@ class Rehearsal:
             ways.append(self._shares_by_speed())
         num_alone = len(ways)
         if isinstance(self._engine, SyncEngine):
+            if world_size > 1:
+                ways.append(ways[-1])
             ways.append([*apportion(self._batch_size, [1.0] * world_size)])
         speeds: list[list[float]] = [[] for _ in ways]
         is_divided = self._sharded.is_on
@@ -97,10 +102,12 @@ class Rehearsal:
             self._use(is_divided=is_divided)
         # The first round, a short one, pays for caches and allocations.
         medians = [median(of_way[1:]) for of_way in speeds]
+        together = medians[num_alone:]
         return Speeds(
             solo=tuple(medians[:world_size]),
             side_by_side=medians[world_size] if world_size > 1 else None,
-            equal_split=medians[num_alone] if len(ways) > num_alone else None,
+            team=together[0] if len(together) > 1 else None,
+            equal_split=together[-1] if together else None,
         )
 
     def _use(self, *, is_divided: bool) -> None:

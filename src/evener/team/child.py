@@ -17,7 +17,7 @@ from evener.team.channel import CHANNEL_FD, Channel
 from evener.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
 from evener.team.failures import add_notes, describe, exit_code_of
 from evener.team.host import available_cores, threads_per_rank
-from evener.team.terminal import say
+from evener.team.terminal import TERMINAL_FDS, allow_unmarked, say
 
 #: Set by evener's launcher: its own process number.
 PARENT_PID = "EVENER_PARENT_PID"
@@ -127,6 +127,8 @@ def prepare_rank() -> Channel | None:
     die_with(int(os.environ[PARENT_PID]))
     if given := os.environ.pop(CHANNEL_FD, None):
         _supervisors.append(Channel(socket.socket(fileno=int(given))))
+    if given_to_us := os.environ.pop(TERMINAL_FDS, None):
+        allow_unmarked([*map(int, given_to_us.split(","))])
     faulthandler.enable()
     sys.unraisablehook = _show_unraisable
     if STORE_FD in os.environ:

@@ -29,7 +29,7 @@ from evener.team.host import threads_per_rank
 from evener.team.output import OutputPump
 from evener.team.process_state import KernelState, describe_halt, state_of
 from evener.team.signals import start_in_silence
-from evener.team.terminal import say
+from evener.team.terminal import TERMINAL_FDS, say
 
 # ── what ranks are given ─────────────────────────────────────────────────────────────────────────
 
@@ -42,6 +42,7 @@ _FOREIGN = frozenset(
     {
         CHANNEL_FD,
         STORE_FD,
+        TERMINAL_FDS,
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
         "ROLE_NAME",
@@ -249,6 +250,7 @@ class Supervisor(ABC):
         self.children: list[Child] = []
         self._lifeline: subprocess.Popen[bytes] | None = None
         self._pump = OutputPump()
+        self._terminal: tuple[int, ...] = ()  # our output and error, for the main process
         self._deadline: float | None = None  # on the monotonic clock; None while nobody has to end
         self._lateness = ""  # what is said of those who miss it
         self._settles_at: float | None = None  # likewise; None while no rank has lost another
@@ -299,6 +301,8 @@ class Supervisor(ABC):
                     start_new_session=True,
                 )
             self._pump.start()
+            with suppress(OSError):  # closed, or too many are open: lines stay marked then
+                self._terminal = (os.dup(1), os.dup(2))
             yield
             self._watch()
         finally:
@@ -347,15 +351,18 @@ class Supervisor(ABC):
         ours, theirs = socket.socketpair()
         handed = {**handed, CHANNEL_FD: theirs.fileno()}
         target = None if is_first else subprocess.PIPE
+        terminal = () if is_first else self._terminal
+        marked = {TERMINAL_FDS: ",".join(map(str, terminal))} if terminal else {}
+        given = {name: str(number) for name, number in handed.items()}
         try:
             with theirs:
                 process = subprocess.Popen(
                     command,
-                    env={**environ, **{name: str(number) for name, number in handed.items()}},
+                    env={**environ, **given, **marked},
                     stdin=self.stdin if is_first else subprocess.DEVNULL,
                     stdout=target,
                     stderr=target,
-                    pass_fds=list(handed.values()),
+                    pass_fds=[*handed.values(), *terminal],
                     start_new_session=True,
                 )
         except OSError as error:
@@ -440,6 +447,8 @@ class Supervisor(ABC):
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(_DEATH_S)
         self._drain()
+        for descriptor in self._terminal:
+            os.close(descriptor)
         for child in self.children:
             child.channel.close()
         if self._lifeline is not None:

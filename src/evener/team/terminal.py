@@ -2,9 +2,31 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Final, TextIO
+
+#: Set by evener's launcher for ranks whose lines it marks: descriptors of its own output and error.
+TERMINAL_FDS: Final = "EVENER_TERMINAL_FDS"
 
 CLEAR_LINE = "\r\x1b[2K"
+
+
+class _Output:
+    """Standard output or error of a rank whose lines the launcher marks."""
+
+    def __init__(self, number: int, pipe: int, terminal: int) -> None:
+        self.pipe, self.terminal = pipe, terminal
+        self._number, self._in_use = number, pipe
+
+    def use(self, target: int, stream: TextIO) -> None:
+        if target != self._in_use and os.path.sameopenfile(self._number, self._in_use):
+            stream.flush()
+            os.dup2(target, self._number)
+            self._in_use = target
+
+
+_outputs: list[_Output] = []
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -23,6 +45,28 @@ def say(text: str, end: str = "\n") -> None:
 def warn(text: str) -> None:
     """Write a warning to standard error; see ``say``."""
     say(f"warning: {text}")
+
+
+def allow_unmarked(descriptors: Sequence[int]) -> None:
+    """Take over the launcher's own output and error, for ``write_unmarked``.
+
+    Args:
+        descriptors: Those of the launcher's terminal, which this process has inherited.
+    """
+    for number, descriptor in enumerate(descriptors, start=1):
+        os.set_inheritable(descriptor, False)  # what this process starts inherits the one in use
+        _outputs.append(_Output(number, os.dup(number), descriptor))
+
+
+def write_unmarked(is_main: bool) -> None:
+    """Write to the terminal as rank 0 does while this rank is the main process.
+
+    Otherwise the launcher marks each line with the rank. Without effect on rank 0, which is never
+    marked, without evener's launcher, and on output that the user has redirected.
+    """
+    for stream, output in zip((sys.stdout, sys.stderr), _outputs, strict=False):
+        with suppress(OSError, ValueError):
+            output.use(output.terminal if is_main else output.pipe, stream)
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def make(solos: tuple[float | None, ...], team: float | None, **changes: Any) ->
         "tokens_per_s": team,
         "solo_tokens_per_s": solos,
         "solo_source": "measured",
+        "beside_solo_tokens_per_s": team,
         "equal_split_tokens_per_s": None,
         "heldout_loss": 2.3456,
         "committed_tokens": 1_200_000.0,
@@ -124,9 +126,35 @@ def test_no_rank_contributes_more_than_the_run(
 
 
 def test_predicted_speeds_say_so_once() -> None:
-    summary = make((1000.0, 400.0), 1310.0, solo_source="speed model")
-    assert "predicted by the speed model" in verdict(summary)[0]
-    assert "model" not in table_text(summary)
+    summary = make((1000.0, 400.0), 1310.0, solo_source="compute time")
+    assert "by what each rank did per second of its own compute time" in verdict(summary)[0]
+    assert "compute time" not in table_text(summary)
+
+
+@pytest.mark.parametrize(
+    ("solos", "beside", "said"),
+    [
+        ((300.0, 200.0), 880.0, "the team is not compared with its ranks alone: speeds changed"),
+        ((300.0, 200.0), 526.0, "the team is not compared with its ranks alone: speeds changed"),
+        ((300.0, 200.0), 520.0, "the team did 1.73x rank 0 alone"),
+        ((300.0, 200.0), None, "the team is not compared with its ranks alone: they were measured"),
+    ],
+)
+def test_no_multiple_that_cannot_be(
+    solos: tuple[float, ...], beside: float | None, said: str
+) -> None:
+    summary = make(solos, 450.0, beside_solo_tokens_per_s=beside, equal_split_tokens_per_s=100.0)
+    lines = verdict(summary)
+    assert lines[0].startswith(said)
+    if not said.startswith("the team did"):
+        assert summary.to_json()["of_ideal"] is None
+        assert contributions(summary) == ["–", "–"]
+        assert not any(re.search(r"\d(x|%)", line) for line in lines), lines
+
+
+def test_a_parked_rank_need_not_be_known_alone() -> None:
+    summary = make((1000.0, None), 990.0, parked=(1,))
+    assert verdict(summary)[0] == "the team did 0.99x rank 0 alone"
 
 
 def test_each_fact_is_said_once() -> None:
@@ -150,7 +178,7 @@ def test_each_fact_is_said_once() -> None:
 
 def test_best_team_of_several_others() -> None:
     summary = make((1000.0, 1000.0, 500.0), 2000.0)
-    assert summary.of_ideal == 0.8
+    assert summary.multiples.of_ideal == 0.8
     assert best_speed_without(summary, 2) == 1600.0
     assert contribution(summary, 2) == pytest.approx(0.2)
     # Where the exchange eats everything, the best of the others works alone.

@@ -1,8 +1,11 @@
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from evener.observe.events import make_event
+from evener.observe.multiples import multiples
 from evener.observe.tally import EventTally
 from helpers.event_cases import committed_window, started
 from helpers.lineage import effective_events
@@ -175,3 +178,53 @@ def test_elapsed_time_leaves_out_the_time_between_sessions() -> None:
         )
     )
     assert tally.elapsed_s == 2.0 + 1.5, "window 2 of the first session is void"
+
+
+@settings(deadline=None, derandomize=True, max_examples=100, database=None)
+@given(
+    windows=st.lists(
+        st.tuples(
+            st.lists(st.floats(0.01, 10.0), min_size=2, max_size=2),
+            st.integers(1, 9),
+            st.sampled_from(["", "", "", "run_resumed", "reformed", "pause"]),
+        ),
+        min_size=2,
+        max_size=40,
+    )
+)
+def test_no_team_does_more_than_its_ranks_alone(windows: list[Any]) -> None:
+    """Whatever speeds do, and whether the run is resumed or its team formed anew meanwhile."""
+    tally, t = EventTally(), 0.0
+    tally.add(started())
+    for number, (seconds, samples, event) in enumerate(windows):
+        if event == "pause":
+            t += 100.0
+            tally.add(make_event("run_resumed", t=t, window=number, path="x", new_data=False))
+        elif event == "run_resumed":
+            tally.add(make_event(event, t=t, window=number, path="x", new_data=False))
+        elif event == "reformed":
+            members = ["a", "b"]
+            tally.add(make_event(event, t=t, window=number, generation=1, members=members))
+        t += max(seconds)
+        times_s = tuple((own_s, max(seconds) - own_s, 0.0) for own_s in seconds)
+        tally.add(committed_window(number, t=t, samples=(samples, 10 - samples), times_s=times_s))
+        tally = EventTally.from_json(tally.to_json())
+        alone = tally.speeds_alone()
+        found = multiples(tally.speed(), alone.values())
+        assert not found.speeds_changed
+        assert found.of_ideal is None or found.of_ideal <= 1.0 + 1e-9
+    if not any(event for _, _, event in windows):
+        assert found.of_ideal is not None
+
+
+def test_a_rank_alone_makes_the_whole_update_for_all_samples() -> None:
+    """Of 0.7 s for six of ten samples 0.1 s was half of the update: alone 1.0 s and 0.2 s."""
+    tally = EventTally.of([started(), *(_sharded(window) for window in range(9))])
+    assert tally.speeds_alone()["a"] == pytest.approx(100 / 1.2)
+
+
+def _sharded(window: int) -> Any:
+    event = committed_window(window) | {"update_parts": 2}
+    for row in event["ranks"]:
+        row["update_s"] = 0.1
+    return event

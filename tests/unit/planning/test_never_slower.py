@@ -3,10 +3,11 @@
 import random
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.planning.policies import LEAST_APART
+from evener.planning.policies import LEAST_APART, Parking
 from evener.planning.speed import CostModel
 from evener.planning.sync import SyncPolicy
 from evener.simulation.simulated_rank import Link, SimulatedRank
@@ -23,6 +24,15 @@ class Constant(Link):
 
     def exchange_s(self, num_ranks: int) -> float:
         return self.transfer_s if num_ranks > 1 else 0.0
+
+
+class NoisyLink(Constant):
+    """The same with one-sided noise."""
+
+    source = random.Random(0)
+
+    def exchange_s(self, num_ranks: int) -> float:
+        return super().exchange_s(num_ranks) * (1.0 + 0.3 * self.source.expovariate(1.0))
 
 
 class Noisy(SimulatedRank):
@@ -47,6 +57,8 @@ class Ranks:
         noise: float = 0.0,
         *,
         divides: bool = False,
+        seed: int = 0,
+        link: type[Constant] = Constant,
     ) -> None:
         self.costs, self.batch_size, self.noise = costs, batch_size, noise
         self.size = max(1, -(-batch_size // len(costs)))
@@ -55,21 +67,37 @@ class Ranks:
         )
         fastest_s = min(cost.per_sample_s for cost in costs)
         policy.calibrate([fastest_s / cost.per_sample_s for cost in costs])
-        source = random.Random(0)
+        source = random.Random(seed)
         self.team = SimulatedSync(
             [Noisy(cost, self.size, noise, source) for cost in costs],
-            Constant(transfer_s=exchange_s),
+            link(transfer_s=exchange_s),
             policy,
             batch_size=batch_size,
             num_samples=NEVER_ENDING,
             divides_updates=divides,
         )
+        self.policy = policy
         #: Seconds of every window, and who worked in it.
         self.windows: list[tuple[float, tuple[int, ...]]] = []
 
     def alone_s(self) -> float:
         """Seconds of a window of the fastest rank alone."""
         return min(cost.seconds(self.batch_size, self.size) for cost in self.costs)
+
+    def decisions(self, num_windows: int) -> list[tuple[Parking, frozenset[int]]]:
+        """Each decision to park ranks in so many windows, and who had no share then."""
+        found: list[tuple[Parking, frozenset[int]]] = []
+        decide = self.policy.decide_parking
+
+        def note(batch_size: int, main: int) -> Parking | None:
+            if (parking := decide(batch_size, main)) is not None:
+                plan = self.policy.plan(0, 0, 0, batch_size)
+                found.append((parking, frozenset(r for r, s in enumerate(plan.shares) if not s)))
+            return parking
+
+        self.policy.decide_parking = note  # type: ignore[method-assign]
+        self.run(num_windows)
+        return found
 
     def run(self, num_windows: int) -> None:
         self.windows += [(w.length_s, w.present) for w in self.team.run(num_windows)]
@@ -122,3 +150,29 @@ def test_parked_ranks_do_not_come_and_go(team: Ranks) -> None:
     assert changes <= 4 * (1 + len(settled) // LEAST_APART)
     spent_s = sum(seconds for seconds, _ in settled)
     assert spent_s <= 1.02 * (1.0 + 2 * team.noise) * team.alone_s() * len(settled)
+
+
+@BOUNDED
+@given(team=teams(noise=0.3))
+def test_whoever_is_parked_makes_windows_longer_by_the_forecasts_that_are_told(team: Ranks) -> None:
+    for parking, idle in team.decisions(3 * DECIDED):
+        if parking.after.window_s >= parking.before.window_s:
+            assert parking.after.window_s == parking.before.window_s
+            assert idle.issuperset(parking.ranks)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_ranks_that_are_equally_fast_the_main_process_stays(seed: int) -> None:
+    costs = [CostModel(0.0, 1e-3)] * 2
+    team = Ranks(costs, exchange_s=0.1, batch_size=16, noise=0.3, seed=seed, link=NoisyLink)
+    team.run(2 * DECIDED)
+    assert team.team.parked == {1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_parks_no_rank_that_helps_a_little(seed: int) -> None:
+    """Together a window takes 14 ms, that of one rank alone 16 ms."""
+    costs = [CostModel(0.0, 1e-3)] * 2
+    team = Ranks(costs, exchange_s=6e-3, batch_size=16, noise=0.3, seed=seed, link=NoisyLink)
+    team.run(3 * DECIDED)
+    assert not team.team.parked

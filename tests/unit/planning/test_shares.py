@@ -10,7 +10,6 @@ from evener.errors import ConfigError
 from evener.planning import shares as shares_module
 from evener.planning.apportion import apportion
 from evener.planning.shares import (
-    better_alone,
     fastest_shares,
     finish_s,
     in_whole_micro_batches,
@@ -162,66 +161,6 @@ def test_what_it_costs_to_find_shares(monkeypatch, costs, samples_a_rank, size):
     assert sum(fastest_shares(total, costs, [size] * len(costs))) == total
     assert len(tried) <= 12
     assert total <= sum(tried[-1]) <= total + len(costs)
-
-
-# ── better_alone ─────────────────────────────────────────────────────────────────────────────────
-
-FAST, SLOW, USELESS = CostModel(0.001, 0.01), CostModel(0.003, 0.03), CostModel(0.1, 1.0)
-
-
-def together_s(total, costs, sizes, exchange_s):
-    return finish_s(fastest_shares(total, costs, sizes), costs, sizes) + exchange_s
-
-
-@pytest.mark.parametrize(
-    ("total", "costs", "exchange_s", "expected"),
-    [
-        (32, [FAST, USELESS], 0.1, 0),
-        (32, [USELESS, FAST], 0.1, 1),
-        (32, [FAST, SLOW], 0.01, None),
-        (32, [SLOW, FAST], 0.0, None),
-        (32, [FAST, SLOW], 10.0, 0),
-        (64, [SLOW, FAST, SLOW], 0.02, None),
-        (64, [SLOW, FAST, SLOW], 10.0, 1),
-        (64, [FAST, FAST], 10.0, 0),
-        (64, [FAST], 0.0, None),
-    ],
-)
-def test_a_rank_is_better_alone_where_the_exchange_takes_longer_than_others_save(
-    total, costs, exchange_s, expected
-):
-    sizes = [8] * len(costs)
-    time_s = together_s(total, costs, sizes, exchange_s)
-    assert better_alone(total, costs, sizes, time_s) == expected
-
-
-@pytest.mark.parametrize(("exchange_s", "expected"), [(0.49, None), (0.5, None), (0.51, 0)])
-def test_alone_must_be_shorter(exchange_s, expected):
-    # Alone 1.0 s; together 0.5 s and the exchange.
-    assert better_alone(100, [CostModel(0.0, 0.01)] * 2, [None, None], 0.5 + exchange_s) == expected
-
-
-@BOUNDED
-@given(
-    ranks=st.lists(st.tuples(st.one_of(COSTS, ROUND_COSTS), SIZES), min_size=1, max_size=6),
-    total=st.integers(0, 200),
-    exchange_s=st.one_of(st.just(0.0), st.floats(0, 20)),
-)
-def test_no_other_choice_of_ranks_is_better(ranks, total, exchange_s):
-    """Compares the fastest one, two, ... ranks, each time with the best shares."""
-    costs, sizes = zip(*ranks, strict=True)
-    by_speed = sorted(range(len(ranks)), key=lambda rank: costs[rank].seconds(total, sizes[rank]))
-
-    def window_s(chosen):
-        chosen_costs, chosen_sizes = ([kind[rank] for rank in chosen] for kind in (costs, sizes))
-        return together_s(total, chosen_costs, chosen_sizes, exchange_s * (len(chosen) > 1))
-
-    everyone = list(range(len(ranks)))
-    best = min((by_speed[:count] for count in range(len(ranks), 0, -1)), key=window_s)
-    if window_s(best) >= window_s(everyone):
-        best = everyone
-    rank = better_alone(total, costs, sizes, window_s(everyone))
-    assert (everyone if rank is None else [rank]) == best
 
 
 # ── without_ones ─────────────────────────────────────────────────────────────────────────────────

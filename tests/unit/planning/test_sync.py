@@ -14,7 +14,6 @@ from evener.planning import sync as sync_module
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
-from evener.planning.shares import better_alone, finish_s
 from evener.planning.speed import CostModel, num_micro_batches
 from evener.planning.sync import SyncPolicy
 from evener.simulation.simulated_rank import Link, SimulatedRank
@@ -241,7 +240,7 @@ def test_one_disturbed_window_leaves_no_rank_without_work():
     plan = policy.plan(0, 0, 0, 34)
     policy.observe([timed(17, 0.17), timed(17, 170.0)], plan, 0.0)
     for _ in range(10):
-        assert not policy.ranks_to_park(34)
+        assert policy.decide_parking(34, 0) is None
     assert policy.plan(1, 0, 34, 34).shares == (32, 2)
     for _ in range(2):
         policy.observe([timed(32, 0.32), timed(2, 0.02)], policy.plan(1, 0, 34, 34), 0.0)
@@ -264,7 +263,7 @@ def test_the_first_micro_batch_of_a_size_has_no_vote():
     alone = first._replace(samples=8, micro_batches=1, warmup_s=5.08)
     policy.observe([alone, timed(8, 0.24)], policy.plan(1, 0, 32, 32), 0.0)
     assert policy.plan(2, 0, 64, 32).shares == (24, 8)
-    assert not policy.ranks_to_park(32)
+    assert policy.decide_parking(32, 0) is None
 
 
 def test_hint_decides_the_first_shares_and_measurements_the_next():
@@ -374,17 +373,6 @@ def test_exchange_is_the_usual_one():
     assert policy.exchange_s == 0.01
 
 
-def test_parking_can_be_decided_from_what_the_policy_knows():
-    team = Team(at_speeds(1.0, 1 / 3, 0.01), 32, noise=0.0)
-    team.run(10)
-    policy = team.policy
-    assert policy.costs is not None
-    costs, sizes = policy.costs, policy.micro_batch_sizes
-    together_s = finish_s(policy.plan(10, 0, 0, 32).shares, costs, sizes)
-    for exchange_s, expected in [(policy.exchange_s, None), (10.0, 0)]:
-        assert better_alone(32, costs, sizes, together_s + exchange_s) == expected
-
-
 def test_a_decision_looks_for_the_best_shares_once(monkeypatch):
     asked = []
 
@@ -400,7 +388,7 @@ def test_a_decision_looks_for_the_best_shares_once(monkeypatch):
     asked.clear()
     for _ in range(5):
         team.run(1)  # its plan is that of before; then it reports
-        assert not team.policy.ranks_to_park(64)
+        assert team.policy.decide_parking(64, 0) is None
         assert team.policy.plan(0, 0, 0, 64).size == 64
     assert asked == [64] * 5
 
@@ -419,29 +407,38 @@ def test_a_trial_of_an_elastic_team_is_not_planned_for_numbers_that_nobody_has()
 
 
 @pytest.mark.parametrize(
-    ("speeds", "named"), [((0.01, 1.0), {0}), ((1.0, 1.0), {1}), ((0.01, 1.0, 0.9), {0, 2})]
+    ("speeds", "main", "named"),
+    [
+        ((0.01, 1.0), 0, (0,)),
+        ((1.0, 1.0), 0, (1,)),
+        ((1.0, 1.0), 1, (0,)),
+        ((0.01, 1.0, 0.9), 0, (0, 2)),
+    ],
 )
-def test_where_one_rank_alone_is_fastest_all_others_are_named(speeds, named):
+def test_where_one_rank_alone_is_fastest_all_others_are_named(speeds, main, named):
     policy = SyncPolicy([f"m{rank}" for rank in range(len(speeds))], [None] * len(speeds))
     for rank, speed in enumerate(speeds):
         measure(policy, rank, 1.0 / speed)
     plan = policy.plan(0, 0, 0, 32)
     for _ in range(15):
         policy.observe([Report()] * len(speeds), plan, 100.0)
-    assert [policy.ranks_to_park(32) for _ in range(6)] == [frozenset()] * 5 + [named]
+    *before, found = [policy.decide_parking(32, main) for _ in range(6)]
+    assert before == [None] * 5
+    assert found.ranks == named
 
 
 def test_a_rank_that_never_had_work_is_parked_when_it_has_been_idle_for_long():
     """By the calibration it is too slow for a sample; each exchange with it costs all the same."""
     policy = SyncPolicy(["a", "b"], [8, 8])
     policy.calibrate([16.0, 1.0])
-    named = []
+    found = []
     for window in range(10):  # the other rank is settled after two
         plan = policy.plan(window, 0, 7 * window, 7)
         assert plan.shares == (7, 0)
         policy.observe([timed(7, 0.07), timed(0, 0.0)], plan, 0.01)
-        named.append(policy.ranks_to_park(7))
-    assert named == [frozenset()] * 7 + [{1}] * 3
+        found.append(policy.decide_parking(7, 0))
+    assert found[:7] == [None] * 7
+    assert [one.ranks for one in found[7:]] == [(1,)] * 3
 
 
 def test_names_of_policies():

@@ -47,13 +47,14 @@ def test_speeds_compare_the_team_with_each_rank_alone_and_the_ideal():
 
 def test_only_the_present_member_of_a_rank_is_parked_and_what_it_does_alone_stays_known():
     windows = [committed_window(k, t=k + 1.0) for k in range(40)]
+    team = make_event("reformed", t=2.0, window=2, generation=1, members=["a", "c"])
     for k, window in enumerate(windows):
         if k >= 2:
             window["ranks"][1]["member"] = "c"
         if k >= 10:
             window["ranks"][1] |= {"samples": 0, "weight": 0.0, "loss": None, "compute_s": 0.0}
             window["parked"] = [1]
-    found = document_of(history_of(started(), *windows))
+    found = document_of(history_of(started(), *windows[:2], team, *windows[2:]))
     rows = {row["member"]: (row["parked"], row["alone"]) for row in found["ranks"]}
     assert rows == {"a": (False, 85.7143), "b": (False, None), "c": (True, 44.4444)}
     assert found["team"]["ideal"] == pytest.approx(60 / 0.7 + 40 / 0.9, rel=1e-5)
@@ -62,7 +63,8 @@ def test_only_the_present_member_of_a_rank_is_parked_and_what_it_does_alone_stay
 def test_what_the_summary_measured_takes_precedence():
     facts = read_facts(
         {
-            "tokens_per_s": 90.0,
+            "tokens_per_s": 100.0,
+            "beside_solo_tokens_per_s": 90.0,
             "solo_tokens_per_s": [80.0, 40.0],
             "solo_source": "measured",
             "equal_split_tokens_per_s": 70.0,
@@ -73,20 +75,33 @@ def test_what_the_summary_measured_takes_precedence():
         }
     )
     team = document_of(ten_windows(), facts)["team"]
-    assert (team["speed"], team["ideal"], team["of_ideal"]) == (90, 120, 0.75)
+    assert (team["speed"], team["ideal"], team["of_ideal"]) == (100, 120, 0.75)
     assert (team["best_alone"], team["equal_split"], team["heldout_loss"]) == (80, 70, 1.5)
     assert team["solo_source"] == "measured"
 
 
-def test_the_ideal_is_of_those_who_are_still_there():
-    windows = [committed_window(k, t=k + 1.0) for k in range(20)]
-    gone = [
-        committed_window(k, t=k + 1.0, samples=(10,), losses=(2.0,), times_s=((1, 0, 0),))
-        for k in range(20, 40)
+@pytest.mark.parametrize("facts", ["summary", "events"])
+def test_speeds_that_changed_make_no_figure_that_cannot_be(facts):
+    """Its second half is ten times as slow, and a summary tells of ranks alone as they are then."""
+    fast = [committed_window(k, t=k + 1.0) for k in range(40)]
+    slow = [
+        committed_window(k, t=40 + 10.0 * (k - 39), times_s=((7.0, 2.0, 1.0), (9.0, 0.0, 1.0)))
+        for k in range(40, 60)
     ]
-    found = document_of(history_of(started(), *windows, *gone))
-    assert found["ranks"][1]["alone"] is None
-    assert found["team"]["ideal"] == found["ranks"][0]["alone"]
+    told = {
+        "tokens_per_s": 30.0,
+        "beside_solo_tokens_per_s": 30.0,
+        "solo_tokens_per_s": [9.0, 5.0],
+        "ranks": [{"rank": 0, "member": "a"}, {"rank": 1, "member": "b"}],
+    }
+    known = read_facts(told) if facts == "summary" else None
+    team = document_of(history_of(started(), *fast, *slow), known)["team"]
+    if facts == "summary":
+        assert [team[key] for key in ("of_ideal", "of_best_alone", "ideal")] == [None] * 3
+        assert team["no_multiple"] == "speeds changed during the run"
+    else:
+        assert team["of_ideal"] == pytest.approx(100 / (60 / 0.7 + 40 / 0.9), rel=1e-4)
+        assert team["no_multiple"] is None
 
 
 def test_losses_shares_and_waits_over_time():
@@ -153,7 +168,7 @@ def test_the_speed_is_that_of_the_present_team():
     assert document_of(history_of(started(), *events))["team"]["speed"] is None
     events += [committed_window(k, t=20.0 + 4 * (k - 19), **alone) for k in range(20, 40)]
     team = document_of(history_of(started(), *events))["team"]
-    assert (team["speed"], team["of_ideal"]) == (25, pytest.approx(25 * 34 / 3200, rel=1e-5))
+    assert (team["speed"], team["of_ideal"]) == (25, 0.25)
 
 
 def test_the_ideal_is_that_of_the_present_team_from_its_first_windows_on():

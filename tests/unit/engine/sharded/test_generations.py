@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator
 from evener.planning.plan import WindowPlan
+from evener.planning.policies import Parking
 from evener.team.environment import DistributedTrainConfig
 from helpers.limits import PATIENCE_S
 from helpers.models import mlp, regression_data
@@ -28,15 +29,15 @@ class Parks(ScriptedPolicy):
     def __init__(self, world_size: int, misfits: tuple[int, ...]) -> None:
         super().__init__(world_size, (1,) * world_size)
         self.away: frozenset[int] = frozenset()
-        self.misfits = frozenset(misfits)
+        self.misfits = misfits
         self.asked = 0
 
     def set_parked(self, ranks: frozenset[int]) -> None:
         self.away = ranks
 
-    def ranks_to_park(self, batch_size: int) -> frozenset[int]:
+    def decide_parking(self, batch_size: int, main: int) -> Parking | None:
         self.asked += 1
-        return self.misfits if self.asked == 3 else frozenset()
+        return Parking(dict.fromkeys(self.misfits, 1.0)) if self.asked == 3 else None
 
     def windows_apart(self, batch_size: int, change_s: float) -> int:
         return 10

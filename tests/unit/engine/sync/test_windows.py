@@ -20,6 +20,7 @@ from evener.errors import (
     PeerLostError,
     UsageError,
 )
+from evener.planning.policies import Parking
 from helpers.clocks import RankClocks
 from helpers.teams import run_team, setup
 
@@ -568,10 +569,8 @@ def test_no_sample_is_lost_when_plans_are_replaced() -> None:
         parked: list[int] = []
         with setup(comm, model, optimizer, speed_hint=(1.0, 1.0)) as ddp:
             engine = ddp.assembly.engine
-            engine.policy.ranks_to_park = (  # rank 1 from window 3 on
-                lambda batch_size: frozenset(
-                    {1} if engine.window == 3 and not engine.team.parked else ()
-                )
+            engine.policy.decide_parking = lambda *_: (  # rank 1 from window 3 on
+                Parking({1: 1.0}) if engine.window == 3 and not engine.team.parked else None
             )
             loader = ddp.loader(data, batch_size=8)
             for epoch in range(2):
@@ -596,8 +595,8 @@ def test_a_rank_that_leaves_is_noticed_while_another_one_is_parked() -> None:
         model, optimizer = line()
         ddp = setup(comm, model, optimizer, speed_hint=(1.0, 1.0, 1.0))
         engine = ddp.assembly.engine
-        engine.policy.ranks_to_park = lambda batch_size: frozenset(
-            {1} if engine.window >= 3 and not engine.team.parked else ()
+        engine.policy.decide_parking = lambda *_: (
+            Parking({1: 1.0}) if engine.window >= 3 and not engine.team.parked else None
         )
         try:
             with ddp:
