@@ -105,7 +105,8 @@ def test_a_worker_that_joins_becomes_the_main_process_of_the_run(tmp_path: Path)
     free: list[bool] = []
 
     def before(membership: ThreadMembership, *_: object) -> None:
-        if "w0" not in team.formations[-1].members and not free:
+        is_over = "w0" not in team.formations[-1].members
+        if membership.member == "w1" and is_over and not free:
             team.threads[0].join(PATIENCE_S)  # its locks end with it
             free.append(is_free(tmp_path / "line"))
 
