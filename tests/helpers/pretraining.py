@@ -103,9 +103,10 @@ class RunFolder:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What is in summary.json."""
+        """What is in summary.json, with no multiple that cannot be."""
         document = yaml.safe_load((self.path / "summary.json").read_text())
         assert isinstance(document, dict)
+        assert document["of_ideal"] is None or document["of_ideal"] <= 1.05
         return document
 
     def contents(self) -> dict[str, bytes]:

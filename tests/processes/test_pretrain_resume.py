@@ -1,5 +1,7 @@
 """Kill a run with SIGKILL, resume it on other numbers of ranks: nothing is lost or seen twice."""
 
+import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from evener import cli
 from helpers.forking import Zygote
 from helpers.lineage import check_exactly_once
 from helpers.pretraining import (
@@ -198,3 +201,21 @@ def test_a_run_whose_folder_is_lost_goes_on_and_can_be_resumed(lab):
     assert [event["window"] for event in run.of_type("window")] == list(range(4, NUM_WINDOWS))
     more = lab.run("run.yaml", "--name", "lost", "--resume", "--set", "epochs=3")
     assert f"resumed after {NUM_WINDOWS} windows" in more.said
+
+
+def test_speeds_that_change_at_a_resume_make_no_figure_that_cannot_be(lab, capsys):
+    """All devices are eight times as slow in the second session."""
+    options = ("run.yaml", "--name", "slower", "--set", "measure=false")
+    lab.run(*options, "--set", "max_steps=12", nproc=2)
+    slow = ("--emulate-slow", "0:8", "--emulate-slow", "1:8")
+    ended = lab.run(*options, "--resume", "--set", "max_steps=18", *slow, nproc=2)
+    told = [
+        float(times) for times in re.findall(r"the team did ([0-9.]+)x", "".join(ended.outputs))
+    ]
+    assert told, "the closing table compares"
+    assert max(told) <= 2.1, "of two ranks"
+    run = lab.path_of("slower")
+    assert 0 < run.summary["of_ideal"] <= 1.05
+    assert cli.main(["report", str(run.path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    assert found["team"]["of_ideal"] == pytest.approx(run.summary["of_ideal"], rel=1e-4)
