@@ -17,6 +17,7 @@ from evener.team.channel import CHANNEL_FD, Channel
 from evener.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
 from evener.team.failures import add_notes, describe, exit_code_of
 from evener.team.host import available_cores, threads_per_rank
+from evener.team.process_state import program_of
 from evener.team.terminal import say
 
 #: Set by evener's launcher: its own process number.
@@ -127,6 +128,7 @@ def prepare_rank() -> Channel | None:
     die_with(int(os.environ[PARENT_PID]))
     if given := os.environ.pop(CHANNEL_FD, None):
         _supervisors.append(Channel(socket.socket(fileno=int(given))))
+        _supervisors[-1].tell({"program": program_of(os.getpid())})
     faulthandler.enable()
     sys.unraisablehook = _show_unraisable
     if STORE_FD in os.environ:

@@ -47,6 +47,23 @@ def state_of(pid: int) -> KernelState:
     return KernelState.GONE if (_PROC / "self").exists() else KernelState.UNKNOWN
 
 
+def program_of(pid: int) -> str:
+    """Return what tells the program that a process runs from any that it becomes by ``exec``.
+
+    The kernel draws the addresses of the auxiliary vector anew for each program, so even the same
+    command differs from the one before.
+
+    Returns:
+        Empty if the process is ending, or this system has no ``/proc``.
+    """
+    try:
+        return (_PROC / str(pid) / "auxv").read_bytes().hex()
+    except PermissionError:  # a program of another user, such as sudo
+        return "not ours"
+    except OSError:
+        return ""
+
+
 def describe_halt(who: str, pid: int, state: KernelState, since: float, waiting: str) -> str:
     """Say that a process is halted, who waits for it, and what continues it.
 

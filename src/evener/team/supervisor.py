@@ -27,7 +27,7 @@ from evener.team.environment import LAUNCHED, STORE_FD
 from evener.team.failures import FailureReport, RankRecord
 from evener.team.host import threads_per_rank
 from evener.team.output import OutputPump
-from evener.team.process_state import KernelState, describe_halt, state_of
+from evener.team.process_state import KernelState, describe_halt, program_of, state_of
 from evener.team.signals import start_in_silence
 from evener.team.terminal import say
 
@@ -162,6 +162,7 @@ class Child(RankRecord):
     Attributes:
         process: Leader of a session and a process group of its own.
         channel: To it.
+        program: What it runs, as ``program_of`` returns it; empty until it tells.
         place: The last place that it told: ``""`` at first, then such as ``JOINING``.
         halted_since: Unix seconds at which it was first seen halted; 0 while it is not.
         is_halted: Whether that has lasted, so that people were told.
@@ -170,6 +171,7 @@ class Child(RankRecord):
 
     process: subprocess.Popen[bytes]
     channel: Channel
+    program: str = ""
     place: str = ""
     halted_since: float = 0.0
     is_halted: bool = False
@@ -177,11 +179,17 @@ class Child(RankRecord):
 
     @property
     def is_another_program(self) -> bool:
-        """Whether it has called ``exec``, which closes its channel while it runs on."""
-        return not self.has_ended and self.channel.has_ended and _still_runs(self.pid)
+        """Whether it has called ``exec``, which closes its channel.
+
+        The channel alone does not tell: Python closes it, too, while the interpreter shuts down.
+        """
+        if self.has_ended or not self.channel.has_ended:
+            return False
+        return program_of(self.pid) not in ("", self.program)
 
     def take(self, message: Message) -> None:
         """Take in what it says of itself."""
+        self.program = message.get("program", self.program)
         self.place = message.get("place", self.place)
         self.finished = message.get("finished", self.finished)
         if "failure" in message:
@@ -464,13 +472,3 @@ class Supervisor(ABC):
 def _kill_group(group: int) -> None:
     with suppress(ProcessLookupError, PermissionError):  # it has ended
         os.killpg(group, signal.SIGKILL)
-
-
-def _still_runs(pid: int) -> bool:
-    """Return whether a process that has closed its channel runs on, as another program.
-
-    One that is ending closes its files, too, but has no memory any more by then. Needs ``/proc``.
-    """
-    with suppress(OSError):
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    return False
