@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from evener.errors import RunEndedError, UserError
+from evener.errors import RunEndedError
 from evener.team.channel import CHANNEL_FD, Channel
 from evener.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
 from evener.team.failures import add_notes, describe, exit_code_of
@@ -90,10 +90,11 @@ def report_failure(error: Exception | SystemExit) -> int:
         What the process should exit with.
     """
     add_notes(error)
+    report = describe(error)
     if is_supervised():
-        tell(failure=asdict(describe(error)))
-    elif isinstance(error, UserError):
-        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        tell(failure=asdict(report))
+    elif report.user_error:
+        print("\n".join(filter(None, [f"error: {report.message}", report.notes])), file=sys.stderr)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
     return exit_code_of(error)

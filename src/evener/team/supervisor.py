@@ -28,6 +28,7 @@ from evener.team.failures import FailureReport, RankRecord
 from evener.team.host import threads_per_rank
 from evener.team.output import OutputPump
 from evener.team.process_state import KernelState, describe_halt, program_of, state_of
+from evener.team.shortage import MemoryWatch, remedy_of_shortage
 from evener.team.signals import start_in_silence
 from evener.team.terminal import say
 
@@ -257,6 +258,7 @@ class Supervisor(ABC):
         self.children: list[Child] = []
         self._lifeline: subprocess.Popen[bytes] | None = None
         self._pump = OutputPump()
+        self._memory = MemoryWatch()
         self._deadline: float | None = None  # on the monotonic clock; None while nobody has to end
         self._lateness = ""  # what is said of those who miss it
         self._settles_at: float | None = None  # likewise; None while no rank has lost another
@@ -300,6 +302,15 @@ class Supervisor(ABC):
         sys.stdout.flush()
         sys.stderr.flush()
         try:
+            self._begin_watch()
+            yield
+            self._watch()
+        finally:
+            self._end_all()
+
+    def _begin_watch(self) -> None:
+        """Start what ends the ranks if this process is killed, and what carries their output."""
+        try:
             with start_in_silence():
                 self._lifeline = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(Path(lifeline.__file__))],
@@ -307,10 +318,9 @@ class Supervisor(ABC):
                     start_new_session=True,
                 )
             self._pump.start()
-            yield
-            self._watch()
-        finally:
-            self._end_all()
+        except (OSError, RuntimeError) as error:
+            remedy = remedy_of_shortage(error)
+            raise LaunchError(f"ranks cannot be watched here ({error}); {remedy}") from error
 
     # ── what differs ─────────────────────────────────────────────────────────────────────────
 
@@ -352,11 +362,12 @@ class Supervisor(ABC):
         name: str = "",
     ) -> Child:
         """Start a process; the first of a host has the terminal, others pipes."""
-        ours, theirs = socket.socketpair()
-        handed = {**handed, CHANNEL_FD: theirs.fileno()}
         target = None if is_first else subprocess.PIPE
+        ours: socket.socket | None = None
         try:
+            ours, theirs = socket.socketpair()
             with theirs:
+                handed = {**handed, CHANNEL_FD: theirs.fileno()}
                 process = subprocess.Popen(
                     command,
                     env={**environ, **{name: str(number) for name, number in handed.items()}},
@@ -367,10 +378,12 @@ class Supervisor(ABC):
                     start_new_session=True,
                 )
         except OSError as error:
-            ours.close()
+            if ours is not None:
+                ours.close()
+            remedy = remedy_of_shortage(error) or "check that the program exists"
             raise LaunchError(
                 f"{name or f'rank {rank}'} could not be started ({command[0]}: {error.strerror}); "
-                "check that the program exists and that the machine has memory and processes left"
+                f"{remedy}"
             ) from error
         child = Child(rank=rank, pid=process.pid, process=process, channel=Channel(ours), name=name)
         self.children.append(child)
@@ -387,6 +400,7 @@ class Supervisor(ABC):
         while self._goes_on:
             channels = [child.channel for child in self.children if not child.channel.has_ended]
             wait([*(channel.fileno() for channel in channels), *self._requests], _LOOK_S)
+            self._memory.look()
             for child in self._alive:
                 self._look_after(child)
             for child in self.children:  # after their ends: what they told before has come
@@ -406,6 +420,7 @@ class Supervisor(ABC):
 
     def _look_after(self, child: Child) -> None:
         if child.look():
+            child.memory_was_short = self._memory.was_short()
             self._tell_lifeline(child.pid)
         elif (state := child.look_at_state()) is not None:
             self._note_state(child, state)
