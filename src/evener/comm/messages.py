@@ -35,7 +35,10 @@ def closed_message(rank: int, what: str) -> str:
 
 def lost_message(rank: int, what: str, detail: str) -> str:
     """Return the operation in which a peer was lost, as a message."""
-    return f"rank {rank} lost a peer in {what!r}: {detail}; the peer's own output says why it ended"
+    return (
+        f"rank {rank} lost a peer in {what!r}: {detail}; the peer's own output says why it ended. "
+        "If its script came to an end: let every rank go through the whole script"
+    )
 
 
 def name_call(label: bytes, ahead: int) -> str:

@@ -433,6 +433,7 @@ class Loop(DataSide):
 
     def _explain(self, error: BaseException) -> None:
         """Add to an exception what is known about it here: cause, remedy, rank, file, line."""
+        self.events.note_error(error)
         share = self._engine.share
         explain_memory(error, share.open_samples)
         for loader in self._loaders:

@@ -1,5 +1,6 @@
 """Turn the team's actions into events for sinks, on the main process."""
 
+import atexit
 import math
 import sys
 import threading
@@ -70,6 +71,7 @@ class EventStream:
         self._makers: list[Sink | SinkMaker] = []
         self._sinks: Fanout | None = None  # open while this rank is the main process
         self._has_started = self._has_finished = False
+        self._error: BaseException | None = None
         self._shares: list[int] = []
         #: The last windows that the main process of an elastic team, another rank, has recorded,
         #: unless it was lost before.
@@ -113,6 +115,7 @@ class EventStream:
             self._engine.call_on_commit(self.window)
             self._engine.call_on_change(self.change)
             self._team.call_on_handover(self._close_sinks)
+            atexit.register(self._end_script)
         self._makers += sinks
 
     def _close_sinks(self) -> None:
@@ -348,6 +351,8 @@ class EventStream:
 
         One worker that fails does not end the run of an elastic team.
         """
+        atexit.unregister(self._end_script)
+        self._error = None  # it holds on to the frames of the script
         if not (failed and self._team.is_elastic):
             self._tell_start()
             engine = self._engine
@@ -355,6 +360,14 @@ class EventStream:
             message = f"{type(error).__name__}: {error}" if failed and error is not None else None
             self.finish(engine.window, reason, message)
         self._close_sinks()
+
+    def note_error(self, error: BaseException) -> None:
+        """Note an exception that nobody catches, for scripts that end without ``close``."""
+        self._error = error
+
+    def _end_script(self) -> None:
+        """End as the script does, which has not called ``close``; other ranks are not asked."""
+        self.end(failed=self._error is not None, error=self._error)
 
 
 def check_sinks(sinks: Sequence[Sink | SinkMaker]) -> None:

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from evener.errors import RunEndedError, UserError
+from evener.errors import RunEndedError
 from evener.team.channel import CHANNEL_FD, Channel
 from evener.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
 from evener.team.failures import add_notes, describe, exit_code_of
 from evener.team.host import available_cores, threads_per_rank
+from evener.team.process_state import program_of
 from evener.team.terminal import TERMINAL_FDS, allow_unmarked, say
 
 #: Set by evener's launcher: its own process number.
@@ -89,10 +90,11 @@ def report_failure(error: Exception | SystemExit) -> int:
         What the process should exit with.
     """
     add_notes(error)
+    report = describe(error)
     if is_supervised():
-        tell(failure=asdict(describe(error)))
-    elif isinstance(error, UserError):
-        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        tell(failure=asdict(report))
+    elif report.user_error:
+        print("\n".join(filter(None, [f"error: {report.message}", report.notes])), file=sys.stderr)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
     return exit_code_of(error)
@@ -127,6 +129,7 @@ def prepare_rank() -> Channel | None:
     die_with(int(os.environ[PARENT_PID]))
     if given := os.environ.pop(CHANNEL_FD, None):
         _supervisors.append(Channel(socket.socket(fileno=int(given))))
+        _supervisors[-1].tell({"program": program_of(os.getpid())})
     if given_to_us := os.environ.pop(TERMINAL_FDS, None):
         allow_unmarked([*map(int, given_to_us.split(","))])
     faulthandler.enable()

@@ -527,9 +527,15 @@ class ElasticLauncher(TerminalSupervisor):
         end = self._command.index("-m") + 1
         python, program = self._command[:end], self._command[end:]
         command = [*python, "evener.team.standby", ",".join(LIBRARIES[program[0]]), *program]
-        with start_in_silence():
-            environ = self._team.environment(0, "")
-            self._standby = self._spawn(command, environ, self._run.handed, 0, False, "the standby")
+        environ = self._team.environment(0, "")
+        try:
+            with start_in_silence():
+                self._standby = self._spawn(
+                    command, environ, self._run.handed, 0, False, "the standby"
+                )
+        except LaunchError as error:
+            self._num_standbys_lost = _MOST_STANDBYS_LOST
+            self._do_without_standby(str(error))
 
     def _drop_standby(self) -> None:
         if self._standby is not None and not self._standby.has_ended:
@@ -546,20 +552,19 @@ class ElasticLauncher(TerminalSupervisor):
             self._carry_output(child)  # it says why
             self._num_standbys_lost += 1
             if self._num_standbys_lost == _MOST_STANDBYS_LOST:
-                warn(
-                    f"{child.silent_end}; no further standby is started, so a worker that fails is "
-                    "replaced more slowly"
-                )
+                self._do_without_standby(child.silent_end)
+
+    def _do_without_standby(self, why: str) -> None:
+        warn(
+            f"{why}. No further standby is started, so a worker that fails is replaced more slowly"
+        )
 
 
 def _has_left(child: Child) -> bool:
     """Return whether a worker was told to leave or to stop, and not by its launcher."""
     if child.code == 0:  # its script may catch KeyboardInterrupt
         return not child.finished
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    return not child.has_raised and child.code in {
-        code for signum in signals for code in (-signum, 128 + signum)
-    }
+    return child.stop_signal is not None
 
 
 def _launch_script(limits: str, command: Sequence[str]) -> int:

@@ -15,7 +15,6 @@ from types import TracebackType
 from weakref import WeakMethod
 
 from evener.comm.causes import is_of_an_exchange
-from evener.comm.messages import name_ranks
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -23,6 +22,11 @@ from evener.errors import (
     EvenerError,
     UserError,
 )
+from evener.places import raised_at
+from evener.team.shortage import remedy_of_shortage
+
+#: Signals by which people and schedulers stop a run.
+_STOPS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
 _RUNNER_FILES = frozenset(str(Path(__file__).with_name(n)) for n in ("child.py", "script.py"))
 
@@ -68,16 +72,20 @@ def describe(error: BaseException, *, steps: int = -1) -> FailureReport:
     """
     start = _without_runner(error.__traceback__)
     lines = traceback.format_exception(type(error), error, start)
-    user_error = isinstance(error, UserError) and not _hides_another(error)
+    # Sockets that do not wait raise BlockingIOError, too.
+    remedy = "" if isinstance(error, BlockingIOError) else remedy_of_shortage(error)
+    if remedy and (place := raised_at(error)):
+        note(error, f"evener: raised at {place}")
+    user_error = bool(remedy) or (isinstance(error, UserError) and not _hides_another(error))
     # Also of scripts that do not use evener's exchange.
     collective = isinstance(error, CollectiveError) or is_of_an_exchange(error)
     return FailureReport(
         time=time.time(),
         kind=type(error).__name__,
-        message=str(error),
+        message=f"{error}; {remedy}" if remedy else str(error),
         traceback="".join(lines),
         user_error=user_error,
-        follow_up=collective and not isinstance(error, UserError),
+        follow_up=collective and not user_error,
         exit_code=exit_code_of(error),
         notes="\n".join(getattr(error, "__notes__", ())),
         steps=steps,
@@ -171,14 +179,20 @@ def _wrap_hook() -> None:
 
 _LIKELY_CAUSES: dict[int, str] = {
     signal.SIGKILL: (
-        "most likely the machine or the job's memory limit ran out (`dmesg` tells); use a smaller "
-        "micro-batch, a smaller model or fewer ranks"
+        "memory was not seen to run short. `kill -9`, a scheduler at its time limit and the end of "
+        "a container do this; the scheduler's log or `dmesg` may tell"
     ),
     signal.SIGBUS: "most likely shared memory is full; `df -h /dev/shm` shows it",
     signal.SIGILL: "most likely this torch was built for another processor",
     signal.SIGSEGV: "a crash in native code; the stack printed above shows where",
     signal.SIGABRT: "native code gave up; its message is above",
 }
+
+
+_MEMORY_RAN_OUT: str = (
+    "memory ran out on this machine, or at the limit of the job's control group; use a smaller "
+    "micro-batch, a smaller model or fewer ranks"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,9 +206,10 @@ class RankRecord:
         code: Exit code, ``-n`` when signal n ended it; 0 while it runs.
         time: Unix seconds at which its supervisor saw the end.
         report: What the rank wrote about its failure, if it did.
-        signals: Signals that its supervisor has sent to it.
+        signals: Signals that its supervisor has sent to it, or has seen it end by as a stop.
         desertion: How it has left others waiting for it, in words; empty if it has not.
         name: What people know it by; ``rank N`` if empty.
+        memory_was_short: Whether memory was short when its end was seen.
     """
 
     rank: int
@@ -206,6 +221,7 @@ class RankRecord:
     signals: set[int] = field(default_factory=set)
     desertion: str = ""
     name: str = ""
+    memory_was_short: bool = False
 
     @property
     def title(self) -> str:
@@ -239,7 +255,15 @@ class RankRecord:
         if self.code >= 0:
             return f"{self.who} ended with exit code {self.code}; its output above may say why"
         cause = _LIKELY_CAUSES.get(-self.code, "something outside of this run sent it")
+        if self.code == -signal.SIGKILL and self.memory_was_short:
+            cause = _MEMORY_RAN_OUT
         return f"{self.who} was killed by {_signal_name(-self.code)}: {cause}"
+
+    @property
+    def stop_signal(self) -> signal.Signals | None:
+        """The signal that asked it to stop, if it ended by that, or as one that heeds it does."""
+        number = -self.code if self.code < 0 else self.code - 128
+        return next((one for one in _STOPS if one == number and not self.has_raised), None)
 
     @property
     def in_short(self) -> str:
@@ -283,8 +307,10 @@ def judge(records: Sequence[RankRecord], stop_signal: int | None) -> tuple[int, 
     # When ranks are told to stop, some lose their peers on the way out: that is no failure.
     is_lost = first is not None and first.report is not None and first.report.follow_up
     if first is None or (is_lost and stop_signal is not None):
-        has_stopped = stop_signal is not None and any(one.code for one in records)
-        return (128 + (stop_signal or 0) if has_stopped else 0), ""
+        if stop_signal is None or not any(one.code for one in records):
+            return 0, ""
+        # Ranks that stop as another one was told to end as by SIGTERM, the highest of these.
+        return 128 + min(stop_signal, *(one.stop_signal or stop_signal for one in records)), ""
     return (first.code if first.code > 0 else 1), _explain(first, records)
 
 
@@ -298,9 +324,10 @@ def _explain(first: RankRecord, records: Sequence[RankRecord]) -> str:
         others = [o for o in others if o.report is None or o.report.message != report.message]
         if not alone and not all(one.report for one in records):
             text += f"(on {first.title}; the other ranks were stopped)\n"
+    elif report is not None and report.follow_up and (early := _early_end(records)):
+        text = f"{early}{report.notes}\n" if report.notes else early
     elif report is not None and first.has_raised:
-        head = "" if alone else f"{first.who} failed:\n"
-        text = (_early_end(records) if report.follow_up else "") + head + report.traceback
+        text = ("" if alone else f"{first.who} failed:\n") + report.traceback
     else:
         text = f"error: {first.silent_end}\n"
     if others:
@@ -310,13 +337,12 @@ def _explain(first: RankRecord, records: Sequence[RankRecord]) -> str:
 
 def _early_end(records: Sequence[RankRecord]) -> str:
     # A script that returns early on one rank ends well; its peers can only say that it has gone.
-    gone = [one.rank for one in records if one.code == 0 and one.report is None]
+    gone = [one.who for one in records if one.code == 0 and one.report is None]
     if not gone:
         return ""
     return (
-        f"error: {name_ranks(gone)} {'has' if len(gone) == 1 else 'have'} ended with exit code 0 "
-        "while others were at work; let every rank go through the whole script, or leave a loop by "
-        "`break` on all\n"
+        f"error: {' and '.join(gone)} ended with exit code 0 while others were at work; let every "
+        "rank go through the whole script, or leave a loop by `break` on all\n"
     )
 
 

@@ -118,7 +118,7 @@ class _Launcher(TerminalSupervisor):
         if self._deadline is not None:
             return
         if stop in {int(signum) for signum in (*STOPPING, signal.SIGHUP)}:
-            self._stop(signal.Signals(stop), " on another machine")
+            self._stop(signal.Signals(stop), f"{signal.Signals(stop).name} on another machine")
         elif isinstance(failed, list) and failed and all(type(rank) is int for rank in failed):
             self._fail_elsewhere(
                 f"the run failed on another machine, which has {name_ranks(failed)}; its output "
@@ -136,6 +136,7 @@ class _Launcher(TerminalSupervisor):
 
     def _decide(self) -> None:
         self._heed()
+        self._heed_stopped_ranks()
         waiting = [c.rank for c in self._alive if c.place == JOINING]
         self._find_deserters(waiting)
         if self._deadline is not None:
@@ -148,6 +149,16 @@ class _Launcher(TerminalSupervisor):
         elif self._failed_for_sure():
             self._peers.tell({"failed": [child.rank for child in self.children]})
             self._ask_to_stop(signal.SIGTERM)
+
+    def _heed_stopped_ranks(self) -> None:
+        """Stop where a rank has ended by a signal that somebody else has sent to it alone."""
+        for child in self.children:
+            signum = child.stop_signal
+            if child.has_ended and child.failed and signum is not None:
+                child.signals.add(signum)
+                if self._deadline is None:
+                    self._before_stop(signum)
+                    self._stop(signum, f"{child.in_short} has stopped")
 
     def _find_deserters(self, waiting: Sequence[int]) -> None:
         """Find ranks that others wait for, and that cannot come any more."""

@@ -44,13 +44,14 @@ class TerminalSupervisor(Supervisor):
                 self._stop_signal = self._stop_signal or signum
                 self._kill(self._interrupted_again)
 
-    def _stop(self, signum: signal.Signals, where: str = "") -> None:
+    def _stop(self, signum: signal.Signals, why: str = "") -> None:
         self._stop_signal = signum
-        plural = "s" if len(self._alive) > 1 else ""
-        say(
-            f"evener: {signum.name}{where}: asked the rank{plural} to stop, which may take "
+        alive = len(self._alive)
+        asked = (
+            f": asked the rank{'s' if alive > 1 else ''} to stop, which may take "
             f"{self._grace_s:g} s; press Ctrl-C to kill them at once"
         )
+        say(f"evener: {why or signum.name}{asked if alive else ''}")
         self._ask_to_stop(self._passed_on(signum))
 
     def _ask_to_stop(self, signum: signal.Signals) -> None:

@@ -1,7 +1,6 @@
 """What the kernel says of a process: whether it runs, was stopped, or has gone."""
 
 import time
-from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -40,11 +39,31 @@ _PROC = Path("/proc")
 
 def state_of(pid: int) -> KernelState:
     """Return the state of a process of this host."""
-    with suppress(OSError):
+    try:
         # The name of the program comes before, in parentheses, and may hold any character.
         rest = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
-        return _LETTERS.get(rest[0].decode(), KernelState.UNKNOWN)
-    return KernelState.GONE if (_PROC / "self").exists() else KernelState.UNKNOWN
+    except (FileNotFoundError, ProcessLookupError):
+        return KernelState.GONE if (_PROC / "self").exists() else KernelState.UNKNOWN
+    except OSError:  # such as no descriptor left
+        return KernelState.UNKNOWN
+    return _LETTERS.get(rest[0].decode(), KernelState.UNKNOWN)
+
+
+def program_of(pid: int) -> str:
+    """Return what tells the program that a process runs from any that it becomes by ``exec``.
+
+    The kernel draws the addresses of the auxiliary vector anew for each program, so even the same
+    command differs from the one before.
+
+    Returns:
+        Empty if the process is ending, or this system has no ``/proc``.
+    """
+    try:
+        return (_PROC / str(pid) / "auxv").read_bytes().hex()
+    except PermissionError:  # a program of another user, such as sudo
+        return "not ours"
+    except OSError:
+        return ""
 
 
 def describe_halt(who: str, pid: int, state: KernelState, since: float, waiting: str) -> str:

@@ -15,7 +15,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopSignals:
     """Notes signals that ask a loop to stop instead of dying of them, for as long as it is entered.
 
-    The loop finishes its window, writes a checkpoint and ends with ``exit_code``; one Ctrl-C too
+    The loop finishes its window, writes a checkpoint and ends with ``exit_code()``; one Ctrl-C too
     many breaks that off. Handlers are put back on leaving. Handlers of the program's own stay, and
     outside the main thread, where Python allows none, it does nothing.
 
@@ -40,10 +40,15 @@ class StopSignals:
         """Take so many Ctrl-C from now on as requests; the next one raises KeyboardInterrupt."""
         self._interrupts_left = number
 
-    @property
-    def exit_code(self) -> int:
-        """128 + number of the signal, as shells expect; 0 if none arrived."""
-        return 0 if self.requested is None else 128 + self.requested
+    def exit_code(self, *, stopped: bool) -> int:
+        """Return 128 + number of the signal, as shells expect; 0 if none stopped the run.
+
+        Args:
+            stopped: The run has stopped early. Where another rank was sent the signal, this one
+                does not know which, and ends as by SIGTERM.
+        """
+        requested = self.requested or (signal.SIGTERM if stopped else None)
+        return 0 if requested is None else 128 + requested
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

@@ -27,7 +27,8 @@ from evener.team.environment import LAUNCHED, STORE_FD
 from evener.team.failures import FailureReport, RankRecord
 from evener.team.host import threads_per_rank
 from evener.team.output import OutputPump
-from evener.team.process_state import KernelState, describe_halt, state_of
+from evener.team.process_state import KernelState, describe_halt, program_of, state_of
+from evener.team.shortage import MemoryWatch, remedy_of_shortage
 from evener.team.signals import start_in_silence
 from evener.team.terminal import TERMINAL_FDS, say
 
@@ -163,6 +164,7 @@ class Child(RankRecord):
     Attributes:
         process: Leader of a session and a process group of its own.
         channel: To it.
+        program: What it runs, as ``program_of`` returns it; empty until it tells.
         place: The last place that it told: ``""`` at first, then such as ``JOINING``.
         halted_since: Unix seconds at which it was first seen halted; 0 while it is not.
         is_halted: Whether that has lasted, so that people were told.
@@ -171,6 +173,7 @@ class Child(RankRecord):
 
     process: subprocess.Popen[bytes]
     channel: Channel
+    program: str = ""
     place: str = ""
     halted_since: float = 0.0
     is_halted: bool = False
@@ -178,11 +181,17 @@ class Child(RankRecord):
 
     @property
     def is_another_program(self) -> bool:
-        """Whether it has called ``exec``, which closes its channel while it runs on."""
-        return not self.has_ended and self.channel.has_ended and _still_runs(self.pid)
+        """Whether it has called ``exec``, which closes its channel.
+
+        The channel alone does not tell: Python closes it, too, while the interpreter shuts down.
+        """
+        if self.has_ended or not self.channel.has_ended:
+            return False
+        return program_of(self.pid) not in ("", self.program)
 
     def take(self, message: Message) -> None:
         """Take in what it says of itself."""
+        self.program = message.get("program", self.program)
         self.place = message.get("place", self.place)
         self.finished = message.get("finished", self.finished)
         if "failure" in message:
@@ -251,6 +260,7 @@ class Supervisor(ABC):
         self._lifeline: subprocess.Popen[bytes] | None = None
         self._pump = OutputPump()
         self._terminal: tuple[int, ...] = ()  # our output and error, for the main process
+        self._memory = MemoryWatch()
         self._deadline: float | None = None  # on the monotonic clock; None while nobody has to end
         self._lateness = ""  # what is said of those who miss it
         self._settles_at: float | None = None  # likewise; None while no rank has lost another
@@ -294,6 +304,15 @@ class Supervisor(ABC):
         sys.stdout.flush()
         sys.stderr.flush()
         try:
+            self._begin_watch()
+            yield
+            self._watch()
+        finally:
+            self._end_all()
+
+    def _begin_watch(self) -> None:
+        """Start what ends the ranks if this process is killed, and what carries their output."""
+        try:
             with start_in_silence():
                 self._lifeline = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(Path(lifeline.__file__))],
@@ -303,10 +322,9 @@ class Supervisor(ABC):
             self._pump.start()
             with suppress(OSError):  # closed, or too many are open: lines stay marked then
                 self._terminal = (os.dup(1), os.dup(2))
-            yield
-            self._watch()
-        finally:
-            self._end_all()
+        except (OSError, RuntimeError) as error:
+            remedy = remedy_of_shortage(error)
+            raise LaunchError(f"ranks cannot be watched here ({error}); {remedy}") from error
 
     # ── what differs ─────────────────────────────────────────────────────────────────────────
 
@@ -348,14 +366,15 @@ class Supervisor(ABC):
         name: str = "",
     ) -> Child:
         """Start a process; the first of a host has the terminal, others pipes."""
-        ours, theirs = socket.socketpair()
-        handed = {**handed, CHANNEL_FD: theirs.fileno()}
         target = None if is_first else subprocess.PIPE
         terminal = () if is_first else self._terminal
         marked = {TERMINAL_FDS: ",".join(map(str, terminal))} if terminal else {}
-        given = {name: str(number) for name, number in handed.items()}
+        ours: socket.socket | None = None
         try:
+            ours, theirs = socket.socketpair()
             with theirs:
+                handed = {**handed, CHANNEL_FD: theirs.fileno()}
+                given = {name: str(number) for name, number in handed.items()}
                 process = subprocess.Popen(
                     command,
                     env={**environ, **given, **marked},
@@ -366,10 +385,12 @@ class Supervisor(ABC):
                     start_new_session=True,
                 )
         except OSError as error:
-            ours.close()
+            if ours is not None:
+                ours.close()
+            remedy = remedy_of_shortage(error) or "check that the program exists"
             raise LaunchError(
                 f"{name or f'rank {rank}'} could not be started ({command[0]}: {error.strerror}); "
-                "check that the program exists and that the machine has memory and processes left"
+                f"{remedy}"
             ) from error
         child = Child(rank=rank, pid=process.pid, process=process, channel=Channel(ours), name=name)
         self.children.append(child)
@@ -386,6 +407,7 @@ class Supervisor(ABC):
         while self._goes_on:
             channels = [child.channel for child in self.children if not child.channel.has_ended]
             wait([*(channel.fileno() for channel in channels), *self._requests], _LOOK_S)
+            self._memory.look()
             for child in self._alive:
                 self._look_after(child)
             for child in self.children:  # after their ends: what they told before has come
@@ -405,6 +427,7 @@ class Supervisor(ABC):
 
     def _look_after(self, child: Child) -> None:
         if child.look():
+            child.memory_was_short = self._memory.was_short()
             self._tell_lifeline(child.pid)
         elif (state := child.look_at_state()) is not None:
             self._note_state(child, state)
@@ -473,13 +496,3 @@ class Supervisor(ABC):
 def _kill_group(group: int) -> None:
     with suppress(ProcessLookupError, PermissionError):  # it has ended
         os.killpg(group, signal.SIGKILL)
-
-
-def _still_runs(pid: int) -> bool:
-    """Return whether a process that has closed its channel runs on, as another program.
-
-    One that is ending closes its files, too, but has no memory any more by then. Needs ``/proc``.
-    """
-    with suppress(OSError):
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    return False

@@ -1,4 +1,6 @@
+import errno
 import os
+import re
 import socket
 import sys
 from dataclasses import asdict
@@ -17,6 +19,7 @@ from evener.team import child
 from evener.team.channel import CHANNEL_FD, JOINING, Channel, Message
 from evener.team.child import report_failure, run_child, tell
 from evener.team.failures import FailureReport, describe
+from evener.team.process_state import program_of
 
 
 def caught(error):
@@ -37,6 +40,7 @@ def caught(error):
         (RuntimeError("x"), False, False, 1),
         (RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc] reset"), False, True, 1),
         (DistNetworkError("x"), False, True, 1),
+        (BlockingIOError(errno.EAGAIN, "x"), False, False, 1),  # of a socket that does not wait
     ],
 )
 def test_what_kind_of_failure_it_is(error, user_error, follow_up, code):
@@ -69,7 +73,9 @@ def launcher(monkeypatch):
     monkeypatch.setattr(child, "die_with", lambda pid: None)
     own = child.prepare_rank()
     assert CHANNEL_FD not in os.environ
-    yield Launcher(Channel(ours))
+    launcher = Launcher(Channel(ours))
+    assert launcher.hear() == {"program": program_of(os.getpid())}
+    yield launcher
     own.close()
     ours.close()
 
@@ -97,6 +103,22 @@ def test_a_rank_tells_its_launcher_and_not_the_terminal(launcher, capsys):
 def test_without_a_launcher_a_user_error_is_one_line(capsys):
     assert report_failure(caught(DataError("no text in /data"))) == 1
     assert capsys.readouterr().err == "error: no text in /data\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), r"may have \d+ files .* \(`ulimit -n`\)"),
+        (OSError(errno.ENFILE, "Too many open files in system"), "end other programs"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "start fewer ranks"),
+        (RuntimeError("can't start new thread"), r"processes and threads \(`ulimit -u`\)"),
+    ],
+)
+def test_what_the_system_has_no_more_of_is_one_line_with_its_limit(capsys, error, words):
+    assert report_failure(caught(error)) == 1
+    first, place = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: {re.escape(str(error))}; .*{words}", first)
+    assert place.startswith("evener: raised at ") and __file__ in place
 
 
 def test_without_a_launcher_other_errors_keep_their_traceback(capsys, monkeypatch):

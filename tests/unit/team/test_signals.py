@@ -18,10 +18,11 @@ def test_a_stop_request_is_noted_and_handlers_are_put_back(signum):
     before = handlers()
     with StopSignals() as signals:
         assert signals.requested is None
-        assert signals.exit_code == 0
+        assert signals.exit_code(stopped=False) == 0
+        assert signals.exit_code(stopped=True) == 143, "the signal went to another rank"
         os.kill(os.getpid(), signum)
         assert signals.requested is signum
-    assert signals.exit_code == 128 + signum
+    assert signals.exit_code(stopped=True) == 128 + signum
     assert handlers() == before
 
 

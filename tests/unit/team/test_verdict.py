@@ -1,4 +1,5 @@
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,8 @@ def test_the_failure_that_came_first(outcomes, first):
         ([outcome(0, -2, signals=[2]), outcome(1, -2, signals=[2])], signal.SIGINT, 130),
         ([outcome(0, -9, signals=[15, 9]), outcome(1, 143, signals=[15])], signal.SIGTERM, 143),
         ([outcome(0, 143, signals=[15]), outcome(1, 1, what=lost(1, 1.0))], signal.SIGTERM, 143),
+        # ranks that were not sent the signal themselves end as by SIGTERM
+        ([outcome(0, 143, signals=[15]), outcome(1, 130, signals=[2])], signal.SIGTERM, 130),
         # it was over before it had to stop
         ([outcome(0), outcome(1)], signal.SIGTERM, 0),
         # it failed while stopping, such as at the checkpoint
@@ -103,10 +106,11 @@ def test_a_rank_that_left_by_sys_exit_is_named_with_its_code_and_without_a_trace
 
 def test_a_rank_that_ended_well_while_others_were_at_work_is_named_first():
     text = judge([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1), outcome(2)], None)[1]
-    assert text.startswith(
-        "error: ranks 1 and 2 have ended with exit code 0 while others were at work; let every rank"
+    assert text == (
+        "error: rank 1 (pid 101) and rank 2 (pid 102) ended with exit code 0 while others were at "
+        "work; let every rank go through the whole script, or leave a loop by `break` on all\n"
+        "also ended: rank 0 (PeerLostError)\n"
     )
-    assert "rank 0 (pid 100) failed:\nTraceback" in text
 
 
 def test_a_rank_alone_needs_no_number():
@@ -130,7 +134,7 @@ def test_a_user_error_of_one_rank_says_which():
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (-signal.SIGKILL, ["was killed by SIGKILL", "memory", "micro-batch"]),
+        (-signal.SIGKILL, ["was killed by SIGKILL", "memory was not seen to run short", "kill -9"]),
         (-signal.SIGSEGV, ["was killed by SIGSEGV", "native code"]),
         (-signal.SIGBUS, ["SIGBUS", "/dev/shm"]),
         (-signal.SIGRTMAX, ["was killed by SIGRTMAX"]),
@@ -143,6 +147,11 @@ def test_an_end_without_a_report(code, words):
     assert text.startswith("error: rank 1 (pid 101) ")
     for word in words:
         assert word in text
+
+
+def test_memory_is_blamed_for_a_kill_only_if_it_was_short():
+    killed = replace(outcome(1, -signal.SIGKILL), memory_was_short=True)
+    assert "was killed by SIGKILL: memory ran out" in judge([outcome(0), killed], None)[1]
 
 
 def test_nothing_to_say():

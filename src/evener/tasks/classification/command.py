@@ -34,14 +34,15 @@ def run_classification(options: ClassifyOptions, environment: DistributedTrainCo
         environment: The rank's place.
 
     Returns:
-        The exit code: 0, or 128 + the number of the signal that stopped the run.
+        The exit code: 0, or 128 + the number of the signal that stopped the run, whichever rank it
+        was sent to.
 
     Raises:
         UserError: An input is wrong; the message names value, cause and remedy.
     """
     signals = StopSignals()
-    _run(options, None, signals, environment)
-    return signals.exit_code
+    result = _run(options, None, signals, environment)
+    return signals.exit_code(stopped=result.stopped)
 
 
 def classify(
