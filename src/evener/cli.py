@@ -398,9 +398,7 @@ def coordinator(options: CoordinateOptions, _arguments: Sequence[str]) -> int:
             least=least,
             most=most,
             token=read_token(options.token_file),
-            deadlines=Deadlines(
-                timeout_s=options.timeout_s, host_lease_s=options.host_lease_s
-            ),
+            deadlines=Deadlines(timeout_s=options.timeout_s, host_lease_s=options.host_lease_s),
         )
     )
 

@@ -325,7 +325,8 @@ class Roster:
             self._awake_s = now_s  # it was stopped, so what was sent meanwhile is yet to be heard
         self._looked_s = now_s
         for seat in self._all():
-            seat.look(now_s, self._awake_s, self.deadlines)
+            if seat.falls_silent(now_s, self._awake_s, self.deadlines):
+                self._say(f"{seat.member} is lost: {seat.why_lost(now_s, self.deadlines)}")
         for seat in self._members():
             if why := seat.why_lost(now_s, self.deadlines):
                 self._end(now_s, f"{seat.member} is lost: {why}", tell=True)

@@ -146,8 +146,8 @@ class Seat:
         self.micro_batches, self.phase, self.advanced_s = micro_batches, phase, now_s
         return took_s
 
-    def look(self, now_s: float, since_s: float, deadlines: Deadlines) -> None:
-        """Note whether its host is silent.
+    def falls_silent(self, now_s: float, since_s: float, deadlines: Deadlines) -> bool:
+        """Note whether its host is silent; return whether it was not before.
 
         A worker alone may be silent for long, as in a call that holds the interpreter's lock. Its
         supervisor is another process of its host: together they are silent only if the host, or
@@ -158,9 +158,11 @@ class Seat:
             since_s: Since when the coordinator has listened without a pause.
             deadlines: Those of the team.
         """
-        if self.attended_s is not None:
-            last_s = max(since_s, self.heard_s, self.attended_s)
-            self.is_silent = now_s - last_s >= deadlines.host_lease_s
+        if self.attended_s is None:
+            return False
+        last_s, was_silent = max(since_s, self.heard_s, self.attended_s), self.is_silent
+        self.is_silent = now_s - last_s >= deadlines.host_lease_s
+        return self.is_silent and not was_silent
 
     def why_lost(self, now_s: float, deadlines: Deadlines) -> str:
         """Return why it is lost; empty while it lives."""

@@ -20,7 +20,6 @@ from evener.config.runs import JobConfig
 from evener.errors import PeerLostError, RunEndedError
 from evener.tasks import resuming
 from evener.tasks.job import Job, Task
-from evener.tasks.resuming import RUN
 from evener.tasks.run_results import TaskResult
 from helpers.elastic import ElasticThreads, Fate, ThreadMembership
 from helpers.elastic_runs import park_nobody
@@ -64,7 +63,7 @@ class Line(Task):
         return ""
 
     def documents(self) -> dict[str, Any]:
-        return {RUN: {"config": KEYS.model_dump(mode="json")}, "judged.json": self.judged}
+        return {"judged.json": self.judged}
 
     def adopt(self, documents: Any) -> None:
         self.judged = list(documents["judged.json"])
