@@ -537,8 +537,7 @@ class Roster:
         if before and not standings and not self._finished:
             self._say(
                 f"no member is left that holds the state of generation {self.generation}, so the "
-                "next one begins without it: a job resumes from its newest complete checkpoint, a "
-                "script begins at step 0 unless it loads one"
+                "next one begins with what its first worker loads, or anew"
             )
         self._has_formed, self._finished = True, frozenset()
         self.formation = Formation(

@@ -147,7 +147,7 @@ class Seat:
         return took_s
 
     def falls_silent(self, now_s: float, since_s: float, deadlines: Deadlines) -> bool:
-        """Note whether its host is silent; return whether it was not before.
+        """Note whether its host is silent; return whether it is lost for that from now on.
 
         A worker alone may be silent for long, as in a call that holds the interpreter's lock. Its
         supervisor is another process of its host: together they are silent only if the host, or
@@ -160,9 +160,10 @@ class Seat:
         """
         if self.attended_s is None:
             return False
-        last_s, was_silent = max(since_s, self.heard_s, self.attended_s), self.is_silent
+        was_lost = self.has_left or self.why_lost(now_s, deadlines)
+        last_s = max(since_s, self.heard_s, self.attended_s)
         self.is_silent = now_s - last_s >= deadlines.host_lease_s
-        return self.is_silent and not was_silent
+        return self.is_silent and not was_lost
 
     def why_lost(self, now_s: float, deadlines: Deadlines) -> str:
         """Return why it is lost; empty while it lives."""
