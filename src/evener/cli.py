@@ -140,6 +140,9 @@ _TAKEN: Final = {
     "team": typer.Argument(metavar="MIN:MAX", help="Fewest and most workers."),
     "host": typer.Option(metavar="HOST", help="Address to listen on; not loopback: needs a token."),
     "timeout_s": typer.Option("--timeout-s", metavar="S", help="Longest wait for workers."),
+    "host_lease_s": typer.Option(
+        "--host-lease-s", metavar="S", help="A machine silent for so long is lost."
+    ),
     "dashboard": typer.Option("--dashboard", help="Serve a dashboard during the run."),
     "demo": typer.Option("--demo", help="Train a small model on Python's own sources."),
     "quiet": typer.Option("--quiet", help="Print neither the team nor progress."),
@@ -395,7 +398,7 @@ def coordinator(options: CoordinateOptions, _arguments: Sequence[str]) -> int:
             least=least,
             most=most,
             token=read_token(options.token_file),
-            deadlines=Deadlines(timeout_s=options.timeout_s),
+            deadlines=Deadlines(timeout_s=options.timeout_s, host_lease_s=options.host_lease_s),
         )
     )
 

@@ -21,9 +21,9 @@ from helpers.managed import (
     train_plainly,
 )
 
-LOCAL: dict[str, Any] = {"anchor": 2, "max_anchor": 2, "batch_size": 4}
 #: Windows of one step, which no clock closes: where a window ends decides how sums are rounded.
 ONE_STEP: dict[str, Any] = {"anchor": 1, "max_anchor": 1, "max_batch_diff": 0, "batch_size": 4}
+TWO_STEPS = ONE_STEP | {"anchor": 2, "max_anchor": 2}
 
 
 def lower_rate(optimizer: Any) -> Any:
@@ -94,17 +94,21 @@ def test_what_ddp_save_wrote_is_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_checkpoint_every_counts_windows(policy: str, tmp_path: Path) -> None:
-    """Each window that is a multiple of it, once, whatever the policy; also after a resume."""
+def test_checkpoint_every_counts_optimizer_steps(policy: str, tmp_path: Path) -> None:
+    """At the end of each window with a multiple of it, whatever the policy; after a resume, too."""
     told: list[int] = []
-    options: dict[str, Any] = {} if policy == "sync" else LOCAL
+    options: dict[str, Any] = {} if policy == "sync" else TWO_STEPS
     options = options | {
         "policy": policy,
         "num_epochs": None,
-        "checkpoint_every": 2,
+        "checkpoint_every": 3,
         "checkpoint_fn": lambda window, model: told.append(window),
     }
-    first = describe_job(num_steps=5, checkpoint_dir=tmp_path, **options).run().join()
-    second = describe_job(num_steps=11, resume=tmp_path, **options).run().join()
-    assert first.progress.window < second.progress.window
-    assert told == list(range(2, second.progress.window + 1, 2))
+    describe_job(num_steps=4, checkpoint_dir=tmp_path, **options).run().join()
+    last = describe_job(num_steps=10, resume=tmp_path, **options).run().join().progress
+    assert last.steps == 10
+    if policy == "sync":
+        assert told == [3, 6, 9]
+    else:
+        assert last.window < 10
+        assert len(set(told)) == len(told) == 3

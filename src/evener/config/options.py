@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from evener.protocol.formation import Deadlines
 from evener.team.meeting import DEFAULT_TIMEOUT_S, NodeOptions
 
 Allowed = Literal["data", "precision"]
@@ -210,6 +211,7 @@ class CoordinateOptions:
         port: Its port; a free one by default.
         token_file: Holds what workers must know.
         timeout_s: How long it waits for workers that are missing.
+        host_lease_s: After how long a machine that is silent is lost.
     """
 
     team: str
@@ -217,6 +219,7 @@ class CoordinateOptions:
     port: int | None = None
     token_file: Path | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
+    host_lease_s: float = Deadlines().host_lease_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,7 @@ class CheckpointConfig(Section):
     """When to save.
 
     Attributes:
-        every: Windows; 0: only at the end.
+        every: Optimizer steps; the first save is at the start. 0: only at the end.
         keep_last: Checkpoints kept.
         retry_s: Seconds for which the run's last save is tried again, if it fails; 0: once.
     """

@@ -352,7 +352,7 @@ class ElasticEngine(AskingEngine):
         """Let the run load its newest checkpoint: no worker is left that holds its state."""
         for load in self._on_anew:
             load()
-        self.habits.notice(describe_loss_of_state(self.window))
+        self.habits.notice(describe_loss_of_state(self.window, is_script=not self._on_anew))
 
     def _resume(self) -> bool:
         """Commit what is applied, and agree on new plans where all ranks plan windows.

@@ -139,9 +139,9 @@ class Engine(ABC):
         """Return the policy that divides the work; only the lowest present rank's decides."""
 
     @property
-    @abstractmethod
     def turns(self) -> int:
         """Return what ``max_steps`` limits: the team's optimizer steps, skipped ones included."""
+        return self.progress.steps + self.progress.skipped
 
     @property
     def parts_of_batch(self) -> int:

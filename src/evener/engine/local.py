@@ -51,11 +51,6 @@ class LocalEngine(KeepingEngine):
     _landing: Exchanged | None = None
     _result: WindowResult | None = None
 
-    @property
-    def turns(self) -> int:
-        """Return the optimizer steps of all ranks, skipped ones included."""
-        return self.progress.steps + self.progress.skipped
-
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:

@@ -99,6 +99,11 @@ class WindowResult:
         """Return the range of the epoch's permutation of a SYNC window, end exclusive."""
         return self.start, self.start + self.size
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Return how many optimizer steps ranks made in it, those left out included."""
+        return 1 if self.cadence is None else sum(record.steps for record in self.ranks)
+
 
 class Work(NamedTuple):
     """The next work of a rank.

@@ -60,11 +60,6 @@ class SyncEngine(DraftingEngine):
         self._gathered: list[OptimizerState] | None = None
         self._sharded.divide(team.comm)
 
-    @property
-    def turns(self) -> int:
-        """Return the windows: each is one optimizer step, or a skipped one."""
-        return self.progress.window
-
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:

@@ -61,18 +61,19 @@ def _named(ranks: Mapping[int, str]) -> str:
     return " and ".join(f"rank {rank} ({name})" for rank, name in ranks.items())
 
 
-def describe_loss_of_state(window: int) -> str:
+def describe_loss_of_state(window: int, *, is_script: bool) -> str:
     """Return a line about a team in which nobody is left that holds its state.
 
     Args:
         window: With which it continues.
+        is_script: Whether the user's script has to load checkpoints itself.
     """
-    text = "no worker is left that holds the team's state; it"
-    if window:
-        return f"{text} continues with window {window}"
+    text = f"no worker is left that holds the team's state; it continues with window {window}"
+    if window or not is_script:
+        return text
     return (
-        f"{text} begins again at window 0. Save checkpoints with ddp.save, and call ddp.load "
-        "before the first epoch where there is one, to lose less"
+        f"{text}. Save checkpoints with ddp.save, and call ddp.load before the first epoch where "
+        "there is one, to lose less"
     )
 
 

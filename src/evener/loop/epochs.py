@@ -32,7 +32,8 @@ class EpochLoop(ABC):
         ddp: The team.
         num_epochs: Epochs of the run; not looked at with ``max_steps``.
         max_steps: Optimizer steps of the run, those left out included.
-        checkpoint_every: Windows between checkpoints; 0 or ``None`` for one at the end alone.
+        checkpoint_every: Optimizer steps of the team between checkpoints, each taken at the end of
+            a window; 0 or ``None`` for one at the end alone.
 
     Attributes:
         loader: What is trained on; set by the job.
@@ -176,9 +177,10 @@ class EpochLoop(ABC):
         if self.checkpointer is not None:
             self.checkpointer.save(self.loader.cursor.state_dict())
 
-    def is_due(self, window: int) -> bool:
-        """Return whether a checkpoint is due after so many windows."""
-        return self._checkpoint_every > 0 and window % self._checkpoint_every == 0
+    def is_due(self, result: WindowResult) -> bool:
+        """Return whether a checkpoint is due after a window; the same on every rank."""
+        every, progress = self._checkpoint_every, result.progress
+        return every > 0 and (progress.steps + progress.skipped) % every < result.optimizer_steps
 
     @abstractmethod
     def train_micro_batch(self, batch: Any) -> object:
@@ -194,7 +196,7 @@ class EpochLoop(ABC):
 
     def on_commit(self, result: WindowResult) -> None:
         """Save a checkpoint where it is due; called on every rank after each committed window."""
-        if self.is_due(result.progress.window):
+        if self.is_due(result):
             self.save()
         elif self.checkpointer is not None:
             self.checkpointer.report()

@@ -83,15 +83,14 @@ class DdpBuilder:
         num_workers: Processes that load data, for each device; 0 loads between steps.
         scheduler: ``function(optimizer)`` returns a torch scheduler, stepped once per optimizer
             step.
-        checkpoint_every: Windows from one checkpoint (or call of ``checkpoint_fn``) to the next.
-            They are counted over the whole run, those before a ``resume`` included, and whatever
-            the policy: with ``"sync"`` a window is an optimizer step, otherwise the local steps
-            between two averages.
+        checkpoint_every: Optimizer steps from one checkpoint (or call of ``checkpoint_fn``) to the
+            next, over all ranks and the whole run, those before a ``resume`` included. Without
+            policy ``"sync"`` it comes at the end of the window in which such a step was made.
         checkpoint_fn: ``function(window, model)``, on the main process (rank 0, unless it is
-            parked), with the model as it was committed, every ``checkpoint_every`` windows, without
+            parked), with the model as it was committed, every ``checkpoint_every`` steps, without
             gradients. The other ranks wait for it at the end of their part of the next window.
         checkpoint_dir: Receives checkpoints of the whole run: model, optimizers, schedule, data
-            position. They are written every ``checkpoint_every`` windows, if that is given, and at
+            position. They are written every ``checkpoint_every`` steps, if that is given, and at
             the end; the newest three are kept. ``resume`` and ``Ddp.load`` continue from them.
         resume: Continue from a checkpoint, or from the newest complete one in a folder; written by
             ``checkpoint_dir`` or ``Ddp.save``, on any number of devices. ``num_epochs`` and

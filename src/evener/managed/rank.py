@@ -215,10 +215,10 @@ class ManagedRank(EpochLoop):
         """Add the window to the epoch's figures; save where it is due, then call the user."""
         self._figures.commit(result, self.ddp.rank, by_window=self._engine.state.is_sync)
         super().on_commit(result)
-        window, checkpoint_fn = result.progress.window, self.job.checkpoint_fn
-        if checkpoint_fn is not None and self.is_due(window) and self.ddp.is_main_process:
+        checkpoint_fn = self.job.checkpoint_fn
+        if checkpoint_fn is not None and self.is_due(result) and self.ddp.is_main_process:
             with torch.no_grad():
-                checkpoint_fn(window, self.model)
+                checkpoint_fn(result.progress.window, self.model)
 
     def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
         """Agree on the epoch's metrics; all ranks call it together."""

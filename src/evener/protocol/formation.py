@@ -97,6 +97,8 @@ class Deadlines:
         beat_s: Between two heartbeats of a worker.
         reconnect_s: A worker whose connection has ended is lost unless it connects again so soon.
         stopped_s: A worker whose process is stopped (state T) is lost after so long.
+        host_lease_s: A worker is lost after so long without a sign of life from it and from its
+            launcher.
         gather_s: So long after the last arrival the first generation forms with fewer than the
             most workers. Also how long members may take to leave a generation together.
         connect_s: So long members of a new generation may take to connect to one another, and a
@@ -111,6 +113,7 @@ class Deadlines:
     beat_s: float = 0.25
     reconnect_s: float = 1.0
     stopped_s: float = 0.5
+    host_lease_s: float = 10.0
     gather_s: float = 0.5
     connect_s: float = 10.0
     hello_s: float = 5.0

@@ -13,7 +13,7 @@ commit: each has left, its process has ended, or its lease has run out.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -72,6 +72,8 @@ class Roster:
     formation: Formation | None = None
     _seats: dict[str, Seat] = field(default_factory=dict)
     _outgoing: list[Outgoing] = field(default_factory=list)
+    _looked_s: float = 0.0
+    _awake_s: float = 0.0  # since when the coordinator has not been stopped itself
     _over: str = ""  # why the newest generation is over
     _over_s: float = 0.0
     _older_lease_s: float = 0.0  # no member of an older generation commits later
@@ -306,6 +308,12 @@ class Roster:
             seat.stop(now_s)
         self._consider(now_s)
 
+    def attend(self, now_s: float, members: Iterable[str]) -> None:
+        """Note the workers whose processes run, as their supervisor reports again and again."""
+        for member in members:
+            if member in self._seats:
+                self._seats[member].attended_s = now_s
+
     def tick(self, now_s: float) -> None:
         """Note that time has passed."""
         self._consider(now_s)
@@ -313,6 +321,12 @@ class Roster:
     # ── the end of a generation ──────────────────────────────────────────────────────────────────
 
     def _consider(self, now_s: float) -> None:
+        if now_s - self._looked_s > self.deadlines.lease_s:
+            self._awake_s = now_s  # it was stopped, so what was sent meanwhile is yet to be heard
+        self._looked_s = now_s
+        for seat in self._all():
+            if seat.falls_silent(now_s, self._awake_s, self.deadlines):
+                self._say(f"{seat.member} is lost: {seat.why_lost(now_s, self.deadlines)}")
         for seat in self._members():
             if why := seat.why_lost(now_s, self.deadlines):
                 self._end(now_s, f"{seat.member} is lost: {why}", tell=True)
@@ -523,8 +537,7 @@ class Roster:
         if before and not standings and not self._finished:
             self._say(
                 f"no member is left that holds the state of generation {self.generation}, so the "
-                "next one begins without it: a job resumes from its newest complete checkpoint, a "
-                "script begins at step 0 unless it loads one"
+                "next one begins with what its first worker loads, or anew"
             )
         self._has_formed, self._finished = True, frozenset()
         self.formation = Formation(

@@ -41,6 +41,8 @@ class Seat:
         phase: What it is doing, in its own words.
         advanced_s: When one of the two changed.
         heard_s: When its last heartbeat came, or it arrived.
+        attended_s: When its supervisor last reported that its process runs; ``None`` without one.
+        is_silent: Whether neither of the two came for ``host_lease_s``.
     """
 
     member: str
@@ -59,14 +61,16 @@ class Seat:
     phase: str = "joining"
     advanced_s: float = 0.0
     heard_s: float = 0.0
+    attended_s: float | None = None
+    is_silent: bool = False
     _disconnected_s: float | None = None
     _stopped_s: float | None = None
 
     @property
     def can_join(self) -> bool:
         """Return whether it may be in the next generation."""
-        is_there = self._disconnected_s is None and self._stopped_s is None
-        return self.ready and is_there and not (self.gone or self.has_left or self.refused)
+        is_there = self.is_connected and self._stopped_s is None
+        return self.ready and is_there and not (self.has_left or self.refused)
 
     @property
     def may_commit(self) -> bool:
@@ -75,8 +79,8 @@ class Seat:
 
     @property
     def is_connected(self) -> bool:
-        """Return whether it has a connection."""
-        return self._disconnected_s is None and not self.gone
+        """Return whether it has a connection, and its host has been heard of lately."""
+        return self._disconnected_s is None and not (self.gone or self.is_silent)
 
     def connect(self, now_s: float, session: str, facts: Mapping[str, Any]) -> None:
         """Note that it has connected."""
@@ -142,10 +146,35 @@ class Seat:
         self.micro_batches, self.phase, self.advanced_s = micro_batches, phase, now_s
         return took_s
 
+    def falls_silent(self, now_s: float, since_s: float, deadlines: Deadlines) -> bool:
+        """Note whether its host is silent; return whether it is lost for that from now on.
+
+        A worker alone may be silent for long, as in a call that holds the interpreter's lock. Its
+        supervisor is another process of its host: together they are silent only if the host, or
+        the network to it, is gone, or if both are stopped.
+
+        Args:
+            now_s: The time.
+            since_s: Since when the coordinator has listened without a pause.
+            deadlines: Those of the team.
+        """
+        if self.attended_s is None:
+            return False
+        was_lost = self.has_left or self.why_lost(now_s, deadlines)
+        last_s = max(since_s, self.heard_s, self.attended_s)
+        self.is_silent = now_s - last_s >= deadlines.host_lease_s
+        return self.is_silent and not was_lost
+
     def why_lost(self, now_s: float, deadlines: Deadlines) -> str:
         """Return why it is lost; empty while it lives."""
         if self.gone:
             return self.gone
+        if self.is_silent:
+            return (
+                "neither it nor its launcher has been heard of for "
+                f"{deadlines.host_lease_s:g} s (host_lease_s); its machine, or the network to it, "
+                "is gone"
+            )
         stopped_s, disconnected_s = self._stopped_s, self._disconnected_s
         if stopped_s is not None and now_s - stopped_s >= deadlines.stopped_s:
             return f"its process has been stopped for {deadlines.stopped_s:g} s (stopped_s)"

@@ -30,7 +30,7 @@ from evener.loop.reporting import find_sinks
 from evener.loop.saved_state import check_state
 from evener.tasks.recording import SUMS, RunTally, record, show, summarise
 from evener.tasks.rehearsal import Rehearsal, Speeds
-from evener.tasks.resuming import RUN_FOLDER, choose_checkpoint, find_run, is_finished
+from evener.tasks.resuming import RUN, RUN_FOLDER, choose_checkpoint, find_run, is_finished
 from evener.tasks.run_results import TaskResult
 from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals
@@ -348,6 +348,9 @@ class Job(EpochLoop):
         with closing(self.checkpointer):
             if not self._engine.has_just_joined:
                 task.begin(self)
+                # A run that is killed before its first window continues in this folder.
+                if self.resumed is None and config.checkpoint.every:
+                    self.save()
             for _ in self.epochs():
                 pass
             return self._close()
@@ -396,6 +399,7 @@ class Job(EpochLoop):
         """Save the state, with what the task says of it."""
         if self.ddp.is_main_process:
             self._assets.update(self._task.assets())
+            self._documents[RUN] = {"config": self.config.model_dump(mode="json")}
             self._documents.update(self._task.documents())
             self._documents[SUMS] = self.tally.to_json()
         super().save()

@@ -29,6 +29,7 @@ from evener.protocol.formation import (
 from evener.team.address import parse_address
 from evener.team.channel import Channel, Message
 from evener.team.sealed import MOST_MESSAGE_BYTES, TO_COORDINATOR, Seal, new_nonce
+from evener.team.terminal import warn
 from evener.version import __version__
 
 _CONNECT_S: Final = 2.0
@@ -183,8 +184,9 @@ class CoordinatorConnection(Closing):
             )
         return CoordinatorLostError(
             f"{self._role} {self.member} lost the coordinator at {self.address} and waited "
-            f"{self.deadlines.patience_s:.0f} s for it (patience_s; {why}): start it again with "
-            "the same arguments, or the run again to resume from its checkpoint"
+            f"{self.deadlines.patience_s:.0f} s for it (patience_s; {why}): check the network to "
+            "its machine; if it has ended, start it again with the same arguments, or the run "
+            "again to resume from its checkpoint"
         )
 
     def _connect(self) -> tuple[Channel, Seal]:
@@ -261,8 +263,16 @@ class CoordinatorConnection(Closing):
         heard_s = time.monotonic()
         while not self._closed:
             now_s = time.monotonic()
-            if now_s - heard_s > self.deadlines.lease_s + _CONNECT_S:
-                return  # each heartbeat has an answer: the coordinator is stopped, or unreachable
+            silent_s = self.deadlines.lease_s + _CONNECT_S
+            if now_s - heard_s > silent_s:  # each heartbeat has an answer
+                if self._role == "supervisor":
+                    warn(
+                        f"the coordinator at {self.address} has not answered for {silent_s:g} s: "
+                        "it is stopped, or its machine or the network to it is gone. Workers here "
+                        "commit nothing until it answers, and end after "
+                        f"{self.deadlines.patience_s:g} s (patience_s)"
+                    )
+                return
             with self._changed:
                 messages = list(self._outgoing)
                 self._outgoing.clear()
@@ -296,6 +306,7 @@ class SupervisorConnection(CoordinatorConnection):
     def __init__(self, address: str, *, token: bytes | None, timeout_s: float = 10.0) -> None:
         self._workers: frozenset[str] = frozenset()
         self._known: dict[str, Message] = {}
+        self._members: set[str] = set()
         self._held: Formation | None = None  # the newest generation
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         super().__init__(address, token=token, member=name, role="supervisor", timeout_s=timeout_s)
@@ -304,6 +315,11 @@ class SupervisorConnection(CoordinatorConnection):
     def workers(self) -> frozenset[str]:
         """Ids of the workers that live, as last heard; none once the connection has failed."""
         return frozenset() if self._failure else self._workers
+
+    def attend(self, member: str) -> None:
+        """Report with each heartbeat that a worker's process runs, until it has ended."""
+        with self._changed:
+            self._members.add(member)
 
     def tell(self, member: str, state: ProcessState, reason: str = "") -> None:
         """Report the state of a worker's process; a restarted coordinator is told again.
@@ -316,6 +332,8 @@ class SupervisorConnection(CoordinatorConnection):
         message = {"type": "process", "member": member, "state": str(state), "reason": reason}
         with self._changed:
             self._known[member] = message
+            if state in (ProcessState.GONE, ProcessState.FINISHED):
+                self._members.discard(member)
             self._post(message)
 
     def _introduction(self) -> Message:
@@ -327,7 +345,7 @@ class SupervisorConnection(CoordinatorConnection):
         return list(self._known.values())
 
     def _beat(self, now_s: float) -> Message:
-        return {"type": "beat"}
+        return {"type": "beat", "members": list(self._members)}
 
     def _hear(self, kind: str, fields: Fields) -> None:
         if kind == "formed":

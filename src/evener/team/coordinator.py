@@ -71,6 +71,11 @@ class CoordinatorOptions:
                 f"--timeout-s is {self.deadlines.timeout_s:g}; give the seconds that workers wait "
                 "for one another, more than 0"
             )
+        if not self.deadlines.lease_s <= self.deadlines.host_lease_s < math.inf:
+            raise ConfigError(
+                f"--host-lease-s is {self.deadlines.host_lease_s:g}; give the seconds after which "
+                f"a silent machine is lost, at least {self.deadlines.lease_s:g} (lease_s)"
+            )
 
 
 def coordinate(options: CoordinatorOptions) -> int:
@@ -394,6 +399,7 @@ class Visitor(asyncio.Protocol):
             roster = self._coordinator.roster
             roster.process(now_s, fields.text("member"), state, fields.text("reason"))
         elif kind == "beat":
+            self._coordinator.roster.attend(now_s, fields.texts("members"))
             self.tell("beaten", {"workers": self._coordinator.roster.living(now_s)})
         else:
             raise ValueError(f"type is {short(kind)}, which no supervisor sends")

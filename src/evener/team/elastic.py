@@ -176,6 +176,11 @@ class CoordinatorLink(CoordinatorConnection):
         """Whether the coordinator has said that the run has ended, without this worker."""
         return isinstance(self._refusal, RunEndedError)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the coordinator did not answer for ``patience_s``."""
+        return self._failure is not None
+
     def why_over(self, generation: int) -> str:
         """Return why a generation is over, as the coordinator has said; empty while it is not.
 

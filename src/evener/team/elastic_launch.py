@@ -512,6 +512,7 @@ class ElasticLauncher(TerminalSupervisor):
                     f"worker {member}",
                 )
         self._workers[child.pid] = (slot, member)
+        self._connection.attend(member)
         self._carry_output(child)
 
     def _warm_up(self) -> None:

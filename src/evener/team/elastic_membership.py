@@ -137,8 +137,8 @@ class ElasticMembership(Membership):
 
     @property
     def is_over(self) -> bool:
-        """Whether the coordinator has said that the generation is over."""
-        return bool(self._link.why_over(self.generation))
+        """Whether the coordinator has said that the generation is over, or is lost itself."""
+        return self._link.is_lost or bool(self._link.why_over(self.generation))
 
     def next_generation(self, standing: Standing | None) -> Formed:
         """Report to the coordinator, and connect to the members of the generation that it forms.

@@ -16,7 +16,13 @@ from evener.protocol.formation import (
 from evener.protocol.roster import Roster
 
 DEADLINES = Deadlines(
-    lease_s=3.0, reconnect_s=1.0, stopped_s=1.0, gather_s=0.5, timeout_s=60.0, beat_s=0.25
+    lease_s=3.0,
+    reconnect_s=1.0,
+    stopped_s=1.0,
+    host_lease_s=4.0,
+    gather_s=0.5,
+    timeout_s=60.0,
+    beat_s=0.25,
 )
 
 #: What a window's parameters are: all that has gone into them.
@@ -86,6 +92,10 @@ class World:
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
         if self.roster is not None:
+            # The supervisor of each worker is on its machine.
+            self.roster.attend(
+                self.now_s, [w.member for w in self.workers if w.alive and not w.parted]
+            )
             self.roster.tick(self.now_s)
             self.send()
 
@@ -156,6 +166,12 @@ class World:
         for worker in workers:
             worker.parted = True
             self.cut(worker)
+
+    def vanish(self, worker: Worker) -> None:
+        """Its machine loses power, or its link: nothing comes any more, and nothing ends."""
+        worker.parted, worker.connected = True, False
+        worker.to.clear()
+        worker.back.clear()
 
     def mend(self) -> None:
         for worker in self.workers:

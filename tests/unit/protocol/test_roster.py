@@ -36,6 +36,7 @@ FAULTS: dict[str, Callable[[World, Worker], object]] = {
     "cut": World.cut,
     "part": lambda world, worker: world.part([worker]),
     "part all": lambda world, _: world.part(world.workers),
+    "vanish": World.vanish,
     "mend": lambda world, _: world.mend(),
     "stop": World.stop,
     "resume": World.resume,
@@ -381,19 +382,82 @@ def test_a_coordinator_that_has_just_started_lets_the_team_train_before_another_
     assert told(roster.take(), "wanted") == {"a", "b"}
 
 
-@pytest.mark.parametrize("holds_gil", [False, True])
-def test_nobody_is_lost_who_is_busy_for_five_adaptive_deadlines(holds_gil: bool) -> None:
-    """As rank 0 may be in an evaluation of its own, or in a C call in which it sends nothing."""
+@pytest.mark.parametrize("who", ["worker", "launcher", "nobody but b"])
+def test_nobody_is_lost_who_is_busy_for_five_adaptive_deadlines(who: str) -> None:
+    """As rank 0 may be in an evaluation of its own, or in a C call in which it sends nothing.
+
+    Then its launcher is heard of. A launcher that is silent alone is stopped, or a debugger holds
+    it. Of a worker without a launcher it is not known which of the two it is.
+    """
     team = Team("a", "b")
+    if who == "worker":
+        team.roster.attend(team.now_s, ["a", "b"])
     said = []
     for _ in range(6):
-        if not holds_gil:
-            team.roster.beat(team.now_s, "a", 0, "evaluating")
-        assert team.roster.beat(team.now_s, "b", 1, "waiting")
-        said += team.pass_(silence_deadline_s([0.1] * 3))
+        for _ in range(10):
+            if who == "worker":
+                team.roster.beat(team.now_s, "a", 0, "evaluating")
+            elif who == "launcher":
+                team.roster.attend(team.now_s, ["a", "b"])
+            assert team.roster.beat(team.now_s, "b", 1, "waiting")
+            said += team.pass_(silence_deadline_s([0.1] * 3) / 10)
     assert {message.type for message in said} == {"say"}, "it is named, and that is all"
     assert team.formation.generation == 1
     assert team.roster.beat(team.now_s, "a", 1, "training"), "it may commit"
+
+
+def live(team: Team, seconds: float, *members: str) -> list[Outgoing]:
+    """Time passes, in which these workers and their launchers are heard of."""
+    said = []
+    for _ in range(round(seconds / 0.25)):
+        team.roster.attend(team.now_s, members)
+        for member in members:
+            team.roster.beat(team.now_s, member, 0, "waiting")
+        said += team.pass_(0.25)
+    return said
+
+
+def test_a_machine_that_vanishes_silently_is_lost_after_host_lease_s() -> None:
+    """With both of its workers, while those that remain need not wait for ``timeout_s``."""
+    team = Team("a", "b", "c", "d")
+    live(team, 1.0, "a", "b", "c", "d")
+    assert not live(team, DEADLINES.host_lease_s - 0.5, "a", "b")
+    messages = live(team, 0.25, "a", "b")
+    assert told(messages, "over") == {"a", "b", "c", "d"}
+    lines = [message.content["text"] for message in messages if message.type == "say"]
+    for member, line in zip("cd", lines, strict=True):
+        why = "neither it nor its launcher has been heard of for 4 s (host_lease_s)"
+        assert line.startswith(f"{member} is lost: {why}")
+    team.report("a", 5)
+    assert "formed" in {message.type for message in team.report("b", 5)}
+    assert team.formation.members == ("a", "b")
+    assert team.formation.detect_s == DEADLINES.host_lease_s, "since the last heartbeat"
+    # The cable is mended: what they say is of a generation that has ended, so they join again.
+    team.roster.arrive(team.now_s, "c", "session of c", {}, None)
+    assert told(team.report("c", 5), "left_out") == {"c"}
+
+
+def test_a_worker_that_vanishes_while_it_waits_to_join_is_no_member() -> None:
+    team = Team("a", least=1)
+    live(team, 1.0, "a")
+    team.join("b")
+    live(team, 0.25, "a", "b")
+    live(team, DEADLINES.host_lease_s, "a")
+    assert team.roster.living(team.now_s) == ["a"]
+    team.report("a", 5)
+    assert team.formation.members == ("a",)
+
+
+def test_a_coordinator_that_was_stopped_takes_nobody_for_lost() -> None:
+    """What workers have sent meanwhile is yet to be read."""
+    team = Team("a", "b")
+    live(team, 1.0, "a", "b")
+    team.pass_(60.0)
+    live(team, 2 * DEADLINES.host_lease_s, "a", "b")
+    assert team.formation.generation == 1
+    assert team.roster.living(team.now_s) == ["a", "b"]
+    live(team, DEADLINES.host_lease_s, "a")
+    assert team.roster.living(team.now_s) == ["a"], "from then on silence counts again"
 
 
 def test_who_is_waited_for_is_named_after_the_adaptive_deadline() -> None:

@@ -535,6 +535,8 @@ def test_impossible_options_are_refused(tmp_path: Path) -> None:
         Coordinator(CoordinatorOptions(host="0.0.0.0", most=2))
     with pytest.raises(ConfigError, match=r"--timeout-s is -5; give the seconds"):
         CoordinatorOptions(most=2, deadlines=Deadlines(timeout_s=-5.0))
+    with pytest.raises(ConfigError, match=r"--host-lease-s is 1; give .* at least 3 \(lease_s\)"):
+        CoordinatorOptions(most=2, deadlines=Deadlines(host_lease_s=1.0))
     short = tmp_path / "token"
     short.write_text("guess\n")
     with pytest.raises(ConfigError, match="has 5 bytes, which can be guessed"):

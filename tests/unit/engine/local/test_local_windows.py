@@ -239,6 +239,57 @@ def test_max_steps_is_exact(policy: str) -> None:
     assert run_team(2, body) == [(71, 284)] * 2
 
 
+class Tally(nn.Module):
+    """Has a parameter for each sample, which is 0 until a step has trained on that sample."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.samples = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_an_epoch_that_max_steps_ends_has_holes_which_a_resumed_run_fills(
+    policy: str, tmp_path: Path, rank_clocks: RankClocks
+) -> None:
+    """Rank 1 turns slow with batches in its queue, and later ones are trained before these."""
+    rank_clocks.land_after(1)
+    size, batch_size, steps = 200, 4, 29
+
+    def session(comm: Communicator, max_steps: int | None) -> tuple[Any, ...]:
+        rank_clocks.start()
+        model = Tally(size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        windows = {"anchor": 3, "max_anchor": 3}
+        with setup(comm, model, optimizer, policy=policy, **windows) as ddp:
+            ranges: list[tuple[int, int]] = []
+            ddp.on_commit(lambda result: ranges.extend(result.ranges))
+            loader = ddp.loader(range(size), batch_size=batch_size, max_steps=max_steps, seed=1)
+            if max_steps is None:
+                ddp.load(tmp_path)
+            before = model.samples.detach().clone()
+            for done, ids in enumerate(loader.epoch(0)):
+                rank_clocks.spend(0.04 if comm.rank == 1 and done > 3 else 0.01)
+                ddp.backward(-model.samples[ids].mean())
+                ddp.step()
+            if max_steps is not None:
+                ddp.save(tmp_path)
+            committed = [p for start, stop in ranges for p in range(start, stop)]
+            return committed, before, model.samples.detach(), ddp.progress
+
+    order = Permutation(size, seed=1, epoch=0)
+    committed, _, after, progress = run_team(2, lambda comm: session(comm, steps))[0]
+    assert progress.samples == len(committed) == len(set(committed)) == steps * batch_size
+    assert max(committed) >= len(committed), "not a prefix"
+    assert {*after.nonzero().flatten().tolist()} == {order[p] for p in committed}
+
+    rest, before, after, progress = run_team(1, lambda comm: session(comm, None))[0]
+    assert progress.samples == size
+    assert sorted(committed + rest) == [*range(size)]
+    trained = torch.zeros(size, dtype=torch.float64)
+    trained[[order[p] for p in rest]] = 1 / batch_size
+    assert torch.equal(after, before + trained), "each once, and no other"
+
+
 @pytest.mark.parametrize("policy", LOCAL)
 def test_learning_rates_follow_the_team_and_torch_schedulers_end_where_it_does(
     policy: str, rank_clocks: RankClocks
