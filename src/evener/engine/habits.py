@@ -154,7 +154,6 @@ class Habits:
         loss: Tensor,
         weight: float | None,
         reduction: str | None,
-        batch_size: int,
     ) -> None:
         """Look at the gradients and at the loss before they are added to.
 
@@ -169,7 +168,6 @@ class Habits:
             loss,
             window=share,
             samples=share.open_samples,
-            batch_size=batch_size,
             weight=weight,
             reduction=reduction,
         )

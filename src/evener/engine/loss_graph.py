@@ -6,11 +6,9 @@ depends on how the batch is split. What is certainly a mean, or cannot be told, 
 
 import gc
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
@@ -42,32 +40,6 @@ _LAYERS: Final = {"Mm": (0, 1), "Addmm": (1, 2), "Convolution": (0, 1)}
 """Places of input and weight among what a layer's output is computed from."""
 
 
-class LossKind(Enum):
-    """What a term of a loss is over the samples of its micro-batch."""
-
-    MEAN = "mean"
-    SUM = "sum"
-    SCALED_SUM = "scaled sum"
-    """A sum, times a constant that may be one over a number of units."""
-    UNKNOWN = "unknown"
-
-
-class LossTerm(NamedTuple):
-    """A scalar that a loss is a sum of.
-
-    Attributes:
-        kind: What it is.
-        node: Its node of the graph.
-        units: The whole number of which its factor is the inverse; 0 where it has no factor.
-        is_divided: Whether something was divided by it, as means made by hand are.
-    """
-
-    kind: LossKind
-    node: Any
-    units: int = 0
-    is_divided: bool = False
-
-
 class LossWatch:
     """Looks at the losses of a rank's first windows.
 
@@ -80,12 +52,10 @@ class LossWatch:
         self._sizes = LossSizes()
         self._window: object = None
         self._num_windows = 0
-        self._kinds: set[LossKind] = set()
+        self._are_means = True
         self._is_suspected = False
         #: Factors of losses that are not the scale of a ``GradScaler``.
         self._factors: set[float] = set()
-        #: By a suspicious divisor of sums, the windows in which it was seen.
-        self._divisors: defaultdict[int, set[int]] = defaultdict(set)
 
     def look(
         self,
@@ -93,7 +63,6 @@ class LossWatch:
         *,
         window: object,
         samples: int,
-        batch_size: int,
         weight: float | None,
         reduction: str | None,
     ) -> None:
@@ -103,7 +72,6 @@ class LossWatch:
             loss: As it was given to ``ddp.backward``.
             window: Another object for each window.
             samples: Those of the micro-batch.
-            batch_size: Samples of an optimizer step.
             weight: As given to ``ddp.backward``, and so is ``reduction``.
             reduction: If it was given, only the scale of a ``GradScaler`` is looked for.
 
@@ -122,27 +90,16 @@ class LossWatch:
             )
         if reduction is not None:
             return
-        terms = find_terms(loss, samples)
-        count = None if weight is None else checked_weight(weight)
-        kinds = {term.kind for term in terms}
-        self._kinds |= kinds
-        if LossKind.SUM in kinds and kinds <= {LossKind.SUM, LossKind.SCALED_SUM}:
+        terms = _find_terms(loss.grad_fn)
+        self._are_means &= bool(terms) and all(_is_mean(node) for node, _ in terms)
+        if samples > 1 and any(_is_sum_over(node, factor, samples) for node, factor in terms):
             raise UsageError(
                 f"the loss given to ddp.backward is a sum over the {samples} samples of its "
-                f"micro-batch, which would count as their mean: {_BY_SPLIT}. Remedy: {_REMEDY}"
+                f"micro-batch, or has one in it, which would count as their mean: {_BY_SPLIT}. "
+                f"Remedy: {_REMEDY}"
             )
-        if {LossKind.SUM, LossKind.MEAN} <= kinds:
-            self._warn(
-                "the loss given to ddp.backward adds a sum over the samples of its micro-batch to "
-                f"a mean: {_BY_SPLIT}. Remedy: make both means; or make both sums, with "
-                "ddp.backward(loss, reduction='sum'). If it is a mean after all, give "
-                "reduction='mean'"
-            )
-        for divisor in _suspicious(terms, samples, batch_size, count):
-            self._divisors[divisor].add(self._num_windows)
-            if len(self._divisors[divisor]) == WINDOWS:
-                self._suspect(f"is a sum divided by {divisor} over {samples} samples")
-        if (number := find_divisor(loss, samples)) is not None and number != count:
+        count = None if weight is None else checked_weight(weight)
+        if (number := _find_divisor(loss)) is not None and number not in (count, samples):
             self._warn(
                 f"the loss is divided by {number:g} before ddp.backward. If that is for gradient "
                 "accumulation, remove it: a window's gradient is the mean over all its units "
@@ -151,11 +108,17 @@ class LossWatch:
 
     def follow(self, reports: Sequence[Report]) -> None:
         """Look at the reports of a window, if the graphs of losses were not clear."""
-        if self._kinds - {LossKind.MEAN} and self._sizes.follow(reports):
-            self._suspect("is proportional to the size of its micro-batch")
+        if self._are_means or self._is_suspected or not self._sizes.follow(reports):
+            return
+        self._is_suspected = True
+        self._warn(
+            "the loss given to ddp.backward is proportional to the size of its micro-batch, in "
+            f"each of {WINDOWS} windows. If it is a sum over the samples, {_BY_SPLIT}. Remedy: "
+            f"{_REMEDY}"
+        )
 
     def _find_grad_scale(self, loss: Tensor) -> float | None:
-        factor = find_factor(loss)
+        factor = _find_factor(loss)
         if factor is None or factor in self._factors:
             return None
         self._factors.add(factor)
@@ -164,36 +127,8 @@ class LossWatch:
         is_scale = any(one.is_enabled() and one.get_scale() == factor for one in scalers)
         return factor if is_scale else None
 
-    def _suspect(self, why: str) -> None:
-        if self._is_suspected:
-            return
-        self._is_suspected = True
-        self._warn(
-            f"the loss given to ddp.backward {why}, in each of {WINDOWS} windows. If it is a sum "
-            f"over the samples, {_BY_SPLIT}. Remedy: {_REMEDY}"
-        )
 
-
-def find_terms(loss: Tensor, samples: int) -> list[LossTerm]:
-    """Return the terms of a loss, as many as a short walk over its graph finds."""
-    return _walk(loss.grad_fn, samples)
-
-
-def _suspicious(
-    terms: Sequence[LossTerm], samples: int, batch_size: int, weight: float | None
-) -> set[int]:
-    """Return the numbers that sums are divided by and that cannot well be those of their units."""
-    if any(term.kind is not LossKind.SCALED_SUM for term in terms):
-        return set()
-    return {
-        term.units
-        for term in terms
-        if term.units not in (samples, weight, _count_elements(term.node))
-        and (term.units == batch_size or not (term.is_divided or term.units % samples == 0))
-    }
-
-
-def find_divisor(loss: Tensor, samples: int) -> float | None:
+def _find_divisor(loss: Tensor) -> float | None:
     """Return the whole number that a mean was divided by, if that may be for accumulation.
 
     Not if the division belongs to the loss: the mean of ``n`` terms, or half a squared error; and
@@ -202,16 +137,22 @@ def find_divisor(loss: Tensor, samples: int) -> float | None:
     node = _skip(loss.grad_fn, _SAME_VALUE)
     if node is None or _name(node) != "Div" or (number := _constant(node)) is None:
         return None
-    terms = _walk(node.next_functions[0][0], samples)
-    is_half = number == 2 and all(_is_squared_error(term.node) for term in terms)
-    has_sum = any(_is_sum(term.node) for term in terms)
-    is_mean = len(terms) == number or any(_name(term.node) in _PLUS for term in terms)
-    if has_sum or is_half or is_mean or number <= 1 or number != math.floor(number):
+    nodes = [term for term, _ in _find_terms(node.next_functions[0][0])]
+    is_half = number == 2 and all(map(_is_squared_error, nodes))
+    has_sum = any(map(_is_sum, nodes))
+    if (
+        not nodes
+        or has_sum
+        or is_half
+        or len(nodes) == number
+        or number <= 1
+        or number != math.floor(number)
+    ):
         return None
     return number
 
 
-def find_factor(loss: Tensor) -> float | None:
+def _find_factor(loss: Tensor) -> float | None:
     """Return the number above 1 that a loss was multiplied by last, if it was."""
     node = _skip(loss.grad_fn, _SAME_VALUE)
     if node is None or _name(node) != "Mul":
@@ -246,41 +187,42 @@ class LossSizes:
         return len(self._exponents) == WINDOWS and 0.75 < sum(self._exponents) / WINDOWS < 1.25
 
 
-def _walk(root: Any, samples: int) -> list[LossTerm]:
-    """Return the terms of a scalar; what is too far away to be looked at is one of them."""
-    found: list[LossTerm] = []
-    visited = 0
-    to_do: list[tuple[Any, float | None, bool]] = [(root, None, False)]
-    while to_do:
-        node, factor, is_divided = to_do.pop()
-        visited += 1
-        node = _skip(node, _SAME_VALUE)
-        name = "" if node is None else _name(node)
-        children = [] if node is None else [child for child, _ in node.next_functions if child]
-        if visited > _MOST_NODES:
-            return [*found, LossTerm(LossKind.UNKNOWN, node)]
+def _find_terms(root: Any) -> list[tuple[Any, float]]:
+    """Return the nodes that a scalar adds up, with their constant factors.
+
+    None if there are too many; a factor is 0 where something was divided.
+    """
+    found: list[tuple[Any, float]] = []
+    to_do: list[tuple[Any, float]] = [(root, 1.0)]
+    for _ in range(_MOST_NODES):
+        if not to_do:
+            return found
+        node, factor = to_do.pop()
+        if (node := _skip(node, _SAME_VALUE)) is None:
+            continue
+        name, children = _name(node), [child for child, _ in node.next_functions if child]
         if name in _PLUS:
-            to_do += [(child, factor, is_divided) for child in children]
+            to_do += [(child, factor) for child in children]
         elif name in ("Mul", "Div") and (number := _constant(node)):
-            factor = (factor or 1.0) * (number if name == "Mul" else 1.0 / number)
-            to_do.append((children[0], factor, is_divided or name == "Div"))
-        elif node is not None:
-            found.append(_term(node, samples, factor, is_divided=is_divided))
-    return found
+            # A division may be that by the number of units.
+            to_do.append((children[0], factor * number if name == "Mul" else 0.0))
+        else:
+            found.append((node, factor))
+    return []
 
 
-def _term(node: Any, samples: int, factor: float | None, *, is_divided: bool) -> LossTerm:
-    if _name(node) == "Mean" or getattr(node, "_saved_reduction", None) == 1:
-        return LossTerm(LossKind.MEAN, node)
-    if samples < 2 or not _is_sum(node) or _has_weight(node) or not _is_of_batch(node, samples):
-        return LossTerm(LossKind.UNKNOWN, node)
-    if factor is None:
-        return LossTerm(LossKind.SUM, node)
-    count = max(1, round(1.0 / abs(factor)))
-    # One over a whole number may be that of the units: the mean of some of them, made by hand.
-    if is_divided or math.isclose(1.0 / abs(factor), count, rel_tol=1e-6):
-        return LossTerm(LossKind.SCALED_SUM, node, count, is_divided)
-    return LossTerm(LossKind.SUM, node)
+def _is_mean(node: Any) -> bool:
+    return _name(node) == "Mean" or getattr(node, "_saved_reduction", None) == 1
+
+
+def _is_sum_over(node: Any, factor: float, samples: int) -> bool:
+    """Return whether a term is certainly a sum over samples: a small factor may be one over n."""
+    return (
+        abs(factor) >= 1.0
+        and _is_sum(node)
+        and not _has_weight(node)
+        and _is_of_batch(node, samples)
+    )
 
 
 def _is_sum(node: Any) -> bool:
@@ -294,11 +236,6 @@ def _summed(node: Any) -> tuple[Any, int]:
 
 def _shape(node: Any, number: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[number].shape)
-
-
-def _count_elements(node: Any) -> int:
-    child, number = _summed(node)
-    return 0 if child is None else math.prod(_shape(child, number))
 
 
 def _is_of_batch(node: Any, samples: int) -> bool:

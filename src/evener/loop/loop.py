@@ -240,7 +240,7 @@ class Loop(DataSide):
         habits, share = engine.habits, engine.share
         if not engine.is_training:
             share = self._start_unplanned()
-        habits.before_backward(share, loss, weight, reduction, engine.batch_size)
+        habits.before_backward(share, loss, weight, reduction)
         summed = reduction == "sum"
         if optimizer is None:
             share.backward(loss, weight, summed=summed)
