@@ -51,6 +51,8 @@ def test_the_script_of_the_readme_does_the_same_on_two_ranks(sandbox: Sandbox) -
         ended = sandbox.evener("launch", "--nproc", world_size, script).end()
         assert ended.code == 0, ended.err
         said.append(ended.out.strip())
-    assert {text.partition("; ")[0] for text in said} == {shown[0].partition("; ")[0]}
+    losses = [float(text.split()[1]) for text in (*said, shown[0])]
+    assert losses[0] == pytest.approx(losses[1], abs=0.002)
+    assert losses[0] == pytest.approx(losses[2], abs=0.02), "as shown, on other processors too"
     assert said[0].endswith("shares [1024]")
     assert min(map(int, re.findall(r"\d+", said[1].partition("[")[2]))) > 0, said[1]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from evener import cli
 from helpers.forking import Zygote
 from helpers.lineage import check_exactly_once
 from helpers.pretraining import (
@@ -203,7 +202,7 @@ def test_a_run_whose_folder_is_lost_goes_on_and_can_be_resumed(lab):
     assert f"resumed after {NUM_WINDOWS} windows" in more.said
 
 
-def test_speeds_that_change_at_a_resume_make_no_figure_that_cannot_be(lab, capsys):
+def test_speeds_that_change_at_a_resume_make_no_figure_that_cannot_be(lab):
     """All devices are eight times as slow in the second session."""
     options = ("run.yaml", "--name", "slower", "--set", "measure=false")
     lab.run(*options, "--set", "max_steps=12", nproc=2)
@@ -216,6 +215,6 @@ def test_speeds_that_change_at_a_resume_make_no_figure_that_cannot_be(lab, capsy
     assert max(told) <= 2.1, "of two ranks"
     run = lab.path_of("slower")
     assert 0 < run.summary["of_ideal"] <= 1.05
-    assert cli.main(["report", str(run.path), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    reported = lab.sandbox.evener("report", run.path, "--json").end()
+    (found,) = json.loads(reported.out)["runs"]
     assert found["team"]["of_ideal"] == pytest.approx(run.summary["of_ideal"], rel=1e-4)

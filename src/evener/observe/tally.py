@@ -14,7 +14,7 @@ MOST_SESSIONS = 100
 """So many of the latest are measured: in an elastic team each loss and each join begins one."""
 
 
-class _Work(NamedTuple):
+class _MemberWork(NamedTuple):
     """What a member has done in a session so far."""
 
     weight: float = 0.0
@@ -22,19 +22,19 @@ class _Work(NamedTuple):
     compute_s: float = 0.0  # without updates
     updates_s: float = 0.0  # of whole updates, where ranks make a part each
 
-    def plus(self, row: RankRow, parts: int) -> "_Work":
+    def plus(self, row: RankRow, parts: int) -> "_MemberWork":
         """Return the work with that of another window."""
         update_s = min(row.get("update_s", 0.0), row["compute_s"])
-        return _Work(
+        return _MemberWork(
             self.weight + row["weight"],
             self.windows + 1,
             self.compute_s + row["compute_s"] - update_s,
             self.updates_s + update_s * max(parts, 1),
         )
 
-    def since(self, other: "_Work") -> "_Work":
+    def since(self, other: "_MemberWork") -> "_MemberWork":
         """Return what has come after an earlier state."""
-        return _Work(*(a - b for a, b in zip(self, other, strict=True)))
+        return _MemberWork(*(a - b for a, b in zip(self, other, strict=True)))
 
 
 class _Mark(NamedTuple):
@@ -43,7 +43,7 @@ class _Mark(NamedTuple):
     t: float  # without evaluations
     weight: float
     windows: int
-    members: dict[str, _Work]
+    members: dict[str, _MemberWork]
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class _Session:
             members = dict(self.marks[-1].members) if self.marks else {}
             for row in event["ranks"]:
                 if row["weight"] > 0:
-                    known = members.get(row["member"], _Work())
+                    known = members.get(row["member"], _MemberWork())
                     members[row["member"]] = known.plus(row, event.get("update_parts", 1))
             del self.marks[WARM_UP_WINDOWS + 1 :]
             t = event["t"] - self.paused_s
@@ -173,15 +173,17 @@ class EventTally:
             Weight per second, of the members that had work in these windows.
         """
         weight, windows = 0.0, 0
-        done: dict[str, list[_Work]] = {}
+        done: dict[str, list[_MemberWork]] = {}
         for mark, last in self._spans():
             weight += last.weight - mark.weight
             windows += last.windows - mark.windows
             for member, work in last.members.items():
-                done.setdefault(member, []).append(work.since(mark.members.get(member, _Work())))
+                done.setdefault(member, []).append(
+                    work.since(mark.members.get(member, _MemberWork()))
+                )
         speeds = {}
         for member, parts in done.items():
-            own = _Work(*map(sum, zip(*parts, strict=True)))
+            own = _MemberWork(*map(sum, zip(*parts, strict=True)))
             if own.weight > 0 and own.windows:
                 alone_s = own.compute_s * weight / own.weight
                 alone_s += own.updates_s * windows / own.windows
@@ -203,8 +205,8 @@ def _totals(fields: Fields) -> Totals:
     return Totals(windows=fields.whole("windows"), samples=fields.whole("samples"), **numbers)
 
 
-def _work(numbers: Any) -> _Work:
-    return _Work(*(Fields({"number": one}).number("number") for one in numbers))
+def _work(numbers: Any) -> _MemberWork:
+    return _MemberWork(*(Fields({"number": one}).number("number") for one in numbers))
 
 
 def _session(fields: Fields) -> _Session:
