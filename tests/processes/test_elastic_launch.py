@@ -36,10 +36,11 @@ def sandbox(tmp_path: Path) -> Any:
     sandbox.close()
 
 
-def launch(sandbox: Sandbox, body: str, *options: object) -> Running:
-    """Two workers; a standby loads a small library instead of torch."""
+def launch(sandbox: Sandbox, body: str, *options: object, first: str = "") -> Running:
+    """Two workers; a standby loads a small library; the launcher runs ``first`` before all."""
     code = (
-        "import sys; from evener.team.elastic_launch import LIBRARIES, ElasticRun, launch_elastic; "
+        f"{first}\nimport sys; "
+        "from evener.team.elastic_launch import LIBRARIES, ElasticRun, launch_elastic; "
         "from evener.team.child import run_child; "
         "LIBRARIES['evener.team.script'] = ('json.tool',); "
         "run = ElasticRun(limits='1:3', nproc=2, max_failures=3); "
@@ -118,6 +119,36 @@ def test_a_script_that_has_become_the_launcher_tells_how_to_add_a_worker(
     assert (ended.code, sandbox.mailbox.rest()) == (0, ["0 1:1"])
     assert "evener: elastic team of 1 to 1 workers, 1 of them here; `evener join " in ended.err
     assert f" -- {script} --lr 1` adds one\n" in ended.err
+
+
+#: A machine that has no room for a standby, and none for the third worker at first.
+REFUSING = """
+import errno, os, subprocess
+class Popen(subprocess.Popen):
+    workers = 0
+    def __init__(self, command, *arguments, **options):
+        if "evener.team.standby" in command:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        Popen.workers += "evener.team.script" in command
+        if Popen.workers == 3:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        super().__init__(command, *arguments, **options)
+subprocess.Popen = Popen
+"""
+
+
+def test_processes_that_cannot_be_started_end_no_team_that_can_do_without(sandbox: Sandbox) -> None:
+    running = launch(sandbox, "pass_gate()\n", first=REFUSING)
+    first = workers(sandbox, 2)
+    line = next_line(running, "warning: the standby could not be started")
+    assert "files and connections open (`ulimit -n`)" in line
+    os.kill(first["1"][0], signal.SIGKILL)
+    line = next_line(running, "warning: worker ")
+    assert "processes and threads (`ulimit -u`)" in line
+    assert "The others continue; it is tried again in " in line
+    assert {*workers(sandbox, 1)} == {"1.3"}
+    sandbox.open_gate(2)
+    assert running.end().code == 0
 
 
 def find_process(*words: bytes) -> int:

@@ -1,3 +1,4 @@
+import os
 import re
 import signal
 import socket
@@ -255,7 +256,10 @@ def test_the_exit_code_of_the_first_failing_rank_is_the_launchers(sandbox):
 
 @pytest.mark.parametrize(
     ("signum", "words"),
-    [(signal.SIGKILL, ["SIGKILL", "memory"]), (signal.SIGSEGV, ["SIGSEGV", "[rank 1] Fatal"])],
+    [
+        (signal.SIGKILL, ["SIGKILL", "memory was not seen to run short"]),
+        (signal.SIGSEGV, ["SIGSEGV", "[rank 1] Fatal"]),
+    ],
 )
 def test_a_killed_rank_is_named_with_the_likely_cause(sandbox, signum, words):
     script = sandbox.script(
@@ -301,6 +305,21 @@ def test_a_rank_that_failed_but_hangs_on_its_way_out_still_ends_the_run(sandbox)
     assert "ValueError: boom" in ended.err
 
 
+def test_descriptors_that_are_used_up_are_an_error_with_limit_and_remedy(sandbox):
+    """In the launcher at every moment of its start, and in a rank."""
+    script = sandbox.script("kept = [open(os.devnull) for _ in range(10**6)]\n")
+    limits = (*range(8, 21, 2), 300)
+    launch = f"exec {sys.executable} -P -m evener launch --nproc 2 {script}"
+    running = {limit: sandbox.start("sh", "-c", f"ulimit -n {limit}; {launch}") for limit in limits}
+    for limit, each in running.items():
+        ended = each.end()
+        assert ended.code == 1, limit
+        assert "Traceback" not in ended.err, (limit, ended.err)
+        assert f"{limit} files and connections open (`ulimit -n`)" in ended.err, (limit, ended.err)
+    assert "evener: raised at " in ended.err
+    assert script.name in ended.err
+
+
 def test_a_program_that_is_not_there(sandbox):
     code = (
         "import sys; from evener.team.launch import launch; "
@@ -321,7 +340,7 @@ with StopSignals() as signals:
     while signals.requested is None:
         signal.pause()
 tell("saved")
-sys.exit(signals.exit_code)
+sys.exit(signals.exit_code(stopped=True))
 """
 
 
@@ -336,6 +355,23 @@ def test_a_signal_reaches_every_rank_once_and_all_stop(sandbox, signum):
     assert sandbox.mailbox.rest() == ["0 saved", "1 saved"]
     assert "Traceback" not in ended.err
     assert f"evener: {signal.Signals(signum).name}: asked the ranks to stop" in ended.err
+
+
+@pytest.mark.parametrize(("end", "code"), [("wait_forever()", 143), ("sys.exit(130)", 130)])
+def test_a_rank_that_a_signal_stops_stops_the_run_with_that_exit_code(sandbox, end, code):
+    """Whether it dies of the signal, or heeds it as a job does."""
+    body = "if RANK == 1:\n    tell(os.getpid())\n    pass_gate()\n    {}\nwait_forever()\n"
+    running = sandbox.launch(sandbox.script(body.format(end)), nproc=2, grace_s=LONG_S)
+    (line,) = sandbox.mailbox.read(1)
+    if code == 143:
+        os.kill(int(line.split()[1]), signal.SIGTERM)
+    sandbox.open_gate(1)
+    ended = running.end()
+    assert (ended.code, ended.out) == (code, "")
+    assert re.fullmatch(
+        r"evener: rank 1 \(.+\) has stopped \((SIGTERM|SIGINT)\): asked the ranks? to stop.*\n",
+        ended.err,
+    )
 
 
 def test_a_terminals_ctrl_c_arrives_once(sandbox):

@@ -53,7 +53,7 @@ ENDS = {
 SAID = {
     "exits before": "ended with exit code 0 while rank 0 waited for it in Ddp.setup",
     "execs before": "has become another program (exec), while the other ranks count on it",
-    "exits inside": "has ended with exit code 0 while others were at work",
+    "exits inside": "ended with exit code 0 while others were at work; let every rank go through",
     "execs while training": "has become another program (exec), while the other ranks count on it",
 }
 
@@ -69,6 +69,60 @@ def test_a_rank_that_leaves_others_waiting_ends_the_team_and_is_named(sandbox):
         assert ended.code == 1, way
         assert "rank 1 " in ended.err, way
         assert SAID[way] in ended.err, (way, ended.err)
+        assert "Traceback" not in ended.err
+
+
+# ── scripts that simply end ──────────────────────────────────────────────────────────────────────
+
+LOOP = """\
+import torch
+from evener import Ddp, Sink
+class Lines(Sink):
+    def emit(self, event): tell(event["type"] + " " + str(event.get("reason")))
+    def close(self): tell("closed")
+def train(end, num_workers=0, **options):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ddp = Ddp.setup(model, optimizer, quiet=True, **options)
+    data = torch.utils.data.TensorDataset(torch.ones(160, 3))
+    loader = ddp.loader(data, batch_size=8, num_workers=num_workers)
+    for epoch in range(2):
+        for (x,) in loader.epoch(epoch):
+            ddp.backward(model(x).square().mean())
+            ddp.step()
+            if end is not None and ddp.window == 25:
+                end()
+    return model, optimizer, ddp, loader
+"""
+
+#: How a script ends, its ranks, and the exit code of the launcher.
+SIMPLE_ENDS = {
+    "falls off": (3, "model, optimizer, ddp, loader = train(None, sinks=[Lines])", 0),
+    "sys.exit": (2, "kept = train(None, 2, policy='cadence')\nsys.exit(0)", 0),
+    "sys.exit in the loop": (2, "train(lambda: sys.exit(0), 2, policy='async')", 0),
+    "quit": (2, "def main(): return train(None)\nmain()\ntwo = main()\nquit()", 0),
+    "os._exit": (2, "kept = train(None)\nos._exit(0)", 0),
+    "sys.exit(3)": (2, "kept = train(None)\nsys.exit(3)", 3),
+    "raises": (2, "kept = train(None)\nraise ValueError('boom')", 1),
+    "plainly": (0, "kept = train(None, devices=['cpu', 'cpu'])", 0),
+}
+
+
+def test_the_end_of_a_script_is_no_failure_however_it_comes(sandbox):
+    """A newcomer's script has neither ``with`` nor ``close``; what it says stays quiet, too."""
+    running = {}
+    for way, (nproc, body, _) in SIMPLE_ENDS.items():
+        script = sandbox.script(LOOP + body, name=f"{way.replace(' ', '_')}.py")
+        starts = ("launch", "--nproc", nproc, script) if nproc else None
+        running[way] = sandbox.evener(*starts) if starts else sandbox.start(sys.executable, script)
+    for way, (_, _, code) in SIMPLE_ENDS.items():
+        ended = running[way].end()
+        assert ended.code == code, (way, ended.err)
+        assert ended.err.count("Traceback") == (way == "raises"), (way, ended.err)
+        assert ("error:" in ended.err) == (way == "sys.exit(3)"), (way, ended.err)
+    told = [line.partition(" ")[2] for line in sandbox.mailbox.rest()]
+    assert told.count("run_finished completed") == 1
+    assert "closed" in told
 
 
 def test_a_program_that_follows_training_is_no_failure(sandbox):

@@ -1,5 +1,6 @@
 """What ends a pretraining run early: a signal to the launcher, or the failure of one rank."""
 
+import os
 import re
 import signal
 
@@ -7,6 +8,7 @@ import psutil
 import pytest
 
 from evener.team.launch import GRACE_S
+from helpers.elastic_ranks import wait_until
 from helpers.lineage import check_exactly_once
 from helpers.pretraining import RUN_TIMEOUT_S, Lab
 
@@ -110,6 +112,18 @@ def test_a_signal_stops_all_ranks_at_once_and_the_run_can_go_on(lab, signum, npr
     assert [event["window"] for event in run.of_type("run_resumed")] == [done]
     assert run.events[-1]["reason"] == "completed"
     assert run.summary["heldout_loss"] > 0
+
+
+def test_a_signal_to_one_rank_ends_every_rank_with_its_exit_code(lab):
+    """Or a scheduler takes the unfinished run for done: the others are not told by the signal."""
+    lab.configure(epochs=9999, eval={"every": 0})
+    with lab.team("run.yaml", "--quiet", "--set", "measure=false", nproc=2) as team:
+        run = lab.path_of("run")
+        wait_until(lambda: (run.path / "events.jsonl").exists() and run.of_type("window"))
+        os.kill(run.of_type("worker_started")[1]["pid"], signal.SIGTERM)
+        outcomes = team.wait(RUN_TIMEOUT_S)
+    assert [outcome.value for outcome in outcomes] == [143, 143]
+    assert run.events[-1]["reason"] == "stopped"
 
 
 def test_a_reader_that_goes_away_ends_nothing(lab):

@@ -502,15 +502,21 @@ class ElasticLauncher(TerminalSupervisor):
             child.become(slot.number, f"worker {member}")
         else:
             is_first = not (slot.number or slot.starts > 1)
-            with start_in_silence():
-                child = self._spawn(
-                    self._command,
-                    environ,
-                    self._run.handed,
-                    slot.number,
-                    is_first,
-                    f"worker {member}",
-                )
+            try:
+                with start_in_silence():
+                    child = self._spawn(
+                        self._command,
+                        environ,
+                        self._run.handed,
+                        slot.number,
+                        is_first,
+                        f"worker {member}",
+                    )
+            except LaunchError as error:
+                if not (self._has_begun and self._at_work):
+                    raise
+                warn(f"{error}. The others continue; it is tried again in {slot.fail():g} s")
+                return
         self._workers[child.pid] = (slot, member)
         self._connection.attend(member)
         self._carry_output(child)

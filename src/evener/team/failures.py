@@ -261,8 +261,9 @@ class RankRecord:
 
     @property
     def stop_signal(self) -> signal.Signals | None:
-        """The signal that asked it to stop, if it ended by that, or as one that heeds it does."""
-        number = -self.code if self.code < 0 else self.code - 128
+        """The signal that asked it to stop, if it ends by that, or as one that heeds it does."""
+        code = self.code if self.report is None else self.report.exit_code
+        number = -code if code < 0 else code - 128
         return next((one for one in _STOPS if one == number and not self.has_raised), None)
 
     @property

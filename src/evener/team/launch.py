@@ -151,14 +151,16 @@ class _Launcher(TerminalSupervisor):
             self._ask_to_stop(signal.SIGTERM)
 
     def _heed_stopped_ranks(self) -> None:
-        """Stop where a rank has ended by a signal that somebody else has sent to it alone."""
+        """Stop where a rank ends by a signal that somebody else has sent to it alone."""
         for child in self.children:
             signum = child.stop_signal
-            if child.has_ended and child.failed and signum is not None:
+            if signum is None or child.signals:
+                continue
+            if self._deadline is None:
+                self._before_stop(signum)
+                self._stop(signum, f"{child.who} has stopped ({signum.name})")
+            if self._stop_signal is not None:  # else another rank has failed before
                 child.signals.add(signum)
-                if self._deadline is None:
-                    self._before_stop(signum)
-                    self._stop(signum, f"{child.in_short} has stopped")
 
     def _find_deserters(self, waiting: Sequence[int]) -> None:
         """Find ranks that others wait for, and that cannot come any more."""
