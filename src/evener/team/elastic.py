@@ -178,7 +178,7 @@ class CoordinatorLink(CoordinatorConnection):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the coordinator did not answer for ``patience_s``."""
+        """Whether the coordinator is lost for good, or refuses this worker for good."""
         return self._failure is not None
 
     def why_over(self, generation: int) -> str:
