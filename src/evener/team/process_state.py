@@ -56,12 +56,10 @@ def program_of(pid: int) -> str:
     command differs from the one before.
 
     Returns:
-        Empty if the process is ending, or this system has no ``/proc``.
+        Empty if the process is ending, if it may not be read, or without ``/proc``.
     """
     try:
         return (_PROC / str(pid) / "auxv").read_bytes().hex()
-    except PermissionError:  # a program of another user, such as sudo
-        return "not ours"
     except OSError:
         return ""
 

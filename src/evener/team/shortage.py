@@ -13,7 +13,7 @@ if sys.platform != "win32":
 _NO_THREAD: Final = "can't start new thread"
 """Python's words for EAGAIN."""
 _MOST_BYTES: Final = 1 << 16
-# The rest serves the kernel itself: a process that needs memory does not get it.
+# Part of the memory below which the kernel, or a service that guards it, may end processes.
 _LOW: Final = 0.05
 
 
