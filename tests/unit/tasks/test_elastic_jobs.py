@@ -225,7 +225,8 @@ def test_a_worker_that_continues_when_the_others_have_ended_the_run_has_nothing_
     team = ElasticThreads(2)
 
     def stop(membership: ThreadMembership, window: int, _: int) -> None:
-        if (membership.member, window) == ("w1", 15) and len(team.formations) == 1:
+        # In the last epoch; one that has turned slow may have no share in its last window.
+        if membership.member == "w1" and window >= 12 and len(team.formations) == 1:
             team.leave_out("w1")
             with team.condition:
                 assert team.condition.wait_for(lambda: "w0" not in team.living, PATIENCE_S)
