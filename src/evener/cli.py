@@ -388,7 +388,7 @@ def report(options: ReportOptions, _arguments: Sequence[str]) -> int:
 def coordinator(options: CoordinateOptions, _arguments: Sequence[str]) -> int:
     """Decide who is in an elastic team; evener launch --elastic starts one by itself."""
     from evener.team.coordinator import CoordinatorOptions, coordinate
-    from evener.team.sealed import read_token
+    from evener.team.token_files import read_token
 
     least, most = parse_team_limits(options.team)
     return coordinate(
@@ -397,7 +397,7 @@ def coordinator(options: CoordinateOptions, _arguments: Sequence[str]) -> int:
             port=0 if options.port is None else check_port(options.port, "--port"),
             least=least,
             most=most,
-            token=read_token(options.token_file),
+            token=read_token(options.token_file) or None,
             deadlines=Deadlines(timeout_s=options.timeout_s, host_lease_s=options.host_lease_s),
         )
     )

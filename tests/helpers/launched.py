@@ -138,6 +138,13 @@ class Sandbox:
         path.write_text(PRELUDE + body)
         return path
 
+    def token_file(self, token: str) -> Path:
+        """Writes a file with a token, which this user alone can read."""
+        path = self.folder / "token"
+        path.write_text(token)
+        path.chmod(0o600)
+        return path
+
     def open_gate(self, num_passes: int) -> None:
         """Lets that many ``pass_gate()`` calls through."""
         os.write(self._gate, b"." * num_passes)

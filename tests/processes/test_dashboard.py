@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -148,12 +149,40 @@ def test_a_run_is_asked_to_stop_as_by_ctrl_c(served: Served, sandbox: Sandbox, r
         assert next(found for found in documents if not found["is_running"])
 
 
+def test_who_locks_a_folder_cannot_have_others_signalled(
+    served: Served, sandbox: Sandbox, runs: Path
+) -> None:
+    script = sandbox.script(HOLDER)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        named = {**sandbox.environ, "EVENER_PARENT_PID": str(other.pid)}
+        holder = subprocess.Popen([sys.executable, str(script), str(runs / "good")], env=named)
+        assert sandbox.mailbox.read(1) == ["0 ready"]
+        token = {"authorization": f"Bearer {served.token}"}
+        status, _, answer = served.request("/runs/good/stop", "POST", **token)
+        assert (status, other.poll(), holder.poll()) == (409, None, None)
+        assert f"names process '{other.pid}' as its launcher" in answer["error"]
+        holder.terminate()
+        holder.wait(PATIENCE_S)
+    assert sandbox.mailbox.read(1) == [f"0 {signal.SIGTERM.name}"]
+
+
 def test_noise_and_silence_keep_nobody_out(served: Served) -> None:
     with ExitStack() as opened:
         for noise in (b"", b"\x16\x03\x01" + bytes(range(256)), b"GET / HTTP/9\r\n\r\n", b"{" * 99):
             visitor = socket.create_connection(("127.0.0.1", served.port), PATIENCE_S)
             opened.enter_context(visitor).sendall(noise)
         assert served.request("/runs")[0] == 200
+
+
+def test_requests_that_never_end_keep_nobody_out(served: Served) -> None:
+    with ExitStack() as opened:
+        reader = opened.enter_context(served.documents("good"))
+        for text in (b"GET /runs HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n"):
+            for _ in range(300):
+                visitor = socket.create_connection(("127.0.0.1", served.port), PATIENCE_S)
+                opened.enter_context(visitor).sendall(text)
+        assert served.request("/runs")[0] == 200
+        assert next(reader), "who reads already is not cut off either"
 
 
 def test_twenty_readers_are_sent_the_same(served: Served, runs: Path) -> None:
@@ -174,8 +203,7 @@ def test_another_address_needs_the_token_for_everything(
     assert "--token-file" in capsys.readouterr().err
     assert main(["dashboard", str(runs / "absent")]) == 2
     assert "is not a folder" in capsys.readouterr().err
-    path = sandbox.folder / "token"
-    path.write_text("a token of some length\n")
+    path = sandbox.token_file("a token of some length\n")
     dashboard = serve(sandbox, runs, "--bind", "0.0.0.0", "--token-file", path)
     assert dashboard.token == "", "a token that the user has chosen is not printed"
     assert dashboard.request("/")[0] == 200

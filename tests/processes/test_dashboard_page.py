@@ -127,8 +127,7 @@ def test_a_token_is_asked_for_where_it_is_needed(sandbox: Sandbox) -> None:
     root = sandbox.folder / "runs"
     root.mkdir()
     append(root / "run", started(), committed_window(0))
-    (sandbox.folder / "token").write_text("a token of some length")
-    options = ("--bind", "0.0.0.0", "--token-file", sandbox.folder / "token")
+    options = ("--bind", "0.0.0.0", "--token-file", sandbox.token_file("a token of some length"))
     served = serve(sandbox, root, *options)
     url = f"http://127.0.0.1:{served.port}/"
     with browsing(url, allowed=FAILED) as tab:

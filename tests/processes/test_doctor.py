@@ -37,8 +37,7 @@ def check_form(document: dict[str, Any]) -> list[Problem]:
 
 def test_one_process_asks_another(sandbox: Sandbox) -> None:
     address = f"127.0.0.1:{free_port()}"
-    token = sandbox.folder / "token"
-    token.write_text("a secret of two machines\n")
+    token = sandbox.token_file("a secret of two machines\n")
     reading, writing = os.pipe()
     there = sandbox.evener("doctor", "--listen", address, "--token-file", token, stderr=writing)
     os.close(writing)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from evener.protocol.formation import Deadlines
@@ -99,6 +100,18 @@ def test_workers_die_stop_and_leave_and_the_coordinator_comes_back(sandbox: Sand
     joining = sandbox.evener(*words[1:5], sandbox.folder / "script.py", "--lr", 1)
     ((member, (pid, _)),) = workers(sandbox, 1).items()
     assert member.endswith("/0")
+
+    coordinator = find_process(b"coordinator", bytes(token))
+    os.kill(coordinator, signal.SIGSTOP)
+    said = next_line(running, "evener: the coordinator at ")
+    assert f"(pid {coordinator}) is stopped since " in said
+    assert "the workers of this launcher wait for it up to 60 s" in said
+    assert f"`kill -CONT {coordinator}` continues it" in said
+    assert " has not answered since " in next_line(joining, "evener: the coordinator at ")
+    os.kill(coordinator, signal.SIGCONT)
+    for launcher in (running, joining):
+        assert "answers again" in next_line(launcher, "evener: the coordinator at ")
+
     os.kill(pid, signal.SIGINT)  # it alone leaves, and is not replaced
     ended = joining.end()
     assert (ended.code, "has left the team" in ended.err) == (130, True)
@@ -106,6 +119,32 @@ def test_workers_die_stop_and_leave_and_the_coordinator_comes_back(sandbox: Sand
     sandbox.open_gate(2)
     assert running.end().code == 0
     assert not token.exists()
+
+
+def test_who_joins_as_the_run_ends_is_told_so_and_has_not_failed(sandbox: Sandbox) -> None:
+    script = sandbox.script(
+        "import torch\n"
+        "from evener import Ddp\n"
+        "if os.environ['EVENER_MEMBER'].count('/') > 1:\n"
+        "    tell('joins')\n"
+        "    wait_forever()  # as where libraries take long to load\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "with Ddp.setup(model, optimizer, devices='cpu', quiet=True) as ddp:\n"
+        "    tell('in')\n"
+        "    pass_gate()\n"
+    )
+    running = sandbox.evener("launch", "--elastic", "1:2", "--nproc", 1, script)
+    words = next_line(running, "evener: elastic team of 1 to 2 workers").split("`")[1].split()
+    assert sandbox.mailbox.read(1) == ["0 in"]
+    joining = sandbox.evener(*words[1:5], script)
+    assert [line.partition(" ")[2] for line in sandbox.mailbox.read(1)] == ["joins"]
+    sandbox.open_gate(1)
+    assert running.end().code == 0
+    said = f"evener: the run of the team at {words[2]} has ended; no worker can join it any more\n"
+    for late in (joining, sandbox.evener(*words[1:5], script)):
+        ended = late.end()
+        assert (ended.code, ended.out, ended.err) == (0, "", said)
 
 
 def test_a_script_that_has_become_the_launcher_tells_how_to_add_a_worker(
@@ -165,7 +204,7 @@ def find_process(*words: bytes) -> int:
 
 def test_a_launcher_that_is_killed_takes_its_coordinator_along(sandbox: Sandbox) -> None:
     """Also before its lifeline has heard of the coordinator."""
-    (sandbox.folder / "token").write_text("not a secret at all")
+    sandbox.token_file("not a secret at all")
     launcher = sandbox.script(
         "from pathlib import Path\n"
         "from evener.team.coordinator_process import CoordinatorProcess\n"
@@ -178,6 +217,19 @@ def test_a_launcher_that_is_killed_takes_its_coordinator_along(sandbox: Sandbox)
     pid = int(sandbox.mailbox.read(1)[0].split()[1])
     running.process.kill()
     assert wait_until_gone(pid)
+
+
+def test_a_launcher_that_is_killed_leaves_no_token_behind(sandbox: Sandbox) -> None:
+    running = launch(sandbox, "wait_forever()\n")
+    words = next_line(running, "evener: elastic team of 1 to 3 workers").split("`")[1].split()
+    workers(sandbox, 2)
+    token = Path(words[4])
+    assert token.exists()
+    children = psutil.Process(running.process.pid).children()
+    running.process.kill()
+    _, alive = psutil.wait_procs(children, PATIENCE_S)
+    assert not alive
+    assert not token.exists()
 
 
 def test_too_many_failures_end_the_run_with_the_last_one(sandbox: Sandbox) -> None:

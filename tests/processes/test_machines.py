@@ -137,7 +137,11 @@ def test_a_script_of_ones_own_has_its_place_on_each_machine(labs):
         running.append(lab.sandbox.evener("launch", "--nproc", COUNTS[node], *nodes, script))
     first, second = [each.end() for each in running]
     assert (first.code, second.code) == (0, 0), first.err + second.err
-    rest = f"localhost {port}"
+    # Machines still meet at the port that was given, so the store of the ranks has another.
+    rest = first.out.splitlines()[0].partition("localhost ")[2]
+    assert rest.isdecimal()
+    assert rest != str(port)
+    rest = f"localhost {rest}"
     assert sorted(first.out.splitlines()) == [f"0 0 3 2 {rest}", f"[rank 1] 1 1 3 2 {rest}"]
     assert second.out.splitlines() == [f"2 0 3 1 {rest}"]
 
@@ -271,6 +275,10 @@ def test_a_cable_that_is_cut_ends_the_run_on_both_machines(labs):
         ended = [each.end(WAIT_S) for each in running]
     for rank, each in enumerate(ended):
         assert each.code == 1
+        other = f"node {1 - rank} ({ADDRESSES[1 - rank]})"
+        assert f"\nerror: the connection to {other} broke off at " in each.err
+        assert "the link to that machine is cut, or the machine" in each.err
+        assert "Traceback" not in each.err
         gave_up = rf"rank {rank} waited \S+ s in .* for rank {1 - rank}"
         assert re.search(rf"{gave_up}|rank {rank} lost a peer", each.err), each.err
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import select
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import pytest
 from evener.version import __version__
 from helpers.launched import Ended, Running, Sandbox
 from helpers.limits import PATIENCE_S
-from helpers.machines import ADDRESSES, TwoMachines
+from helpers.machines import ADDRESSES, NOBODY, TwoMachines
 from helpers.ports import free_port
 
 TELL_PLACE = "print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
@@ -56,6 +58,18 @@ with Ddp.setup(model, optimizer, devices="cpu", quiet=True) as ddp:
     ]
     ddp.weighted_mean(0.0)  # rank 0 serves the store until all have looked
     print(ddp.rank, ddp.world_size, *listening, flush=True)
+"""
+
+
+MEET_TWICE = """
+import torch
+from evener import Ddp
+model = torch.nn.Linear(2, 1)
+with Ddp.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), devices="cpu") as ddp:
+    ddp.weighted_mean(0.0)
+    tell("in")
+    pass_gate()
+    ddp.weighted_mean(0.0)
 """
 
 
@@ -157,7 +171,7 @@ def test_no_visitor_ends_or_stalls_the_meeting(sandboxes: list[Sandbox]) -> None
         assert f"127.0.0.1 port {silent_port} accepted the connection of node 1 10 s ago" in said
         connection, _ = silent.accept()
         with connection:
-            connection.sendall(b'{"first_rank": 4, "world_size": 5}\n')
+            connection.sendall(b'{"first_rank": 4, "world_size": 5, "host": "h", "port": 6}\n')
             assert waiting.end().out == "4 5\n"
 
 
@@ -166,6 +180,30 @@ def ends_of(running: list[Running]) -> list[Ended]:
     for each in ended:
         assert each.code == 0, each.err
     return ended
+
+
+def test_who_comes_after_the_meeting_is_refused_and_who_goes_is_named(
+    sandboxes: list[Sandbox],
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    words = [
+        command(node, address, sandbox.script(MEET_TWICE)) for node, sandbox in enumerate(sandboxes)
+    ]
+    first, second = [sandbox.evener(*each) for sandbox, each in zip(sandboxes, words, strict=True)]
+    for node, sandbox in enumerate(sandboxes):
+        assert sandbox.mailbox.read(1) == [f"{node} in"]
+    late = sandboxes[1].evener(*words[1]).end()
+    refusal = "two machines were started with --node-rank 1"
+    assert (late.code, late.out) == (1, "")
+    assert late.err.startswith(f"error: {refusal}")
+    second.process.kill()  # as where the machine loses its power
+    sandboxes[0].open_gate(1)
+    ended = first.end()
+    assert ended.code == 1
+    assert re.search(f"refused a launcher: {refusal}.*; the run continues without it", ended.err)
+    assert "\nerror: the connection to node 1 (127.0.0.1) broke off at " in ended.err
+    assert re.search(r"rank 0 \(pid \d+\): rank 0 lost ", ended.err)
+    assert "Traceback" not in ended.err
 
 
 def test_localhost_may_be_the_ipv6_loopback_address(sandboxes: list[Sandbox]) -> None:
@@ -182,6 +220,47 @@ def test_localhost_may_be_the_ipv6_loopback_address(sandboxes: list[Sandbox]) ->
     loopback = "00000000000000000000000001000000"
     assert first.out == f"0 2 {loopback}\n"
     assert second.out == f"1 2 {loopback}\n"
+
+
+#: What a service does: it forwards one port of its address to machine 0.
+FORWARD = """
+import socket, sys, threading
+def carry(source, target):
+    while data := source.recv(65536):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+service, machine = sys.argv[1:]
+server = socket.create_server((service, 29500))
+print("listens", flush=True)
+while True:
+    visitor, _ = server.accept()
+    try:
+        forwarded = socket.create_connection((machine, 29500))
+    except OSError:  # machine 0 does not listen yet
+        visitor.close()
+        continue
+    for pair in ((visitor, forwarded), (forwarded, visitor)):
+        threading.Thread(target=carry, args=pair, daemon=True).start()
+"""
+
+
+@pytest.mark.root
+def test_a_service_that_forwards_one_port_is_enough(sandboxes: list[Sandbox]) -> None:
+    with TwoMachines() as machines:
+        machines.run(1, "ip", "address", "add", f"{NOBODY}/32", "dev", "eth0")
+        forward = machines.command(1, sys.executable, "-c", FORWARD, NOBODY, ADDRESSES[0])
+        with subprocess.Popen(forward, stdout=subprocess.PIPE) as service:
+            assert service.stdout is not None
+            assert service.stdout.readline() == b"listens\n"
+            running = []
+            for node, sandbox in enumerate(sandboxes):
+                words = command(node, NOBODY, sandbox.script(TRAIN))
+                evener = (sys.executable, "-P", "-m", "evener", *words)
+                running.append(sandbox.start(*machines.command(node, *evener)))
+            first, second = ends_of(running)
+            service.kill()
+    assert first.out.startswith("0 2 ")
+    assert second.out == "1 2\n"
 
 
 @pytest.mark.root

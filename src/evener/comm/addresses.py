@@ -114,6 +114,28 @@ def open_port(host: str, port: int, *, program: str, is_guarded: bool) -> socket
     return listening
 
 
+def end_when_unreachable(connection: socket.socket, silence_s: float) -> None:
+    """Have the kernel end a TCP connection whose other machine has not answered for that long.
+
+    A stopped or busy process keeps it: the kernel of its machine answers.
+
+    Args:
+        connection: The connection.
+        silence_s: From 4 seconds on.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    quarter_s = min(8000, max(1, int(silence_s / 4)))  # the kernel takes up to 32,767 s
+    # Probes after the first half, and an end to data that is not acknowledged. In milliseconds.
+    for name, value in (
+        ("TCP_KEEPIDLE", 2 * quarter_s),
+        ("TCP_KEEPINTVL", quarter_s),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", 4000 * quarter_s),
+    ):
+        if hasattr(socket, name):  # macOS and Windows lack some
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def listens_everywhere(bound: socket.socket) -> bool:
     """Return whether a socket is bound to every address of this machine."""
     return ip_address(str(bound.getsockname()[0])).is_unspecified

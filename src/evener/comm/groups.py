@@ -190,7 +190,7 @@ class GroupCommunicator(Communicator, NotInherited):
         self._board = StoreNotices(notices, self.numbers, meeting.host, meeting.host_rank)
         waits = PrefixStore("waits", store)
         self._waits = StoreNotices(waits, self.numbers, meeting.host, meeting.host_rank)
-        with Wires.opened() as self._wires:
+        with Wires.opened(timeout_s) as self._wires:
             self._gloo: ProcessGroupGloo | None = form_gloo(
                 PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
             )

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, final
 
+from evener.comm.addresses import end_when_unreachable
 from evener.comm.forks import NotInherited
 
 _FOLDER = Path("/proc/self/fd")
@@ -31,8 +32,13 @@ class Wires(NotInherited):
 
     @classmethod
     @contextmanager
-    def opened(cls) -> Iterator[Self]:
-        """Collect those that are opened inside the block."""
+    def opened(cls, silence_s: float | None = None) -> Iterator[Self]:
+        """Collect those that are opened inside the block.
+
+        Args:
+            silence_s: A machine that has not answered for so long ends connections to it, also
+                while nothing is exchanged; ``None`` for no limit.
+        """
         wires = cls()
         before = set(_sockets().values())
         yield wires
@@ -41,6 +47,9 @@ class Wires(NotInherited):
         for descriptor in own:
             with suppress(OSError):
                 os.set_inheritable(descriptor, False)  # Gloo leaves its sockets to `os.system`
+                if silence_s is not None:
+                    with _tcp(descriptor) as connection:
+                        end_when_unreachable(connection, silence_s)
         wires._inodes = frozenset(own.values())
         wires._num_connections = sum(map(_is_connected, own))
 

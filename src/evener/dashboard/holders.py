@@ -1,7 +1,6 @@
 """Which process writes to a run folder, and how it is asked to stop."""
 
 import os
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -48,21 +47,38 @@ def ask_to_stop(folder: Path) -> str:
         What has been done, for people.
 
     Raises:
-        UsageError: No process of this user on this machine has the folder in use.
+        UsageError: No process of this user on this machine has the folder in use, or the launcher
+            that it names did not start it.
     """
     pid = find_holder(folder)
     try:
         if pid is None:
             raise ProcessLookupError
-        # The launcher passes it on to all ranks, and its exit code tells of it.
-        asked = int(psutil.Process(pid).environ().get(PARENT_PID, pid))
-        os.kill(asked, signal.SIGTERM)
-    except (ProcessLookupError, PermissionError, ValueError, psutil.Error):
+        asked = _starter_of(psutil.Process(pid), folder)
+        asked.terminate()
+    except (ProcessLookupError, psutil.Error):
         raise UsageError(
             f"no process of this user on this machine is at work in {folder}: press Ctrl-C where "
             "the run was started"
         ) from None
-    return f"asked process {asked} to stop; it saves a checkpoint first"
+    return f"asked process {asked.pid} to stop; it saves a checkpoint first"
+
+
+def _starter_of(holder: psutil.Process, folder: Path) -> psutil.Process:
+    """Return the launcher of a process, which passes signals on to all ranks, or the process.
+
+    Any program can lock a run folder, and can name any process as its launcher.
+    """
+    named = holder.environ().get(PARENT_PID, str(holder.pid))
+    family = [holder, *holder.parents()]
+    found = next((one for one in family if str(one.pid) == named), None)
+    if found is None or {one.uids().real for one in (holder, found)} != {os.getuid()}:
+        raise UsageError(
+            f"process {holder.pid}, which has {folder} in use, names process {named!r} as its "
+            "launcher, which did not start it or belongs to another user: no signal was sent; "
+            "press Ctrl-C where the run was started"
+        )
+    return found
 
 
 def _has_open(pid: int, path: Path) -> bool:

@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import secrets
 import socket
+import time
 from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
@@ -19,6 +20,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from evener.comm.addresses import LOOPBACK, is_loopback, open_port
 from evener.dashboard.broadcasts import Broadcasts
@@ -33,6 +35,8 @@ from evener.version import __version__
 DEFAULT_PORT: Final = 8380
 
 _MOST_CONNECTIONS: Final = 512
+#: Connections without a request of somebody who may look; the oldest is closed for a new one.
+_MOST_STRANGERS: Final = 64
 _PAGE: Final = "dashboard.html"
 #: What browsers may ask for, and the package that it lies in.
 _ASSETS: Final = {
@@ -79,7 +83,7 @@ def serve(shelf: Shelf, address: str | None, token: bytes) -> None:
         config = uvicorn.Config(
             Dashboard(shelf, token, is_open=is_open).app(),
             loop="asyncio",
-            http="h11",
+            http=BrowserConnection,
             ws="none",
             lifespan="off",
             headers=_HEADERS,
@@ -88,9 +92,33 @@ def serve(shelf: Shelf, address: str | None, token: bytes) -> None:
             log_config=None,
             log_level="critical",
             limit_concurrency=_MOST_CONNECTIONS,
+            backlog=_MOST_STRANGERS,  # asyncio accepts so many at once: no more descriptors
             timeout_graceful_shutdown=1,
         )
         uvicorn.Server(config).run(sockets=[door])
+
+
+class BrowserConnection(H11Protocol):  # type: ignore[misc]
+    """A connection that is closed for a newer one, unless somebody who may look is answered on it.
+
+    Connections on which a request never ends would otherwise reach the limit, and keep all others
+    out.
+    """
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether no request of somebody who may look is being answered on it."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return is_idle or not self.scope["state"].get("may_look")
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Close the strangers that came first, if they are too many with this one."""
+        self.came_s = time.monotonic()
+        super().connection_made(transport)
+        strangers = [one for one in self.server_state.connections if one.is_stranger]
+        strangers.sort(key=lambda one: one.came_s)
+        for one in strangers[:-_MOST_STRANGERS]:
+            one.transport.abort()
 
 
 class Dashboard:
@@ -158,13 +186,16 @@ class Dashboard:
 
     def _has_token(self, request: Request) -> bool:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
-        return kind == "Bearer" and hmac.compare_digest(given.encode(), self._token)
+        is_right = kind == "Bearer" and hmac.compare_digest(given.encode(), self._token)
+        request.state.may_look = is_right
+        return is_right
 
     def _may_look(self, request: Request) -> bool:
         # A page from elsewhere can give its own name the address of loopback, and ask then; but
         # browsers tell which name they asked for.
         is_local = self._is_open and is_loopback(request.url.hostname or "")
-        return is_local or self._has_token(request)
+        request.state.may_look = is_local or self._has_token(request)
+        return bool(request.state.may_look)
 
 
 def _listen(host: str, port: int | None, *, is_guarded: bool) -> socket.socket:

@@ -491,6 +491,11 @@ class Roster:
             self._say(why)
             self._refuse_ready(why)
 
+    @property
+    def run_has_ended(self) -> bool:
+        """Whether a member has left because the run had ended, and no generation formed since."""
+        return bool(self._finished)
+
     def _is_finished(self) -> bool:
         """Return whether only workers are ready that would train a finished run once more.
 

@@ -69,10 +69,14 @@ class Channel:
         return self._end.fileno()
 
     @property
-    def peer(self) -> tuple[Any, ...]:
-        """Address of the other end; raises OSError when it has gone."""
-        address: tuple[Any, ...] = self._end.getpeername()
-        return address
+    def own(self) -> tuple[str, int]:
+        """Number and port of this end."""
+        return _number_and_port(self._end.getsockname())
+
+    @property
+    def peer(self) -> tuple[str, int]:
+        """Number and port of the other end; raises OSError when it has gone."""
+        return _number_and_port(self._end.getpeername())
 
     def tell(self, message: Mapping[str, Any], payload: Sequence[memoryview] = ()) -> None:
         """Send a message; one that has gone misses nothing."""
@@ -150,6 +154,11 @@ class Channel:
                 del self._unread[:num_bytes]
             self._begun = None
             yield message
+
+
+def _number_and_port(end: Sequence[Any]) -> tuple[str, int]:
+    # A socket that listens on all addresses gives those of IPv4 in the form of IPv6.
+    return str(end[0]).removeprefix("::ffff:"), int(end[1])
 
 
 def _parse(line: bytes | bytearray) -> Message:

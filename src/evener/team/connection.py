@@ -29,7 +29,6 @@ from evener.protocol.formation import (
 from evener.team.address import parse_address
 from evener.team.channel import Channel, Message
 from evener.team.sealed import MOST_MESSAGE_BYTES, TO_COORDINATOR, Seal, new_nonce
-from evener.team.terminal import warn
 from evener.version import __version__
 
 _CONNECT_S: Final = 2.0
@@ -77,6 +76,7 @@ class CoordinatorConnection(Closing):
         self._failure: EvenerError | None = None
         self._has_met = self._closed = False
         self._beat_due_s = 0.0
+        self._heard_s = time.monotonic()
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._thread = threading.Thread(
@@ -92,6 +92,15 @@ class CoordinatorConnection(Closing):
         self._nudge()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CONNECT_S)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last message, if the coordinator is late with the next; else 0.
+
+        Each heartbeat has an answer. One that is late is stopped, or cannot be reached.
+        """
+        silent_s = time.monotonic() - self._heard_s
+        return silent_s if silent_s > self.deadlines.lease_s + _CONNECT_S else 0.0
 
     # ── what the two kinds of ends add ───────────────────────────────────────────────────────────
 
@@ -260,19 +269,9 @@ class CoordinatorConnection(Closing):
     def _talk(self, channel: Channel, seal: Seal) -> None:
         """Send and receive until the connection ends."""
         self._beat_soon()
-        heard_s = time.monotonic()
-        while not self._closed:
+        self._heard_s = time.monotonic()
+        while not self._closed and not self.silent_s:
             now_s = time.monotonic()
-            silent_s = self.deadlines.lease_s + _CONNECT_S
-            if now_s - heard_s > silent_s:  # each heartbeat has an answer
-                if self._role == "supervisor":
-                    warn(
-                        f"the coordinator at {self.address} has not answered for {silent_s:g} s: "
-                        "it is stopped, or its machine or the network to it is gone. Workers here "
-                        "commit nothing until it answers, and end after "
-                        f"{self.deadlines.patience_s:g} s (patience_s)"
-                    )
-                return
             with self._changed:
                 messages = list(self._outgoing)
                 self._outgoing.clear()
@@ -286,7 +285,7 @@ class CoordinatorConnection(Closing):
             if self._wake_end in ready:
                 self._wake_end.recv(4096)
             heard = channel.receive()
-            heard_s = time.monotonic() if heard else heard_s
+            self._heard_s = time.monotonic() if heard else self._heard_s
             try:
                 with self._changed:
                     for message in heard:
@@ -308,6 +307,7 @@ class SupervisorConnection(CoordinatorConnection):
         self._known: dict[str, Message] = {}
         self._members: set[str] = set()
         self._held: Formation | None = None  # the newest generation
+        self._run_has_ended = False
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         super().__init__(address, token=token, member=name, role="supervisor", timeout_s=timeout_s)
 
@@ -320,6 +320,11 @@ class SupervisorConnection(CoordinatorConnection):
         """Report with each heartbeat that a worker's process runs, until it has ended."""
         with self._changed:
             self._members.add(member)
+
+    @property
+    def run_has_ended(self) -> bool:
+        """Whether the coordinator has said that nothing is left to do for workers that come now."""
+        return self._run_has_ended
 
     def tell(self, member: str, state: ProcessState, reason: str = "") -> None:
         """Report the state of a worker's process; a restarted coordinator is told again.
@@ -349,6 +354,8 @@ class SupervisorConnection(CoordinatorConnection):
 
     def _hear(self, kind: str, fields: Fields) -> None:
         if kind == "formed":
-            self._held = read_formation(fields)
+            self._held, self._run_has_ended = read_formation(fields), False
+        elif kind == "ended":
+            self._run_has_ended = True
         elif kind == "beaten":
             self._workers = frozenset(fields.texts("workers"))

@@ -128,6 +128,7 @@ class Coordinator:
         self._workers: dict[str, Visitor] = {}
         self._supervisors: list[Visitor] = []
         self._told: Formation | None = None
+        self._is_end_told = False  # to all supervisors
         self._num_refusals = 0
         self._stopping = asyncio.Event()
 
@@ -169,6 +170,7 @@ class Coordinator:
             self._strangers.remove(visitor)
         if not visitor.member:
             self._supervisors.append(visitor)
+            self._is_end_told = False
         else:
             before = self._workers.get(visitor.member)
             self._workers[visitor.member] = visitor
@@ -204,6 +206,10 @@ class Coordinator:
             self._told = formation
             for supervisor in self._supervisors:
                 supervisor.tell("formed", formation_fields(formation))
+        if self.roster.run_has_ended and not self._is_end_told:
+            for supervisor in self._supervisors:
+                supervisor.tell("ended", {})
+        self._is_end_told = self.roster.run_has_ended
         self.store.keep(self.roster.generation)
 
     def _tick(self) -> None:

@@ -20,7 +20,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Final
 
-from evener.errors import ConfigError, CoordinatorLostError, LaunchError, LeftOutError
+from evener.errors import (
+    ConfigError,
+    CoordinatorLostError,
+    LaunchError,
+    LeftOutError,
+    RunEndedError,
+)
 from evener.protocol.formation import ProcessState, parse_team_limits
 from evener.team.address import parse_address
 from evener.team.channel import JOINED, JOINING
@@ -30,8 +36,7 @@ from evener.team.coordinator_process import CoordinatorProcess
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
 from evener.team.failures import judge
 from evener.team.launcher import TerminalSupervisor
-from evener.team.process_state import KernelState, describe_halt
-from evener.team.sealed import read_token
+from evener.team.process_state import KernelState, clock_time, describe_halt, state_of
 from evener.team.signals import SignalQueue, end_in_silence, start_in_silence
 from evener.team.standby import TAKE
 from evener.team.supervisor import (
@@ -42,6 +47,7 @@ from evener.team.supervisor import (
     rank_environment,
 )
 from evener.team.terminal import say, warn
+from evener.team.token_files import read_token
 
 #: A team stops when more workers than this have failed, unless the user says otherwise.
 MAX_FAILURES: Final = 10
@@ -65,6 +71,7 @@ _CONNECT_S = 30.0
 # Workers of other launchers that end with those of this one have left by then.
 _FAREWELL_S = 1.0
 _LOOK_S = 0.1
+_TOKEN_PREFIX = "evener-token-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +141,7 @@ def open_team(run: ElasticRun) -> Iterator["LaunchedTeam"]:
         ConfigError: An option is impossible.
         LaunchError: The coordinator does not start or is not there.
         TeamRefusedError: The coordinator refuses this launcher.
+        RunEndedError: The run of the team has ended.
     """
     with ExitStack() as stack:
         if run.nproc is not None:
@@ -143,15 +151,20 @@ def open_team(run: ElasticRun) -> Iterator["LaunchedTeam"]:
                 f"--max-failures is {run.max_failures}; give how many workers may fail, 0 or more"
             )
         token_file, address = run.token_file, run.join
+        if run.join and token_file is not None and _is_left_over(token_file, run.join):
+            raise RunEndedError(_has_ended(run.join))
+        token = read_token(token_file)
         coordinator: CoordinatorProcess | None = None
         if not run.join:
             parse_team_limits(run.limits)
-            token_file = token_file or stack.enter_context(_own_token())
+            if token_file is None:
+                token_file = stack.enter_context(_own_token())
+                token = read_token(token_file)
             coordinator = CoordinatorProcess(run.limits, run.port, token_file)
             stack.enter_context(coordinator)
             address = coordinator.address
         connection = stack.enter_context(
-            SupervisorConnection(address, token=read_token(token_file), timeout_s=_CONNECT_S)
+            SupervisorConnection(address, token=token or None, timeout_s=_CONNECT_S)
         )
         nproc = run.nproc or (1 if run.join else connection.limits[1])
         check_nproc(nproc)
@@ -160,10 +173,31 @@ def open_team(run: ElasticRun) -> Iterator["LaunchedTeam"]:
         )
 
 
+def _has_ended(address: str) -> str:
+    return f"the run of the team at {address} has ended; no worker can join it any more"
+
+
+def _is_left_over(token_file: Path, address: str) -> bool:
+    """Return whether a launcher made this token file for a run that has ended since.
+
+    It removes the file last, after the coordinator has ended.
+    """
+    if not token_file.name.startswith(_TOKEN_PREFIX) or token_file.exists():
+        return False
+    host, port = parse_address(address, "the coordinator's address")
+    if port is None:
+        return False
+    try:
+        socket.create_connection((host, port), _CONNECT_S).close()
+    except (OSError, UnicodeError):
+        return True
+    return False
+
+
 @contextmanager
 def _own_token() -> Iterator[Path]:
     """Make a token in a file that only this user can read; it is removed at the end."""
-    descriptor, path = tempfile.mkstemp(prefix="evener-token-")  # mode 0600
+    descriptor, path = tempfile.mkstemp(prefix=_TOKEN_PREFIX)  # mode 0600
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
@@ -274,6 +308,7 @@ class ElasticLauncher(TerminalSupervisor):
         self._why = ""  # the run was given up
         self._code = 0
         self._loss: LaunchError | None = None  # of the coordinator
+        self._is_coordinator_late = False
 
     def run_workers(self) -> None:
         """Start the workers and watch them until the run is over.
@@ -284,6 +319,8 @@ class ElasticLauncher(TerminalSupervisor):
         with self._supervising():
             if self._coordinator is not None:
                 self._tell_lifeline(self._coordinator.pid)
+            if self._run.token_file is None and self._team.token_file is not None:
+                self._tell_lifeline(self._team.token_file.resolve())
             self._fill_slots()
         if self._loss is not None:
             raise self._loss
@@ -348,6 +385,8 @@ class ElasticLauncher(TerminalSupervisor):
     def _decide(self) -> None:
         self._heed_signals()
         self._keep_coordinator()
+        self._watch_coordinator()
+        self._notice_end()
         for child in self.children:
             self._has_begun |= child.place == JOINED
             if child.has_ended and child.pid not in self._accounted:
@@ -381,6 +420,28 @@ class ElasticLauncher(TerminalSupervisor):
                 self._tell_lifeline(ended)
                 self._tell_lifeline(self._coordinator.pid)
 
+    def _watch_coordinator(self) -> None:
+        """Say that workers wait for a coordinator that does not answer, and for how long."""
+        silent_s = self._connection.silent_s
+        if bool(silent_s) == self._is_coordinator_late or not self._at_work:
+            return
+        self._is_coordinator_late = bool(silent_s)
+        since = time.time() - silent_s
+        who = f"the coordinator at {self._team.address}"
+        patience = f"{self._connection.deadlines.patience_s:g} s (patience_s)"
+        waiting = f"the workers of this launcher wait for it up to {patience}, then save and end"
+        pid = 0 if self._coordinator is None else self._coordinator.pid
+        state = state_of(pid) if pid else KernelState.UNKNOWN
+        if not silent_s:
+            say(f"evener: {who} answers again")
+        elif state.is_halted:
+            say(describe_halt(f"{who} (pid {pid})", pid, state, since, waiting))
+        else:
+            say(
+                f"evener: {who} has not answered since {clock_time(since)}: its process is stopped "
+                f"or busy, or the link to its machine is cut; {waiting}"
+            )
+
     def _watch(self) -> None:
         super()._watch()
         self._serve_others()
@@ -405,6 +466,16 @@ class ElasticLauncher(TerminalSupervisor):
             wait([*self._requests], _LOOK_S)
             heard += self._signals.take()  # or the next waits would end at once
             self._keep_coordinator()
+
+    def _notice_end(self) -> None:
+        """End workers that have come too late to join the run; that is no failure."""
+        is_late = self._run.join and self._connection.run_has_ended and not self._has_begun
+        if is_late and self._deadline is None:
+            self._is_over = True
+            for slot in self._slots:
+                slot.close()
+            say(f"evener: {_has_ended(self._team.address)}")
+            self._ask_to_stop(signal.SIGTERM)
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 

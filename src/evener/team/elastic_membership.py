@@ -34,9 +34,9 @@ from evener.team.child import tell
 from evener.team.elastic import CoordinatorLink
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
 from evener.team.membership import Formed, GenerationWatch, Membership
-from evener.team.sealed import read_token
 from evener.team.signals import StopSignals
 from evener.team.terminal import warn
+from evener.team.token_files import read_token
 
 _PAUSE_S = 0.05
 
@@ -345,7 +345,7 @@ def join_team(
         )
     _, most = parse_team_limits(limits)
     token_file = environ.get(TOKEN_FILE)
-    token = read_token(Path(token_file) if token_file else None)
+    token = read_token(Path(token_file) if token_file else None) or None
     tell(place=JOINING)
     wish = int(environ.get("RANK", NO_NUMBER))  # so that "rank 2" is the launcher's worker 2
     link = CoordinatorLink(

@@ -293,12 +293,15 @@ def first_failure(records: Sequence[RankRecord]) -> RankRecord | None:
     return min((one for one in records if one.failed), key=order, default=None)
 
 
-def judge(records: Sequence[RankRecord], stop_signal: int | None) -> tuple[int, str]:
+def judge(
+    records: Sequence[RankRecord], stop_signal: int | None, unreached: str = ""
+) -> tuple[int, str]:
     """Return what the launcher should exit with and say.
 
     Args:
         records: All ranks, which have ended.
         stop_signal: The signal with which the launcher was asked to stop, if it was.
+        unreached: Why ranks of other machines may be lost, in words; empty if nothing is known.
 
     Returns:
         The exit code; and the words for a person, ready to print, which are empty if there is
@@ -312,10 +315,10 @@ def judge(records: Sequence[RankRecord], stop_signal: int | None) -> tuple[int, 
             return 0, ""
         # Ranks that stop as another one was told to end as by SIGTERM, the highest of these.
         return 128 + min(stop_signal, *(one.stop_signal or stop_signal for one in records)), ""
-    return (first.code if first.code > 0 else 1), _explain(first, records)
+    return (first.code if first.code > 0 else 1), _explain(first, records, unreached)
 
 
-def _explain(first: RankRecord, records: Sequence[RankRecord]) -> str:
+def _explain(first: RankRecord, records: Sequence[RankRecord], unreached: str) -> str:
     others = [one for one in records if one.failed and one is not first]
     alone, report = len(records) == 1, first.report
     if report is not None and report.user_error:
@@ -327,6 +330,8 @@ def _explain(first: RankRecord, records: Sequence[RankRecord]) -> str:
             text += f"(on {first.title}; the other ranks were stopped)\n"
     elif report is not None and report.follow_up and (early := _early_end(records)):
         text = f"{early}{report.notes}\n" if report.notes else early
+    elif report is not None and report.follow_up and unreached:  # a traceback explains nothing
+        text = f"error: {unreached}\n{first.who}: {report.message}\n{report.notes}".rstrip() + "\n"
     elif report is not None and first.has_raised:
         text = ("" if alone else f"{first.who} failed:\n") + report.traceback
     else:

@@ -7,8 +7,8 @@ that a plainly started script turns into; see ``starting.py``.
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
-from contextlib import closing
 
 from evener.comm.messages import name_ranks
 from evener.team.channel import JOINED, JOINING, Message
@@ -16,6 +16,7 @@ from evener.team.child import run_child
 from evener.team.failures import judge
 from evener.team.launcher import TerminalSupervisor
 from evener.team.meeting import Node, Peers, meet
+from evener.team.process_state import clock_time
 from evener.team.signals import STOPPING, SignalQueue, end_in_silence
 from evener.team.supervisor import (
     ANOTHER_PROGRAM,
@@ -72,7 +73,7 @@ def launch(
     else:
         store, peers = bind_store(port, listen=store_waits), Peers()
         ranks = LocalRanks(count=nproc, world_size=nproc, port=store.getsockname()[1])
-    with closing(peers), SignalQueue() as signals:
+    with peers, SignalQueue() as signals:
         launcher = _Launcher(signals, peers, grace_s)
         launcher.run(command, ranks, store, os.environ, {})
         return launcher.conclude()
@@ -86,10 +87,11 @@ class _Launcher(TerminalSupervisor):
         self._peers = peers
         self._failure_elsewhere = ""
         self._ended_elsewhere: set[int] = set()
+        self._unreached: list[str] = []
 
     def conclude(self) -> int:
         """Say why the run failed, if it has; returns the launcher's exit code."""
-        code, words = judge(self.children, self._stop_signal)
+        code, words = judge(self.children, self._stop_signal, "\n".join(self._unreached))
         if not words:
             words = self._failure_elsewhere
             code = code or int(bool(words))
@@ -99,8 +101,7 @@ class _Launcher(TerminalSupervisor):
 
     @property
     def _requests(self) -> Sequence[int]:
-        channels = self._peers.channels
-        return [self._signals.fileno(), *(channel.fileno() for channel in channels)]
+        return [self._signals.fileno(), *self._peers.filenos()]
 
     def _before_stop(self, signum: signal.Signals) -> None:
         self._peers.tell({"stop": int(signum)})
@@ -109,6 +110,14 @@ class _Launcher(TerminalSupervisor):
         self._heed_signals()
         for message in self._peers.hear():
             self._on_message(message)
+        for name in self._peers.take_lost():
+            words = (
+                f"the connection to {name} broke off at {clock_time(time.time())}: the link to "
+                "that machine is cut, or the machine or its launcher has gone"
+            )
+            self._unreached.append(f"{words}; check both, and start every machine's part again")
+            if self._deadline is None:
+                say(f"evener: {words}; ranks wait for one another until their timeout_s")
 
     def _on_message(self, message: Message) -> None:
         """What the launcher of another machine says."""

@@ -3,7 +3,8 @@
 A program of its own, run by path, that needs nothing but the standard library. Its standard input
 is a pipe that only the launcher holds: a line with the process group of a rank adds it, the same
 line again removes it, and end-of-file means that the launcher is no more. The ranks' own request to
-die with their parent does not reach the processes that *they* started; killing the groups does.
+die with their parent does not reach the processes that *they* started; killing the groups does. A
+line that begins with a slash names a file to be removed then.
 """
 
 import os
@@ -12,20 +13,23 @@ import sys
 from collections.abc import Iterable
 
 
-def watch(lines: Iterable[str]) -> set[int]:
-    """Read the pipe to its end and return the process groups that are left."""
-    groups: set[int] = set()
+def watch(lines: Iterable[str]) -> set[str]:
+    """Read the pipe to its end and return the process groups and files that are left."""
+    left: set[str] = set()
     for line in lines:
-        groups ^= {int(line)}
-    return groups
+        left ^= {line.rstrip("\n")}
+    return left
 
 
 def main() -> None:
     """Wait for the launcher's end, then kill what it has left."""
-    for group in watch(sys.stdin):
+    for left in watch(sys.stdin):
         try:
-            os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
+            if left.startswith("/"):
+                os.unlink(left)  # noqa: PTH108  (pathlib takes long to load)
+            else:
+                os.killpg(int(left), signal.SIGKILL)
+        except (ProcessLookupError, FileNotFoundError):
             continue  # ended by itself
 
 

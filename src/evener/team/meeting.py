@@ -1,23 +1,30 @@
 """How the launchers of several machines meet, before any rank starts, and number the ranks.
 
-The launcher of node 0 listens where the team's store will be. The others connect, say who they are,
-and learn which ranks are theirs; then the listening socket is handed on to rank 0. Messages are
-of limited length. As with torch's own store, nothing authenticates them: use a private network.
+The launcher of node 0 listens. The others connect, say who they are, and learn which ranks are
+theirs, and on which port rank 0 opens the team's store. Messages are of limited length. As with
+torch's own store, nothing authenticates them: use a private network.
 
-The launchers keep their connections while ranks run, and node 0 passes on what each says. A
-connection that breaks says nothing about the ranks, which have connections of their own.
+The launchers keep their connections while ranks run, and node 0 passes on what each says. It keeps
+listening, too: a launcher that comes then is refused. A connection that breaks does not end the
+ranks, which have connections of their own, but explains why they lose one another.
 """
 
 import errno
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from evener.comm.addresses import bind, is_unknown_name, listens_everywhere
+from evener.closing import Closing
+from evener.comm.addresses import (
+    bind,
+    end_when_unreachable,
+    is_unknown_name,
+    listens_everywhere,
+)
 from evener.errors import ConfigError, LaunchError
 from evener.parsing import Fields
 from evener.team.address import check_port, parse_address
@@ -42,7 +49,7 @@ class NodeOptions:
         nnodes: Number of machines.
         node_rank: Number of this one, from 0.
         master_addr: Host of node 0, or ``HOST:PORT``.
-        port: Port of the store, or where machines meet; also for a run on this one alone.
+        port: Where machines meet; for a run on this one alone, port of the store.
     """
 
     nnodes: int | None = None
@@ -151,33 +158,67 @@ _SILENCE_S = 10.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _CONNECT_S = 5.0
+# A machine that has not answered for so long is taken for gone; the ranks have longer timeouts.
+_UNREACHABLE_S = 10.0
+_FAREWELL = {"leaving": True}
 
 
-class Peers:
-    """The launchers that this one is connected to: all others on node 0, node 0 elsewhere."""
+class Peers(Closing):
+    """The launchers that this one is connected to: all others on node 0, node 0 elsewhere.
 
-    def __init__(self, channels: Sequence[Channel] = ()) -> None:
-        self.channels = [channel for channel in channels if not channel.has_ended]
+    Args:
+        names: What people know each by.
+        door: On node 0, refuses launchers that come now.
+    """
+
+    def __init__(
+        self, names: Mapping[Channel, str] | None = None, door: "_Host | None" = None
+    ) -> None:
+        self._names = dict(names or {})
+        self._door = door
+        self._lost: list[str] = []
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors to wait on."""
+        visitors = self._door.filenos() if self._door is not None else []
+        return [*(one.fileno() for one in self._names if not one.has_ended), *visitors]
 
     def tell(self, message: Message) -> None:
         """Tell the other launchers, as far as they can be reached."""
-        for channel in self.channels:
+        for channel in self._names:
             channel.tell(message)
 
     def hear(self) -> list[Message]:
-        """Messages that have come since the last call; each is passed on."""
-        heard = [(channel, message) for channel in self.channels for message in channel.receive()]
+        """Return the messages that have come since the last call; each is passed on."""
+        if self._door is not None:
+            self._door.look()
+        heard = []
+        for source, name in [*self._names.items()]:
+            messages = source.receive()
+            heard += [(source, message) for message in messages if message != _FAREWELL]
+            if source.has_ended or _FAREWELL in messages:
+                del self._names[source]
+                source.close()
+                if _FAREWELL not in messages:
+                    self._lost.append(name)
         for source, message in heard:
-            for channel in self.channels:
+            for channel in self._names:
                 if channel is not source:
                     channel.tell(message)
-        self.channels = [channel for channel in self.channels if not channel.has_ended]
         return [message for _, message in heard]
 
+    def take_lost(self) -> list[str]:
+        """Return the names of those whose connection broke off since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
     def close(self) -> None:
-        """Close the connections."""
-        for channel in self.channels:
+        """Take leave of the others, and close the connections."""
+        self.tell(_FAREWELL)
+        for channel in self._names:
             channel.close()
+        if self._door is not None:
+            self._door.close()
 
 
 def meet(
@@ -190,11 +231,11 @@ def meet(
     Args:
         node: This machine.
         nproc: Ranks that it will start.
-        store_waits: Whether the socket shall keep listening; see ``launch``.
+        store_waits: Whether the store's socket shall listen already; see ``launch``.
 
     Returns:
-        The ranks of this node; on node 0 the socket on which rank 0 opens the store; and the
-        connections to other launchers.
+        The ranks of this node; on node 0 the socket on which rank 0 opens the store, on a port of
+        its own; and the connections to other launchers.
 
     Raises:
         LaunchError: A node did not come or was started otherwise, node 0 cannot be reached, or its
@@ -202,33 +243,25 @@ def meet(
     """
     if node.number > 0:
         ranks, channel = _join(node, nproc)
-        return ranks, None, Peers([channel])
-    listener = _listen(node, listen=True)
+        return ranks, None, Peers({channel: f"node 0 ({node.host})"})
+    listener = _listen(node, node.port, _BACKLOG)
     if listens_everywhere(listener):
         say(
             f"evener: {node.host} is not the address of a network interface of this machine, so "
             "node 0 listens on all of them"
         )
-    try:
-        ranks, peers = _Host(node, nproc, listener).gather()
-        if not store_waits:  # a torch script opens the port itself
-            listener.close()
-            listener = _listen(node, listen=False)
-    except BaseException:
-        listener.close()
-        raise
-    listener.setblocking(True)
-    return ranks, listener, peers
-
-
-def _ranks_of(node: Node, first: int, count: int, world_size: int) -> LocalRanks:
-    return LocalRanks(
-        first=first, count=count, world_size=world_size, host=node.host, port=node.port
-    )
+    with ExitStack() as unless_met:
+        unless_met.enter_context(closing(listener))
+        # A torch script opens the port itself, and can do so only where nobody listens.
+        store = unless_met.enter_context(_listen(node, 0, _BACKLOG if store_waits else 0))
+        ranks, peers = _Host(node, nproc, listener).gather(store.getsockname()[1])
+        unless_met.pop_all()
+    return ranks, store, peers
 
 
 def _open(connection: socket.socket) -> Channel:
     connection.setblocking(False)
+    end_when_unreachable(connection, _UNREACHABLE_S)
     return Channel(connection, _LONGEST_MESSAGE_BYTES)
 
 
@@ -272,9 +305,9 @@ def check_hello(node: Node, hello: Message, known: Mapping[int, int]) -> str:
 # ── node 0 ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _listen(node: Node, *, listen: bool) -> socket.socket:
+def _listen(node: Node, port: int, backlog: int) -> socket.socket:
     try:
-        return bind(node.host, node.port, _BACKLOG if listen else 0)
+        return bind(node.host, port, backlog)
     except OSError as error:
         raise LaunchError(
             f"node 0 cannot listen on port {node.port} ({error.strerror}): end the program that "
@@ -284,7 +317,7 @@ def _listen(node: Node, *, listen: bool) -> socket.socket:
 
 
 class _Host:
-    """Node 0 while it waits for the others.
+    """Node 0 while it waits for the others, and while it refuses those that come later.
 
     Whoever reaches the port can connect, so no connection ends the wait: a launcher that does not
     fit is told why and ends, and node 0 prints the same and keeps waiting.
@@ -300,8 +333,12 @@ class _Host:
         self._nodes: dict[Channel, Message] = {}
         self._refusals: list[str] = []
 
-    def gather(self) -> tuple[LocalRanks, Peers]:
-        """Wait until all are here, and tell each which ranks are its own."""
+    def gather(self, port: int) -> tuple[LocalRanks, Peers]:
+        """Wait until all are here, and tell each which ranks are its own.
+
+        Args:
+            port: Where rank 0 opens the store.
+        """
         self._listener.setblocking(False)
         try:
             with closing(self._call_oneself()):
@@ -311,16 +348,39 @@ class _Host:
                 if isinstance(error, LaunchError):
                     channel.tell({"error": str(error)})
                 channel.close()
+            self.close()
             raise
-        finally:
-            for channel in self._strangers:
-                channel.close()
         counts = self._counts
         world_size = sum(counts.values())
+        names, host = {}, self._node.host
         for channel, hello in self._nodes.items():
             first = sum(count for number, count in counts.items() if number < hello["node"])
-            channel.tell({"first_rank": first, "world_size": world_size})
-        return _ranks_of(self._node, 0, self._nproc, world_size), Peers([*self._nodes])
+            names[channel] = f"node {hello['node']}"
+            with suppress(OSError):  # it has just gone
+                names[channel] += f" ({channel.peer[0]})"
+                if listens_everywhere(self._listener):
+                    # A service or a forwarded address may lead to the port of the meeting alone.
+                    host = channel.own[0]
+            place = {"world_size": world_size, "host": host, "port": port}
+            channel.tell({"first_rank": first, **place})
+        own = LocalRanks(count=self._nproc, world_size=world_size, host=host, port=port)
+        return own, Peers(names, self)
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors on which visitors come and speak."""
+        return [self._listener.fileno(), *(one.fileno() for one in self._strangers)]
+
+    def look(self) -> None:
+        """Take in who has come and what they say, without waiting."""
+        self._welcome()
+        for stranger in [*self._strangers]:
+            self._hear(stranger)
+
+    def close(self) -> None:
+        """Listen no more; the nodes that have come keep their connections."""
+        self._listener.close()
+        for stranger in self._strangers:
+            stranger.close()
 
     @property
     def _counts(self) -> dict[int, int]:
@@ -359,20 +419,19 @@ class _Host:
                 said = True
                 say(f"evener: node 0 waits at {self._node.where} for {self._missing}")
             left_s = min(_LONGEST_PAUSE_S, self._node.timeout_s - waited_s)
-            visitors = [channel.fileno() for channel in (*self._nodes, *self._strangers)]
-            ready = wait([self._listener, *visitors], left_s)
+            ready = wait([*self.filenos(), *(node.fileno() for node in self._nodes)], left_s)
             # Nothing more on its way: this process may merely have been held up for so long.
             if not ready and not self._is_reached and waited_s > _CONNECT_S:
                 raise LaunchError(self._is_no_address("another machine has this address"))
             self._drop_those_that_went()
-            if self._listener in ready:
-                self._welcome()
-            for stranger in [*self._strangers]:
-                self._hear(stranger)
+            self.look()
 
     @property
     def _missing(self) -> str:
+        """The nodes that are not here, in words; empty once the team has met."""
         absent = [str(n) for n in range(self._node.nnodes) if n not in self._counts]
+        if not absent:
+            return ""
         return f"node{'s' if len(absent) > 1 else ''} {', '.join(absent)} of {self._node.nnodes}"
 
     def _welcome(self) -> None:
@@ -410,8 +469,9 @@ class _Host:
 
     def _admits(self, stranger: Channel, hello: Message) -> bool:
         """Return whether a launcher fits; one that does not is told why."""
-        # One that went and comes again may be heard before the end of its first connection is.
-        self._drop_those_that_went()
+        if self._missing:
+            # One that went and comes again may be heard before the end of its first connection is.
+            self._drop_those_that_went()
         try:
             wrong = check_hello(self._node, hello, self._counts)
         except ValueError:
@@ -422,7 +482,9 @@ class _Host:
             stranger.tell({"error": wrong})
             if wrong not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
                 self._refusals.append(wrong)
-                say(f"evener: refused a launcher: {wrong}; still waiting for {self._missing}")
+                absent = self._missing
+                then = f"still waiting for {absent}" if absent else "the run continues without it"
+                say(f"evener: refused a launcher: {wrong}; {then}")
         return not wrong
 
     def _drop_those_that_went(self) -> None:
@@ -501,10 +563,13 @@ def _ask(node: Node, nproc: int, channel: Channel, deadline: float) -> LocalRank
         raise LaunchError(_is_no_answer(node, "closed the connection"))
     if isinstance(answer.get("error"), str):
         raise LaunchError(printable(answer["error"]))
-    first, world_size = answer.get("first_rank"), answer.get("world_size")
-    if type(first) is not int or type(world_size) is not int:
-        raise LaunchError(_is_no_answer(node, "answered something else"))
-    return _ranks_of(node, first, nproc, world_size)
+    try:
+        fields = Fields(answer)
+        first, world_size, port = map(fields.whole, ("first_rank", "world_size", "port"))
+        host = fields.text("host")
+    except ValueError:
+        raise LaunchError(_is_no_answer(node, "answered something else")) from None
+    return LocalRanks(first=first, count=nproc, world_size=world_size, host=host, port=port)
 
 
 def _is_no_answer(node: Node, what: str) -> str:
@@ -522,7 +587,7 @@ def _first_answer(node: Node, channel: Channel, deadline: float) -> Message | No
     except TimeoutError:
         if time.monotonic() >= deadline:
             raise
-        host, port = channel.peer[:2]
+        host, port = channel.peer
         say(
             f"evener: {host} port {port} accepted the connection of node {node.number} "
             f"{_SILENCE_S:.0f} s ago and has not answered; waiting for it until "

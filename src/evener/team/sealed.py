@@ -10,11 +10,8 @@ import hashlib
 import hmac
 import json
 import secrets
-from pathlib import Path
 from typing import Any, Final
 
-from evener.errors import ConfigError
-from evener.files import read_file
 from evener.parsing import Fields, parse_json
 from evener.team.channel import Message
 
@@ -22,36 +19,11 @@ from evener.team.channel import Message
 MOST_MESSAGE_BYTES: Final = 256 * 1024
 TO_COORDINATOR: Final = "to coordinator"
 FROM_COORDINATOR: Final = "from coordinator"
-_LEAST_TOKEN_BYTES: Final = 16
-_MOST_TOKEN_BYTES: Final = 4096
 
 
 def new_nonce() -> str:
     """Return a number that is used once, in hexadecimal."""
     return secrets.token_hex(16)
-
-
-def read_token(file: Path | None) -> bytes | None:
-    """Return the token in a file; ``None`` without a file.
-
-    Raises:
-        ConfigError: The file cannot be read, or what it holds can be guessed.
-    """
-    if file is None:
-        return None
-    try:
-        token = read_file(file, most_bytes=_MOST_TOKEN_BYTES).strip()
-    except OSError as error:
-        raise ConfigError(
-            f"the token file {file} cannot be read ({error.strerror}); name a file that holds the "
-            "team's token"
-        ) from None
-    if len(token) < _LEAST_TOKEN_BYTES:
-        raise ConfigError(
-            f"the token in {file} has {len(token)} bytes, which can be guessed; write "
-            f"{_LEAST_TOKEN_BYTES} or more random ones, as by `openssl rand -hex 32`"
-        )
-    return token
 
 
 class Seal:

@@ -485,11 +485,11 @@ class Supervisor(ABC):
             if is_late or self._is_hurried():
                 return
 
-    def _tell_lifeline(self, group: int) -> None:
-        """Add a process group that must not outlive this process, or remove it again."""
+    def _tell_lifeline(self, left: int | Path) -> None:
+        """Add a process group or file that must not outlive this process, or remove it again."""
         if self._lifeline is not None and self._lifeline.stdin is not None:
             with suppress(BrokenPipeError):
-                self._lifeline.stdin.write(f"{group}\n".encode())
+                self._lifeline.stdin.write(f"{left}\n".encode())
                 self._lifeline.stdin.flush()
 
 

@@ -5,7 +5,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from evener.doctor.answering import answer_visitors, open_door
 from evener.doctor.asking import ask
 from evener.doctor.conversation import LIMIT_BYTES, Conversation, challenge
 from evener.errors import ConfigError, LaunchError
-from evener.team.token_files import read_token
 from evener.version import __version__
 from helpers.hosts import HEALTHY
 from helpers.limits import PATIENCE_S
@@ -253,15 +251,3 @@ def test_a_port_in_use() -> None:
 def test_a_door_that_nobody_uses_closes() -> None:
     with closing(open_door(f"127.0.0.1:{free_port()}", b"")) as door:
         answer_visitors(door, HEALTHY, b"", idle_s=0.01)
-
-
-def test_token_files(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    assert read_token(None) == b""
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_token(path)
-    path.write_bytes(b" short \n")
-    with pytest.raises(ConfigError, match="has 5 bytes; give 16 or more"):
-        read_token(path)
-    path.write_bytes(b" 0123456789abcdef\n")
-    assert read_token(path) == TOKEN

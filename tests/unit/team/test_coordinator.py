@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,6 @@ from evener.team.connection import SupervisorConnection
 from evener.team.coordinator import Coordinator, CoordinatorOptions, Visitor
 from evener.team.elastic import CoordinatorLink
 from evener.team.elastic_membership import ElasticMembership
-from evener.team.sealed import read_token
 from helpers import coordinators
 from helpers.source import ROOT
 
@@ -530,22 +528,13 @@ def _damaged(noise: random.Random, message: dict[str, object]) -> dict[str, obje
     return damaged
 
 
-def test_impossible_options_are_refused(tmp_path: Path) -> None:
+def test_impossible_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the coordinator on 0\.0\.0\.0 would .* --token-file"):
         Coordinator(CoordinatorOptions(host="0.0.0.0", most=2))
     with pytest.raises(ConfigError, match=r"--timeout-s is -5; give the seconds"):
         CoordinatorOptions(most=2, deadlines=Deadlines(timeout_s=-5.0))
     with pytest.raises(ConfigError, match=r"--host-lease-s is 1; give .* at least 3 \(lease_s\)"):
         CoordinatorOptions(most=2, deadlines=Deadlines(host_lease_s=1.0))
-    short = tmp_path / "token"
-    short.write_text("guess\n")
-    with pytest.raises(ConfigError, match="has 5 bytes, which can be guessed"):
-        read_token(short)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_token(tmp_path / "none")
-    short.write_text("0123456789abcdef\n")
-    assert read_token(short) == b"0123456789abcdef"
-    assert read_token(None) is None
 
 
 def test_the_documentation_has_every_deadline_with_its_default() -> None:

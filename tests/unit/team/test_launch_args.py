@@ -67,4 +67,4 @@ def test_traces_of_another_launcher_are_removed_and_the_rest_is_kept():
 
 
 def test_the_lifeline_knows_who_is_left():
-    assert watch(["11\n", "12\n", "11\n", "13\n"]) == {12, 13}
+    assert watch(["11\n", "12\n", "11\n", "/a b\n"]) == {"12", "/a b"}

@@ -121,10 +121,11 @@ def test_ranks_are_numbered_node_after_node(store_waits):
         node(2, port), node(0, port), node(1, port), counts=(3, 2, 1), store_waits=store_waits
     )
     with store:
-        assert store.getsockname()[:2] == ("127.0.0.1", port)
+        host, served = store.getsockname()[:2]
+        assert (host, served == port) == ("127.0.0.1", False)
         assert store.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == store_waits
     places = [(r.first, r.count, r.world_size, r.host, r.port) for r in (first, second, third)]
-    where = ("127.0.0.1", port)
+    where = ("127.0.0.1", served)
     assert places == [(0, 2, 6, *where), (2, 1, 6, *where), (3, 3, 6, *where)]
 
 
@@ -268,14 +269,15 @@ def test_a_connection_that_is_closed_unheard_is_tried_again():
             server.accept()[0].close()
             with server.accept()[0] as connection:
                 assert json.loads(connection.makefile().readline())["node"] == 1
-                connection.sendall(b'{"waiting": true}\n{"first_rank": 2, "world_size": 3}\n')
+                connection.sendall(b'{"waiting": true}\n{"first_rank": 2, "world_size": 3, ')
+                connection.sendall(b'"host": "h", "port": 9}\n')
 
         thread = threading.Thread(target=answer)
         thread.start()
         ranks, _, peers = meet(node(1, server.getsockname()[1]), 1, store_waits=True)
         peers.close()
         thread.join(PATIENCE_S)
-    assert (ranks.first, ranks.world_size) == (2, 3)
+    assert (ranks.first, ranks.world_size, ranks.host, ranks.port) == (2, 3, "h", 9)
 
 
 def test_a_name_that_is_none_is_said_at_once():
