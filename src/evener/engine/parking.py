@@ -94,7 +94,9 @@ class ParkingEngine(ElasticEngine):
             self.habits.tell_once(_MAIN_STAYS.format(self.rank))
         others = {rank: speed for rank, speed in found.alone.items() if rank != self.rank}
         after = self.policy.forecast(self.batch_size, self.team.away.union(others))
-        if not others or after.window_s > found.before.window_s:
+        # A window of the same length has no work for them.
+        is_better = after.is_clearly_below(found.before) or after.window_s == found.before.window_s
+        if not others or not is_better:
             return None
         return found._replace(alone=others, after=after)
 
@@ -139,8 +141,13 @@ class ParkingEngine(ElasticEngine):
         parking = Parking.unpack(self._end_generation(*wanted))
         if self.is_main and self.rank in parking.ranks:
             self.team.hand_over()
+        earlier = self._untold
+        if earlier is not None and self.team.parked.issuperset(earlier.ranks):  # tell both at once
+            alone = {**earlier.alone, **parking.alone}
+            self._untold = parking._replace(alone=alone, before=earlier.before)
+        else:
+            self._untold, self._parked_at_s = parking, time.monotonic()
         self._park(parking.ranks)
-        self._untold, self._parked_at_s = parking, time.monotonic()
         self._recall_at = self.window + self.policy.windows_apart(self.batch_size, self._change_s)
         if self.rank not in parking.ranks:
             self._exchange_plans(0.0, 0.0)
@@ -163,7 +170,9 @@ class ParkingEngine(ElasticEngine):
     def _tell_parking(self) -> None:
         """Warn that ranks are parked, once their time without work is noteworthy."""
         parking, parked_s = self._untold, time.monotonic() - self._parked_at_s
-        if parking is None or parked_s < NOTEWORTHY_S or self.team.parked != {*parking.ranks}:
+        if parking is None or not self.team.parked.issuperset(parking.ranks):
+            return
+        if parked_s < NOTEWORTHY_S:
             return
         self._untold = None
         self.habits.notice(describe_parking(parking, self.batch_size, self._recall_at))
