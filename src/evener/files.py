@@ -61,6 +61,21 @@ def require_regular(folder: Path) -> None:
             raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
+@contextmanager
+def explaining(what: str, remedy: str, kind: type[Exception]) -> Iterator[None]:
+    """Raise an error of ``kind`` in place of an ``OSError``, such as of a folder without access.
+
+    Args:
+        what: What is read in the block, for people.
+        remedy: What to do.
+        kind: Class of the error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what} cannot be read: {error}; {remedy}") from error
+
+
 def read_file(path: Path, *, most_bytes: int = MOST_BYTES, follow: bool = True) -> bytes:
     """Read a regular file.
 

@@ -55,10 +55,12 @@ def check_exactly_once(
 
     Returns:
         One sentence per problem: samples committed twice, never, or that do not exist; windows
-        that are missing or there twice. Empty when every sample was seen exactly once.
+        that are missing or there twice, or that name a generation in which other members were.
+        Empty when every sample was seen exactly once.
     """
     effective = effective_events(events)
     problems = _window_problems([e["window"] for e in effective if e["type"] == "window"])
+    problems += _member_problems(effective)
     by_epoch = _ranges_by_epoch(effective)
     if whole_epochs is None:
         whole_epochs = max(by_epoch, default=0)
@@ -91,6 +93,22 @@ def _window_problems(numbers: Sequence[int]) -> list[str]:
         elif number > expected:
             problems.append(f"windows {expected} to {number - 1} are missing")
         expected = max(expected, number + 1)
+    return problems
+
+
+def _member_problems(events: Iterable[Event]) -> list[str]:
+    problems: list[str] = []
+    members: dict[int, set[str]] = {}
+    for event in events:
+        if event["type"] == "reformed":
+            members[event["generation"]] = set(event["members"])
+        elif event["type"] == "window" and event.get("generation") in members:
+            rows = {row["member"] for row in event.get("ranks", ())}
+            if others := sorted(rows - members[event["generation"]]):
+                problems.append(
+                    f"window {event['window']} names generation {event['generation']}, to which "
+                    f"{', '.join(others)} did not belong"
+                )
     return problems
 
 

@@ -193,6 +193,8 @@ def test_a_run_that_was_stopped_before_its_first_window_begins_anew(folder: Path
     result = RunFolder(folder / "runs" / "run")
     assert result.summary["steps"] == 0
     assert result.summary["adapter"] is None
+    assert result.summary["best_step"] is None
+    assert "best step" not in stopped.output
     assert not (result.path / "adapter").exists()  # nothing to predict with
     run(folder, "run.yaml", "--resume")
     run(folder, "run.yaml", "--name", "whole")

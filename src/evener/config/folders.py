@@ -3,13 +3,13 @@
 import os
 import re
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import final
 
 from evener.closing import Closing
 from evener.errors import CheckpointError, ConfigError
-from evener.files import open_regular
+from evener.files import explaining, open_regular
 
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
@@ -30,14 +30,19 @@ def check_name(name: str) -> None:
 
 
 def runs_of(parent: Path, name: str) -> list[Path]:
-    """Return the folders of all runs of a name, the newest first."""
+    """Return the folders of all runs of a name, the newest first.
+
+    Raises:
+        ConfigError: The folder of runs, or one of these, cannot be read.
+    """
     parent = parent.absolute()
     numbered = re.compile(rf"{re.escape(name)}(?:-([2-9]|[1-9][0-9]+))?")
-    runs = [
-        (int(match[1] or 1), folder)
-        for folder in (parent.iterdir() if parent.is_dir() else ())
-        if (match := numbered.fullmatch(folder.name)) and _holds_run(folder)
-    ]
+    with _reading("folder of runs", parent):
+        runs = [
+            (int(match[1] or 1), folder)
+            for folder in (parent.iterdir() if parent.is_dir() else ())
+            if (match := numbered.fullmatch(folder.name)) and _holds_run(folder)
+        ]
     return [folder for _, folder in sorted(runs, reverse=True)]
 
 
@@ -66,14 +71,32 @@ def check_resumable(parent: Path, name: str) -> None:
 
     Raises:
         CheckpointError: Names the folder in which one was looked for.
+        ConfigError: See ``step_folders``.
     """
     runs = runs_of(parent, name)
-    if not any(path for folder in runs for path in (folder / CHECKPOINTS).glob("step-*")):
+    if not any(map(step_folders, runs)):
         folder = runs[0] if runs else parent.absolute() / name
         raise CheckpointError(
             f"{folder} is no run to resume: it has no checkpoints; check --out and --name, or "
             "start without --resume"
         )
+
+
+def step_folders(run: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder, whole or damaged, in any order.
+
+    Raises:
+        ConfigError: The folder cannot be read.
+    """
+    folder = run / CHECKPOINTS
+    with _reading("checkpoint folder", folder):  # glob would take no access for no files
+        found = folder.iterdir() if folder.is_dir() else ()
+        return [path for path in found if path.name.startswith("step-")]
+
+
+def _reading(what: str, folder: Path) -> AbstractContextManager[None]:
+    remedy = "give this user access to it, or choose another folder with --out or --name"
+    return explaining(f"{what} {folder}", remedy, ConfigError)
 
 
 def claim_folder(parent: Path, name: str) -> Path:

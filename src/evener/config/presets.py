@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evener.config.classify import ClassifyRunConfig
-from evener.config.folders import CHECKPOINTS, check_name, check_resumable, runs_of
+from evener.config.folders import check_name, check_resumable, runs_of, step_folders
 from evener.config.loading import load_config
 from evener.config.options import ALLOWED, ClassifyOptions, PretrainOptions, TaskOptions
 from evener.config.pretrain import BPE, RunConfig
 from evener.config.runs import JobConfig
 from evener.errors import ConfigError, DataError
+from evener.files import explaining
 
 _Config = TypeVar("_Config", bound=JobConfig)
 _Places = Mapping[str, str | Sequence[str] | None]
@@ -164,8 +165,8 @@ def find_demo_base(parent: Path) -> Path | None:
     for folder in runs_of(parent, str(DEMO["name"])):
         found = [
             (int(path.parent.name.removeprefix("step-")), path.parent)
-            for path in (folder / CHECKPOINTS).glob("step-*/manifest.json")
-            if path.parent.name.removeprefix("step-").isdecimal()
+            for path in [step / "manifest.json" for step in step_folders(folder)]
+            if path.parent.name.removeprefix("step-").isdecimal() and path.exists()
         ]
         if found:
             return max(found)[1]
@@ -181,7 +182,9 @@ def _settle(
     check_name(name)
     for key, paths in places.items():
         for path in [paths] if isinstance(paths, str) else paths or ():
-            if not Path(path).expanduser().exists():
+            with explaining(f"{key} {path}", "give this user access to it", DataError):
+                is_there = Path(path).expanduser().exists()
+            if not is_there:
                 raise DataError(
                     f"{key} is {path!r}, which does not exist: check the path (relative ones start "
                     f"at {Path.cwd()}); evener downloads nothing"

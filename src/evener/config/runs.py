@@ -13,12 +13,15 @@ from evener.config.checks import (
     MicroBatchSize,
     NotBelowZero,
     NotNegative,
+    Number,
     Positive,
     Section,
     asks_for,
 )
 from evener.config.settings import LOCAL_OPTIONS, DdpConfig, TrainingOptions
 from evener.errors import ConfigError
+
+_LEAST_EVALUATED = 64
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -68,9 +71,27 @@ class EvalConfig(Section):
 
     Attributes:
         every: Windows; 0: only at the end.
+        time_fraction: Most of a run's time that evaluations take, estimated; 1: no limit.
     """
 
     every: NotNegative = 100
+    time_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.05
+
+    def num_samples(self, count: int, batch_size: int) -> int:
+        """Return how many held-out samples are evaluated in the course of a run.
+
+        The clock has no say in it, so that the number is the same on every machine and when a run
+        resumes. A sample is evaluated in about a third of the time in which it is trained on, as
+        the forward pass is a third of the work. Fewer than 64 would say little.
+
+        Args:
+            count: All held-out samples.
+            batch_size: Samples of a window, at least.
+        """
+        if not self.every or self.time_fraction == 1:
+            return count
+        ratio = self.time_fraction / (1 - self.time_fraction)
+        return min(count, max(_LEAST_EVALUATED, round(3 * ratio * self.every * batch_size)))
 
 
 class CheckpointConfig(Section):

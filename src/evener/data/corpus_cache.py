@@ -31,6 +31,7 @@ from evener.data.documents import Document, DocumentSource, Note, Progress, Reje
 from evener.errors import DataError
 from evener.files import (
     blake2b,
+    explaining,
     flush,
     hash_file,
     publish_folder,
@@ -95,6 +96,17 @@ def corpus_folder(cache_dir: Path, signature: str) -> Path:
     return cache_dir / f"corpus-{signature}"
 
 
+def is_cached(path: Path) -> bool:
+    """Return whether something is in the cache.
+
+    Raises:
+        DataError: The cache cannot be read.
+    """
+    remedy = "give this user access to it, or name another folder with data.cache"
+    with explaining(f"the cache of tokenised data {path.parent}", remedy, DataError):
+        return path.exists()
+
+
 def mark_used(folder: Path) -> None:
     """Note in a folder's time that it is in use; a read-only cache may be used as well."""
     with suppress(OSError):
@@ -132,7 +144,7 @@ def _remove_older(cache_dir: Path, patterns: Sequence[str], seconds: float) -> l
 
 def read_manifest(folder: Path, note: Note) -> dict[str, Any] | None:
     """Return the manifest of a prepared corpus if that is whole."""
-    if not folder.exists():
+    if not is_cached(folder):
         return None
     try:
         manifest = Fields(read_json(folder / "manifest.json"))

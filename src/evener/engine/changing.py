@@ -82,6 +82,8 @@ class ElasticEngine(AskingEngine):
         self._known = {} if self.is_joining else {r: team.names[r] for r in team.members}
         #: Names of ranks that were told to leave in it.
         self._leaving: set[str] = set()
+        #: See ``Change``; of the generations since the newest change.
+        self._detect_s = 0.0
         #: Whether all ranks continue with new plans when the newest change is complete.
         self._are_planning = False
         #: The epoch that was begun last.
@@ -294,6 +296,8 @@ class ElasticEngine(AskingEngine):
             self._leave_team()
         formed = membership.next_generation(None if is_new else self._standing())
         formation = formed.formation
+        # Another rank may be lost before the change is complete, which is reported then.
+        self._detect_s = max(self._detect_s, formation.detect_s)
         team.form(formed)
         self.rank = team.rank
         self.state = renewed(self.state, formation, team.rank)
@@ -572,9 +576,10 @@ class ElasticEngine(AskingEngine):
             joined={rank: name for rank, name in names.items() if rank not in stayed},
             healed={rank: name for rank, name in names.items() if name in formation.receivers},
             donor=formation.donor,
-            detect_s=formation.detect_s,
+            detect_s=self._detect_s,
             **known,
         )
+        self._detect_s = 0.0
         self._begun = (change, time.perf_counter())
         self.slowness.restart(self.rank, self.team.people)
         self.habits.notice(str(change))

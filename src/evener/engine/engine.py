@@ -568,6 +568,7 @@ class Engine(ABC):
             progress=self.progress,
             applied_t=time.time(),
             ranks=self._records(found.rows),
+            generation=self.state.generation,
             **rest,
         )
 

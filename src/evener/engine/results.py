@@ -76,6 +76,7 @@ class WindowResult:
         cadence: How it was planned, in CADENCE and ASYNC.
         stragglers: Ranks that have become slow, or have stopped being slow, with the window before;
             known when this one is committed.
+        generation: That of the team which applied it.
     """
 
     window: int
@@ -93,6 +94,7 @@ class WindowResult:
     ranges: tuple[tuple[int, int], ...] = ()
     cadence: CadenceRecord | None = None
     stragglers: tuple[Straggler, ...] = ()
+    generation: int = 0
 
     @property
     def committed(self) -> tuple[int, int]:

@@ -22,7 +22,8 @@ class Change:
         donor: Name of the rank that has sent it.
         num_bytes: Its size.
         detect_s: Seconds from the last heartbeat of a lost rank to the end of its generation; it
-            sends a few in a second.
+            sends a few in a second. 0 if it is not known, as for a rank that ended by an error: it
+            closes its connections first, and sends heartbeats until its process has ended.
         reform_s: Seconds until the new generation was formed and its ranks were connected.
         heal_s: Seconds until all of them held the same state.
     """
@@ -46,7 +47,8 @@ class Change:
         said = [f"lost {_named(self.lost)}"] if self.lost else []
         said += [f"{_named(self.left)} left"] if self.left else []
         said += [f"{_named(self.joined)} joined"] if self.joined else []
-        times = f"noticed in {self.detect_s:.2f} s, " if self.lost else ""
+        is_known = self.lost and self.detect_s > 0
+        times = f"noticed in {self.detect_s:.2f} s, " if is_known else ""
         times += f"re-formed in {self.reform_s:.2f} s"
         if self.healed:
             times += f", state sent in {self.heal_s:.2f} s"

@@ -68,6 +68,8 @@ class Checkpointer:
         self._pause_s = FIRST_PAUSE_S
         self._retry_at_s = 0.0
         self._gives_up_s = math.inf
+        #: What ``finish`` has heard of the newest complete checkpoint.
+        self._finished: Path | None = None
 
     def _open(self) -> None:
         """Open a writer on the main process, and on no other rank."""
@@ -185,8 +187,8 @@ class Checkpointer:
 
     @property
     def path(self) -> Path | None:
-        """Return the newest complete checkpoint, on the main process."""
-        return self._writer.last_path if self._writer is not None else None
+        """Return the newest complete checkpoint: on the main process; after ``finish`` on all."""
+        return self._writer.last_path if self._writer is not None else self._finished
 
     def finish(self) -> bool:
         """Wait for the last write, and try it again; all ranks call it together.
@@ -202,12 +204,15 @@ class Checkpointer:
         round_s = min(_ROUND_S, assembly.comm.timeout_s / 4)
         is_waiting, failure = True, ""
         while is_waiting:
-            own = self._finish_round(round_s) if ddp.is_main_process else None
+            own: list[Any] | None = None
+            if ddp.is_main_process:
+                own = [*self._finish_round(round_s), self.path and str(self.path)]
             # The others wait in here, no longer than a round: their own deadline is not ours.
             heard = assembly.engine.hear_main(own)
             if heard is None:
                 break
-            is_waiting, failure = heard
+            is_waiting, failure, path = heard
+            self._finished = None if path is None else Path(path)
         self._gives_up_s = math.inf
         if failure:
             raise CheckpointError(failure)

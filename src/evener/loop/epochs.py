@@ -129,6 +129,8 @@ class EpochLoop(ABC):
         batches: EvaluationLoader,
         measure: Callable[[Any], object],
         result: Callable[[], Any],
+        *,
+        heed_stop: bool = True,
     ) -> dict[int, Any] | None:
         """Evaluate a data set, each sample on one rank; all ranks call it together.
 
@@ -136,6 +138,7 @@ class EpochLoop(ABC):
             batches: What is evaluated.
             measure: Takes a batch of this rank, in ``eval()`` and without gradients.
             result: Returns what all of them came to, in JSON types.
+            heed_stop: Break off where the team stops.
 
         Returns:
             The results by rank, the same on every rank; ``None`` if a rank was told to stop
@@ -147,20 +150,20 @@ class EpochLoop(ABC):
         while to_do:
             with ddp.evaluating():
                 for batch in to_do:
-                    if not ddp.wants_stop():
+                    if not (heed_stop and ddp.wants_stop()):
                         with ddp.emulated_slowness():
                             measure(batch)
             results = dict(engine.introduce([ddp.rank, result()]))
             # A rank that was lost before it could say its results: the others do its part.
             to_do = () if batches.is_complete(results) else batches.make_up()
         engine.ask(Purpose.VALUE)  # agrees on a stop
-        return None if ddp.stopping else results
+        return None if heed_stop and ddp.stopping else results
 
     def finish(self) -> Path | None:
         """Save the state at the end, and wait until it is on disk; all ranks call it together.
 
         Returns:
-            The newest complete checkpoint, on the main process.
+            The newest complete checkpoint; ``None`` where the team has continued without this rank.
 
         Raises:
             CheckpointError: It could not be written.

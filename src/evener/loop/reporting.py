@@ -77,6 +77,8 @@ class EventStream:
         #: unless it was lost before.
         self._seconded: deque[WindowResult] = deque(maxlen=_SECONDED)
         self.parked: tuple[int, ...] = ()
+        #: Names of the ranks by number, in this generation and in the one before.
+        self._present = self._former = self._everyone()
         self._facts: dict[str, Any] = {
             "t": time.time(),
             "window": 0,
@@ -195,7 +197,7 @@ class EventStream:
         place: dict[str, Any] = {
             "t": round(result.applied_t, 5),
             "window": result.window,
-            "generation": state.generation,
+            "generation": result.generation,
             "epoch": result.epoch,
         }
         shares, cadence = [record.samples for record in result.ranks], result.cadence
@@ -207,12 +209,10 @@ class EventStream:
             piece = {"start": result.start, "size": result.size, "shares": shares}
             self.tell("plan", **place, **piece, reason=policy.why(result.window))
         self.parked = tuple(sorted(team.parked))
-        records = {
-            rank: record
-            for rank, record in enumerate(result.ranks)
-            if not team.is_elastic or rank in team.everyone or record.samples
-        }
-        rows: list[Any] = [self._row(rank, record) for rank, record in records.items()]
+        # A window may be recorded in a later generation, where others have the numbers.
+        people = self._present if result.generation == state.generation else self._former
+        records = {rank: one for rank, one in enumerate(result.ranks) if rank in people}
+        rows: list[Any] = [self._row(rank, people[rank], one) for rank, one in records.items()]
         further: dict[str, Any] = {}
         if cadence is not None:  # local steps
             for row, record in zip(rows, records.values(), strict=True):
@@ -261,10 +261,10 @@ class EventStream:
             expected_s=_rounded(one.expected_s),
         )
 
-    def _row(self, rank: int, record: RankRecord) -> RankRow:
+    def _row(self, rank: int, name: str, record: RankRecord) -> RankRow:
         return RankRow(
             rank=rank,
-            member=self._names[rank],
+            member=name,
             samples=record.samples,
             weight=record.weight,
             loss=_short(record.loss_sum / record.weight) if record.weight else None,
@@ -281,11 +281,20 @@ class EventStream:
             update_s=_rounded(record.update_s),
         )
 
+    def _everyone(self) -> dict[int, str]:
+        return {rank: self._names[rank] for rank in self._engine.team.everyone}
+
     def change(self, change: Change) -> None:
         """Record that the team has changed: who was lost, who joined, and what it took."""
+        self._former, self._present = self._present, self._everyone()
         if not self._engine.is_main:
             return
-        again, generation, window = [*self._seconded], change.generation, change.window
+        generation, window = change.generation, change.window
+        # Not those of a rank that was parked since, or of a team that has gone back to a
+        # checkpoint. The window before this one may be committed later.
+        again = [result for result in self._seconded if result.window < window]
+        if again and again[-1].window < window - 2:
+            again = []
         self._seconded.clear()
         for rank, name in change.lost.items():
             self.tell("worker_lost", rank=rank, member=name, window=window, reason=change.why)
@@ -318,10 +327,12 @@ class EventStream:
         for result in again:
             self._record(result)
 
-    def evaluation(self, window: int, loss: float, weight: float, elapsed_s: float) -> None:
-        """Record the held-out loss after so many windows."""
+    def evaluation(
+        self, window: int, name: str, loss: float, weight: float, elapsed_s: float
+    ) -> None:
+        """Record the loss of a held-out set after so many windows."""
         numbers = {"loss": loss, "weight": weight, "elapsed_s": elapsed_s}
-        self.tell("eval", window=window, name="heldout", **numbers)
+        self.tell("eval", window=window, name=name, **numbers)
 
     def checkpoint(self, written: WrittenCheckpoint) -> None:
         """Record a checkpoint that has reached the disk."""

@@ -22,6 +22,7 @@ from evener.config.settings import DdpConfig
 from evener.devices import count_accelerators
 from evener.engine.schedule import ProgressSchedule
 from evener.errors import CheckpointError, ConfigError
+from evener.files import explaining
 from evener.loop.precision import choose_precision
 from evener.loop.reporting import SinkMaker, check_sinks
 from evener.managed.epoch_metrics import EpochContext, EpochMetrics
@@ -274,7 +275,9 @@ def _check_data(name: str, dataset: Any) -> None:
 
 def _check_folders(run: ManagedRun) -> None:
     resume, folder = (f and Path(f) for f in (run.resume, run.checkpoint_dir))
-    if resume and not resume.is_dir():
+    with explaining(f"resume {resume}", "give this user access to it", CheckpointError):
+        is_there = not resume or resume.is_dir()
+    if not is_there:
         raise CheckpointError(
             f"resume is {str(resume)!r}, and there is no such folder; give a checkpoint, or the "
             "checkpoint_dir of an earlier run"

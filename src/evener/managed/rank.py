@@ -280,7 +280,9 @@ class ManagedRank(EpochLoop):
         if "loss" in numbers:
             weight = math.fsum(weight for _, weight in found.values())
             elapsed_s = time.perf_counter() - began_s
-            self.ddp.events.evaluation(self.ddp.window, numbers["loss"], weight, elapsed_s)
+            self.ddp.events.evaluation(
+                self.ddp.window, "heldout", numbers["loss"], weight, elapsed_s
+            )
         return numbers
 
     def _loss(self, model: Any, batch: Any) -> tuple[float, float | None]:

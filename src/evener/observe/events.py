@@ -35,7 +35,8 @@ FIELDS: Final = {
     # are ``parked``; of local steps also ``turns``, ``anchor``, ``window_s``, ``divergence`` and
     # ``guard``. Readers that skip windows add ``stands_for``: how many windows it represents.
     "window": "window generation epoch committed ranks",
-    # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``.
+    # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``:
+    # ``heldout``, or ``heldout_all`` where that is a part, and all is evaluated at the end.
     "eval": "window name loss weight elapsed_s",
     # A managed run has trained an epoch: the fields are those of ``EpochMetrics``.
     "epoch": "window epoch complete avg_loss scalars eval samples steps",

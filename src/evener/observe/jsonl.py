@@ -83,6 +83,7 @@ class JsonlSink(Sink):
         self._lines = LineWriter()
         self._waiting: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
         self._dropped = 0
+        self._counting = threading.Lock()  # any thread may emit while the writer reads the count
         self._has_warned = self._closed = False
         self._thread = threading.Thread(target=self._write_all, name="evener-events", daemon=True)
         self._thread.start()
@@ -93,7 +94,8 @@ class JsonlSink(Sink):
         if self._closed:
             self._warn("it is closed")
         elif self._waiting.qsize() >= MOST_WAITING:
-            self._dropped += 1
+            with self._counting:
+                self._dropped += 1
         else:
             self._waiting.put(event)
 
@@ -127,8 +129,9 @@ class JsonlSink(Sink):
                 self._write(found)
             except Exception as error:  # such as of a key that JSON does not know
                 self._warn(f"{type(error).__name__}: {error}")
-            if self._dropped:
+            with self._counting:
                 num_events, self._dropped = self._dropped, 0
+            if num_events:
                 self._write(make_event("events_dropped", t=time.time(), num_events=num_events))
                 self._warn(f"the disk was too slow for {num_events:,} of them")
         try:

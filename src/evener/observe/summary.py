@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from evener.errors import EvenerError
+from evener.errors import EvenerError, UsageError
 from evener.files import write_file
 from evener.observe.event_lines import strict_json
 from evener.observe.multiples import SPEEDS_CHANGED, Multiples, multiples
@@ -62,6 +62,7 @@ class RunSummary:
             without any exchange, if that was measured.
         equal_split_tokens_per_s: Speed of the team with equal shares, if that was measured.
         heldout_loss: Mean loss on held-out data at the end, if it was evaluated.
+        heldout_samples: Samples behind it: all that are held out, unless the run was stopped.
         committed_tokens: Weight of all committed windows, in ``unit``.
         committed_samples: Samples of all committed windows.
         steps: Optimizer steps.
@@ -81,6 +82,9 @@ class RunSummary:
         machine: Facts about the machine (JSON).
         versions: Versions of what took part, by name.
         details: Further figures of the job, by key of the JSON file.
+
+    Raises:
+        UsageError: A figure of ``details`` has the name of a key that the file has itself.
     """
 
     tokens_per_s: float | None
@@ -98,6 +102,7 @@ class RunSummary:
     checkpoint: str | None
     run_folder: str
     elapsed_s: float
+    heldout_samples: int | None = None
     side_by_side_tokens_per_s: float | None = None
     unit: str = "tokens"
     ranks: tuple[RankSummary, ...] = ()
@@ -109,6 +114,15 @@ class RunSummary:
     machine: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        own = {each.name for each in fields(self)} | {"of_ideal", "ceiling"}
+        if taken := sorted(own.intersection(self.details)):
+            raise UsageError(
+                f"the task's figures hold {', '.join(map(repr, taken))}, which summary.json has "
+                "itself; return them from Task.figures under other names. The checkpoint is "
+                "written: start with resume to write the summary"
+            )
 
     @property
     def solos(self) -> dict[int, float]:

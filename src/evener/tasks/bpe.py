@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from evener.data.corpus_cache import digest, mark_used, remove_unused
+from evener.data.corpus_cache import digest, is_cached, mark_used, remove_unused
 from evener.data.documents import DocumentSource, Note, OnError, Progress, Rejects, ignore
 from evener.errors import ConfigError, DataError
 from evener.files import new_folder
@@ -104,4 +104,4 @@ def _train(texts: Iterator[str], vocab_size: int) -> Any:
 
 
 def _is_complete(folder: Path) -> bool:
-    return (folder / CONFIG_FILE).is_file() and (folder / TOKENIZER_FILE).is_file()
+    return is_cached(folder) and all((folder / f).is_file() for f in (CONFIG_FILE, TOKENIZER_FILE))

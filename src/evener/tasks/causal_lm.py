@@ -68,6 +68,7 @@ class CausalLanguageModel(Task):
         check_vocabulary(vocab_size, vocabulary_size(self.model))
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.schedule = self._rates = WarmupCosine(config.optimizer, "weight")
+        self.sample_weight = data.seq_len
         self.gradient_buckets = gradient_buckets(self.model)
         self._config = config
         self._allow = options.allow

@@ -1,17 +1,20 @@
 """The driver of jobs: everything that is the same whatever a task trains."""
 
 import math
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from evener.checkpoint import Checkpoint
 from evener.config.folders import CHECKPOINTS, SUMMARY, FolderLock, release_folder
@@ -22,7 +25,7 @@ from evener.data.fetching import Prefetch
 from evener.ddp import Ddp
 from evener.engine.emulate import parse_emulation
 from evener.engine.results import WindowResult
-from evener.errors import EvenerError
+from evener.errors import EvenerError, RunEndedError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
 from evener.loop.models import Schedulers
@@ -51,6 +54,7 @@ class Task(ABC):
         schedule: See ``scheduler`` of ``Ddp.setup``.
         gradient_buckets: See ``DdpConfig.gradient_buckets``.
         unit: What the weights of ``loss`` count, for people.
+        sample_weight: The weight of a held-out sample, for people.
         prefetch: See ``Ddp.loader``; ``"thread"`` for data that draws no random numbers.
         results: Files and folders that a finished run leaves beside its checkpoints.
         lengths: Keys that lengthen a run, for people.
@@ -65,6 +69,7 @@ class Task(ABC):
     schedule: Schedulers = None
     gradient_buckets: Sequence[tuple[str, Sequence[str]]] | None = None
     unit: str = "samples"
+    sample_weight: int = 1
     prefetch: Prefetch = "auto"
     results: tuple[str, ...] = ()
     lengths: str = "epochs or max_steps"
@@ -113,12 +118,29 @@ class Task(ABC):
 
         Args:
             window: Windows so far.
-            totals: The sums of ``measure`` over all held-out samples.
+            totals: The sums of ``measure`` over the held-out samples that are evaluated in the
+                course of the run: always the same, as many as ``eval.time_fraction`` allows.
 
         Returns:
             What to print of it besides the loss.
         """
         return ""
+
+    def conclude(self, window: int, totals: Sequence[float]) -> str:
+        """Note the evaluation at the end, if only that one is over all held-out samples.
+
+        Args:
+            window: Windows so far.
+            totals: The sums of ``measure`` over all of them, within ``showing_result``.
+
+        Returns:
+            What to print of it besides the loss; as ``judge`` unless overridden.
+        """
+        return self.judge(window, totals)
+
+    def showing_result(self) -> AbstractContextManager[None]:
+        """Give the model what the run leaves, for the length of a block; it has it as it is."""
+        return nullcontext()
 
     @property
     def is_done(self) -> bool:
@@ -186,7 +208,7 @@ class Task(ABC):
         return
 
     def in_words(self, figures: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what is printed at the end, by name; numbers that are not whole are fractions."""
+        """Return what is printed at the end, by name: text as it is, numbers with four digits."""
         return figures
 
 
@@ -205,6 +227,7 @@ class Job(EpochLoop):
         team: The ranks.
         folder: The run's folder.
         resumed: The checkpoint that the run resumes from.
+        num_evaluated: Held-out samples of the evaluations in the course of the run.
     """
 
     ddp: Ddp
@@ -278,6 +301,20 @@ class Job(EpochLoop):
         task, config = self._task, self.config
         train, self._heldout = task.open_data(self)
         self._train = train
+        count: int = len(self._heldout)  # type: ignore[arg-type]  # loaders ask for it, too
+        used = config.eval.num_samples(count, config.batch_size)
+        self.num_evaluated, self._evaluates_part = used, used < count
+        self._heldout_part = self._heldout
+        if self._evaluates_part:
+            chosen = sorted(random.Random(config.seed).sample(range(count), used))
+            self._heldout_part = Subset(self._heldout, chosen)
+            weight, unit = task.sample_weight, task.unit
+            words = f" ({used * weight:,} of {count * weight:,} {unit})" if weight > 1 else ""
+            self.say(
+                f"evaluations use {used:,} of {count:,} held-out samples{words}, always the same, "
+                f"to take about {config.eval.time_fraction:.2g} of the time (eval.time_fraction); "
+                "the one at the end uses all"
+            )
         self.loader = self.ddp.loader(
             train,
             batch_size=config.batch_size,
@@ -404,37 +441,53 @@ class Job(EpochLoop):
             self._documents[SUMS] = self.tally.to_json()
         super().save()
 
-    def totals(self) -> list[float] | None:
-        """Evaluate the held-out samples, each on one rank; all ranks call it together.
+    def totals(self, *, whole: bool = False) -> list[float] | None:
+        """Evaluate held-out samples, each on one rank; all ranks call it together.
+
+        Args:
+            whole: Evaluate all of them, however long that takes; see ``eval.time_fraction``.
 
         Returns:
             The sums of ``Task.measure``, the same on every rank; ``None`` when a rank was told to
             stop meanwhile.
         """
         batches = self.ddp.eval_loader(
-            self._heldout, batch_size=self.loader.micro_batch_size, collate_fn=list
+            self._heldout if whole else self._heldout_part,
+            batch_size=self.loader.micro_batch_size,
+            collate_fn=list,
         )
-        parts: list[Sequence[float]] = []
+        # A sum of its own for each number, not a list of batches: with 1,000 classes a task may
+        # return a million numbers for each.
+        own: list[NDArray[np.float64]] = []
+
+        def measure(samples: list[Any]) -> None:
+            numbers = np.asarray(self._task.measure(samples), np.float64)
+            own[:] = [own[0] + numbers] if own else [numbers]
+
         measured = self.evaluate_parts(
             batches,
-            lambda samples: parts.append(self._task.measure(samples)),
-            lambda: [math.fsum(numbers) for numbers in zip(*parts, strict=True)],
+            measure,
+            lambda: own[0].tolist() if own else [],
+            # Where the task has ended the run itself, this is the evaluation at its end.
+            heed_stop=not self._task.is_done,
         )
         if measured is None:
             return None
-        told = [totals for totals in measured.values() if totals]
-        return [math.fsum(numbers) for numbers in zip(*told, strict=True)]
+        sums = [numbers for numbers in measured.values() if numbers]
+        return [math.fsum(numbers) for numbers in zip(*sums, strict=True)]
 
-    def _evaluate(self) -> None:
-        began_s = time.perf_counter()
-        totals = self.totals()
+    def _evaluate(self, *, at_end: bool = False) -> None:
+        task, began_s = self._task, time.perf_counter()
+        with task.showing_result() if at_end else nullcontext():
+            totals = self.totals(whole=at_end)
         if not totals:  # a stop, or nothing is held out
             return
         elapsed_s, window = time.perf_counter() - began_s, self.ddp.window
         loss = totals[0] / totals[1] if totals[1] else math.nan
         self._evaluated = window, loss
-        words = self._task.judge(window, totals)
-        self.ddp.events.evaluation(window, loss, totals[1], elapsed_s)
+        words = task.conclude(window, totals) if at_end else task.judge(window, totals)
+        name = "heldout_all" if at_end else "heldout"
+        self.ddp.events.evaluation(window, name, loss, totals[1], elapsed_s)
         if words:
             self.say(f"step {window}: {words}")
 
@@ -443,18 +496,28 @@ class Job(EpochLoop):
     def _close(self) -> TaskResult:
         """Save, measure, and say what came of the run."""
         # A rank that was parked has missed what the others did meanwhile; the main one has not.
-        own = [self._evaluated, self._task.documents()]
+        task, own = self._task, [self._evaluated, self._task.documents()]
         evaluated, documents = self._engine.hear_main(own)
         self._evaluated = tuple(evaluated)
-        self._task.adopt(documents)
+        task.adopt(documents)
         if not self.ddp.stopping and self._evaluated[0] != self.ddp.window:
             self._evaluate()
-        stopped = self.ddp.stopping and not self._task.is_done
+        covered = self.num_evaluated
+        if self._evaluates_part and (task.is_done or not self.ddp.stopping):
+            self._evaluate(at_end=True)
+            if task.is_done or not self.ddp.stopping:  # no stop came meanwhile
+                covered = len(self._heldout)  # type: ignore[arg-type]
+        stopped = self.ddp.stopping and not task.is_done
         checkpoint = self.finish()
         measures = self.config.measure and not (self.ddp.stopping or self.team.is_elastic)
         speeds = self._measure() if measures else None
-        if self.ddp.is_main_process:
-            self._sum_up(speeds, checkpoint, stopped=stopped)
+
+        def sum_up() -> bool:
+            self._sum_up(speeds, checkpoint, covered, stopped=stopped)
+            return True
+
+        # If the main process is lost meanwhile, the next one writes the files.
+        self._engine.ask_main(sum_up, timeout_s=SUMMING_UP_S)
         return self._result(checkpoint, stopped=stopped)
 
     def _measure(self) -> Speeds | None:
@@ -470,8 +533,10 @@ class Job(EpochLoop):
         count = len(self._train)  # type: ignore[arg-type]  # the loader has asked for it, too
         self.train_micro_batch(self._task.collate([self._train[i % count] for i in samples]))
 
-    def _sum_up(self, speeds: Speeds | None, checkpoint: Path | None, *, stopped: bool) -> None:
-        """Say what came of the run, on the main process; the others wait in ``_result``."""
+    def _sum_up(
+        self, speeds: Speeds | None, checkpoint: Path | None, covered: int, *, stopped: bool
+    ) -> None:
+        """Say what came of the run, on the main process; the others wait for it."""
         task = self._task
         figures = task.figures(self, stopped=stopped)
         summary = summarise(
@@ -480,6 +545,7 @@ class Job(EpochLoop):
             self.folder,
             unit=task.unit,
             heldout_loss=self.heldout_loss,
+            heldout_samples=None if self.heldout_loss is None else covered,
             speeds=speeds,
             checkpoint=checkpoint,
             skipped_records=task.skipped_records,
@@ -498,14 +564,17 @@ class Job(EpochLoop):
         if not self.options.quiet:
             show(summary)
             for name, value in task.in_words(figures).items():
-                say(f"{name}: {f'{value:.1%}' if isinstance(value, float) else value}")
+                say(f"{name}: {f'{value:.4g}' if isinstance(value, float) else value}")
 
     def _result(self, checkpoint: Path | None, *, stopped: bool = False) -> TaskResult:
-        """Return the result; all ranks call it together, when all files are written."""
-        told = self._engine.hear_main(str(checkpoint), timeout_s=SUMMING_UP_S)
+        if checkpoint is None:
+            raise RunEndedError(
+                f"the team has ended the run without rank {self.ddp.rank}, which did not answer in "
+                f"time; the results are in {self.folder}"
+            )
         return TaskResult(
             run_folder=self.folder,
-            checkpoint=Path(told),
+            checkpoint=checkpoint,
             heldout_loss=self.heldout_loss,
             stopped=stopped,
         )

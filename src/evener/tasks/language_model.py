@@ -17,7 +17,7 @@ from evener.config.runs import ModelConfig
 from evener.data.packing import IGNORED
 from evener.devices import float64_device
 from evener.errors import ConfigError
-from evener.files import require_regular
+from evener.files import explaining, require_regular
 from evener.tasks.lm_batch import LMBatch
 
 #: The model that ``type: llama`` without further keys gives: half a million parameters. At this
@@ -174,9 +174,11 @@ def model_folder(path: str) -> Path:
         ConfigError: Neither has a ``config.json``.
     """
     folder = Path(path).expanduser()
-    newest = None if (folder / "config.json").is_file() else find_newest(folder / CHECKPOINTS)
-    found = folder if newest is None else newest.path
-    if not (found / "config.json").is_file():
+    with explaining(f"model folder {folder}", "give this user access to it", ConfigError):
+        newest = None if (folder / "config.json").is_file() else find_newest(folder / CHECKPOINTS)
+        found = folder if newest is None else newest.path
+        is_there = (found / "config.json").is_file()
+    if not is_there:
         raise ConfigError(
             f"model.path is {path!r}, which has no config.json; give a folder written by "
             "save_pretrained, or a checkpoint or run folder of evener"

@@ -43,7 +43,9 @@ class RunTally(Sink):
         self._sums = EventTally()
         self._earlier = earlier
         self._next_window: int | None = None
-        self._has_gaps = False
+        # Until this rank writes the start of the run, another one may have recorded what came
+        # before.
+        self._has_gaps = True
         self._path = folder / EVENTS
 
     def emit(self, event: Event) -> None:
@@ -52,7 +54,7 @@ class RunTally(Sink):
             self._sums = self._resumed(event["window"])
         self._sums.add(event)
         if event["type"] == "run_started":
-            self._next_window = event["window"]
+            self._next_window, self._has_gaps = event["window"], False
         elif event["type"] == "window":
             self._has_gaps = self._has_gaps or event["window"] != self._next_window
             self._next_window = event["window"] + 1

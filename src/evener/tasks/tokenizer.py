@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evener.errors import ConfigError, DataError
-from evener.files import blake2b, read_json, require_regular
+from evener.files import blake2b, explaining, read_json, require_regular
 from evener.tasks.language_model import in_short, quiet
 
 END: Final = "<|endoftext|>"
@@ -230,7 +230,9 @@ def open_tokenizer(folder: Path | None) -> ByteTokenizer | FolderTokenizer:
     """Load a tokenizer as ``load_tokenizer`` does; one without an end-of-text token, too."""
     if folder is None:
         return ByteTokenizer()
-    if not folder.is_dir():
+    with explaining(f"tokenizer folder {folder}", "give this user access to it", DataError):
+        is_there = folder.is_dir()
+    if not is_there:
         raise DataError(
             f"there is no tokenizer folder {folder}: evener downloads nothing. Name a folder that "
             f"holds tokenizer.json (hf download NAME --local-dir FOLDER fetches one), or none for "

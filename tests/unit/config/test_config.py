@@ -6,6 +6,7 @@ import pytest
 from evener.config.options import PretrainOptions
 from evener.config.presets import DEMO, resolve_config
 from evener.config.pretrain import RunConfig
+from evener.config.runs import EvalConfig
 from evener.errors import CheckpointError, ConfigError, DataError
 from helpers.configurations import load_run_config
 
@@ -60,6 +61,14 @@ def test_every_section_is_read() -> None:
     assert (config.optimizer.lr, config.optimizer.betas) == (0.01, (0.8, 0.9))
     assert config.max_grad_norm is None  # the place of earlier versions
     assert (config.eval.every, config.checkpoint.keep_last) == (0, 1)
+    # A third of the cost of a trained sample each: 505 / 3 is 5 % of 3,200 + 505 / 3.
+    default = EvalConfig()
+    assert default.num_samples(100_000, 32) == 505
+    assert default.num_samples(300, 32) == 300
+    assert default.num_samples(100_000, 1) == 64
+    assert EvalConfig(time_fraction=0.5).num_samples(100_000, 32) == 9600
+    for everything in (EvalConfig(every=0), EvalConfig(time_fraction=1)):
+        assert everything.num_samples(100_000, 32) == 100_000
     assert (config.batch_size, config.micro_batch_size, config.sample.num_tokens) == (3, 2, 0)
 
 

@@ -1,8 +1,10 @@
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import evener
 from evener.config.folders import (
     FolderLock,
     check_resumable,
@@ -10,7 +12,12 @@ from evener.config.folders import (
     release_folder,
     runs_of,
 )
-from evener.errors import CheckpointError, ConfigError
+from evener.data.corpus import prepare_corpus
+from evener.data.documents import IterableSource
+from evener.errors import CheckpointError, ConfigError, UserError
+from evener.tasks.bpe import trained_tokenizer
+from evener.tasks.language_model import model_folder
+from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
 from helpers.limits import PATIENCE_S
 
 
@@ -127,3 +134,33 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path: Path) -> N
     assert second.take()
     assert (folder / "events.jsonl").stat().st_size == 0
     second.close()
+
+
+#: No user can open it, whatever the permissions: the name is too long for any file system.
+UNREADABLE = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda out: evener.pretrain({"data": {"path": UNREADABLE}}, out=out),
+        lambda out: evener.pretrain({"data": {"tokenizer": UNREADABLE}}, out=out),
+        lambda out: evener.pretrain({"model": {"path": UNREADABLE}}, out=out),
+        lambda out: evener.pretrain({"name": "a"}, out=out / UNREADABLE, resume=True),
+        lambda out: trained_tokenizer(source(), 300, out / UNREADABLE, on_error="stop"),
+        lambda out: prepare_corpus(source(), ByteTokenizer(), out / UNREADABLE),
+        lambda out: load_tokenizer(out / UNREADABLE),
+        lambda out: model_folder(str(out / UNREADABLE)),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_named(
+    use: Callable[[Path], object], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError, match=r"x{300}.* cannot be read: .*; give this user access to it"
+    ):
+        use(tmp_path)
+
+
+def source() -> IterableSource:
+    return IterableSource(["one text", "another"], "text")

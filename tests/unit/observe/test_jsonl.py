@@ -1,8 +1,11 @@
 import errno
 import json
 import os
+import sys
 import threading
+import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -232,8 +235,9 @@ def test_what_waits_for_a_slow_disk_is_bounded_and_nobody_waits_for_it(
         patch.setattr(os, "write", slow)
         sink.emit(event(0))
         assert hangs.wait(60.0)
-        for number in range(1, MOST_WAITING + 11):
+        for number in range(1, MOST_WAITING + 1):
             sink.emit(event(number))
+        emit_in_threads(sink, 4, 5)
         (written,) = sink.pending()
         assert not written.is_set()
         goes_on.set()
@@ -241,7 +245,33 @@ def test_what_waits_for_a_slow_disk_is_bounded_and_nobody_waits_for_it(
     assert sink.pending() == []
     events = read_events(path)
     (dropped,) = (one for one in events if one["type"] == "events_dropped")
-    assert dropped["num_events"] == 10
+    assert dropped["num_events"] == 20
     kept = [one["number"] for one in events if one["type"] == "plan"]
     assert kept == list(range(MOST_WAITING + 1))
-    assert "too slow for 10 of them" in warnings[0]
+    assert "too slow for 20 of them" in warnings[0]
+
+
+def emit_in_threads(sink: JsonlSink, num_threads: int, num_events: int) -> None:
+    """Emit from threads that take turns at every instruction of ``emit``, as they may anywhere."""
+    turns = threading.Barrier(num_threads)
+
+    def take_turns(frame: FrameType, what: str, _: object) -> Any:
+        if frame.f_code is not JsonlSink.emit.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if what == "opcode":
+            time.sleep(0)
+        return take_turns
+
+    def emit() -> None:
+        sys.settrace(take_turns)
+        for _ in range(num_events):
+            turns.wait(60.0)
+            sink.emit(event(-1))
+        sys.settrace(None)
+
+    threads = [threading.Thread(target=emit) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)

@@ -42,6 +42,7 @@ class Line(Task):
         self.model = nn.Linear(3, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.after, self.before = after, before
+        self.at_end: Callable[[], object] = lambda: None
         self.judged: list[int] = []
 
     def open_data(self, job: Job) -> tuple[Any, Any]:
@@ -62,6 +63,10 @@ class Line(Task):
         self.after(window)
         return ""
 
+    def figures(self, job: Job, *, stopped: bool) -> dict[str, Any]:
+        self.at_end()
+        return {}
+
     def documents(self) -> dict[str, Any]:
         return {"judged.json": self.judged}
 
@@ -78,6 +83,7 @@ def work(
     out: Path,
     after: Callable[[ThreadMembership, int], object] = lambda *_: None,
     before: Callable[[ThreadMembership, int, int], object] = lambda *_: None,
+    at_end: Callable[[ThreadMembership], object] = lambda _: None,
 ) -> tuple[TaskResult, list[int]]:
     """One worker's part of the run.
 
@@ -86,11 +92,13 @@ def work(
         out: Folder of runs.
         after: Called with the number of windows so far, after each evaluation.
         before: Called with the window and its number of samples, before each micro-batch.
+        at_end: Called on the main process when it begins to sum up.
     """
     task = Line(
         lambda window: after(membership, window),
         lambda window, samples: before(membership, window, samples),
     )
+    task.at_end = lambda: at_end(membership)
     config = DdpConfig(quiet=True, timeout_s=PATIENCE_S)
     setup = {"devices": "cpu", "elastic": membership, "config": config}
     with Ddp.setup(task.model, task.optimizer, **setup) as ddp:
@@ -236,6 +244,27 @@ def test_a_worker_that_continues_when_the_others_have_ended_the_run_has_nothing_
     run = RunFolder(value(team.fate("w0"))[0].run_folder)
     assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
     assert run.events[-1]["reason"] == "completed"
+
+
+def test_a_main_process_lost_while_it_sums_up_leaves_that_to_the_next(tmp_path: Path) -> None:
+    team = ElasticThreads(2)
+
+    def end(membership: ThreadMembership) -> None:
+        if membership.member == "w0":
+            team.die("w0")
+
+    team.run(lambda membership: work(membership, tmp_path, at_end=end))
+    result, _ = value(team.fate("w1"))
+    run = RunFolder(tmp_path / "line")
+    assert result.checkpoint == run.checkpoints[-1]
+    assert run.events[-1]["reason"] == "completed"
+    summary = run.summary
+    assert summary["checkpoint"] == str(result.checkpoint)
+    assert summary["steps"] == 16
+    assert summary["committed_samples"] == len(DATA) * 4
+    rows = [row for e in run.of_type("window") for row in e["ranks"]]
+    assert {row["member"] for row in rows} == {"w0", "w1"}
+    assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])

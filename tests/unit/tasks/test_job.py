@@ -13,7 +13,7 @@ from evener.comm.base import Communicator
 from evener.config.options import TaskOptions
 from evener.config.runs import JobConfig
 from evener.engine.team import Team
-from evener.errors import CheckpointError, ConfigError
+from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.tasks.job import Job, Task, run_task
 from evener.tasks.resuming import find_run
 from evener.tasks.run_results import TaskResult
@@ -24,6 +24,8 @@ from helpers.teams import run_team, setup
 X = torch.randn(30, 3, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)
 DATA = torch.utils.data.TensorDataset(X, Y)
+LARGE_X = torch.randn(200, 3, generator=torch.Generator().manual_seed(2))
+LARGE = torch.utils.data.TensorDataset(LARGE_X, LARGE_X.sum(1, keepdim=True))
 HELD_OUT = torch.utils.data.TensorDataset(X[:7], Y[:7])
 
 
@@ -66,7 +68,7 @@ class Line(Task):
         return len(self.judged) >= self.patience
 
     def figures(self, job: Job, *, stopped: bool) -> dict[str, Any]:
-        return {"looks": len(self.judged)}
+        return {"looks": len(self.judged), "perplexity": 23.7}
 
     def recognise(self, checkpoint: Checkpoint) -> bool:
         if "broken" in checkpoint.path.name:
@@ -131,6 +133,46 @@ def test_measuring_leaves_model_and_optimizer_as_they_were_trained(tmp_path: Pat
     assert all(torch.equal(*pair) for pair in zip(plain, measured, strict=True))
 
 
+def test_evaluations_use_the_same_part_each_time_and_the_last_one_uses_all(
+    tmp_path: Path, capfd: Any
+) -> None:
+    class Much(Line):
+        def open_data(self, job: Job) -> tuple[Any, Any]:
+            return DATA, LARGE
+
+    def run(world_size: int, **keys: Any) -> list[tuple[int, float, float]]:
+        def body(comm: Communicator) -> list[tuple[int, float, float]]:
+            task = Much()
+            with setup(comm, task.model, task.optimizer) as ddp:
+                Job(task, config, TaskOptions(out=tmp_path, resume=bool(resumes)), ddp).go()
+            return task.judged
+
+        resumes = keys.pop("resumes", 0)
+        config = JobConfig.model_validate({"name": "much", "batch_size": 8, **keys})
+        judged, *others = run_team(world_size, body)
+        assert all(other == judged for other in others)
+        return judged
+
+    begun = run(1, max_steps=4, eval={"every": 2})
+    resumed = run(2, max_steps=8, eval={"every": 2}, resumes=1)
+    ends = [4, 8]  # of all, after the part
+    assert [window for window, *_ in begun + resumed] == [2, 4, 4, 6, 8, 8]
+    assert [count for _, count, _ in begun + resumed] == [64, 64, 200, 64, 64, 200]
+    part, *parts = [found for _, count, found in begun + resumed if count == 64]
+    assert parts == pytest.approx([part] * 3)
+    assert begun[-1][2] == pytest.approx(float(LARGE.tensors[1].sum()))
+    folder = RunFolder(tmp_path / "much")
+    evals = [(e["window"], e["name"], e["weight"]) for e in folder.of_type("eval")]
+    assert [window for window, name, _ in evals if name == "heldout_all"] == ends
+    assert {weight for _, name, weight in evals if name == "heldout"} == {64}
+    whole = [e["loss"] for e in folder.of_type("eval") if e["name"] == "heldout_all"]
+    assert folder.summary["heldout_loss"] == whole[-1]
+    assert folder.summary["heldout_samples"] == 200
+    assert "evaluations use 64 of 200 held-out samples, always the same" in capfd.readouterr().err
+    unlimited = run(1, name="all", max_steps=2, eval={"every": 1, "time_fraction": 1})
+    assert [count for _, count, _ in unlimited] == [200, 200]
+
+
 def test_a_run_ends_where_the_task_is_done(tmp_path: Path, capfd: Any) -> None:
     results = train(2, tmp_path, patience=2, epochs=9, eval={"every": 2})
     for result, task in results:
@@ -143,7 +185,7 @@ def test_a_run_ends_where_the_task_is_done(tmp_path: Path, capfd: Any) -> None:
     assert run.events[-1]["reason"] == "completed"
     said = capfd.readouterr().err
     assert "step 2: the 1. look" in said
-    assert "looks: 2" in said
+    assert "looks: 2\nperplexity: 23.7\n" in said
 
 
 def test_a_run_is_resumed_on_other_ranks_and_ends_once(tmp_path: Path, capfd: Any) -> None:
@@ -182,6 +224,24 @@ def test_an_error_is_told_as_the_end_of_the_run(tmp_path: Path) -> None:
         run_task(task, {"name": "bad", "epochs": 1, "devices": "cpu"}, out=tmp_path, quiet=True)
     last = RunFolder(tmp_path / "bad").events[-1]
     assert (last["reason"], last["message"]) == ("failed", "ValueError: no judge")
+
+
+@pytest.mark.parametrize("key", ["steps", "of_ideal"])
+def test_a_figure_that_would_replace_one_of_the_summary_is_refused(
+    key: str, tmp_path: Path
+) -> None:
+    class Named(Line):
+        key = "looks"
+
+        def figures(self, job: Job, *, stopped: bool) -> dict[str, Any]:
+            return {self.key: 7}
+
+    task, keys = Named(), {"name": "x", "max_steps": 3, "devices": "cpu"}
+    task.key = key
+    with pytest.raises(UsageError, match=f"'{key}', which summary.json has itself; return them"):
+        run_task(task, keys, out=tmp_path, quiet=True)
+    run_task(Named(), keys, out=tmp_path, resume=True, quiet=True)  # as the error says
+    assert RunFolder(tmp_path / "x").summary["looks"] == 7
 
 
 def test_a_folder_of_a_run_that_cannot_begin_is_given_back(tmp_path: Path) -> None:

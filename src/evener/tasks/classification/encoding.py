@@ -106,8 +106,8 @@ class TextEncoder:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, at most ``seq_len``."""
         room = self.seq_len - len(self.prefix) - len(self.suffix)
-        # A token has at most some hundred characters; a book need not be read to its end.
-        ids = self.tokenizer.encode(text[: room * 64])[:room]
+        # Of the whole text: tokenizers drop spaces, and have tokens of any length.
+        ids = self.tokenizer.encode(text)[:room]
         return [*self.prefix, *ids.tolist(), *self.suffix]
 
     def collate(self, encoded: Sequence[Encoded]) -> Batch:

@@ -5,15 +5,17 @@ bent for it. A head that already makes the best of them gives it a direction fro
 (linear probing, then fine-tuning: Kumar et al., 2022).
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from evener.ddp import Ddp
 from evener.loop.models import in_evaluation
+from evener.observe.numbers import human_bytes
 from evener.tasks.classification.encoding import Encoded, EncodedSamples
 from evener.tasks.classification.pipeline import ClassifyPipeline
 
@@ -21,8 +23,18 @@ _PIECE = 64
 _DECAY = 1e-3
 _ITERATIONS = 300
 
+MOST_BYTES: Final = 2**28
+"""Memory of a rank for the features of the samples that the head is fitted to."""
 
-def fit_head(ddp: Ddp, pipeline: ClassifyPipeline, data: EncodedSamples) -> bool:
+
+def fit_head(
+    ddp: Ddp,
+    pipeline: ClassifyPipeline,
+    data: EncodedSamples,
+    say: Callable[[str], None],
+    *,
+    most_bytes: int = MOST_BYTES,
+) -> bool:
     """Train the head alone to the end; all ranks call it together, before the first window.
 
     Each rank computes a part of the features, gets those of all, and takes over rank 0's head.
@@ -31,6 +43,9 @@ def fit_head(ddp: Ddp, pipeline: ClassifyPipeline, data: EncodedSamples) -> bool
         ddp: The team.
         pipeline: This rank's classifier, with an adapter that changes nothing yet.
         data: The training samples, the same on every rank.
+        say: Told, in a line, what is done.
+        most_bytes: If the features of all samples, or their logits, take more memory, the head is
+            fitted to as many samples as fit, drawn by the seed.
 
     Returns:
         Whether it was done: a head of several layers is left as it is, and so is everything when a
@@ -39,18 +54,31 @@ def fit_head(ddp: Ddp, pipeline: ClassifyPipeline, data: EncodedSamples) -> bool
     head = find_head(pipeline.model)
     if head is None:
         return False
-    features = []
-    for samples in ddp.eval_loader(data, batch_size=_PIECE, collate_fn=list):
+    count = min(len(data), max(1, most_bytes // (4 * max(head.in_features, head.out_features))))
+    chosen, on = torch.arange(len(data)), ""
+    if count < len(data):
+        generator = torch.Generator().manual_seed(pipeline.config.seed)
+        chosen = torch.randperm(len(data), generator=generator)[:count].sort().values
+        on = (
+            f" on {count:,} of {len(data):,} training samples, as the features of all would take "
+            f"more than {human_bytes(most_bytes)}"
+        )
+    say(f"fitting the head to the frozen base{on} ...")
+    features, filled = torch.empty(count, head.in_features), 0
+    some = Subset(data, chosen.tolist())
+    for samples in ddp.eval_loader(some, batch_size=_PIECE, collate_fn=list):
         part = torch.zeros(len(samples), head.in_features)
         if not ddp.wants_stop():
             with ddp.emulated_slowness():
                 part = features_of(pipeline, head, samples)
-        features.append(ddp.gather(part))
+        rows = ddp.gather(part)
+        features[filled : filled + len(rows)] = rows
+        filled += len(rows)
     ddp.weighted_mean(0.0)  # agrees on a stop
     if ddp.stopping:
         return False
-    if features:  # with fewer samples than ranks, the last ranks have none
-        _fit(head, torch.cat(features), torch.tensor(data.indices), pipeline)
+    if filled:  # with fewer samples than ranks, the last ranks have none
+        _fit(head, features, torch.tensor(data.indices)[chosen], pipeline)
     with torch.no_grad():
         for parameter in head.parameters():
             # Solvers round in their own way on unlike hardware.
@@ -91,9 +119,9 @@ def features_of(pipeline: ClassifyPipeline, head: nn.Linear, samples: Sequence[E
 
 
 def _fit(head: nn.Linear, features: Tensor, labels: Tensor, pipeline: ClassifyPipeline) -> None:
-    """Logistic regression by L-BFGS, the loss weighted as in training."""
+    """Logistic regression by L-BFGS, the loss weighted as in training; overwrites ``features``."""
     scale = features.std(0).clamp_min(1e-6)
-    scaled = features / scale
+    scaled = features.div_(scale)
     class_weights = torch.tensor([pipeline.weight_of([i]) for i in range(head.out_features)])
     weight = torch.zeros(head.out_features, head.in_features, requires_grad=True)
     bias = torch.zeros(head.out_features, requires_grad=head.bias is not None)

@@ -7,7 +7,7 @@ from typing import Any, Self
 from evener.parsing import Fields
 from evener.tasks.classification.metrics import Evaluation
 
-_KINDS = ("frozen", "start", "probe", "best")
+_KINDS = ("frozen", "start", "probe", "best", "final")
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,8 @@ class EvaluationHistory:
         known: Evaluations by kind. ``frozen``: of the base with a random head, before anything was
             trained. ``start``: the same where the head was not random, as the base or an adapter
             brought it. ``probe``: of the base with a head that was fitted to it, before the adapter
-            was trained. ``best``: the best so far.
+            was trained. ``best``: the best so far. ``final``: the same adapter on all held-out
+            samples, where the others are of a part of them.
     """
 
     begun: bool = False
@@ -36,6 +37,11 @@ class EvaluationHistory:
         """The best evaluation so far."""
         return self.known.get("best")
 
+    @property
+    def result(self) -> Evaluation | None:
+        """What is known best of the best adapter."""
+        return self.known.get("final", self.best)
+
     def note(self, kind: str, evaluation: Evaluation) -> None:
         """Keep an evaluation from before the first window."""
         self.known[kind] = evaluation
@@ -45,6 +51,7 @@ class EvaluationHistory:
         self.last_window = window
         if self.best is None or evaluation.score(metric) > self.best.score(metric):
             self.known["best"], self.best_window, self.since_best = evaluation, window, 0
+            self.known.pop("final", None)
             return True
         self.since_best += 1
         return False

@@ -74,7 +74,7 @@ def write_report(
     small = len(labels) <= _MOST_CLASSES
     picture = confusion_svg(evaluation, labels) if small else ""
     rows = "\n".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(_figure(value))}</td></tr>"
+        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
         for name, value in figures.items()
     )
     classes = "\n".join(
@@ -91,10 +91,6 @@ def write_report(
             (folder / "confusion.svg").write_text(picture, encoding="utf-8")
     except OSError as error:
         raise EvenerError(f"the report in {folder} cannot be written: {error}") from error
-
-
-def _figure(value: Any) -> str:
-    return f"{value:.1%}" if isinstance(value, float) and 0 <= value <= 1 else str(value)
 
 
 def _colour(part: float) -> str:

@@ -1,6 +1,7 @@
 """Text classification as a task of the driver: what is a LoRA classifier's own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -120,10 +121,9 @@ class TextClassifier(Task):
         kind = "frozen" if self._pipeline.has_new_head else "start"
         if kind not in history.known:
             self._evaluate(job, kind)
-        if config.fit_head and config.model.adapter is None:
-            job.say("fitting the head to the frozen base ...")
-            if fit_head(job.ddp, self._pipeline, self._train):
-                self._evaluate(job, "probe")
+        wants_head = config.fit_head and config.model.adapter is None
+        if wants_head and fit_head(job.ddp, self._pipeline, self._train, job.say):
+            self._evaluate(job, "probe")
         self._history = replace(history, begun=not job.ddp.stopping)
         words = {
             "with a random head": "frozen",
@@ -144,6 +144,30 @@ class TextClassifier(Task):
             f"loss {found.loss:.3f}{' (best)' if is_best else ''}"
         )
 
+    def conclude(self, window: int, totals: Sequence[float]) -> str:
+        """Note how good the best adapter is on all held-out samples."""
+        found = self._evaluation_of(totals)
+        self._history.note("final", found)
+        return (
+            f"the best adapter on all {found.total:,} held-out samples: accuracy "
+            f"{found.accuracy:.1%}, macro F1 {found.macro_f1:.3f}, loss {found.loss:.3f}"
+        )
+
+    @contextmanager
+    def showing_result(self) -> Iterator[None]:
+        """Give the model the best adapter for the length of a block."""
+        own = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self._show(load_bytes(self._best[BEST]) if BEST in self._best else own)
+        try:
+            yield
+        finally:
+            self._show(own)
+
+    @torch.no_grad()
+    def _show(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.model.state_dict().items():
+            tensor.copy_(state[name])
+
     @property
     def is_done(self) -> bool:
         """Whether patience has run out."""
@@ -153,7 +177,7 @@ class TextClassifier(Task):
     @property
     def best_loss(self) -> float | None:
         """That of the best adapter, which is what the run leaves."""
-        return self._history.best.loss if self._history.best else None
+        return self._history.result.loss if self._history.result else None
 
     def _evaluate(self, job: Job, kind: str) -> None:
         totals = job.totals()
@@ -261,7 +285,7 @@ class TextClassifier(Task):
     def figures(self, job: Job, *, stopped: bool) -> dict[str, Any]:
         """Return how good the best adapter is, and what to compare it with."""
         data, history, folder = self._data, self._history, job.folder
-        best, known, linear = history.best, history.known, None
+        best, known, linear = history.result, history.known, None
         if self._config.eval.baseline and not stopped:
             job.say("training a bag-of-words model to compare with ...")
             linear = linear_accuracy(
@@ -276,12 +300,13 @@ class TextClassifier(Task):
             **{name: getattr(best, name) if best else None for name in scores},
             "linear_accuracy": linear,
             **{f"{k}_accuracy": known[k].accuracy if k in known else None for k in kinds},
-            "best_step": history.best_window,
+            "best_step": history.best_window if best else None,
             "early_stopped": self.is_done,
             "confusion": [list(row) for row in best.confusion] if best else None,
             "labels": list(data.labels.names),
             "num_train": len(self._train),
             "num_heldout": len(self._heldout),
+            "num_evaluated": job.num_evaluated,
             "data": data.description,
             "trainable_parameters": sum(
                 p.numel() for p in self.model.parameters() if p.requires_grad
@@ -292,28 +317,27 @@ class TextClassifier(Task):
 
     def write_results(self, job: Job, figures: Mapping[str, Any], *, stopped: bool) -> None:
         """Save the best adapter, alone and merged, and write the report."""
-        best = self._history.best
+        best = self._history.result
         if best is None:
             return
         if BEST in self._best:
-            state = load_bytes(self._best[BEST])
-            with torch.no_grad():
-                for name, tensor in self.model.state_dict().items():
-                    tensor.copy_(state[name])
+            self._show(load_bytes(self._best[BEST]))
         self._pipeline.save(job.folder)
         write_report(job.folder, self.in_words(figures), best, self._data.labels.names)
 
     def in_words(self, figures: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the figures for people, in the order in which they are compared."""
         counts = f"{figures['num_train']:,} for training, {figures['num_heldout']:,} held out"
+        if figures["num_evaluated"] < figures["num_heldout"]:
+            counts += f", {figures['num_evaluated']:,} of them evaluated before the end"
         words = {
-            "held-out accuracy": figures["accuracy"],
+            "held-out accuracy": _percent(figures["accuracy"]),
             "macro F1": None if figures["macro_f1"] is None else f"{figures['macro_f1']:.3f}",
-            "always the most frequent class": figures["majority_accuracy"],
-            "base with a random head, nothing trained": figures["frozen_accuracy"],
-            "before training, with the head that was there": figures["start_accuracy"],
-            "base with a fitted head, without adapter": figures["probe_accuracy"],
-            "bag-of-words linear model": figures["linear_accuracy"],
+            "always the most frequent class": _percent(figures["majority_accuracy"]),
+            "base with a random head, nothing trained": _percent(figures["frozen_accuracy"]),
+            "before training, with the head that was there": _percent(figures["start_accuracy"]),
+            "base with a fitted head, without adapter": _percent(figures["probe_accuracy"]),
+            "bag-of-words linear model": _percent(figures["linear_accuracy"]),
             "best step": figures["best_step"],
             "samples": counts,
             "data": figures["data"],
@@ -322,7 +346,7 @@ class TextClassifier(Task):
 
     def result(self, ended: TaskResult) -> ClassifyResult:
         """Return the result of a run."""
-        best, folder = self._history.best, ended.run_folder
+        best, folder = self._history.result, ended.run_folder
         return ClassifyResult(
             **asdict(ended),
             adapter=folder / "adapter" if best else None,
@@ -331,6 +355,10 @@ class TextClassifier(Task):
             accuracy=best.accuracy if best else None,
             macro_f1=best.macro_f1 if best else None,
         )
+
+
+def _percent(part: float | None) -> str | None:
+    return None if part is None else f"{part:.1%}"
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:

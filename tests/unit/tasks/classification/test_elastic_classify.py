@@ -6,17 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from evener import Ddp, DdpConfig
+from evener.comm.base import Communicator, SingleCommunicator
 from evener.config.classify import ClassifyRunConfig
 from evener.config.options import TaskOptions
+from evener.tasks.classification.pipeline import ClassifyPipeline
 from evener.tasks.classification.task import TextClassifier
 from evener.tasks.job import Job
 from evener.tasks.run_results import ClassifyResult
 from helpers.classification import LABELS, TINY_BERT, samples
 from helpers.elastic import Died, ElasticThreads, ThreadMembership
 from helpers.limits import PATIENCE_S
+from helpers.teams import run_team, setup
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -50,6 +54,36 @@ class Watched(TextClassifier):
         words = super().judge(window, totals)
         self._after(window)
         return words
+
+
+def test_the_best_adapter_is_evaluated_on_all_held_out_samples_at_the_end(tmp_path: Path) -> None:
+    data = {"data": {"heldout_fraction": 0.5}, "class_weights": "balanced"}
+    config = ClassifyRunConfig.model_validate({**CONFIG.model_dump(), **data})
+    everything = samples(400)
+
+    def run(comm: Communicator, *, resume: bool = False) -> ClassifyResult:
+        task = tasks.pop()
+        with setup(comm, task.model, task.optimizer, scheduler=task.schedule) as ddp:
+            options = TaskOptions(out=tmp_path, resume=resume, quiet=True)
+            return task.result(Job(task, config, options, ddp).go())
+
+    # Made here, as threads share torch's generator.
+    tasks = [TextClassifier(config, everything, quiet=True) for _ in range(3)]
+    first, second = run_team(2, run)
+    assert first == second
+    summary = json.loads((first.run_folder / "summary.json").read_text())
+    assert summary["early_stopped"]
+    assert summary["num_evaluated"] == 64 < summary["num_heldout"] == summary["heldout_samples"]
+    assert sum(map(sum, summary["confusion"])) == summary["num_heldout"]
+    # What was saved does as well as the figures say.
+    task = TextClassifier(config, everything, quiet=True)
+    heldout = task._heldout
+    saved = ClassifyPipeline.load(first.run_folder)
+    logits = saved.judge([heldout[k] for k in range(len(heldout))])
+    right = (logits.argmax(-1) == torch.tensor(heldout.indices)).double().mean()
+    assert first.accuracy == summary["accuracy"] == pytest.approx(float(right))
+    again = run(SingleCommunicator(), resume=True)  # nothing is left to do
+    assert (again.accuracy, again.heldout_loss) == (first.accuracy, first.heldout_loss)
 
 
 def test_who_joins_ends_early_with_the_best_adapter(tmp_path: Path) -> None:

@@ -61,9 +61,10 @@ def test_the_picture_shows_every_cell(tmp_path) -> None:  # type: ignore[no-unty
     assert texts.count("a<b") == 2
     counts = [str(n) for row in EVALUATION.confusion for n in row]
     assert [text for text in texts if text in set(counts)] == counts
-    write_report(tmp_path, {"held-out accuracy": 0.7}, EVALUATION, labels)
+    write_report(tmp_path, {"held-out accuracy": "70.0%", "perplexity": 0.5}, EVALUATION, labels)
     page = (tmp_path / "report.html").read_text()
-    assert "70.0%" in page
+    assert "<td>70.0%</td>" in page
+    assert "<td>0.5</td>" in page
     assert "a&lt;b" in page
     assert "<svg" in page
 

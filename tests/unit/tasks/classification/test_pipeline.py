@@ -1,20 +1,25 @@
 """A classifier on one device: what it saves loads elsewhere, and what does not fit is refused."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
+from evener.comm.base import Communicator
 from evener.config.classify import ClassifyModelConfig
 from evener.errors import ConfigError, EvenerError
-from evener.tasks.classification.encoding import TextEncoder
+from evener.tasks.classification.encoding import EncodedSamples, TextEncoder
+from evener.tasks.classification.head import find_head, fit_head
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from evener.tasks.classification.samples import LabelSet
 from evener.tasks.language_model import quiet
 from helpers.classification import LABELS, TINY_BERT, TINY_LLAMA, config, samples
+from helpers.teams import run_team, setup
 
 
 def build(model: dict[str, Any] = TINY_LLAMA, **changes: Any) -> ClassifyPipeline:
@@ -246,6 +251,18 @@ def test_bases_that_are_none(model: dict[str, Any], words: str) -> None:
         build(model)
 
 
+def test_spaces_take_no_text_from_what_the_model_sees(tmp_path: Path) -> None:
+    words = {"word": 0, "[UNK]": 1, "</s>": 2}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "[UNK]"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(kind))
+    encoder = TextEncoder.load(tmp_path, seq_len=4)
+    for text in ("word " * 9, " " * 9999 + "word " * 9):
+        assert encoder.encode(text) == [0, 0, 0, 2]
+
+
 def test_long_texts_are_cut_and_still_end_like_others() -> None:
     encoder = TextEncoder.load(None, seq_len=8)
     assert encoder.encode("abc") == [97, 98, 99, 256]
@@ -255,3 +272,33 @@ def test_long_texts_are_cut_and_still_end_like_others() -> None:
     assert batch.input_ids.shape == (2, 8)
     assert batch.attention_mask.sum(1).tolist() == [4, 8]
     assert batch.labels.tolist() == [1, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_head_is_fitted_to_as_many_samples_as_memory_is_given_for(world_size: int) -> None:
+    texts = samples(60)
+
+    def body(comm: Communicator) -> tuple[list[float], list[float], list[str]]:
+        pipeline, said = build(), []
+        data = EncodedSamples(
+            pipeline.encoder, [one.text for one in texts], [int(one.label) for one in texts]
+        )
+        (head,) = [one for one in [find_head(pipeline.model)] if one is not None]
+        optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+        with setup(comm, pipeline.model, optimizer) as ddp:
+            found = []
+            for most in ({}, {"most_bytes": 4 * 16 * 40}):
+                assert fit_head(ddp, pipeline, data, said.append, **most)
+                logits = pipeline.judge([data[k] for k in range(60)])
+                found.append((logits.argmax(-1) == torch.tensor(data.indices)).double().mean())
+        return float(found[0]), float(found[1]), said
+
+    for all_right, most_right, said in run_team(world_size, body):
+        assert all_right == 1.0
+        assert most_right > 0.9
+        assert said == [
+            "fitting the head to the frozen base ...",
+            "fitting the head to the frozen base on 40 of 60 training samples, as the features of "
+            "all would take more than 2.6 kB ...",
+        ]
