@@ -312,8 +312,8 @@ class Job(EpochLoop):
             words = f" ({used * weight:,} of {count * weight:,} {unit})" if weight > 1 else ""
             self.say(
                 f"evaluations use {used:,} of {count:,} held-out samples{words}, always the same, "
-                f"to take about {config.eval.time_fraction:.2g} of the time (eval.time_fraction); "
-                "the one at the end uses all"
+                f"to take about {100 * config.eval.time_fraction:.3g} % of the time "
+                "(eval.time_fraction); the one at the end uses all"
             )
         self.loader = self.ddp.loader(
             train,
