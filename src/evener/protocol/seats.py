@@ -172,8 +172,8 @@ class Seat:
         if self.is_silent:
             return (
                 "neither it nor its launcher has been heard of for "
-                f"{deadlines.host_lease_s:g} s (host_lease_s); its machine, or the network to it, "
-                "is gone"
+                f"{deadlines.host_lease_s:g} s (host_lease_s): both are stopped, or their machine "
+                "or the network to it is gone"
             )
         stopped_s, disconnected_s = self._stopped_s, self._disconnected_s
         if stopped_s is not None and now_s - stopped_s >= deadlines.stopped_s:
