@@ -132,8 +132,9 @@ def end_when_unreachable(connection: socket.socket, silence_s: float) -> None:
         ("TCP_KEEPCNT", 2),
         ("TCP_USER_TIMEOUT", 4000 * quarter_s),
     ):
-        if hasattr(socket, name):  # macOS and Windows lack some
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        option = getattr(socket, name, None)
+        if option is not None:  # macOS and Windows lack some
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def listens_everywhere(bound: socket.socket) -> bool:
