@@ -125,6 +125,27 @@ def test_the_end_of_a_script_is_no_failure_however_it_comes(sandbox):
     assert "closed" in told
 
 
+BY_NEXT = (
+    SETUP
+    + """\
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+data = TensorDataset(torch.ones(64, 3))
+endless = DataLoader(data, 8, sampler=RandomSampler(data, True, 10**10))
+ddp = setup()
+batches = iter(ddp.loader(endless))
+while ddp.window < 3:
+    ddp.backward(model(next(batches)[0]).mean())
+    ddp.step()
+print(ddp.progress.samples, "samples")
+"""
+)
+
+
+def test_a_script_that_takes_batches_from_an_endless_sampler_by_next_ends_in_silence(sandbox):
+    ended = sandbox.evener("launch", "--nproc", 1, sandbox.script(BY_NEXT)).end()
+    assert (ended.code, ended.out, ended.err) == (0, "24 samples\n", "")
+
+
 def test_a_program_that_follows_training_is_no_failure(sandbox):
     script = sandbox.script(
         SETUP + "with setup() as ddp:\n    ddp.weighted_mean(1.0)\nos.execvp('true', ['true'])\n"

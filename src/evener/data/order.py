@@ -1,10 +1,10 @@
-"""The order of an epoch, evaluated for many positions at once."""
+"""The order of an epoch: no list, however long it is."""
 
 from typing import Final
 
 import numpy as np
 
-from evener.data.cursor import Permutation
+from evener.data.cursor import Permutation, derive_seed
 
 _CHUNK: Final = 4096
 
@@ -43,3 +43,30 @@ class EpochOrder(Permutation):
                 values[outside] = self.shuffle(values[outside])
             chunk = self._chunks[number] = values.tolist()
         return chunk[place]
+
+
+class Draws:
+    """Indices drawn with replacement; each follows from its position, so they cost no memory.
+
+    Scripts that train for a number of steps ask for as many as 10**10 draws.
+
+    Args:
+        num_draws: Positions of an epoch.
+        num_samples: Samples of the data set, at least 1.
+        seed: Seed of the run.
+        epoch: Epochs differ in their draws.
+    """
+
+    def __init__(self, num_draws: int, num_samples: int, seed: int, epoch: int) -> None:
+        self._num_draws = num_draws
+        self._num_samples = num_samples
+        self._key = ("draw", seed, epoch)
+
+    def __len__(self) -> int:
+        return self._num_draws
+
+    def __getitem__(self, position: int) -> int:
+        """Return the sample index; ``IndexError`` outside ``[0, num_draws)``."""
+        if not 0 <= position < self._num_draws:
+            raise IndexError(f"position {position} is outside an epoch of {self._num_draws}")
+        return derive_seed(*self._key, position) % self._num_samples

@@ -37,7 +37,8 @@ def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
         why = (
             "Ranks run different numbers of loop iterations, so a local counter must not "
             "decide about a collective. Remedy: call it in ddp.on_commit(fn), which runs on every "
-            "rank, or after the epoch"
+            "rank, or after the epoch; to end an epoch early, use ddp.loader(max_steps=...), as "
+            "`break` does not reach a rank without a share of the window"
         )
     return f"ranks joined different collectives {where}: {'; '.join(deeds)}. {why}"
 

@@ -348,7 +348,8 @@ def _early_end(records: Sequence[RankRecord]) -> str:
         return ""
     return (
         f"error: {' and '.join(gone)} ended with exit code 0 while others were at work; let every "
-        "rank go through the whole script, or leave a loop by `break` on all\n"
+        "rank go through the whole script; to end after some steps, use ddp.loader(max_steps=...), "
+        "as `break` does not reach a rank without a share of the window\n"
     )
 
 

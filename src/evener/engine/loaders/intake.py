@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from evener.data.cursor import derive_seed
 from evener.data.fetching import Fetcher, Prefetch, make_fetcher
-from evener.data.order import EpochOrder
+from evener.data.order import Draws, EpochOrder
 from evener.data.randomness import generators_lock, preserved_generators, seed_generators
 from evener.devices import pins_memory
 from evener.errors import ConfigError, UsageError
@@ -29,7 +29,7 @@ from evener.errors import ConfigError, UsageError
 #: Makes a batch of a list of samples.
 Collate = Callable[[list[Any]], Any]
 #: Indices into the data set, by position in the epoch.
-Indices = Sequence[int] | EpochOrder
+Indices = Sequence[int] | EpochOrder | Draws
 #: What data may be given as.
 Given = Dataset[Any] | DataLoader[Any]
 
@@ -40,16 +40,20 @@ class Order:
     Args:
         num_samples: Positions of an epoch.
         seed: Gives each epoch another permutation; ``None`` goes from first to last.
+        drawn_from: Each position draws any of so many samples, instead of a permutation; 0 if not.
     """
 
-    def __init__(self, num_samples: int, seed: int | None = None) -> None:
+    def __init__(self, num_samples: int, seed: int | None = None, *, drawn_from: int = 0) -> None:
         self.num_samples = num_samples
         self._seed = seed
+        self._drawn_from = drawn_from
 
     def of(self, epoch: int) -> Indices:
         """Return the order of an epoch, the same on every rank."""
         if self._seed is None:
             return range(self.num_samples)
+        if self._drawn_from:
+            return Draws(self.num_samples, self._drawn_from, self._seed, epoch)
         return EpochOrder(self.num_samples, self._seed, epoch)
 
     def fingerprint(self, indices: Indices) -> int:
@@ -234,7 +238,9 @@ def _put_in_order(
     mixed = Order(count, None if shuffle is False else seed)
     if isinstance(sampler, SubsetRandomSampler):
         return Subset(dataset, list(sampler.indices)), mixed, []
-    if isinstance(sampler, RandomSampler) and whole and not sampler.replacement:
+    if isinstance(sampler, RandomSampler) and sampler.replacement:
+        return dataset, Order(count, seed, drawn_from=len(dataset)), []
+    if isinstance(sampler, RandomSampler) and whole:
         return dataset, mixed, []
     remark = (
         f"the order of samples comes from {type(sampler).__name__}: each position of what it draws "

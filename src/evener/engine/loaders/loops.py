@@ -2,10 +2,16 @@
 
 import dis
 import re
+import weakref
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import wraps
 from types import CodeType
+from typing import Any, ParamSpec
 
 from evener.places import users_frame
+
+P = ParamSpec("P")
 
 
 @dataclass(slots=True)
@@ -84,3 +90,25 @@ class UserLoop:
             for i in self._body()
             if i.opname.startswith("STORE_")
         )
+
+
+def closed_at_exit(
+    epoch: Callable[P, Generator[Any, None, None]],
+) -> Callable[P, Generator[Any, None, None]]:
+    """Close generators that a script still holds when it ends, as after ``it = iter(loader)``.
+
+    Python would end them after it has cleared modules, so their own code would fail.
+    """
+
+    @wraps(epoch)
+    def open_epoch(*args: P.args, **kwargs: P.kwargs) -> Generator[Any, None, None]:
+        batches = epoch(*args, **kwargs)
+        weakref.finalize(batches, _close, weakref.ref(batches))
+        return batches
+
+    return open_epoch
+
+
+def _close(held: weakref.ref[Generator[Any, None, None]]) -> None:
+    if (batches := held()) is not None:
+        batches.close()

@@ -1,6 +1,5 @@
 """The loader of a team: hands each rank its micro-batches and takes part where it has none."""
 
-import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from evener.data.signature import sign
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.intake import Indices, Intake
-from evener.engine.loaders.loops import UserLoop
+from evener.engine.loaders.loops import UserLoop, closed_at_exit
 from evener.engine.memory import MicroBatchTooLarge
 from evener.engine.results import Work
 from evener.errors import UsageError
@@ -83,6 +82,7 @@ class TeamLoader(LikeDataLoader):
         """Yield the epoch after the one that was iterated over last, from 0; see ``epoch``."""
         return self.epoch(self._next)
 
+    @closed_at_exit
     def epoch(self, epoch: int) -> Generator[Any, None, None]:
         """Yield this rank's micro-batches of an epoch; all ranks call it with the same number.
 
@@ -139,8 +139,7 @@ class TeamLoader(LikeDataLoader):
                 self._left = not (engine.is_joining or self.cursor.is_committed(epoch))
             except BaseException:  # GeneratorExit, after `break`; or an error of this rank alone
                 self._left = True
-                if not sys.is_finalizing():  # a script has ended inside its loop: nothing is to do
-                    engine.leave()
+                engine.leave()
                 raise
             finally:
                 self._fetched.clear()

@@ -1,7 +1,7 @@
 """A loader over what has no indices: every rank reads for itself, and contributes once a window."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import islice
 from typing import Any, final
 
@@ -13,7 +13,7 @@ from evener.data.fetching import start_context
 from evener.devices import pins_memory
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.facts import LikeDataLoader
-from evener.engine.loaders.loops import UserLoop
+from evener.engine.loaders.loops import UserLoop, closed_at_exit
 from evener.engine.team_change import cannot_join
 from evener.errors import CheckpointError, ConfigError
 from evener.parsing import Fields
@@ -68,7 +68,8 @@ class StreamLoader(LikeDataLoader):
         """Yield the next epoch; see ``epoch``."""
         return self.epoch(self._next)
 
-    def epoch(self, epoch: int) -> Iterator[Any]:
+    @closed_at_exit
+    def epoch(self, epoch: int) -> Generator[Any, None, None]:
         """Yield this rank's batches of an epoch; all ranks call it with the same number.
 
         An epoch that was finished before a restart yields nothing.

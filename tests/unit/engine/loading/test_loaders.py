@@ -143,10 +143,20 @@ def test_samplers_that_choose(world_size: int) -> None:
     assert "comes from WeightedRandomSampler" in results[0][3][0]
 
 
+def test_draws_with_replacement_do_not_depend_on_ranks() -> None:
+    def drawn(ddp: Ddp) -> Any:
+        return DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, True, 200))
+
+    alone = everything([go_through(SingleCommunicator(), drawn, epochs=2)])
+    assert sum(alone.values()) == 400
+    assert max(alone.values()) > min(alone.values())
+    assert alone == everything(run_team(2, lambda comm: go_through(comm, drawn, epochs=2)))
+
+
 def test_a_sampler_that_draws_other_samples_on_another_rank() -> None:
     def make(ddp: Ddp) -> Any:
         own = torch.Generator().manual_seed(ddp.rank)
-        sampler = RandomSampler(DATA, replacement=True, generator=own)
+        sampler = WeightedRandomSampler([1.0] * SIZE, 40, generator=own)
         return DataLoader(DATA, batch_size=4, sampler=sampler)
 
     def body(comm: Communicator) -> None:
