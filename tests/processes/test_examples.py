@@ -75,7 +75,7 @@ def test_a_configuration_trains(lab, example, changes, nproc):
     run = lab.path_of(name)
     assert run.summary["world_size"] == nproc
     assert run.summary["steps"] == 4
-    assert len(run.checkpoints) == 1
+    assert [path.name for path in run.checkpoints] == ["step-0", "step-4"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

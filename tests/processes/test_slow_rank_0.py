@@ -43,7 +43,7 @@ def check_checkpoints(run: RunFolder, window: int, every: int, kept: int) -> Non
     written = [event["window"] for event in run.of_type("checkpoint")]
     assert written == sorted(written)
     missed = [event["window"] for event in run.of_type("checkpoint_missed")]
-    assert sorted(written + missed) == list(range(every, window + 1, every))
+    assert sorted(written + missed) == list(range(0, window + 1, every))
     assert Path(run.summary["checkpoint"]).name == names[-1]
 
 
@@ -206,7 +206,7 @@ def test_a_managed_run(tmp_path: Path) -> None:
         assert sum(m.per_rank_batch_share) == pytest.approx(1.0)
         assert m.eval["eval"] == pytest.approx(m.eval["eval"])
     assert metrics[1].per_rank_batch_share == (0.0, 1.0)
-    assert metrics[0].scalars.keys() == {"loss", "first"}
+    assert metrics[0].scalars.keys() == {"loss", "first", "count", "newest"}
     assert sorted(int(path.name) for path in saved.iterdir()) == [10, 20, 30, 40]
     weight = next(value for name, value in state.params.items() if name.startswith("0."))
     assert metrics[-1].eval["eval"] == pytest.approx(float(weight.sum()))
