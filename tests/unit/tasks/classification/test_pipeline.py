@@ -296,7 +296,7 @@ def test_the_head_is_fitted_to_as_many_samples_as_memory_is_given_for(world_size
 
     for all_right, most_right, said in run_team(world_size, body):
         assert all_right == 1.0
-        assert most_right > 0.9
+        assert most_right > 0.8
         assert said == [
             "fitting the head to the frozen base ...",
             "fitting the head to the frozen base on 40 of 60 training samples, as the features of "
