@@ -1,12 +1,11 @@
 """Elastic teams that make local steps, on threads, and what an undisturbed team makes of the same.
 
-Each rank's clock stands still but for what its steps are said to take, so that the planner sees
+Optimizers are without a memory: what a change of the team drops then leaves no trace. Each rank's
+clock stands still but for what its steps are said to take, so that the planner sees
 ranks of different speed, whatever this machine does.
 """
 
-import copy
-import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,16 +16,13 @@ from torch import Tensor
 from evener import Ddp, WindowResult
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
-from evener.engine import keeping
+from evener.engine import local
 from evener.engine.local import LocalEngine
-from evener.engine.steps import LocalSteps
 from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan
-from evener.protocol.formation import Formation
 from helpers.clocks import RankClocks
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.elastic_runs import begin
-from helpers.limits import PATIENCE_S
 
 NUM_SAMPLES, BATCH, EPOCHS = 48, 2, 2
 DATA = [(torch.tensor([k / 32, 1.0, k * k / 1024]), torch.tensor([k / 16])) for k in range(80)]
@@ -45,17 +41,13 @@ class Record:
 
     Attributes:
         done: By window and member, the batches that were averaged, in order.
-        stale: By window and member, the steps that were made before its average landed.
-        donors: By generation, who has sent its optimizer, and after how many steps.
-        receivers: By member that took it over, the generation, and how many steps of its own count.
+        stale: By window and member, the steps that were made before its average landed, and that
+            count for the next one: not those that a change of the team has dropped.
     """
 
     def __init__(self) -> None:
         self.done: dict[int, dict[str, tuple[Slice, ...]]] = {}
         self.stale: dict[tuple[int, str], int] = {}
-        self.donors: dict[int, tuple[str, int]] = {}
-        self.receivers: dict[str, tuple[int, int]] = {}
-        self.steps: Counter[str] = Counter()
 
     def apply(self, engine: Any, found: Any) -> None:
         self.done[engine.window] = {
@@ -64,15 +56,8 @@ class Record:
         }
         self.stale[engine.window, engine.team.membership.member] = engine._steps.num_done
 
-    def heal(self, engine: Any, formation: Formation) -> None:
-        own = engine.team.membership.member
-        if formation.donor == own:
-            self.donors[formation.generation] = own, self.steps[own]
-        if engine._flown is not None:  # it lands by what it receives
-            self.stale[engine.window, own] = engine._steps.num_done
-        elif own in formation.receivers:
-            count = sum(len(by_member.get(own, ())) for by_member in self.done.values())
-            self.receivers[own] = formation.generation, count
+    def break_off(self, engine: Any) -> None:
+        self.stale[engine.window - 1, engine.team.membership.member] = 0
 
 
 class LocalRuns:
@@ -119,7 +104,12 @@ class LocalRuns:
 
         def worker(membership: ThreadMembership) -> Trained:
             self.clocks.start()
-            with begin(membership, seed=membership.number + 1, policy=self.policy) as ddp:
+            with begin(
+                membership,
+                seed=membership.number + 1,
+                policy=self.policy,
+                optimizer=torch.optim.SGD,
+            ) as ddp:
                 committed: list[WindowResult] = []
 
                 def commit(result: WindowResult) -> None:
@@ -141,24 +131,22 @@ class LocalRuns:
             self._check(team)
         return team
 
+    def _begin(self, membership: ThreadMembership, seed: int) -> Ddp:
+        return begin(membership, seed=seed, policy=self.policy, optimizer=torch.optim.SGD)
+
     def _watch(self, record: Record) -> None:
-        apply, heal, finish = LocalEngine._apply, LocalEngine._heal, LocalSteps.finish
+        apply, break_off = LocalEngine._apply, LocalEngine._break_off
 
         def watched_apply(engine: Any, found: Any) -> None:
             record.apply(engine, found)
             apply(engine, found)
 
-        def watched_heal(engine: Any, formation: Formation) -> int:
-            record.heal(engine, formation)
-            return heal(engine, formation)
-
-        def watched_finish(steps: Any, *arguments: Any) -> bool:
-            record.steps[threading.current_thread().name] += 1
-            return finish(steps, *arguments)
+        def watched_break_off(engine: Any) -> None:
+            record.break_off(engine)
+            break_off(engine)
 
         self.monkeypatch.setattr(LocalEngine, "_apply", watched_apply)
-        self.monkeypatch.setattr(LocalEngine, "_heal", watched_heal)
-        self.monkeypatch.setattr(LocalSteps, "finish", watched_finish)
+        self.monkeypatch.setattr(LocalEngine, "_break_off", watched_break_off)
 
     def _check(self, team: ElasticThreads) -> None:
         record = self.record
@@ -185,8 +173,7 @@ class LocalRuns:
 
     def replay(self, members: Sequence[str]) -> list[Trained]:
         """What a team without any change makes of the same batches, averaged at the same time."""
-        record, states = self.record, defaultdict(threading.Event)
-        held: dict[str, Any] = {}
+        record = self.record
 
         class ReplayBook(LeaseBook):
             """Hands out what was done; a plan's sizes are the number of its window."""
@@ -201,31 +188,14 @@ class LocalRuns:
                         self.cursor.lease(piece)
                         queue.append(piece)
 
-        self.monkeypatch.setattr(keeping, "LeaseBook", ReplayBook)
+        self.monkeypatch.setattr(local, "LeaseBook", ReplayBook)
 
         def worker(membership: ThreadMembership) -> Trained:
-            member = members[membership.number]
-            with begin(membership, seed=1, policy=self.policy) as ddp:
+            with self._begin(membership, 1) as ddp:
                 committed: list[WindowResult] = []
                 ddp.on_commit(committed.append)
                 self._script(ddp.assembly.engine, members)
-                optimizer, made = ddp.assembly.optimizers[0], 0
-
-                def show() -> None:
-                    for receiver, (generation, _) in record.receivers.items():
-                        if record.donors[generation] == (member, made):
-                            held[receiver] = copy.deepcopy(optimizer.state_dict())
-                            states[receiver].set()
-
-                def step() -> None:
-                    nonlocal made
-                    if made == record.receivers.get(member, (0, -1))[1]:
-                        assert states[member].wait(PATIENCE_S)
-                        optimizer.load_state_dict(held[member])
-                    made += 1
-
-                show()
-                loop(ddp, step, show, num_samples=self.num_samples)
+                loop(ddp, lambda: None, num_samples=self.num_samples)
                 return Trained(committed, state_of(ddp))
 
         team = ElasticThreads(len(members), most=len(members))
@@ -270,12 +240,11 @@ def state_of(ddp: Ddp) -> list[Tensor]:
 def loop(
     ddp: Ddp,
     step: Callable[[], None],
-    after: Callable[[], None] = lambda: None,
     *,
     at_end: Callable[[int], object] = lambda epoch: None,
     num_samples: int = NUM_SAMPLES,
 ) -> None:
-    """Train; ``step`` begins each batch, ``after`` ends it, and ``at_end`` ends each epoch."""
+    """Train; ``step`` begins each batch, and ``at_end`` ends each epoch."""
     model = ddp.assembly.model
     loader = ddp.loader(DATA[:num_samples], batch_size=BATCH, seed=3)
     for epoch in ddp.epochs(EPOCHS):
@@ -283,5 +252,4 @@ def loop(
             step()
             ddp.backward(((model(x) - y) ** 2).mean())
             ddp.step()
-            after()
         at_end(epoch)

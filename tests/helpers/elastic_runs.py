@@ -70,11 +70,13 @@ def train(
 
 
 def make_model(
-    seed: int, norm: Callable[[int], nn.Module] = nn.BatchNorm1d
+    seed: int,
+    norm: Callable[[int], nn.Module] = nn.BatchNorm1d,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Linear(4, 1))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+    return model, optimizer(model.parameters(), lr=0.05)
 
 
 def begin(
@@ -84,19 +86,20 @@ def begin(
     norm: Callable[[int], nn.Module] = nn.BatchNorm1d,
     freezes: Sequence[int] = (),
     policy: str = "sync",
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     prepare: Callable[[Ddp], None] | None = None,
     **options: Any,
 ) -> Ddp:
     with SEEDED:  # threads share torch's generator
-        model, optimizer = make_model(seed, norm)
+        model, made = make_model(seed, norm, optimizer)
     for layer in freezes:
         model.get_submodule(str(layer)).requires_grad_(False)
     kills = membership.team.kills
     if any((kill.member, kill.what) == (membership.member, STEP) for kill in kills):
-        optimizer.register_step_pre_hook(lambda *_: step_or_die(membership, model))
+        made.register_step_pre_hook(lambda *_: step_or_die(membership, model))
     config = replace(config_for(policy), max_grad_norm=1.0)
     options |= {"devices": "cpu", "elastic": membership, "policy": policy, "config": config}
-    ddp = Ddp.setup(model, optimizer, **options)
+    ddp = Ddp.setup(model, made, **options)
     (prepare or park_nobody)(ddp)
     return ddp
 

@@ -1,6 +1,6 @@
 """A user's script on an elastic team of threads: what it does besides training windows."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,19 @@ class Average:
         self.mean = {name: tensor.clone() for name, tensor in state.items()}
 
 
+class Scale:
+    """A number that the script has found before its loop, and registers for workers that join."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = state["value"]
+
+
 class Finding(NamedTuple):
     """What a worker has at its end."""
 
@@ -44,13 +57,12 @@ class Finding(NamedTuple):
     state: list[Tensor]
 
 
-def script(
-    membership: ThreadMembership, at_commit: AtCommit, *, uses_range: bool = False
-) -> Finding:
-    """Averages a number before the loop, evaluates and stops early, keeps an average of weights."""
+def script(membership: ThreadMembership, at_commit: AtCommit) -> Finding:
+    """Averages a number before the loop, evaluates, and keeps an average of weights."""
     with begin(membership, seed=membership.number + 1) as ddp:
         model = ddp.assembly.model
-        scale = ddp.weighted_mean(membership.number + 1.0)
+        scale = Scale(ddp.weighted_mean(membership.number + 1.0))
+        ddp.register("scale", scale)
         average = Average(model)
         ddp.register("average", average)
 
@@ -61,24 +73,18 @@ def script(
         ddp.on_commit(commit)
         loader = ddp.loader(DATA, batch_size=BATCH, seed=3, micro_batch_size=MICRO_BATCH)
         losses, alone, trained = {}, {}, set()
-        better = 0
-        epochs: Iterable[int] = range(EPOCHS) if uses_range else ddp.epochs(EPOCHS)
-        for epoch in epochs:
+        for epoch in ddp.epochs(EPOCHS):
             for x, y in loader.epoch(epoch):
                 trained.add(epoch)
-                ddp.backward(((model(x) - y) ** 2).mean() * scale)
+                ddp.backward(((model(x) - y) ** 2).mean() * scale.value)
                 ddp.step()
             losses[epoch] = evaluate(ddp, model)
             if epoch in trained:
                 alone[epoch] = evaluate_alone(ddp, model)
             average.update()
-            # Whether the third or the fourth epoch is the last depends on what was evaluated.
-            better += losses[epoch] < losses.get(epoch - 1, 0.0)
-            if uses_range and epoch + (better % 2) >= 3:
-                break
         kept = [*model.state_dict().values(), *average.mean.values()]
         state = [tensor.detach().clone() for tensor in kept]
-        return Finding(scale, losses, alone, sorted(trained), state)
+        return Finding(scale.value, losses, alone, sorted(trained), state)
 
 
 def evaluate(ddp: Ddp, model: nn.Module) -> float:
@@ -102,7 +108,6 @@ def run_script(
     kills: Sequence[Kill] = (),
     *,
     joins_after: int | None = None,
-    uses_range: bool = False,
     at_commit: AtCommit = lambda ddp, result: None,
 ) -> tuple[ElasticThreads, dict[str, Finding]]:
     """Run it; return the team, and what each member has that has come to the end.
@@ -111,7 +116,6 @@ def run_script(
         founders: Members of the first generation.
         kills: Where members die.
         joins_after: Commit of this window starts another worker, and waits until it is there.
-        uses_range: Whether it loops over ``range(n)`` instead of ``ddp.epochs(n)``.
         at_commit: Called on every rank.
     """
     team = ElasticThreads(founders, kills=kills)
@@ -122,6 +126,6 @@ def run_script(
                 team.add("j", body)
             at_commit(ddp, result)
 
-        return script(membership, commit, uses_range=uses_range)
+        return script(membership, commit)
 
     return team, team.run_to_end(body)

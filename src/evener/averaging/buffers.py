@@ -234,11 +234,6 @@ class BufferAverager:
         """
         for kind in self._kinds:
             self._move(kind.agreed, packed[kind.start : kind.stop])
-        self.catch_up(moved_on=moved_on)
-
-    @torch.no_grad()
-    def catch_up(self, *, moved_on: bool) -> None:
-        """Bring the buffers up to a consensus that has moved on since ``snapshot``."""
         buffers = self._buffers
         for kind in self._kinds:
             own = [buffers[n] for n in kind.numbers]

@@ -1,7 +1,7 @@
 """Queues of batches, one a rank: what is handed out, done, handed on. Pure."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from evener.data.cursor import Cursor, Slice
@@ -19,31 +19,19 @@ class LeaseBook:
     Args:
         cursor: Where the team is in the epoch; its outstanding leases are released first.
         batch_size: Samples of a batch; fewer at the end of the epoch or of a gap.
-        world_size: Ranks.
+        ranks: Their numbers.
         avoid_ones: Make no batch of a single sample where it can go into the one before: layers
             with batch statistics refuse it.
-        held: In an elastic team: what each rank that is present has done and not retired. Other
-            ranks get nothing.
     """
 
     def __init__(
-        self,
-        cursor: Cursor,
-        batch_size: int,
-        world_size: int,
-        *,
-        avoid_ones: bool = False,
-        held: Mapping[int, Sequence[Slice]] | None = None,
+        self, cursor: Cursor, batch_size: int, ranks: Iterable[int], *, avoid_ones: bool = False
     ) -> None:
         cursor.release()
-        if held is None:
-            held = dict.fromkeys(range(world_size), ())
-        for piece in (piece for pieces in held.values() for piece in pieces):
-            cursor.lease(piece)
         self._avoid_ones = avoid_ones and batch_size > 1
         self.cursor = cursor
         self.batch_size = batch_size
-        self._queues = {rank: deque(pieces) for rank, pieces in held.items()}
+        self._queues: dict[int, deque[Slice]] = {rank: deque() for rank in ranks}
 
     @property
     def num_left(self) -> int:

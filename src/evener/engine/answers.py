@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from evener.engine.engine import Engine, EngineOptions
-from evener.engine.recorded import RecordedSums
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.errors import CollectiveError
@@ -17,9 +16,8 @@ from evener.planning.policies import ApplyPolicy
 from evener.protocol.row import Purpose
 
 _ALONE = (
-    "{} at {} is done by rank {} alone: it joins a team that has passed this point, and no result "
-    "of the team is kept for it. With `for epoch in ddp.epochs(n)` its loop begins at the epoch of "
-    "the team"
+    "{} at {} is done by rank {} alone: it joins a team that has passed this point. Its loop, "
+    "`for epoch in ddp.epochs(n)`, begins at the epoch of the team"
 )
 
 
@@ -60,7 +58,6 @@ class AskingEngine(Engine):
     ) -> None:
         super().__init__(team, training, options, way)
         self._heard = Heard()
-        self._record = RecordedSums()
         self.summed_ranks: frozenset[int] = frozenset()
         #: Whether this rank is in an exchange outside of windows.
         self._is_asking = False
@@ -73,14 +70,6 @@ class AskingEngine(Engine):
     @abstractmethod
     def _survive(self, error: CollectiveError) -> bool:
         """Continue with the remaining ranks after a loss; all of them call it together."""
-
-    @abstractmethod
-    def announce(self, epoch: int) -> None:
-        """Tell workers that join later that an epoch begins, and what has been recorded."""
-
-    @abstractmethod
-    def _look_up(self) -> None:
-        """Learn what the team has recorded, where this rank is to join it."""
 
     def _hear(self, exchange: Callable[[], Heard]) -> Heard:
         """Exchange outside of windows and return the result; all present ranks call it together.
@@ -131,22 +120,11 @@ class AskingEngine(Engine):
         return {int(rank): body for rank, body in self._hear(meet).answer}
 
     def sum_up(self, numbers: Sequence[float]) -> Sequence[float]:
-        """Return the sum of each number over ranks, from the left in rank order.
-
-        Between epochs it is recorded, for workers that join later: their scripts come by here, too.
-        """
-        if self.is_alone:
-            self._look_up()
-            if (recorded := self._record.take()) is not None:
-                return recorded
+        """Return the sum of each number over ranks, from the left in rank order."""
         totals, rows = [0.0] * len(numbers), self.ask(Purpose.VALUE, numbers)
         self.summed_ranks = frozenset(rows)
         for row in rows.values():
             totals = [total + number for total, number in zip(totals, row, strict=True)]
-        if not (self.is_alone or self.in_epoch or self.committing):
-            self._record.add(totals)
-            if self._record.is_at_start:
-                self.announce(0)
         return totals
 
     def introduce(self, told: Any, *, timeout_s: float | None = None) -> list[Any]:

@@ -1,7 +1,6 @@
 """Elastic teams: end a generation when a rank is lost, joins or leaves, and begin the next one."""
 
 import hashlib
-import json
 import math
 import struct
 import time
@@ -32,12 +31,6 @@ from evener.protocol.generation import renewed
 from evener.protocol.row import RENEW, Purpose
 from evener.team.members import Member
 from evener.team.terminal import write_unmarked
-
-#: Under this key the team announces its place in the script.
-_PLACE = "place"
-#: A joiner waits so long for a team that has begun to announce its place. It does not wait longer,
-#: because all members may be lost, and their replacements may wait for this worker to start over.
-_PLACE_S = 10.0
 
 
 class ElasticEngine(AskingEngine):
@@ -86,8 +79,6 @@ class ElasticEngine(AskingEngine):
         self._detect_s = 0.0
         #: Whether all ranks continue with new plans when the newest change is complete.
         self._are_planning = False
-        #: The epoch that was begun last.
-        self._epoch = 0
         #: Of all loaders; they travel to ranks that join.
         self.positions = Positions()
         #: States of registered objects with which this rank has joined.
@@ -128,22 +119,10 @@ class ElasticEngine(AskingEngine):
         self.habits.speak(for_all=self.is_main)
         write_unmarked(self.is_main)
 
-    def _continue_from(self, base: int) -> None:
-        """Learn how many windows the state has seen in which the generation begins.
-
-        A rank that has applied fewer receives it afterwards.
-        """
-        return  # everything under way is dropped there
-
     def _shared(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the model that a rank receives, with what they are."""
         yield from self.training.held()
         yield from self.training.frozen()
-
-    @property
-    def _keeps_own(self) -> bool:
-        """Return whether these tensors are all that this rank needs to hold the donor's state."""
-        return False
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────
 
@@ -185,30 +164,6 @@ class ElasticEngine(AskingEngine):
         """Return whether this rank has joined and not begun an epoch since."""
         return self._is_new
 
-    def pass_place(self, place: str) -> None:
-        """Note where the script is; see ``RecordedSums``."""
-        self._record.move(place)
-
-    def announce(self, epoch: int) -> None:
-        """Tell workers that join later that an epoch begins, and what has been recorded."""
-        self._epoch = epoch
-        if self.team.is_elastic and self.is_main:
-            place = {"epoch": epoch, "record": self._record.state_dict()}
-            self.team.announce(_PLACE, json.dumps(place))
-
-    def is_past(self, epoch: int) -> bool:
-        """Return whether this rank is to join, and the team has committed an epoch already."""
-        return self.is_joining and epoch < self._team_epoch()
-
-    def _team_epoch(self) -> int:
-        """Return the epoch that the team has announced last; 0 before the first one."""
-        place = self.team.announced(_PLACE)
-        return int(json.loads(place)["epoch"]) if place else 0
-
-    def _look_up(self) -> None:
-        if self.is_joining and (place := self.team.announced(_PLACE, _PLACE_S)):
-            self._record.load_state_dict(json.loads(place)["record"])
-
     def join(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
         """Join the team, if that began before this rank came; see ``begin`` for the arguments."""
         while self.is_joining:
@@ -249,7 +204,7 @@ class ElasticEngine(AskingEngine):
         """Continue with the remaining ranks after a loss; all of them call it together.
 
         If the others have continued without this rank, it joins again: at once if it is in an epoch
-        of plans and so are they, otherwise when it begins the next one.
+        of plans, otherwise when it begins the next one.
 
         Args:
             error: How this rank has learnt of it; raised where the team cannot continue.
@@ -273,8 +228,7 @@ class ElasticEngine(AskingEngine):
                 error = again
             except LeftOutError as left_out:
                 self._drop_out(left_out, may_join=may_join)
-                is_in_epoch = self._wants_plans and not self._is_asking
-                if not is_in_epoch or self.cursor.epoch != self._team_epoch():
+                if not self._wants_plans or self._is_asking:
                     return False
                 error = CollectiveError("")
 
@@ -302,12 +256,10 @@ class ElasticEngine(AskingEngine):
         self.rank = team.rank
         self.state = renewed(self.state, formation, team.rank)
         self._use_team()
-        self._continue_from(formation.base)
         is_alike = self._introduce(is_new=is_new or self._is_new)
         formed_s = time.perf_counter()
         if not formation.has_state:
             self._begin_anew()
-            self._epoch = 0 if self._cursor is None else self._cursor.epoch
         num_bytes = self._heal(formation) if formation.receivers else 0
         self._set_progress(self.progress)  # it may have loaded a checkpoint
         self._compare(formation.base)
@@ -319,7 +271,6 @@ class ElasticEngine(AskingEngine):
             reform_s=formed_s - started_s,
             heal_s=time.perf_counter() - formed_s,
         )
-        self.announce(self._epoch)
         self._is_anew = not formation.has_state and is_alike
         if self._is_anew:  # all are at the same place of their scripts
             # A checkpoint may be of an earlier epoch: this loop has another order of samples.
@@ -423,7 +374,6 @@ class ElasticEngine(AskingEngine):
                 "plans": self._wants_plans,
                 "heard": [self._heard.number, self._heard.answer],
                 "rows": None if rows is None else [[*rows.shape], str(rows.dtype)],
-                "record": self._record.state_dict() if self.is_main else None,
             }
         )
         before = {member.rank: member for member in team.people if member.host}
@@ -434,8 +384,6 @@ class ElasticEngine(AskingEngine):
         self.options = replace(self.options, unlike_devices=team.has_unlike_devices)
         self._are_planning = all(one["plans"] for one in told if not one["is_new"])
         self._take_heard(told)
-        if is_new:
-            self._record.load_state_dict(told[team.members.index(self.state.planner)]["record"])
         return len({one["plans"] for one in told}) == 1
 
     def _heal(self, formation: Formation) -> int:
@@ -446,14 +394,7 @@ class ElasticEngine(AskingEngine):
         if receives and pending is not None and pending.result.window + 1 < formation.base:
             self._commit({})  # the donor has applied the next one, so all had applied this one
         counters = {**self._counters(), **self._learnt()}
-        counters = self.training.send(
-            self.comm,
-            counters,
-            receives,
-            source,
-            held=self._shared(),
-            keeps_own=self._keeps_own,
-        )
+        counters = self.training.send(self.comm, counters, receives, source, held=self._shared())
         if receives:
             self._take_counters(counters)
             self._take_learnt(counters)

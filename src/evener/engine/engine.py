@@ -19,12 +19,11 @@ from evener.engine.emulate import Slowdown
 from evener.engine.habits import Habits
 from evener.engine.loss_scale import LossScale
 from evener.engine.memory import MicroBatchLimits
-from evener.engine.moments import OptimizerState
 from evener.engine.results import Applied, Progress, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates, rates_of, set_rates
 from evener.engine.share import Share, WindowSpans, needs_plans
 from evener.engine.slowness import Slowness
-from evener.engine.state import TrainingState
+from evener.engine.state import OptimizerState, TrainingState
 from evener.engine.team import Team
 from evener.errors import (
     CollectiveError,

@@ -5,6 +5,7 @@ Ranks average their differences from the consensus.
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,27 +17,32 @@ from torch import Tensor
 
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
-from evener.engine.answers import Heard
-from evener.engine.exchanging import Exchanged
+from evener.data.leases import LeaseBook
+from evener.engine.changing import ElasticEngine
+from evener.engine.engine import EngineOptions
+from evener.engine.exchanging import BackgroundExchanger, Exchanged, Exchanger
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.keeping import KeepingEngine
-from evener.engine.moments import OptimizerState
+from evener.engine.replica import Replica
 from evener.engine.results import Applied, CadenceRecord, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates
-from evener.engine.share import Share, needs_plans
+from evener.engine.share import Share, WindowSpans, needs_plans
+from evener.engine.state import OptimizerState, TrainingState
+from evener.engine.steps import LocalSteps
 from evener.engine.team import Team
 from evener.errors import CollectiveError
+from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan
+from evener.planning.policies import ApplyPolicy
 from evener.planning.report import PARAMETERS, Report
 from evener.protocol.machine import Do, State, judge, land
-from evener.protocol.row import DATA_LENGTH, Purpose, Row, checksum
+from evener.protocol.row import DATA_LENGTH, Purpose, Row, checksum, pack
 
 #: Batches of the queue that are being fetched while one is computed.
 _AHEAD: Final = 3
 
 
 @final
-class LocalEngine(KeepingEngine):
+class LocalEngine(ElasticEngine):
     """A rank's windows of CADENCE and ASYNC.
 
     A rank takes batches from the front of its queue and steps its own optimizer on each, until its
@@ -44,12 +50,54 @@ class LocalEngine(KeepingEngine):
     exchange rows, differences and the next plan. When the average *lands*, the rank applies it to
     the consensus and to its working copy. In CADENCE a rank waits for the landing. In ASYNC it
     continues with the next window, whose deadline starts at the landing.
+
+    When the team changes, every rank goes back to the consensus: the steps that it has made since
+    the last average are dropped, and their batches go back to the epoch.
+
+    Args:
+        team: The ranks.
+        policy: Plans; only the planner's counts.
+        training: What this rank trains with: the model is its working copy.
+        options: What the engine is told.
+        background: For ASYNC: a second communicator of the same ranks, for the thread that
+            exchanges.
     """
 
-    #: Seconds that averaging has taken of this rank's time, in the window that is exchanged.
-    _spent_s = 0.0
-    _landing: Exchanged | None = None
-    _result: WindowResult | None = None
+    def __init__(
+        self,
+        team: Team,
+        policy: CadencePolicy,
+        training: TrainingState,
+        options: EngineOptions,
+        *,
+        background: Team | None = None,
+    ) -> None:
+        way = ApplyPolicy.CADENCE if background is None else ApplyPolicy.ASYNC
+        super().__init__(team, training, options, way)
+        self._background = background
+        self._exchanger: Exchanger[Exchanged] = Exchanger()
+        if background is not None:
+            self._exchanger = BackgroundExchanger(f"average-{team.rank}")
+            self.spans = WindowSpans(team, background)
+        self._policy = policy
+        policy.set_absent(team.absent)
+        self._replica = Replica(self.flat, self.buffers, self._check, team.comm)
+        self._steps = LocalSteps(training, options)
+        self._book: LeaseBook | None = None
+        #: The rest of this rank's queue, without the batch that is open.
+        self._own: deque[Slice] = deque()
+        self._in_batch = False
+        #: Whether the loop's present micro-batch is void.
+        self._is_void = False
+        #: Seconds that averaging has taken of this rank's time, in the window that is exchanged.
+        self._spent_s = 0.0
+        self._landing: Exchanged | None = None
+        self._result: WindowResult | None = None
+
+    @property
+    def policy(self) -> CadencePolicy:
+        """Return the policy that divides the work; only the planner's decides."""
+        return self._policy
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
@@ -60,7 +108,6 @@ class LocalEngine(KeepingEngine):
         self._schedule.accept()
         self._schedule.agree(self.progress, 0)
         self.cursor.release()
-        self._flown = None
         super()._begin()
 
     def work(self) -> Iterator[Work]:
@@ -108,7 +155,6 @@ class LocalEngine(KeepingEngine):
         A batch that has not been stepped on is dropped, and will be handed out again.
         """
         super().leave()
-        self._wants_plans = self.has_left  # its steps must be averaged
         if self._in_batch or self._is_void:
             self._is_void = False
             self.drop_share()
@@ -120,20 +166,12 @@ class LocalEngine(KeepingEngine):
         it at the same window. A rank that has left keeps joining exchanges until all have left, and
         the others are led out of the epoch. Then all are at one consensus.
         """
-        # In a commit all ranks hold one consensus; the window that lands must not be exchanged
-        # again.
-        is_settled = self.committing
-        while not is_settled:
-            try:
-                self._settle()
-                is_settled = True
-            except CollectiveError as error:
-                # First average the steps of this rank and of others, if some are in a loop.
-                is_settled = not (self._survive(error) and self.has_left)
-                if is_settled and self.has_left:
-                    self.state = self.state.release()
-        if not self.in_epoch:
-            self._wants_plans = False
+        if self.committing:
+            return  # all hold one consensus; the window that lands must not be exchanged again
+        try:
+            self._settle()
+        except CollectiveError as error:
+            self._survive(error)
 
     def _settle(self) -> None:
         while self._is_unsettled():
@@ -215,7 +253,7 @@ class LocalEngine(KeepingEngine):
         self.state = self.state.start()
         plan = self.state.flight
         assert plan is not None
-        work = self._flown = self._steps.next_window(plan.most[self.rank])
+        work = self._steps.next_window(plan.most[self.rank])
         said = self.state.say(
             Purpose.WINDOW,
             change=self._wanted_renewal() if self.is_main else 0,
@@ -336,7 +374,6 @@ class LocalEngine(KeepingEngine):
         if do is Do.LAND:
             if any(report.steps for report in reports):
                 self._apply(found)
-            self._flown = None
         elif do is Do.RESTORE:
             self._steps.next_window(0)
             self._replica.restore()
@@ -356,8 +393,6 @@ class LocalEngine(KeepingEngine):
         reports = self._reports(found.rows)
         skipped = sum(report.skipped for report in reports)
         made = sum(report.steps for report in reports) - skipped
-        if weight:
-            self._moments.add(reports[self.rank].weight)
         samples = sum(report.samples for report in reports)
         self._advance(made=made, skipped=skipped, samples=samples, weight=weight)
         self._schedule.agree(self.progress, made)
@@ -398,6 +433,108 @@ class LocalEngine(KeepingEngine):
         )
         raise self._scale.exhausted(error, report.loss_scale)
 
+    # ── plans ────────────────────────────────────────────────────────────────────────────────────
+
+    def _exchange_plans(self, *work_for_all: float, change: int = 0) -> None:
+        """Agree on the plan of the next window; all ranks call it together."""
+        book = self._book = LeaseBook(
+            self.cursor, self.batch_size, self.team.members, avoid_ones=self.options.avoid_ones
+        )
+        draft: tuple[float, ...] = ()
+        if self.rank == self.state.planner:
+            draft = self._draft(self.window, book.num_left, self._steps_left)
+        self._agree_on_plan((*self._data(), *draft), change)
+        plan = self.state.plan
+        if isinstance(plan, LocalPlan):
+            book.fill(plan.queues)
+            self._go_by(plan)
+
+    def _draft(
+        self, window: int, left: int, limit: int | None, *, stop: bool = False
+    ) -> tuple[float, ...]:
+        plan = self._policy.plan(window, self.cursor.epoch, left=left, limit=limit, stop=stop)
+        return tuple(pack(plan))
+
+    def _go_by(self, plan: LocalPlan) -> None:
+        """Follow a plan; batches of it that this rank has already computed count."""
+        done = self._steps.num_done + self._in_batch  # the open batch must not be handed out again
+        self._own = deque(self._leases.queue(self.rank)[done:])
+        self._steps.follow(plan, self.rank)
+
+    @property
+    def _leases(self) -> LeaseBook:
+        assert self._book is not None, "no epoch was begun"
+        return self._book
+
+    @property
+    def _steps_left(self) -> int | None:
+        return None if self._max_steps is None else max(0, self._max_steps - self.turns)
+
+    # ── a change of the team ─────────────────────────────────────────────────────────────────────
+
+    def drop_share(self) -> None:
+        """Throw away what the open batch has accumulated, in gradients and buffers."""
+        self._in_batch = False
+        self.flat.zero_()
+        self.buffers.rewind()
+        self._steps.resume_clock()
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._exchanger.close()
+
+    def _break_off(self) -> None:
+        samples, self._is_void = (
+            self.share.open_samples,
+            self.share.in_micro_batch and self.in_epoch,
+        )
+        self._in_batch = False
+        self._open(0, 1.0)
+        if self._is_void:  # the loop completes it, but it is void
+            self.share.start_micro_batch(samples)
+        self._steps.next_window(0)
+        self._steps.resume_clock()
+        self._own.clear()
+        self._go_back()
+        if self._cursor is not None:
+            self._cursor.release()
+        self._take_again()
+
+    def _go_back(self) -> None:
+        """Go back to the consensus, and to the learning rates that belong to it."""
+        self._replica.restore()
+        self.buffers.keep()  # a void batch goes back to these
+        self._schedule.agree(self.progress, 0)
+
+    def _use_team(self) -> None:
+        super()._use_team()
+        # A rank of an earlier generation that was stopped and continues may write into that
+        # generation's memory, so the tensors move out of it.
+        self.buffers.move(self.comm)
+        self._replica.move(self.comm)
+        self.team.form_beside()
+
+    def _shared(self) -> Iterator[tuple[str, Tensor]]:
+        self._replica.adopt()
+        yield from (("parameters", agreed) for agreed in self._replica.consensus)
+        yield from (("buffers", agreed) for agreed in self.buffers.agreed)
+        yield from self.training.frozen()
+
+    def _hashes(self) -> list[int]:
+        self._replica.adopt()
+        # Without showing the consensus: the loop may be between a forward and its backward.
+        return self._check.hashes(self._replica.consensus, self.buffers.agreed)
+
+    def _take_model(self) -> None:
+        self._go_back()
+        self._scale.reset()
+
+    def _commit(self, rows: Mapping[int, Row]) -> None:
+        """Commit the previous window, if this rank may."""
+        if self.state.is_elastic:
+            self.team.await_lease()
+        super()._commit(rows)
+
     # ── commits ──────────────────────────────────────────────────────────────────────────────────
 
     def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
@@ -422,19 +559,10 @@ class LocalEngine(KeepingEngine):
         self._replica.reset()
         self._scale.reset()
 
-    def prepare_save(self) -> None:
-        """Form the weighted mean of optimizer states; all ranks call it together."""
-
-        def form() -> Heard:
-            self._moments.form(self.window)
-            return Heard()
-
-        if not self._moments.are_of(self.window):
-            self._hear(form)
-
     def optimizer_states(self) -> list[OptimizerState]:
-        """Return rank 0's means, of the last ``prepare_save``."""
-        return self._moments.states
+        """Return the states of this rank, at the learning rates that all have agreed on."""
+        with self._schedule.as_agreed():
+            return self.training.own_states()
 
     def close_down(self) -> None:
         """End an exchange that is under way, without waiting for anybody; idempotent."""

@@ -64,6 +64,8 @@ class Replica:
         self.consensus: list[Tensor] = []
         self._scratch: list[Tensor] = []
         self._snapshots: list[Tensor] = []
+        #: How often this rank has gone back to the consensus.
+        self._num_restores = 0
         self.adopt()
 
     def move(self, comm: Communicator) -> None:
@@ -153,29 +155,20 @@ class Replica:
             if not moved_on:
                 self._buffers.restore()
             return 0.0
-        for agreed, scratch in zip(self.consensus, self._scratch, strict=True):
+        for group, agreed, scratch, kept in self._groups():
             agreed.sub_(scratch)
-        self._catch_up(moved_on=moved_on)
-        if differences is not None:
-            self._buffers.agree(differences, moved_on=moved_on)
-        return self._relative(self._snapshots)
-
-    def catch_up(self, *, moved_on: bool) -> None:
-        """Do the same as ``agree``, with a consensus that was received from others."""
-        self._catch_up(moved_on=moved_on)
-        self._buffers.catch_up(moved_on=moved_on)
-
-    @torch.no_grad()
-    def _catch_up(self, *, moved_on: bool) -> None:
-        for group, agreed, _, kept in self._groups():
             kept.sub_(agreed)
             if moved_on:
                 group.data.sub_(kept)
             else:
                 group.data.copy_(agreed)
+        if differences is not None:
+            self._buffers.agree(differences, moved_on=moved_on)
+        return self._relative(self._snapshots)
 
     def restore(self) -> None:
         """Go back to the consensus: what this rank has done since is dropped."""
+        self._num_restores += 1
         self._show(self.consensus)
         self._buffers.restore()
         self._flat.zero_()
@@ -190,13 +183,17 @@ class Replica:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the consensus in the model for the length of the block; do not change it there."""
-        working = [group.data.clone() for group in self._flat.groups]
+        working, num_restores = [g.data.clone() for g in self._flat.groups], self._num_restores
         self._show(self.consensus)
         try:
             with self._buffers.consensus():
                 yield
         finally:
-            self._show(working)
+            if self._num_restores == num_restores:
+                self._show(working)
+            else:  # the working copy was dropped meanwhile
+                self._show(self.consensus)
+                self._buffers.restore()
 
     @torch.no_grad()
     def _show(self, tensors: Sequence[Tensor]) -> None:

@@ -16,17 +16,19 @@ from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.sharded_update import ShardedUpdate
-from evener.checkpoint import unflatten_optimizer
+from evener.checkpoint import flatten_optimizer, unflatten_optimizer
 from evener.checkpoint.codec import decode, encode
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.engine.moments import OptimizerState, own_state
 from evener.engine.schedule import Schedule
 from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.parsing import Fields
 
 #: What a saved state calls the states of registered objects, and the group of their tensors.
 REGISTERED: Final = "registered"
+
+#: Tensors by name, and the document that puts them in their places.
+OptimizerState = tuple[dict[str, Tensor], dict[str, Any]]
 
 #: Tensors by group and name.
 Groups = Mapping[str, Mapping[str, Tensor]]
@@ -167,7 +169,7 @@ class TrainingState:
 
     def own_states(self) -> list[OptimizerState]:
         """Return the states of the optimizers as they are on this rank."""
-        return [own_state(optimizer) for optimizer in self.optimizers]
+        return [flatten_optimizer(optimizer.state_dict()) for optimizer in self.optimizers]
 
     def collect(
         self, optimizers: Sequence[OptimizerState], *, travels: bool = False
@@ -240,7 +242,6 @@ class TrainingState:
         source: int = 0,
         *,
         held: Iterable[tuple[str, Tensor]] | None = None,
-        keeps_own: bool = False,
     ) -> dict[str, Any]:
         """Bring ranks that were away up to the state of the others, bit for bit.
 
@@ -254,8 +255,6 @@ class TrainingState:
             source: The rank that sends.
             held: What it takes over of the model, with what that is; by default, what changes. It
                 is asked for when this rank trains what the others train.
-            keeps_own: It keeps its optimizers, schedule and registered objects, and takes over
-                ``held`` and ``counters`` alone.
 
         Returns:
             The ``counters`` of the rank that sends.
@@ -296,8 +295,7 @@ class TrainingState:
             with torch.no_grad():
                 for own, received in model:
                     own.copy_(received)
-            if not keeps_own:
-                self._take_over(unpack(note["state"], arrived))
+            self._take_over(unpack(note["state"], arrived))
         counters = note["counters"]
         return counters
 

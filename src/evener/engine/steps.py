@@ -70,11 +70,6 @@ class LocalSteps:
         self._clock.open(most)
         return done
 
-    def take_back(self, done: Report) -> None:
-        """Count the work of the previous window for this one: it was not averaged."""
-        code = done.non_finite or self._work.non_finite
-        self._work = Report(*map(add, done, self._work))._replace(non_finite=code)
-
     def follow(self, plan: LocalPlan, rank: int) -> None:
         """Continue by a plan, as the rank of that number; its time runs from now."""
         self._plan, self._rank = plan, rank

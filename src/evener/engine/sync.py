@@ -16,10 +16,9 @@ from evener.checkpoint import flatten_optimizer
 from evener.engine.drafts import DraftingEngine
 from evener.engine.engine import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.moments import OptimizerState
 from evener.engine.results import Applied, Round, WindowResult
 from evener.engine.share import Share, Stopwatch
-from evener.engine.state import TrainingState
+from evener.engine.state import OptimizerState, TrainingState
 from evener.engine.team import Team
 from evener.errors import CollectiveError, LeftOutError, UsageError
 from evener.planning.plan import WindowPlan

@@ -122,7 +122,7 @@ class DataSide:
         num_workers = _optional("num_workers", num_workers, 0)
         max_steps = _optional("max_steps", max_steps, 0)
         seed = whole_number("seed", seed, 0)
-        engine, number = self._engine, len(self._loaders)
+        engine = self._engine
         loader: TeamLoader | StreamLoader
         if is_stream(dataset):
             batches = stream_of(
@@ -133,7 +133,7 @@ class DataSide:
                 collate_fn=collate_fn,
                 num_workers=num_workers,
             )
-            loader = StreamLoader(engine, batches, seed=seed, max_steps=max_steps, number=number)
+            loader = StreamLoader(engine, batches, seed=seed, max_steps=max_steps)
         else:
             intake = read(
                 dataset,
@@ -161,7 +161,6 @@ class DataSide:
                 prefetch=prefetch,
                 micro_batch_size=size,
                 max_steps=max_steps,
-                number=number,
             )
             if not self._loaders:
                 loader.introduce_data()
@@ -190,7 +189,6 @@ class DataSide:
                 epoch = max([epoch, *(one.cursor.epoch for one in planned)])
             if epoch >= num_epochs:
                 return
-            engine.pass_place(f"before epoch {epoch}")
             yield epoch
             epoch += 1
 

@@ -14,10 +14,10 @@ again.
 
 In an elastic team the coordinator numbers and forms generations, and ``renewed`` gives the state in
 which one begins. A rank that joins or leaves changes the generation in the same agreed way. A rank
-that is lost forces the change. In SYNC, the remaining ranks drop the window under way and redo it.
-In CADENCE and ASYNC they keep their local steps, and average them at once. The coordinator does not
-distinguish parked ranks: they remain members of the generation, which keeps its number. Before a
-rank joins or leaves, parked ranks are called back. After a loss they come back as ranks that join.
+that is lost forces the change: the remaining ranks drop the window under way and do it again. The
+coordinator does not distinguish parked ranks: they remain members of the generation, which keeps
+its number. Before a rank joins or leaves, parked ranks are called back. After a loss they come back
+as ranks that join.
 """
 
 from collections.abc import Collection, Mapping
@@ -92,14 +92,13 @@ def renewed(state: State, formation: Formation, me: int) -> State:
     """Return the state in which a generation of an elastic team begins, without plans.
 
     The first member plans: those that stay come first, in their order, so that the planner changes
-    only if it is lost. A rank that has left a loop of local steps still owes what it has done.
+    only if it is lost.
 
     Args:
         state: That of a rank of the generation before, or of one that joins.
         formation: The new one.
         me: The rank's number.
     """
-    owes = state.phase is Phase.REST and not state.is_sync
     return state.release()._replace(
         me=me,
         generation=formation.generation,
@@ -110,7 +109,7 @@ def renewed(state: State, formation: Formation, me: int) -> State:
         own=None,
         flight=None,
         applied=False,
-        phase=Phase.REST if owes else Phase.OUT,
+        phase=Phase.OUT,
         again=(),
         leaving=(),
     )

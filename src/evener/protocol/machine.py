@@ -317,13 +317,7 @@ def _begin(state: State, rows: Mapping[int, Row]) -> Ruling:
         if row.body[:DATA_LENGTH] != own.body[:DATA_LENGTH]:
             error = UsageError(wording.other_data(rank, row, state.me, own))
             return Ruling(state=state, error=error)
-    numbers, stopping = rows[state.planner].body[DATA_LENGTH:], state.stopping
-    if state.is_elastic and not state.is_sync:
-        # Steps of an earlier generation may be waiting for an average, also when the team stops.
-        return Ruling(
-            state=_accept(state._replace(stopping=False), numbers)._replace(stopping=stopping)
-        )
-    return Ruling(state=_accept(state, numbers))
+    return Ruling(state=_accept(state, rows[state.planner].body[DATA_LENGTH:]))
 
 
 def _accept(state: State, numbers: tuple[float, ...]) -> State:

@@ -47,7 +47,7 @@ class SimulatedLocal:
         self.plan: LocalPlan | None = None
         self._link = link
         self._batch_size = batch_size
-        self._book = LeaseBook(self.cursor, batch_size, len(ranks))
+        self._book = LeaseBook(self.cursor, batch_size, range(len(ranks)))
         self._ranks = [_LocalRank(rank) for rank in ranks]
         #: The newest exchange, which the planner learns with the window after it.
         self._sync_s = 0.0
@@ -92,7 +92,7 @@ class SimulatedLocal:
     def _begin(self) -> LocalPlan:
         """Plan the first window of an epoch."""
         self.cursor.begin(self.cursor.epoch)
-        self._book = LeaseBook(self.cursor, self._batch_size, len(self._ranks))
+        self._book = LeaseBook(self.cursor, self._batch_size, range(len(self._ranks)))
         self.plan = plan = self._planned()
         self._follow(hands_on=False)
         return plan

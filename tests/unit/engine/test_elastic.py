@@ -1,6 +1,5 @@
 """Elastic teams in SYNC: ranks die at every point, and others join; on threads."""
 
-import json
 import socket
 import threading
 import time
@@ -283,7 +282,7 @@ def test_a_rank_that_was_left_out_of_a_save_ends_it_and_joins_again(tmp_path: Pa
 
 
 def test_a_job_that_was_left_out_for_an_epoch_joins_the_next_one(tmp_path: Path) -> None:
-    team = ElasticThreads(2)
+    team, in_epoch_1 = ElasticThreads(2), threading.Event()
 
     class Stopped(Small):
         """Rank 1 is stopped until the team is in epoch 1."""
@@ -293,14 +292,14 @@ def test_a_job_that_was_left_out_for_an_epoch_joins_the_next_one(tmp_path: Path)
             if result.window == 2:
                 self.stop()
             if result.window >= 4 and len(team.formations) == 2 and self.ddp.rank == 0:
+                in_epoch_1.set()
                 while not team.joiners:
                     time.sleep(0.001)  # or it would do the run to its end
 
         def stop(self) -> None:
             if self.ddp.rank == 1 and len(team.formations) == 1:
                 team.leave_out("w1")
-                while json.loads(team.announced["place"])["epoch"] == 0:
-                    time.sleep(0.001)
+                assert in_epoch_1.wait(PATIENCE_S)
 
     def body(membership: ThreadMembership) -> int:
         with begin(membership, seed=1) as ddp:

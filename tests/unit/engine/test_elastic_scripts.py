@@ -31,17 +31,38 @@ def check(found: dict[str, Finding]) -> None:
         assert all(one.losses[epoch] == pytest.approx(one.alone[epoch]) for epoch in one.alone)
 
 
-@pytest.mark.parametrize(
-    ("joins_after", "uses_range"), [(1, True), (5, False), (7, False), (7, True)]
-)
-def test_a_rank_joins_a_script(joins_after: int, uses_range: bool) -> None:
-    team, found = run_script(2, joins_after=joins_after, uses_range=uses_range)
+@pytest.mark.parametrize("joins_after", [1, 5, 7])
+def test_a_rank_joins_a_script(joins_after: int) -> None:
+    team, found = run_script(2, joins_after=joins_after)
     check(found)
     assert sorted(found) == ["j", "w0", "w1"]
     # The last window of an epoch is committed when no window is planned: a joiner waits.
     assert [len(formation.members) for formation in team.formations] == [2, 3]
-    if uses_range:  # the new rank has stopped by results that the team has found before
-        assert found["j"].losses == found["w0"].losses
+
+
+def test_a_worker_that_joins_in_a_loop_over_range_is_told_what_to_write() -> None:
+    def body(membership: ThreadMembership) -> None:
+        with begin(membership, seed=1) as ddp:
+            model = ddp.assembly.model
+            ddp.on_commit(
+                lambda result: (
+                    membership.team.start("j")
+                    if result.window == 1 and ddp.is_main_process
+                    else None
+                )
+            )
+            loader = ddp.loader(DATA, batch_size=BATCH, micro_batch_size=4)
+            for epoch in range(2):
+                for x, y in loader.epoch(epoch):
+                    ddp.backward(((model(x) - y) ** 2).mean())
+                    ddp.step()
+
+    team = ElasticThreads(2)
+    team.run(body)
+    assert [team.fate(name).error for name in ("w0", "w1")] == [None, None]
+    error = team.fate("j").error
+    assert isinstance(error, UsageError)
+    assert "for epoch in ddp.epochs(num_epochs)" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +201,11 @@ def test_a_worker_that_joins_and_has_made_fewer_loaders_is_told_so() -> None:
                 lambda result: start_joiner(membership.team, ddp) if result.window == 4 else None
             )
             loaders = [ddp.loader(DATA, batch_size=BATCH, seed=seed) for seed in range(count)]
-            for loader in loaders:
-                for x, y in loader.epoch(0):
-                    ddp.backward(((model(x) - y) ** 2).mean())
-                    ddp.step()
+            for epoch in ddp.epochs(1):
+                for loader in loaders:
+                    for x, y in loader.epoch(epoch):
+                        ddp.backward(((model(x) - y) ** 2).mean())
+                        ddp.step()
             return ddp.window
 
     team = ElasticThreads(2)
@@ -237,9 +259,11 @@ def test_a_worker_that_comes_after_a_stop_does_not_begin_again() -> None:
         with begin(membership, seed=1) as ddp:
             ddp.on_commit(lambda result: ddp.stop())
             model = ddp.assembly.model
-            for x, y in ddp.loader(DATA, batch_size=BATCH, micro_batch_size=4).epoch(0):
-                ddp.backward(((model(x) - y) ** 2).mean())
-                ddp.step()
+            loader = ddp.loader(DATA, batch_size=BATCH, micro_batch_size=4)
+            for epoch in ddp.epochs(1):
+                for x, y in loader.epoch(epoch):
+                    ddp.backward(((model(x) - y) ** 2).mean())
+                    ddp.step()
             window = ddp.window
         if membership.member == "w0":
             membership.team.start("late")

@@ -1086,7 +1086,7 @@ class LocalRank(Rank):
             return
         yield from self.settle()
         self.local, self.skipped, self.bad = [], 0, 0
-        self.book = LeaseBook(self.cursor, self.program.batch_size, self.program.world_size)
+        self.book = LeaseBook(self.cursor, self.program.batch_size, range(self.program.world_size))
         self.state = self.state.begin()
         self.cursor.begin(number, abandon=self.abandoned)
         self.in_epoch = True

@@ -39,7 +39,6 @@ class TeamLoader(LikeDataLoader):
         prefetch: How samples are loaded ahead.
         micro_batch_size: Most samples of one forward and backward.
         max_steps: Optimizer steps of the run; ``None`` for no limit.
-        number: Loaders that the script has made before.
     """
 
     def __init__(
@@ -50,10 +49,8 @@ class TeamLoader(LikeDataLoader):
         prefetch: Prefetch,
         micro_batch_size: int,
         max_steps: int | None,
-        number: int = 0,
     ) -> None:
         super().__init__(intake)
-        self._number = number
         self._engine = engine
         self._order = intake.order
         self._fetcher = intake.fetcher(prefetch)
@@ -97,19 +94,15 @@ class TeamLoader(LikeDataLoader):
             Collated micro-batches.
 
         Raises:
-            UsageError: ``ddp.step()`` was not called for the micro-batch before, or a parameter
-                of the model was replaced.
+            UsageError: ``ddp.step()`` was not called for the micro-batch before, a parameter of the
+                model was replaced, or this worker joins an elastic team outside of ``ddp.epochs``.
         """
         self._next = epoch + 1
         loop = self.loop = UserLoop.here()
         engine, max_steps = self._engine, self._max_steps
-        engine.pass_place(f"epoch {epoch} of loader {self._number}")
         if engine.has_left:  # by `break`, perhaps in the last window of this very epoch
             engine.settle()
-        if engine.is_past(epoch):
-            loop.skip(f"the team had committed epoch {epoch} before this rank joined it")
-            return
-        self.join()
+        self._refuse_joining()
         if self.cursor.is_committed(epoch):
             loop.skip(f"epoch {epoch} had been committed before, so nothing was left to do")
             return
@@ -124,7 +117,6 @@ class TeamLoader(LikeDataLoader):
         indices = self._order.of(epoch)
         if not engine.has_just_joined:
             self._compare(indices)
-        engine.announce(epoch)
         with engine.epoch_open():
             try:
                 for work in engine.work():
@@ -147,6 +139,14 @@ class TeamLoader(LikeDataLoader):
     def join(self) -> None:
         """Join the team and take its data position over, if that began before this rank came."""
         self._engine.join(self.cursor, self.batch_size, self._max_steps)
+
+    def _refuse_joining(self) -> None:
+        if self._engine.is_joining:
+            raise UsageError(
+                "this worker joins a team that has begun before, and cannot tell in which epoch "
+                "its own loop has to begin. Write `for epoch in ddp.epochs(num_epochs):` in place "
+                "of `for epoch in range(num_epochs):`; it begins with the epoch of the team"
+            )
 
     def introduce_data(self) -> None:
         """Let the coordinator of an elastic team compare the data with that of the other workers.

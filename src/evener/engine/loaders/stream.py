@@ -44,10 +44,8 @@ class StreamLoader(LikeDataLoader):
         *,
         seed: int,
         max_steps: int | None,
-        number: int = 0,
     ) -> None:
         super().__init__(batches)
-        self._number = number
         self.batch_size = batches.batch_size  # of this rank
         self._engine = engine
         self._batches = batches
@@ -87,7 +85,6 @@ class StreamLoader(LikeDataLoader):
         engine = self._engine
         if engine.is_joining:
             raise cannot_join("a stream")
-        engine.pass_place(f"epoch {epoch} of loader {self._number}")
         self._next = epoch + 1
         loop = self.loop = UserLoop.here()
         loop.skip("the team had stopped, or finished this epoch, before")
