@@ -62,11 +62,15 @@ def loop(
 def train(
     membership: ThreadMembership,
     at_commit: Callable[[Ddp, WindowResult], None],
+    *,
+    batch_size: int = BATCH,
     **options: Any,
 ) -> Trained:
     """A worker of an elastic team; its weights differ from those of others before it joins."""
     with begin(membership, seed=membership.number + 1, **options) as ddp:
-        return loop(ddp, ddp.assembly.model, lambda result: at_commit(ddp, result))
+        return loop(
+            ddp, ddp.assembly.model, lambda result: at_commit(ddp, result), batch_size=batch_size
+        )
 
 
 def make_model(
@@ -164,10 +168,13 @@ def check(
     ``options`` are those of ``run``.
     """
     one = next(iter(trained.values()))
-    windows = NUM_SAMPLES // BATCH * EPOCHS
+    batch_size = options.pop("batch_size", BATCH)
+    windows = NUM_SAMPLES // batch_size * EPOCHS
     complete = max(trained.values(), key=lambda other: len(other.committed))
     assert [r.window for r in complete.committed] == list(range(windows))
-    assert [r.committed[0] for r in complete.committed] == [*range(0, NUM_SAMPLES, BATCH)] * EPOCHS
+    assert [r.committed[0] for r in complete.committed] == [
+        *range(0, NUM_SAMPLES, batch_size)
+    ] * EPOCHS
     for other in trained.values():
         assert all(map(torch.equal, other.state, one.state))
         expected = complete.committed[windows - len(other.committed) :]
@@ -183,18 +190,20 @@ def check(
         sorted(f.numbers, key=lambda n: order.get(n, n)) == [*f.numbers] for f in team.formations
     )
     numbers = sorted({number for formation in team.formations for number in formation.numbers})
-    for state in replay(shares, len(numbers), **options):
+    for state in replay(shares, len(numbers), batch_size, **options):
         assert all(map(torch.equal, state, one.state))
 
 
-def replay(shares: dict[int, list[int]], founders: int, **options: Any) -> list[list[Tensor]]:
+def replay(
+    shares: dict[int, list[int]], founders: int, batch_size: int = BATCH, **options: Any
+) -> list[list[Tensor]]:
     """What a team without any change makes of the same plans."""
 
     def body(membership: ThreadMembership) -> list[Tensor]:
         with begin(membership, seed=1, **options) as ddp:
             engine: Any = ddp.assembly.engine
             engine._policy = ScriptedPolicy(membership.most, lambda window, size: shares[window])
-            return loop(ddp, ddp.assembly.model, lambda result: None).state
+            return loop(ddp, ddp.assembly.model, lambda result: None, batch_size=batch_size).state
 
     team = ElasticThreads(founders, most=len(shares[0]))
     return [*team.run_to_end(body).values()]

@@ -27,8 +27,7 @@ from evener.errors import (
 )
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import TRAINING, Formation, Standing
-from evener.protocol.generation import renewed
-from evener.protocol.row import RENEW, Purpose
+from evener.protocol.row import Purpose
 from evener.team.members import Member
 from evener.team.terminal import write_unmarked
 
@@ -105,12 +104,12 @@ class ElasticEngine(AskingEngine):
         self.team.let_go()
 
     @abstractmethod
-    def _exchange_plans(self, *work_for_all: float, change: int = 0) -> None:
+    def _exchange_plans(self, *work_for_all: float, renew: bool = False) -> None:
         """Agree on the plans of the next windows; all ranks that are present call it together.
 
         Args:
             *work_for_all: See ``Policy.plan``; for each of these windows.
-            change: See ``_agree_on_plan``.
+            renew: See ``_agree_on_plan``.
         """
 
     def _use_team(self) -> None:
@@ -254,7 +253,7 @@ class ElasticEngine(AskingEngine):
         self._detect_s = max(self._detect_s, formation.detect_s)
         team.form(formed)
         self.rank = team.rank
-        self.state = renewed(self.state, formation, team.rank)
+        self.state = self.state.renew(formation, team.rank)
         self._use_team()
         is_alike = self._introduce(is_new=is_new or self._is_new)
         formed_s = time.perf_counter()
@@ -468,22 +467,24 @@ class ElasticEngine(AskingEngine):
 
     # ── plans and commits ────────────────────────────────────────────────────────────────────────
 
-    def _wanted_renewal(self) -> int:
-        """Return what the planner of an elastic team wishes to change after this window."""
-        return RENEW if self.team.wants_change or self.state.leaving else 0
+    @property
+    def _wants_renewal(self) -> bool:
+        """Return whether the members of an elastic team are to change after this window."""
+        return bool(self.team.wants_change or self.state.leaving)
 
-    def _agree_on_plan(self, numbers: Sequence[float], change: int) -> Round:
+    def _agree_on_plan(self, numbers: Sequence[float], *, renew: bool) -> Round:
         """Adopt the planner's plan; all ranks that are present call it together.
 
         Args:
             numbers: This rank's words about its data, and its plan, where it is the planner.
-            change: What it wishes to change about the team before: 0 or ``RENEW``.
+            renew: Whether it wishes that the members of the team change before.
 
         Raises:
-            CollectiveError: The planner wishes a change, and the team does not stop.
+            CollectiveError: The planner wishes that, and the team does not stop.
         """
-        found = self._meet(Purpose.PLAN, body=numbers, change=change)
-        if found.rows[self.state.planner].change and not self.stopping:
+        planner = self.state.planner
+        found = self._meet(Purpose.PLAN, body=numbers, renew=renew)
+        if found.rows[planner].renew and not self.stopping:
             raise CollectiveError("")  # as after a loss
         return found
 
@@ -494,9 +495,8 @@ class ElasticEngine(AskingEngine):
         """
         is_planned = False
         while not (is_planned or self.is_alone):  # the team may begin another without it
-            change = 0 if self.state.again else self._wanted_renewal()  # none is parked otherwise
             try:
-                self._exchange_plans(*work_for_all, change=change)
+                self._exchange_plans(*work_for_all, renew=self._wants_renewal)
                 is_planned = True
             except CollectiveError as error:
                 is_planned = self._survive(error)

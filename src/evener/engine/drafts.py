@@ -1,7 +1,7 @@
 """An epoch of SYNC: plans for its first windows, then share after share until it ends."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from evener.data.cursor import Slice
@@ -13,8 +13,7 @@ from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
-from evener.protocol.machine import Phase
-from evener.protocol.row import DATA_LENGTH, Purpose, Row
+from evener.protocol.row import DATA_LENGTH, Purpose
 
 #: An epoch may be lengthened by this part, so that every rank has work in its first window.
 _LONGER_EPOCH: Final = 0.01
@@ -41,7 +40,7 @@ class DraftingEngine(LateEngine):
         """Return the plan that this rank has made, if it plans."""
 
     @abstractmethod
-    def _check_plan(self, rows: Mapping[int, Row], number: int, offset: int = 0) -> None:
+    def _check_plan(self, planner: int, numbers: Sequence[float], number: int) -> None:
         """Refuse a plan for another slice of the epoch than the one that this rank has leased."""
 
     @abstractmethod
@@ -58,7 +57,8 @@ class DraftingEngine(LateEngine):
         self._leases: dict[int, Slice] = {}
         #: This rank's plan of the window after the next, if it plans.
         self._draft: tuple[float, ...] | None = None
-        self._wish = 0
+        #: Whether the planner wishes that the members of an elastic team change.
+        self._renews = False
 
     @property
     def policy(self) -> Policy:
@@ -82,10 +82,11 @@ class DraftingEngine(LateEngine):
 
     def _work(self) -> Iterator[Work]:
         while True:
-            if self.state.phase is Phase.AWAY:
-                self._wait_for_recall()
             plans = [plan for plan in self.state.plans if isinstance(plan, WindowPlan)]
-            if not self.is_working or self.stopping or self._is_beyond(plans[0]):
+            # A parked rank does not hear what functions of ``on_commit`` agree on: where these have
+            # stopped the team, there is one more window.
+            stops = self.stopping and not self.state.parked
+            if not self.is_working or stops or self._is_beyond(plans[0]):
                 return
             if plans[0].shares[self.rank]:
                 positions = [p.positions(self.rank) for p in plans if not self._is_beyond(p)]
@@ -110,15 +111,16 @@ class DraftingEngine(LateEngine):
         # Ranks that are absent count as fast until they have come and are measured.
         self.policy.calibrate([speeds.get(rank, fastest) for rank in range(self.world_size)])
 
-    def _exchange_plans(self, *work_for_all: float, change: int = 0) -> None:
+    def _exchange_plans(self, *work_for_all: float, renew: bool = False) -> None:
         """Agree on the plans of the next windows; all ranks call it together."""
-        self._park_again()
-        if self.state.phase is Phase.AWAY:
-            return
+        if renew or self._trial_is_due:
+            self._to_park = frozenset()
         for wanted in work_for_all:
-            number = self._make_draft(work_for_all=wanted)
-            found = self._agree_on_plan((*self._data(), *self._take_draft()), change)
-            self._check_plan(found.rows, number, DATA_LENGTH)
+            if planned := self.state.planned_to_park:
+                self._to_park = planned[-1]
+            number, planner = self._make_draft(work_for_all=wanted), self.state.planner
+            found = self._agree_on_plan((*self._data(), *self._take_draft()), renew=renew)
+            self._check_plan(planner, found.rows[planner].body[DATA_LENGTH:], number)
 
     def _take_learnt(self, learnt: Mapping[str, Any]) -> None:
         super()._take_learnt(learnt)

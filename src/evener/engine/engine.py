@@ -24,7 +24,7 @@ from evener.engine.schedule import agree_on_rates, rates_of, set_rates
 from evener.engine.share import Share, WindowSpans, needs_plans
 from evener.engine.slowness import Slowness
 from evener.engine.state import OptimizerState, TrainingState
-from evener.engine.team import Team
+from evener.engine.team import PARKED_TIMEOUT_S, Team
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -415,9 +415,14 @@ class Engine(ABC):
         said["leaving"] = self.state.is_elastic and self.team.is_leaving
         self.state = self.state.say(purpose, stop=self.wants_stop() or self.stopping, **said)
         assert self.state.own is not None
-        rows = self._swap(self.state.own, self.comm, self.team.members)
+        team, parked = self.team, self.state.parked
+        # Parked ranks are not told of commits.
+        whole = not self.committing
+        comm, ranks = (team.whole, team.everyone) if whole else (team.comm, team.members)
+        rows = self._swap(self.state.own, comm, ranks)
         verdict = judge(self.state, rows)
-        found = Round(rows, verdict, time.perf_counter() - started_s)
+        present = {rank: row for rank, row in rows.items() if rank not in parked}
+        found = Round(present, verdict, time.perf_counter() - started_s)
         self._follow(found)
         return found
 
@@ -427,7 +432,11 @@ class Engine(ABC):
         # different purposes meet, and each can name the purpose of every rank.
         numbers = encode(row, self.world_size) if comm.world_size > 1 else []
         try:
-            rows = comm.all_gather_rows(numbers, what="a meeting of the team")
+            rows = comm.all_gather_rows(
+                numbers,
+                what="a meeting of the team",
+                timeout_s=PARKED_TIMEOUT_S if self.state.is_parked else None,
+            )
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError(
                 f"{error} (rank {comm.number} was {row.purpose.deed} in window {row.window})",
@@ -454,6 +463,8 @@ class Engine(ABC):
         if limits and self.limits.learn(limits):
             self.policy.set_micro_batch_sizes(self.limits.sizes)
         for do in verdict.do:
+            if self.state.is_parked and do in (Do.VERIFY, Do.RATES):
+                continue
             if do is Do.COMMIT:
                 self._commit(rows)
                 if self.state.generation != generation:
@@ -513,6 +524,8 @@ class Engine(ABC):
         assert applied is not None
         for lease in applied.leases:
             self.cursor.commit(lease)
+        if self.state.is_parked:
+            return
         self._unjudged.append(self._completed(applied.result, rows))
         if self._on_commit:
             self._tell_committed(self._unjudged[-1])
@@ -568,6 +581,7 @@ class Engine(ABC):
             applied_t=time.time(),
             ranks=self._records(found.rows),
             generation=self.state.generation,
+            parked=tuple(sorted(self.state.parked)),
             **rest,
         )
 

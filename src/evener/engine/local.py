@@ -256,7 +256,7 @@ class LocalEngine(ElasticEngine):
         work = self._steps.next_window(plan.most[self.rank])
         said = self.state.say(
             Purpose.WINDOW,
-            change=self._wanted_renewal() if self.is_main else 0,
+            renew=self.is_main and self._wants_renewal,
             leaving=self.state.is_elastic and self.team.is_leaving,
             stop=self.wants_stop() or self.stopping,
             rates=checksum([rate for group in self._schedule.agreed_rates for rate in group]),
@@ -435,7 +435,7 @@ class LocalEngine(ElasticEngine):
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 
-    def _exchange_plans(self, *work_for_all: float, change: int = 0) -> None:
+    def _exchange_plans(self, *work_for_all: float, renew: bool = False) -> None:
         """Agree on the plan of the next window; all ranks call it together."""
         book = self._book = LeaseBook(
             self.cursor, self.batch_size, self.team.members, avoid_ones=self.options.avoid_ones
@@ -443,7 +443,7 @@ class LocalEngine(ElasticEngine):
         draft: tuple[float, ...] = ()
         if self.rank == self.state.planner:
             draft = self._draft(self.window, book.num_left, self._steps_left)
-        self._agree_on_plan((*self._data(), *draft), change)
+        self._agree_on_plan((*self._data(), *draft), renew=renew)
         plan = self.state.plan
         if isinstance(plan, LocalPlan):
             book.fill(plan.queues)

@@ -3,23 +3,21 @@
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from typing import Any, Final
 
 from evener.averaging.gradients import GradientAverager
 from evener.engine.answers import Heard
 from evener.engine.changing import ElasticEngine
 from evener.engine.engine import EngineOptions
-from evener.engine.results import Round
+from evener.engine.results import Applied, Progress, Round, pack_applied, unpack_applied
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.errors import CollectiveError
 from evener.planning.policies import NOTEWORTHY_S, ApplyPolicy, Parking, Policy
-from evener.planning.report import Report
-from evener.protocol.formation import PARKED
-from evener.protocol.generation import Answer, Said, answer, call, without
-from evener.protocol.machine import Do, Phase
-from evener.protocol.row import ADMIT, CALL, PARK, RENEW, Purpose
+
+#: Plans in which a rank that is called back surely gets work, so that it is measured.
+_TRIALS: Final = 2
 
 _MAIN_STAYS = (
     "rank {} costs more than it contributes. It is not parked, as it is the main process of an "
@@ -30,8 +28,8 @@ _MAIN_STAYS = (
 class ParkingEngine(ElasticEngine):
     """An engine whose planner may park ranks.
 
-    The planner asks for it in the rows of a window, and ``protocol/generation.py`` returns the next
-    generation. A subclass drops its plans, and makes new ones with the ranks that are present.
+    The plan of a window says who is parked in it. A parked rank takes part in the rounds of an
+    epoch, like a rank without a share, and receives the state when it is called back.
 
     A parked rank does not hold the current state, because the others train on. So if its generation
     ends meanwhile in an elastic team, it joins the next one like a new rank.
@@ -45,8 +43,14 @@ class ParkingEngine(ElasticEngine):
         self._sharded = training.sharded
         #: Weight of the last applied window, the guess for the next; 0 for none.
         self._expected_weight = 0.0
-        #: What the planner wishes to park, where this rank plans.
-        self._wanted: Parking | None = None
+        #: Ranks that the planner parks by the plan that it makes next.
+        self._to_park: frozenset[int] = frozenset()
+        #: What belongs to the model that this rank holds while it is parked.
+        self._parked_at: tuple[dict[str, Any], Applied | None] | None = None
+        #: Ranks that the policy knows to be parked.
+        self._planned_without: frozenset[int] = frozenset()
+        #: Plans in which all ranks get work, as those that were parked are tried again.
+        self._num_trials = 0
         #: The last decision to park ranks, until it is told; and when it took effect.
         self._untold: Parking | None = None
         self._parked_at_s = 0.0
@@ -56,8 +60,6 @@ class ParkingEngine(ElasticEngine):
         self._recall_at = 0
         #: Seconds that calling parked ranks back took last; 0 before the first time.
         self._change_s = 0.0
-        #: Windows that this rank had committed when it was parked last, until it comes back.
-        self._known_windows = 0
 
     @property
     @abstractmethod
@@ -68,19 +70,47 @@ class ParkingEngine(ElasticEngine):
     def _drop_plans(self) -> None:
         """Forget all plans and give their slices back."""
 
-    def _wanted_change(self) -> int:
-        """Return what the planner wishes to change about the team after this window."""
-        if renewal := self._wanted_renewal():
+    def _judge_ranks(self) -> None:
+        """Decide who is to be parked from the window on that is planned next; the planner does."""
+        agreed = self.state.planned_to_park
+        self._to_park, parked = agreed[-1], self.team.parked
+        if any(ranks != parked for ranks in agreed):
+            return  # what was decided last has not taken effect so far
+        if self._wants_renewal:
             # Call parked ranks back first: the rank that leaves may be the last one that holds the
             # state.
-            return ADMIT if self.team.parked else renewal
+            self._to_park = frozenset()
+            return
         self._tell_parking()
-        self._wanted = self._find_misfits()
-        if self._wanted is not None:
-            return PARK
-        if self.team.parked and self._trial_is_due:
-            return ADMIT
-        return CALL if self.team.call_is_due else 0
+        if (found := self._find_misfits()) is not None:
+            self._note_parking(found)
+            self._to_park = parked.union(found.ranks)
+        elif parked and self._trial_is_due:
+            self._to_park, self._num_trials = frozenset(), _TRIALS
+
+    def _go_back_to_parking(self) -> None:
+        """Forget the windows that this rank has followed since it was parked: its model lacks them.
+
+        Only where the team is lost that has applied them does anything follow from that.
+        """
+        if self.state.is_parked and self._parked_at is not None:
+            counters, self._applied = self._parked_at
+            self._take_counters(counters)
+
+    def _plan_without(self, ranks: frozenset[int]) -> None:
+        """Tell the policy who is parked in what it plans next, if that is news."""
+        if ranks != self._planned_without:
+            self._planned_without = ranks
+            self.policy.set_parked(ranks)
+
+    def _note_parking(self, found: Parking) -> None:
+        """Remember a decision, until it is told."""
+        earlier = self._untold
+        if earlier is not None and self.team.parked.issuperset(earlier.ranks):  # tell both at once
+            alone = {**earlier.alone, **found.alone}
+            self._untold = found._replace(alone=alone, before=earlier.before)
+        else:
+            self._untold, self._parked_at_s = found, time.monotonic()
 
     def _find_misfits(self) -> Parking | None:
         """Return the ranks to park, but for the main process of an elastic team."""
@@ -104,68 +134,46 @@ class ParkingEngine(ElasticEngine):
     def _trial_is_due(self) -> bool:
         return self.window >= self._recall_at
 
-    def _change(self, found: Round) -> None:
-        """Do what the planner wished: the generation changes, or parked ranks are called."""
-        applied = Do.APPLY in found.verdict.do  # otherwise a loop was left
-        wish = found.rows[self.state.planner].change if applied else 0
-        if wish == CALL:
-            self._call(Said.STAY)
-        elif wish == RENEW:
-            self._end_generation()
-            # As after a loss. This rank may be left out here, too, if it is stopped meanwhile.
-            self._survive(CollectiveError(""), may_join=self.in_epoch)
-        elif wish == PARK:
-            self._park_misfits()
-        else:
-            self._recall(Said.GO_ON if wish == ADMIT else Said.LEFT)
+    def _follow(self, found: Round) -> None:
+        """Carry out a verdict; then let those be parked that the plan of the next window names."""
+        super()._follow(found)
+        if self.state.due_to_park != self.state.parked:
+            self._regroup()
 
-    def _end_generation(self, *said: float) -> Sequence[float]:
-        """Commit the last window of a generation, as all have applied it; drop all plans.
-
-        Args:
-            *said: What this rank has to say of the change.
-
-        Returns:
-            What the planner says.
-        """
-        told: Sequence[float] = ()
-        if self.state.applied:
-            found = self._meet(Purpose.CHANGE, report=Report(**self._told()), body=said)
-            told = found.rows[self.state.planner].body
-        self._drop_plans()
-        return told
-
-    def _park_misfits(self) -> None:
-        """Park the ranks that the planner names; all that are present call it together."""
-        wanted = () if self._wanted is None else self._wanted.pack()
-        parking = Parking.unpack(self._end_generation(*wanted))
-        if self.is_main and self.rank in parking.ranks:
+    def _regroup(self) -> None:
+        """Take parked ranks back with the state of now, or park others; all call it together."""
+        before, parked = self.state.parked, self.state.due_to_park
+        if self.is_main and self.rank in parked:
             self.team.hand_over()
-        earlier = self._untold
-        if earlier is not None and self.team.parked.issuperset(earlier.ranks):  # tell both at once
-            alone = {**earlier.alone, **parking.alone}
-            self._untold = parking._replace(alone=alone, before=earlier.before)
-        else:
-            self._untold, self._parked_at_s = parking, time.monotonic()
-        self._park(parking.ranks)
-        self._recall_at = self.window + self.policy.windows_apart(self.batch_size, self._change_s)
-        if self.rank not in parking.ranks:
-            self._exchange_plans(0.0, 0.0)
-
-    def _park_again(self) -> None:
-        """Park those that were parked when the last epoch ended; all ranks call it together."""
-        if self.state.again:
-            self._park(self.state.again)
-
-    def _park(self, ranks: Sequence[int]) -> None:
-        """Form the next generation, without some ranks."""
-        self._sharded.join()
         # Before the exchange, because others may see its end while this rank does not.
-        self.state = without(self.state, ranks)
-        self._is_in = not (self.team.is_elastic and self.rank in ranks)
-        self._known_windows = self.window if self.rank in ranks else 0
-        self.team.park(ranks)
+        self.state = self.state.regroup()
+        if self.rank not in before:
+            self._sharded.join()
+        if before - parked:
+            self._take_back(before)
+        if self.rank in parked:
+            self.was_parked, self._is_in = True, not self.team.is_elastic
+            self._parked_at = self._counters(), self._applied
+        if parked:
+            self.team.park(parked - self.team.parked)
+            apart = self.policy.windows_apart(self.batch_size, self._change_s)
+            self._recall_at = self.window + apart
         self._use_team()
+
+    def _take_back(self, ranks: Collection[int]) -> None:
+        """Make all ranks present again, with one state."""
+        started_s = time.perf_counter()
+        source = self.team.members[0]
+        self.team.rejoin()
+        receives = self.rank in ranks
+        self._is_in &= not receives
+        counters = self.training.send(
+            self.comm, self._counters_of_recall(), receives, self.team.members.index(source)
+        )
+        if receives:
+            self._take_counters_of_recall(counters)
+            self._is_in = True
+        self._change_s = time.perf_counter() - started_s
 
     def _tell_parking(self) -> None:
         """Warn that ranks are parked, once their time without work is noteworthy."""
@@ -177,76 +185,38 @@ class ParkingEngine(ElasticEngine):
         self._untold = None
         self.habits.notice(describe_parking(parking, self.batch_size, self._recall_at))
 
-    def _recall(self, said: Said) -> None:
-        """Call parked ranks back with the state of now; all that are present call it together."""
-        self._end_generation()
-        started_s = time.perf_counter()
-        self._call(said)
-        self._change_s = time.perf_counter() - started_s
-
-    def _call(self, said: Said) -> None:
-        body = call(self.state, said, tries=said is Said.GO_ON or self._trial_is_due)
-        self._rejoin(self._come_to_door(Purpose.CALL, body=body), receives=False)
-
-    def _wait_for_recall(self) -> None:
-        """Wait, parked, to be called back, and take over the state of the others."""
-        self.was_parked = True
-        with self.team.in_phase(PARKED):
-            while self.state.phase is Phase.AWAY:
-                try:
-                    self._rejoin(self._come_to_door(Purpose.AWAY), receives=True)
-                except CollectiveError as error:
-                    self._survive(error)
-
-    def _come_to_door(self, purpose: Purpose, **said: Any) -> Answer:
-        self.team.call(is_parked=purpose is Purpose.AWAY)
-        stop = self.stopping or self.wants_stop()
-        self.state = self.state.say(purpose, stop=stop, leaving=self.team.is_leaving, **said)
-        assert self.state.own is not None
-        rows = self._swap(self.state.own, self.team.whole, self.team.everyone)
-        found = answer(self.state, rows)
-        self.state = found.state
-        return found
-
-    def _rejoin(self, found: Answer, *, receives: bool) -> None:
-        """Make all ranks present again, with one state; without effect where they stay away."""
-        if found.said is Said.STAY:
-            return
-        if not receives:
-            self._sharded.join()
-        self.team.rejoin()
-        counters = self.training.send(self.comm, self._counters(), receives, found.source)
-        if receives:
-            self._take_counters(counters)
-            self._known_windows = 0
-            self._is_in = True
-        self._use_team()
-        if found.said is Said.GO_ON:
-            self._exchange_plans(math.inf, math.inf)
-
     def _counters(self) -> dict[str, Any]:
-        heard = self._heard.number
-        return {**super()._counters(), "expected_weight": self._expected_weight, "heard": heard}
+        return {**super()._counters(), "expected_weight": self._expected_weight}
 
     def _take_counters(self, counters: Mapping[str, Any]) -> None:
         super()._take_counters(counters)
         self._expected_weight = counters["expected_weight"]
-        if self._heard.number != counters["heard"]:  # this rank was parked meanwhile
-            self._heard = Heard(counters["heard"])
 
-    def _take_learnt(self, learnt: Mapping[str, Any]) -> None:
-        super()._take_learnt(learnt)
-        applied, known, self._known_windows = self._applied, self._known_windows, 0
-        if applied is not None and applied.result.window < known:
-            # A rank was lost in the round that committed it, whose end this rank has seen.
-            self._applied = None
-            for lease in applied.leases:
-                self.cursor.commit(lease)
+    def _counters_of_recall(self) -> dict[str, Any]:
+        """Return what a parked rank has missed beside the model, in JSON."""
+        return {
+            "progress": asdict(self.progress),
+            "loss_scale": self._scale.state_dict(),
+            "expected_weight": self._expected_weight,
+            "applied": None if self._applied is None else pack_applied(self._applied),
+            "heard": self._heard.number,
+        }
+
+    def _take_counters_of_recall(self, counters: Mapping[str, Any]) -> None:
+        """Undo ``_counters_of_recall``."""
+        self._set_progress(Progress(**counters["progress"]))
+        self._scale.load_state_dict(counters["loss_scale"])
+        self._expected_weight = counters["expected_weight"]
+        packed = counters["applied"]
+        self._applied = None if packed is None else unpack_applied(packed)
+        if self._heard.number != counters["heard"]:
+            self._heard = Heard(counters["heard"])
+        self._take_model()
 
     def _use_team(self) -> None:
         """Use the ranks that are present from now on, in the policy and in exchanges."""
         super()._use_team()
-        self.policy.set_parked(self.team.parked)
+        self._plan_without(self.team.parked)
         if self._home is not self.team.whole:
             # A rank of an earlier generation that was stopped and continues may write into that
             # generation's memory, so the tensors move out of it.
@@ -255,7 +225,7 @@ class ParkingEngine(ElasticEngine):
             self.buffers.move(self._home)
         self._averager.use(self.comm)
         self.buffers.use(self.comm)
-        if self.state.phase is not Phase.AWAY:
+        if not self.state.is_parked:
             self._sharded.divide(self.comm)
 
 

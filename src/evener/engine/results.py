@@ -77,6 +77,7 @@ class WindowResult:
         stragglers: Ranks that have become slow, or have stopped being slow, with the window before;
             known when this one is committed.
         generation: That of the team which applied it.
+        parked: Ranks that were parked.
     """
 
     window: int
@@ -95,6 +96,7 @@ class WindowResult:
     cadence: CadenceRecord | None = None
     stragglers: tuple[Straggler, ...] = ()
     generation: int = 0
+    parked: tuple[int, ...] = ()
 
     @property
     def committed(self) -> tuple[int, int]:
@@ -158,6 +160,7 @@ def unpack_applied(packed: Mapping[str, Any]) -> Applied:
     told["progress"] = Progress(**told["progress"])
     told["ranks"] = tuple(RankRecord(*record) for record in told["ranks"])
     told["ranges"] = tuple((start, stop) for start, stop in told["ranges"])
+    told["parked"] = tuple(told["parked"])
     told["cadence"] = None if cadence is None else CadenceRecord(**cadence)
     leases = [Slice(**lease) for lease in packed["leases"]]
     return Applied(WindowResult(**told), leases, packed["told"])

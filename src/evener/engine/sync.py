@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from evener.averaging.gradients import Reading
 from evener.averaging.weights import power_of_two_near
 from evener.checkpoint import flatten_optimizer
+from evener.data.cursor import Slice
 from evener.engine.drafts import DraftingEngine
 from evener.engine.engine import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
@@ -23,9 +24,9 @@ from evener.engine.team import Team
 from evener.errors import CollectiveError, LeftOutError, UsageError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
-from evener.planning.report import LOSS, Report
+from evener.planning.report import LOSS, NOTHING, Report
 from evener.planning.shares import in_whole_micro_batches
-from evener.protocol.generation import Said
+from evener.protocol.formation import PARKED
 from evener.protocol.machine import Do
 from evener.protocol.row import ALL, Purpose, Row, checksum, pack
 
@@ -86,13 +87,14 @@ class SyncEngine(DraftingEngine):
                 self._survive(error)
 
     def end_epoch(self) -> None:
-        """Commit the last window of an epoch, and call parked ranks; all call it together."""
-        if self.team.parked:
+        """Commit the last window of an epoch, and take parked ranks back; all call it together."""
+        self.state = self.state.release()
+        self.settle()
+        if self.state.parked:  # no window was left to commit
             try:
-                self._recall(Said.END)
+                self._regroup()
             except CollectiveError as error:
                 self._survive(error)
-        self.settle()
 
     def leave(self) -> None:
         """Leave an epoch in its middle; the others learn of it in ``settle``."""
@@ -177,6 +179,9 @@ class SyncEngine(DraftingEngine):
         self.plan_ahead()  # without a share it was not done
         if plan.shares[self.rank]:
             return self._close(Purpose.WINDOW, drop=drop)
+        if self.state.is_parked:
+            with self.team.in_phase(PARKED):
+                return self._close(Purpose.IDLE)
         generation, result = self.state.generation, self._close(Purpose.IDLE)
         while self.is_working and (self.window, self.state.generation) == (window, generation):
             result = self._close(Purpose.IDLE)
@@ -214,7 +219,7 @@ class SyncEngine(DraftingEngine):
             purpose,
             part=ALL if part is None else part,
             drop=drop,
-            change=self._wish if self.state.plans else self._wanted_renewal(),
+            renew=self._renews if self.state.plans else self._wants_renewal,
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
             hooked=self.habits.are_hooked,
@@ -236,6 +241,8 @@ class SyncEngine(DraftingEngine):
 
     def _report(self, part: int | None) -> Report:
         """Return what this rank did; in an optimizer's turn, as far as its own losses go."""
+        if self.state.is_parked:
+            return NOTHING
         share, averager = self.share, self._averager
         closes_turns = bool(self._turns) and part is None
         done = Report(
@@ -274,6 +281,8 @@ class SyncEngine(DraftingEngine):
     def _carry_out(self, do: Do, found: Round) -> None:
         if do is Do.APPLY:
             self._finish(found)
+        elif do is Do.TURN and self.state.is_parked:
+            return
         elif do is Do.TURN:
             assert isinstance(self.state.plan, WindowPlan)
             self._result = self._apply(found, self.state.plan)
@@ -287,7 +296,10 @@ class SyncEngine(DraftingEngine):
         elif do is Do.UNDO:
             self._undo(failed=found.verdict.culprit is not None)
         elif do is Do.CHANGE:
-            self._change(found)
+            if self.state.applied:
+                self._meet(Purpose.CHANGE, report=Report(**self._told()))
+            # As after a loss. This rank may be left out here, too, if it is stopped meanwhile.
+            self._survive(CollectiveError(""), may_join=self.in_epoch)
 
     def _finish(self, found: Round) -> None:
         """Apply a window, which is committed when the next round shows that all have."""
@@ -296,13 +308,17 @@ class SyncEngine(DraftingEngine):
         reports = self._reports(found.rows)
         self.habits.after_window(reports)
         if isinstance(plan, WindowPlan):
-            self._check_plan(found.rows, self.window + len(self.state.plans))
+            planner = self.state.planner
+            self._check_plan(planner, found.rows[planner].body, self.window + len(self.state.plans))
             self._take_draft()
             leases.append(self._leases.pop(plan.window))
             if self._late is None:
                 self._unlearnt.append((reports, plan, self._exchange_s(found)))
         else:
             plan = self._unplanned(reports)
+        if self.state.is_parked:
+            self._pass_by(found, plan, leases)
+            return
         result = self._end_turns(found) if self._turns else self._apply(found, plan)
         sync_s = self._sync_s + self._compare_parameters(plan)
         made = self._late is not None or not result.skipped
@@ -317,6 +333,21 @@ class SyncEngine(DraftingEngine):
         if (torn := self._torn) is not None:  # the window counts as applied by now
             self._torn = None
             raise torn
+
+    def _pass_by(self, found: Round, plan: WindowPlan, leases: Sequence[Slice]) -> None:
+        """Follow a window that the others have applied, as a parked rank."""
+        skipped, weight = found.verdict.skip, found.verdict.weight
+        self._advance(made=not skipped, skipped=skipped, samples=plan.size, weight=weight)
+        result = self._result_of(
+            found,
+            plan,
+            start=plan.start,
+            size=plan.size,
+            grad_norm=math.nan,
+            lr=math.nan,
+            skipped=skipped,
+        )
+        self._applied = Applied(result, leases, {})
 
     def _compare_parameters(self, plan: WindowPlan) -> float:
         """Look whether ranks hold the same, where that is due; return the seconds it took."""
@@ -496,8 +527,10 @@ class SyncEngine(DraftingEngine):
         if self._is_void:
             self.share.start_micro_batch(share.open_samples)
         self._turns.clear()
+        self._go_back_to_parking()
         self._drop_plans()
         self._take_again()
+        self._to_park, self._num_trials = frozenset(), 0
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 
@@ -508,9 +541,10 @@ class SyncEngine(DraftingEngine):
         """
         super().plan_ahead()
         if self.state.plans and self._draft is None:
-            self._make_draft()
             if self.world_size > 1 and self.rank == self.state.planner:
-                self._wish = self._wanted_change()
+                self._judge_ranks()
+            self._make_draft()
+            self._renews = self._wants_renewal and not self.team.parked
 
     def _learn(self) -> None:
         """Give the policy the reports of closed windows, when it is needed.
@@ -531,14 +565,19 @@ class SyncEngine(DraftingEngine):
         """
         number = self.window + len(self.state.plans)
         piece = self.cursor.take(self.batch_size)
-        self._draft, self._wish = (), 0
+        self._draft, self._renews = (), False
         if piece is not None:
             self._leases[number] = piece
         if piece is not None and self.rank == self.state.planner:
             policy = self.policy if self.world_size > 1 else self._policy
+            self._plan_without(self._to_park)
+            if self._num_trials:
+                self._num_trials, work_for_all = self._num_trials - 1, math.inf
             plan = policy.plan(
                 number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
             )
+            flags = tuple(int(rank in self._to_park) for rank in range(self.world_size))
+            plan = replace(plan, parked=flags)
             if self.whole_micro_batches:
                 shares = in_whole_micro_batches(plan.shares, self.whole_micro_batches)
                 plan = replace(plan, shares=shares)
@@ -549,14 +588,14 @@ class SyncEngine(DraftingEngine):
         draft, self._draft = self._draft, None
         return draft or ()
 
-    def _check_plan(self, rows: Mapping[int, Row], number: int, offset: int = 0) -> None:
+    def _check_plan(self, planner: int, numbers: Sequence[float], number: int) -> None:
         """Refuse a plan for another slice of the epoch than the one that this rank has leased.
 
         Raises:
             UsageError: The planner is at another place of the data.
         """
-        planner, piece = self.state.planner, self._leases.get(number)
-        agreed = tuple(int(n) for n in rows[planner].body[offset : offset + 4]) or None
+        piece = self._leases.get(number)
+        agreed = tuple(int(n) for n in numbers[:4]) or None
         own = None if piece is None else (number, piece.epoch, piece.start, piece.size)
         if agreed != own:
             raise UsageError(

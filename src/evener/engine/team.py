@@ -1,6 +1,5 @@
 """The ranks as one of them sees them: which are present, and the communicators between them."""
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,21 +11,15 @@ from evener.team.members import Member, absent
 from evener.team.membership import FixedMembership, Formed, GenerationWatch, Membership
 from evener.team.waits import WaitWatch
 
-#: Longest wait of a parked rank for a call: others may evaluate or save for hours in between.
+#: Longest wait of a parked rank for a row: others may evaluate or save for hours in between.
 PARKED_TIMEOUT_S = 7 * 24 * 3600.0
-#: Parked ranks are called at the end of the first window after so many seconds.
-CALL_S = 0.5
-
-_CALL = "the call to parked ranks"
 
 
 class Team:
-    """Knows which ranks take part, and runs the door at which the others wait.
+    """Knows which ranks take part, and what joins them.
 
-    A *parked* rank costs more than it contributes. It leaves every exchange and waits to be called;
-    the others use a communicator of their own. They call about twice a second. So a parked rank can
-    report that it was told to stop, and either side notices if the other is gone. Ranks keep their
-    numbers.
+    A *parked* rank costs more than it contributes. All exchange rows; for everything else, the
+    others use a communicator of their own. Ranks keep their numbers.
 
     In an elastic team, ranks may be *absent*: a member was lost, or has not come yet. Members keep
     their numbers, and each generation has a new communicator of all of them. A parked rank remains
@@ -62,7 +55,6 @@ class Team:
         self._windows_s: Sequence[float] | None = None
         self.sent_before = 0
         self._on_handover: list[Callable[[], None]] = []
-        self._called_s = 0.0  # on the monotonic clock
 
     @property
     def is_elastic(self) -> bool:
@@ -232,27 +224,15 @@ class Team:
         for function in reversed(self._on_handover):
             function()
 
-    # ── the door ─────────────────────────────────────────────────────────────────────────────────
+    # ── who is present ───────────────────────────────────────────────────────────────────────────
 
     def park(self, ranks: Collection[int]) -> None:
-        """Let ranks leave the exchanges; all ranks that are present call it together."""
+        """Let ranks leave all exchanges but that of rows; all that are present call it together."""
         members = tuple(member for member in self.members if member not in ranks)
         old = self.comm
         self.comm = old.split([self.members.index(m) for m in members], name="active") or self.whole
         self.members = members
         self._let_go(old)
-
-    @property
-    def call_is_due(self) -> bool:
-        """Return whether parked ranks should be called."""
-        return bool(self.parked) and time.monotonic() - self._called_s >= CALL_S
-
-    def call(self, *, is_parked: bool) -> None:
-        """Meet all ranks at the door: those that work call, those that are parked wait for it."""
-        # A rank sends its purpose when an exchange begins. This wait comes first, so that a parked
-        # rank's answer is not as old as the previous call.
-        self.whole.barrier(what=_CALL, timeout_s=PARKED_TIMEOUT_S if is_parked else None)
-        self._called_s = time.monotonic()
 
     def rejoin(self) -> None:
         """Make all ranks present again."""

@@ -193,7 +193,7 @@ class EventStream:
             self._record(result)
 
     def _record(self, result: WindowResult) -> None:
-        state, team = self._engine.state, self._engine.team
+        state = self._engine.state
         place: dict[str, Any] = {
             "t": round(result.applied_t, 5),
             "window": result.window,
@@ -208,7 +208,7 @@ class EventStream:
             policy = self._engine.policy
             piece = {"start": result.start, "size": result.size, "shares": shares}
             self.tell("plan", **place, **piece, reason=policy.why(result.window))
-        self.parked = tuple(sorted(team.parked))
+        self.parked = result.parked
         # A window may be recorded in a later generation, where others have the numbers.
         people = self._present if result.generation == state.generation else self._former
         records = {rank: one for rank, one in enumerate(result.ranks) if rank in people}

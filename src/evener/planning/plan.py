@@ -18,6 +18,8 @@ class WindowPlan:
         size: Samples of the window over all ranks.
         shares: Whole samples for each rank, by rank; they sum to ``size``, which is checked where a
             plan is received.
+        parked: By rank, 1 where it is parked from this window on, and 0 elsewhere; empty where the
+            window follows no plan.
     """
 
     window: int
@@ -25,6 +27,12 @@ class WindowPlan:
     start: int
     size: int
     shares: tuple[int, ...]
+    parked: tuple[int, ...] = ()
+
+    @property
+    def parked_ranks(self) -> frozenset[int]:
+        """Return the ranks that are parked."""
+        return frozenset(rank for rank, is_parked in enumerate(self.parked) if is_parked)
 
     @property
     def stop(self) -> int:

@@ -79,17 +79,6 @@ class Parking(NamedTuple):
         """Return the ranks to park."""
         return tuple(self.alone)
 
-    def pack(self) -> tuple[float, ...]:
-        """Return all of it as numbers, for ``unpack`` on the other ranks."""
-        return (*self.before, *self.after, *self.alone, *self.alone.values())
-
-    @classmethod
-    def unpack(cls, numbers: Sequence[float]) -> "Parking":
-        """Return the decision that ``pack`` has told."""
-        before, after, rest = numbers[:3], numbers[3:6], numbers[6:]
-        ranks, speeds = map(int, rest[: len(rest) // 2]), rest[len(rest) // 2 :]
-        return cls(dict(zip(ranks, speeds, strict=True)), Forecast(*before), Forecast(*after))
-
 
 class Planner(ABC):
     """Learns the speeds of members, and keeps them over a change of the team.

@@ -15,8 +15,7 @@ The whole table is in ``judge`` and the functions below it; the first line that 
     PLAN                                              the planner's plan is taken: work begins;
                                                       error where ranks hold different data
     REST or IDLE, an exchange in flight               nothing: it lands first
-    REST or IDLE                                      VERIFY, COMMIT; idle ranks are led out;
-                                                      CHANGE if a loop was left and ranks are parked
+    REST or IDLE                                      VERIFY, COMMIT; idle ranks are led out
     CHANGE                                            COMMIT, then a new generation is formed
     WINDOW or STEP                                    COMMIT, and:
       ... trainable parameters differ                 error on every rank
@@ -31,6 +30,18 @@ The whole table is in ``judge`` and the functions below it; the first line that 
       ... one optimizer is to be stepped (WINDOW)     TURN
       ... samples differ from the plan (WINDOW)       error on every rank
       ... otherwise                                   APPLY; CHANGE if the planner wishes it
+
+A *parked* rank costs more than it contributes. It stays in the rounds of an epoch, where its rows
+say at once that it is idle, whatever the others do. It leaves what is exchanged between rounds:
+tensors, and whatever functions of ``on_commit`` exchange. The plan of a window says who is parked
+in it, and between epochs nobody is (``State.regroup``). If the planner is parked, the lowest rank
+that stays plans from then on, also after the other has come back: that one has missed what the
+others have measured.
+
+In an elastic team the coordinator numbers and forms generations, and ``State.renew`` gives the
+state in which one begins. A rank that joins or leaves changes the generation by agreement; before,
+parked ranks are called back. A rank that is lost forces the change: the others drop the window
+under way and do it again, and parked ranks come back as ranks that join.
 
 If a device decides whether an update is made, rows report non-finite values one window late. Then
 ``UNDO`` comes first. If no skip is allowed, nothing else is done: the previous window is not
@@ -51,6 +62,7 @@ from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import wording
+from evener.protocol.formation import Formation
 from evener.protocol.row import ALL, DATA_LENGTH, Purpose, Row, unpack_local_plan, unpack_plan
 
 
@@ -63,8 +75,6 @@ class Phase(Enum):
     """In an epoch, with a plan."""
     REST = auto()
     """Its loop was left by ``break``, which others may not know: rows are owed."""
-    AWAY = auto()
-    """Parked: outside of the generation."""
     ENDED = auto()
     """Closed, or at odds with the others: nothing can be agreed on any more."""
 
@@ -93,7 +103,7 @@ class Do(Enum):
     LAND = auto()
     """Apply the exchanged average to the consensus."""
     CHANGE = auto()
-    """The generation ends; see ``generation.py``."""
+    """The generation ends, as the members of an elastic team are to change."""
 
 
 Plan = WindowPlan | LocalPlan
@@ -104,12 +114,13 @@ class State(NamedTuple):
 
     Attributes:
         me: This rank's number in the team.
-        world_size: Ranks of the team, those that are away included.
+        world_size: Ranks of the team, those that are parked or absent included.
         policy: What a window is.
         members: Ranks of this generation, in order.
-        planner: The rank of these that plans, writes and prints. It is rank 0 until that is parked,
-            then the lowest present one until that is parked. In an elastic team it is the oldest
-            member; -1 on a rank that has not joined.
+        parked: Which of them are parked.
+        planner: The rank of the others that plans, writes and prints. It is rank 0 until that is
+            parked, then the lowest present one until that is parked. In an elastic team it is the
+            oldest member; -1 on a rank that has not joined.
         generation: Its number.
         phase: Where this rank is.
         window: Number of the window that is being computed.
@@ -121,8 +132,6 @@ class State(NamedTuple):
         winding: Whether the epoch ends early, with one more window at which all wait.
         led_out: Whether the others have left their loops by ``break``, so that this rank has left
             its own.
-        again: Ranks that were parked when the last epoch ended, and are parked again when the next
-            one begins.
         is_elastic: Whether members may join and leave.
         absent: Numbers that no member of an elastic team has.
         leaving: Ranks that were told to leave an elastic team for good, as they said in the last
@@ -133,6 +142,7 @@ class State(NamedTuple):
     world_size: int
     policy: ApplyPolicy
     members: tuple[int, ...]
+    parked: frozenset[int] = frozenset()
     planner: int = 0
     generation: int = 0
     phase: Phase = Phase.OUT
@@ -144,7 +154,6 @@ class State(NamedTuple):
     stopping: bool = False
     winding: bool = False
     led_out: bool = False
-    again: tuple[int, ...] = ()
     is_elastic: bool = False
     absent: frozenset[int] = frozenset()
     leaving: tuple[int, ...] = ()
@@ -165,9 +174,20 @@ class State(NamedTuple):
         return self.phase is Phase.WORK
 
     @property
-    def away(self) -> frozenset[int]:
-        """Return the ranks that are parked."""
-        return frozenset(range(self.world_size)) - self.absent - frozenset(self.members)
+    def is_parked(self) -> bool:
+        """Return whether this rank is parked."""
+        return self.me in self.parked
+
+    @property
+    def planned_to_park(self) -> list[frozenset[int]]:
+        """Return the ranks that each agreed plan parks."""
+        return [plan.parked_ranks for plan in self.plans if isinstance(plan, WindowPlan)]
+
+    @property
+    def due_to_park(self) -> frozenset[int]:
+        """Return the ranks that the plan of this window parks; between epochs nobody is parked."""
+        planned = self.planned_to_park if self.is_working else []
+        return planned[0] if planned else frozenset()
 
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
 
@@ -205,12 +225,44 @@ class State(NamedTuple):
 
     def release(self) -> "State":
         """Drop all plans, at the beginning or the end of an epoch."""
-        phase = self.phase if self.phase in (Phase.AWAY, Phase.ENDED) else Phase.OUT
+        phase = self.phase if self.phase is Phase.ENDED else Phase.OUT
         return self._replace(phase=phase, plans=(), winding=False)
 
     def begin(self) -> "State":
         """Begin an epoch, without anything of the previous one."""
         return self.release()._replace(led_out=False)
+
+    def regroup(self) -> "State":
+        """Let the ranks be parked that the plan of this window names, and no others."""
+        parked = self.due_to_park
+        present = [rank for rank in self.members if rank not in parked]
+        planner = self.planner if self.planner in present else present[0]
+        return self._replace(parked=parked, planner=planner)
+
+    def renew(self, formation: Formation, me: int) -> "State":
+        """Begin a generation of an elastic team, without plans.
+
+        The first member plans: those that stay come first, in their order, so that the planner
+        changes only if it is lost.
+
+        Args:
+            formation: The generation.
+            me: The rank's number.
+        """
+        return self.release()._replace(
+            me=me,
+            generation=formation.generation,
+            members=formation.numbers,
+            parked=frozenset(),
+            absent=frozenset(range(self.world_size)) - frozenset(formation.numbers),
+            planner=formation.numbers[0],
+            window=formation.base,
+            own=None,
+            flight=None,
+            applied=False,
+            phase=Phase.OUT,
+            leaving=(),
+        )
 
     def end(self) -> "State":
         """End the team, which was left or lost."""
@@ -268,16 +320,15 @@ def judge(state: State, rows: Mapping[int, Row]) -> Ruling:
         state: This rank's.
         rows: By rank, of all members of the generation, in rank order.
     """
-    purpose = _common_purpose(rows)
+    present = {rank: row for rank, row in rows.items() if rank not in state.parked}
+    purpose = _common_purpose(present)
     places = {(row.window, row.generation) for row in rows.values()}
     if purpose is None or len(places) > 1:
         error = CollectiveMismatchError(wording.mismatch(rows, {}))
         return Ruling(state=state.end(), error=error)
     leaving = tuple(rank for rank, row in rows.items() if row.leaving)
     # If all of them leave, no rank would continue: they stop together, and save their state.
-    stops = len(leaving) == len(rows) and not state.away
-    leaving += tuple(rank for rank in state.leaving if rank in state.away)  # as heard at the door
-    stops |= any(row.stop or row.drop for row in rows.values())
+    stops = len(leaving) == len(rows) or any(row.stop or row.drop for row in rows.values())
     state = state._replace(own=None, stopping=state.stopping or stops, leaving=leaving)
     if purpose in _ANSWERS:
         return Ruling(state=state)
@@ -292,7 +343,7 @@ def judge(state: State, rows: Mapping[int, Row]) -> Ruling:
     elif purpose is Purpose.CHANGE:
         verdict = Ruling(state=state._replace(applied=False), do=_commit(state))
     else:
-        verdict = _judge_window(state, rows, purpose)
+        verdict = _judge_window(state, present, purpose)
     return verdict._replace(do=(Do.UNDO, *verdict.do)) if late else verdict
 
 
@@ -344,8 +395,6 @@ def _settle(state: State, rows: Mapping[int, Row]) -> Ruling:
     if state.phase is Phase.REST or rows[state.me].purpose is Purpose.IDLE or not state.plans:
         is_left = any(row.left for row in rows.values())
         led_out = is_left and state.phase is not Phase.REST
-        if state.away and is_left:
-            do = (*do, Do.CHANGE)
         state = state.release()._replace(led_out=led_out)
     return Ruling(state=state, do=do)
 
@@ -404,7 +453,7 @@ def _close(verdict: Ruling, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Ruli
     if before.plans:
         state = _accept(state._replace(plans=state.plans[1:]), rows[state.planner].body)
     goes_on = bool(state.plans) or not before.plans
-    if rows[state.planner].change and goes_on and not state.stopping:
+    if rows[state.planner].renew and goes_on and not state.stopping:
         do = (*do, Do.CHANGE)
     return verdict._replace(state=state, do=do)
 
@@ -439,7 +488,7 @@ def land(
     state = state._replace(window=state.window + (steps > 0), applied=steps > 0, stopping=stopping)
     state = state._replace(leaving=verdict.state.leaving)
     do = (*(do for do in verdict.do if do is Do.COMMIT), Do.LAND)
-    changes = rows[state.planner].change or state.leaving
+    changes = rows[state.planner].renew or state.leaving
     if changes and state.plans and not winds:
         do = (*do, Do.CHANGE)
     return verdict._replace(state=state, do=do)

@@ -23,18 +23,6 @@ T = TypeVar("T")
 ALL: Final = -1
 """In place of the number of one optimizer: all of them."""
 
-PARK: Final = 1
-"""The planner's wish to park ranks; which, it says in the round of ``CHANGE`` that follows."""
-
-ADMIT: Final = -1
-"""The planner's wish to take parked ranks back."""
-
-RENEW: Final = 2
-"""The planner's wish to end the generation, as the members of an elastic team are to change."""
-
-CALL: Final = -2
-"""The planner's wish to ask parked ranks whether they are still there."""
-
 DATA_LENGTH: Final = 3
 """Numbers in what a rank says of its data, at the beginning of the body of a PLAN row."""
 
@@ -43,7 +31,7 @@ _LARGEST_EXACT: Final = 2**53
 
 _NUMBERS: Final = (int, bool, float)
 
-_LEAST: Final = {"part": ALL, "change": CALL, "non_finite": -2, "late_non_finite": -2, "round": -1}
+_LEAST: Final = {"part": ALL, "non_finite": -2, "late_non_finite": -2, "round": -1}
 """Where a whole number may be negative."""
 
 
@@ -63,16 +51,14 @@ class Purpose(IntEnum):
     VALUE = 5, "averaging a value (ddp.weighted_mean)"
     SAVE = 6, "saving (ddp.save)"
     REHEARSE = 7, "measuring speeds"
-    AWAY = 8, "parked, waiting to be called back"
-    CALL = 9, "calling parked ranks"
-    IDLE = 10, "waiting in the loader, with nothing to do in this window"
-    STEP = 11, "closing a window (ddp.step, outside of a map-style ddp.loader)"
-    EVALUATE = 12, "starting an evaluation (iterating over its loader)"
-    GATHER = 13, "gathering rows (ddp.gather, or the end of an evaluation's loop)"
-    CHANGE = 14, "changing the team (a rank is parked or called back)"
-    STATE = 15, "gathering optimizer state (optimizer.state_dict)"
-    CLOSE = 16, "leaving the team (ddp.close)"
-    FORM = 17, "beginning a generation, as a rank was lost or joins"
+    IDLE = 8, "waiting in the loader, with nothing to do in this window"
+    STEP = 9, "closing a window (ddp.step, outside of a map-style ddp.loader)"
+    EVALUATE = 10, "starting an evaluation (iterating over its loader)"
+    GATHER = 11, "gathering rows (ddp.gather, or the end of an evaluation's loop)"
+    CHANGE = 12, "ending a generation, as a rank joins or leaves"
+    STATE = 13, "gathering optimizer state (optimizer.state_dict)"
+    CLOSE = 14, "leaving the team (ddp.close)"
+    FORM = 15, "beginning a generation, as a rank was lost or joins"
 
     def __new__(cls, number: int, deed: str) -> Self:
         """Make a member of its number and words."""
@@ -95,7 +81,8 @@ class Row(NamedTuple):
         leaving: Whether it was told to leave an elastic team for good.
         busy: Whether an exchange of its own has not landed (ASYNC).
         part: Optimizer that is to be stepped alone; ``ALL`` closes the window.
-        change: The planner's wish: 0 for none, ``PARK``, ``ADMIT``, ``CALL``, ``RENEW``.
+        renew: Whether the planner wishes to end the generation, as the members of an elastic team
+            are to change.
         trainable: How many of its parameters are trainable: those that are averaged.
         rates: Digest of its learning rates.
         hooked: Whether the user's hooks on its optimizers need all gradients and parameters.
@@ -118,7 +105,7 @@ class Row(NamedTuple):
     leaving: bool = False
     busy: bool = False
     part: int = ALL
-    change: int = 0
+    renew: bool = False
     trainable: int = 0
     rates: float = 0.0
     hooked: bool = False
@@ -273,7 +260,7 @@ def unpack_plan(numbers: Sequence[float], world_size: int) -> WindowPlan:
         ProtocolError: It does not add up, or is for another number of ranks.
     """
     plan = unpack(WindowPlan, numbers)
-    if len(plan.shares) != world_size:
+    if not len(plan.shares) == len(plan.parked) == world_size:
         raise ProtocolError(
             f"plan of window {plan.window} is for {len(plan.shares)} ranks, not for {world_size}"
         )

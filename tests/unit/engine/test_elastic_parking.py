@@ -4,19 +4,25 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from torch import nn
 
 from evener import Ddp, WindowResult
 from evener.engine import parking
-from evener.engine import team as module
 from helpers.elastic import Kill, ThreadMembership
-from helpers.elastic_runs import BATCH, EPOCHS, NUM_SAMPLES, Parks, Trained, check, run
+from helpers.elastic_runs import EPOCHS, NUM_SAMPLES, Parks, Trained, check, run
 from helpers.sinks import Kept
 
+BATCH = 4
 WINDOWS = NUM_SAMPLES // BATCH * EPOCHS
+#: Shares may be of a single sample.
+OPTIONS: Any = {"batch_size": BATCH, "norm": nn.LayerNorm}
+
+
+PARKED_FOR_THREE = [True] * 2 + [False] * 3 + [True] * (WINDOWS - 5)
 
 
 class Run:
-    """A run in which ranks are parked after window 0, and what came of it.
+    """A run in which ranks are parked from window 2 on, and what came of it.
 
     Attributes:
         team: The team.
@@ -58,6 +64,7 @@ class Run:
             at_commit=commit,
             sinks=[lambda: kept],
             prepare=prepare,
+            **OPTIONS,
         )
         windows = [event for event in kept.events if event["type"] == "window"]
         self.parked = {event["window"]: event["parked"] for event in windows}
@@ -69,7 +76,11 @@ class Run:
         """Every window once, all ranks alike, and as an undisturbed team by the same plans."""
         found = {name: one._replace(committed=_last(one)) for name, one in self.trained.items()}
         every = [self._windows[window] for window in sorted(self._windows)]
-        check(self.team, {"all": next(iter(found.values()))._replace(committed=every), **found})
+        check(
+            self.team,
+            {"all": next(iter(found.values()))._replace(committed=every), **found},
+            **OPTIONS,
+        )
 
     @property
     def members(self) -> list[tuple[str, ...]]:
@@ -91,22 +102,22 @@ def _last(one: Trained) -> list[WindowResult]:
 def test_a_rank_is_parked_and_called_back_without_a_change_of_the_generation() -> None:
     found = Run(3, apart=1)
     assert found.members == [("w0", "w1", "w2")]
-    assert [samples > 0 for samples in found.samples(2)] == [True, False, False] + [True] * 5
-    assert found.parked == {window: [2] * (window in (1, 2)) for window in range(WINDOWS)}
-    assert [result.window for result in found.trained["w2"].committed] == [0, *range(3, WINDOWS)]
+    assert [samples > 0 for samples in found.samples(2)] == PARKED_FOR_THREE
+    assert found.parked == {window: [2] * (window in (2, 3, 4)) for window in range(WINDOWS)}
+    assert [result.window for result in found.trained["w2"].committed] == [0, *range(4, WINDOWS)]
     assert not found.changes
 
 
 def test_a_rank_that_is_not_due_is_parked_again_when_the_next_epoch_begins() -> None:
     found = Run(3)
     assert found.members == [("w0", "w1", "w2")]
-    assert [samples > 0 for samples in found.samples(2)] == [True] + [False] * (WINDOWS - 1)
+    assert [samples > 0 for samples in found.samples(2)] == [True] * 2 + [False] * (WINDOWS - 2)
     assert found.trained["w2"].values == found.trained["w0"].values
 
 
 def test_the_only_rank_that_works_calls_the_others_back() -> None:
     found = Run(3, misfits=(1, 2), apart=1)
-    assert found.samples(0)[:4] == [3, BATCH, BATCH, 3]
+    assert found.samples(0)[:6] == [2, 2, BATCH, BATCH, BATCH, 2]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +125,6 @@ def test_the_only_rank_that_works_calls_the_others_back() -> None:
     [
         ("w0", "split 'active'"),
         ("w2", "split 'active'"),
-        ("w1", "the call to parked ranks"),
         ("w0", "optimizer state"),
         ("w2", "optimizer state"),
     ],
@@ -126,13 +136,12 @@ def test_a_rank_dies_while_another_one_is_parked_or_called_back(member: str, wha
     assert sorted(found.trained) == sorted(left)
 
 
-@pytest.mark.parametrize(("member", "skip"), [("w1", 3), ("w0", 8), ("w1", 9)])
+@pytest.mark.parametrize(("member", "skip"), [("w1", 3), ("w1", 4), ("w0", 6), ("w1", 7)])
 def test_a_rank_dies_in_a_round_of_which_only_one_of_the_others_hears(
-    member: str, skip: int, monkeypatch: pytest.MonkeyPatch
+    member: str, skip: int
 ) -> None:
-    monkeypatch.setattr(module, "CALL_S", 1e9)  # or rank 2 would be called in window 1, too
-    # Rounds: 0, 1 plan; 2 closes window 0; 3 ends the generation; 4, 5 plan without rank 2;
-    # 6, 7 close windows 1 and 2; 8 commits window 2; at 9 rank 2 is called; 10, 11 plan.
+    # Rounds: 0, 1 plan; 2, 3 close windows 0, 1; then rank 2 is parked. 4 to 6 close windows 2 to
+    # 4; then it is called back. 7 closes window 5.
     kill = Kill(member, "a meeting", skip=skip, when="inside", told=["w1", "w2"])
     found = Run(3, [kill], apart=1)
     assert [len(members) for members in found.members] == [3, 2]
@@ -146,16 +155,12 @@ def test_a_rank_is_lost_while_another_one_is_parked() -> None:
     assert found.samples(2)[2] > 0
 
 
-@pytest.mark.parametrize("call_s", [0.0, 1e9])  # noticed in the epoch, and at its end
-def test_a_parked_rank_is_lost_and_no_window_is_done_again(
-    call_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CALL_S", call_s)
-    found = Run(3, [Kill("w2", "the call to parked ranks")])
+def test_a_parked_rank_is_lost_and_only_the_window_under_way_is_done_again() -> None:
+    found = Run(3, [Kill("w2", "a meeting", skip=5)])
     assert found.members == [("w0", "w1", "w2"), ("w0", "w1")]
     assert found.team.formations[1].receivers == ()
     handed_out = sum(sum(one.handed_out) for one in found.trained.values())
-    assert handed_out + sum(found.samples(2)) == NUM_SAMPLES * EPOCHS
+    assert handed_out + sum(found.samples(2)) == NUM_SAMPLES * EPOCHS + BATCH
 
 
 def test_a_worker_joins_while_a_rank_is_parked_which_is_called_back_before() -> None:
@@ -173,10 +178,7 @@ def leaves(member: str) -> Callable[[Ddp, ThreadMembership, WindowResult], None]
 
 
 @pytest.mark.parametrize("leaver", [0, 2])
-def test_a_rank_leaves_while_one_is_parked_and_nothing_is_done_again(
-    leaver: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CALL_S", 0.0)
+def test_a_rank_leaves_while_one_is_parked_and_nothing_is_done_again(leaver: int) -> None:
     member = f"w{leaver}"
     found = Run(3, at_commit=leaves(member))
     assert isinstance(found.team.fate(member).error, KeyboardInterrupt)
@@ -202,13 +204,13 @@ def test_a_parked_rank_continues_where_it_was_when_all_others_are_lost() -> None
     # Its state is older than that of the others: it waits until none of them can commit.
     assert not found.team.formations[1].has_state
     assert [result.window for result in found.trained["w1"].committed] == [*range(WINDOWS)]
-    assert any("continues with window 1" in text for text in found.told)
+    assert any("continues with window 2" in text for text in found.told)
 
 
 def test_the_main_process_is_not_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parking, "NOTEWORTHY_S", 0.0)
     found = Run(3, misfits=(0, 2))
-    assert found.parked[1] == [2]
+    assert found.parked[2] == [2]
     assert any("rank 0 costs more than it contributes" in text for text in found.told)
 
 
@@ -230,4 +232,4 @@ def test_exchanges_of_a_rank_that_was_parked_have_the_numbers_of_the_others() ->
 def test_a_rank_is_called_back_by_one_with_another_number_than_its_place() -> None:
     found = Run(3, [Kill("w0", "gradients of window 0")], apart=1)
     assert found.members == [("w0", "w1", "w2"), ("w1", "w2")]
-    assert [samples > 0 for samples in found.samples(2)] == [True, False, False] + [True] * 5
+    assert [samples > 0 for samples in found.samples(2)] == PARKED_FOR_THREE

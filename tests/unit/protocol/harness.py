@@ -1,7 +1,7 @@
 """Simulated ranks for the protocol's properties: no threads, no tensors, no clock.
 
 A rank is a generator that does what an engine does with a verdict, in the same order, by the real
-table (``judge``, ``land``, ``answer``, ``without``) and real rows. The model is a chain of hashes,
+table (``judge``, ``land``, ``State.regroup``) and real rows. The model is a chain of hashes,
 a gradient a collection of positions. Wherever a rank posts something to the others or takes what
 they have posted it pauses, and a scheduler says which goes on: so ranks learn late, in any order.
 
@@ -18,33 +18,18 @@ from typing import Any, NamedTuple
 
 from evener.data.cursor import Cursor, Slice
 from evener.data.leases import LeaseBook
-from evener.errors import EvenerError
 from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ElChe
 from evener.planning.guard import NoGuard
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
-from evener.protocol import generation, machine
-from evener.protocol.generation import Said
+from evener.protocol import machine
 from evener.protocol.machine import Do, Phase, Ruling, State
-from evener.protocol.row import (
-    ADMIT,
-    ALL,
-    CALL,
-    DATA_LENGTH,
-    PARK,
-    Purpose,
-    Row,
-    decode,
-    encode,
-    pack,
-)
+from evener.protocol.row import ALL, DATA_LENGTH, Purpose, Row, decode, encode, pack
 
 #: The rules that ranks go by; a test of the tests puts others in their place.
-RULES = SimpleNamespace(
-    judge=machine.judge, land=machine.land, answer=generation.answer, without=generation.without
-)
+RULES = SimpleNamespace(judge=machine.judge, land=machine.land)
 
 #: Places between two effects at which a rank may be lost.
 FAILPOINTS = (
@@ -65,7 +50,6 @@ FAILPOINTS = (
     "land.before",
     "land.after",
     "change.before",
-    "change.ended",
     "change.formed",
     "transfer.received",
 )
@@ -137,8 +121,8 @@ class Program(Shown):
     stream: bool = False
     #: Weights of shares, by window.
     shares: tuple[tuple[int, ...], ...] = ((1,) * 9,)
-    #: The planner's wish, by window: ``ADMIT``, ``CALL``, or the ranks to be parked.
-    wishes: Mapping[int, int | frozenset[int]] = field(default_factory=dict)
+    #: Ranks that the planner parks from the window after the next on, by window.
+    wishes: Mapping[int, frozenset[int]] = field(default_factory=dict)
     #: Whether ranks that are parked when an epoch ends are parked again in the next one.
     parks_again: bool = True
     #: Windows in which optimizers take turns.
@@ -414,16 +398,26 @@ class Rank(ABC):
     # ── exchanges ────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def present(self) -> tuple[int, ...]:
+        """The ranks that are not parked."""
+        return tuple(rank for rank in self.state.members if rank not in self.state.parked)
+
+    @property
     def channel(self) -> Hashable:
-        """What all that the main thread waits for goes over."""
+        """What all ranks exchange goes over, in the main thread."""
         return ("F", self.state.generation)
+
+    @property
+    def channel_of_present(self) -> Hashable:
+        """What those exchange who are not parked."""
+        return (*self.channel, self.present) if self.state.parked else self.channel  # type: ignore[misc]
 
     def exchange(
         self, key: Hashable, payload: Any, channel: Hashable = None
     ) -> Generator[Any, Any, dict[int, Any]]:
         """What tensors do: all members bring something, and have it all."""
-        channel = channel or self.channel
-        members = self.state.members
+        channel = channel or self.channel_of_present
+        members = self.state.members if channel == self.channel else self.present
         self.point("tensor.before")
         number = yield Post(channel, (key, members), payload)
         self.point("tensor.sent")
@@ -482,9 +476,12 @@ class Rank(ABC):
         self.state = self.state.say(purpose, stop=stop, **said)
         assert self.state.own is not None
         channel, members = self.channel, self.state.members
+        if self.committing:
+            channel, members = self.channel_of_present, self.present
         number = yield from self.say(self.state.own, channel)
         rows = yield from self.hear(self.state.own, channel, number, members)
         verdict = self.judged(self.state, rows, (channel, number))
+        rows = {rank: row for rank, row in rows.items() if rank not in self.state.parked}
         yield from self.follow(rows, verdict, (channel, number))
         return rows, verdict
 
@@ -494,6 +491,8 @@ class Rank(ABC):
         stopping = self.state.stopping or after.stopping
         self.state = self.state._replace(own=None, stopping=stopping)
         for do in verdict.do:
+            if self.state.is_parked and do in (Do.VERIFY, Do.RATES):
+                continue
             if do is Do.COMMIT:
                 yield from self.commit()
             elif do is Do.VERIFY:
@@ -509,8 +508,7 @@ class Rank(ABC):
         if verdict.error is not None:
             self.tell(place, str(verdict.error))
             raise verdict.error
-        if Do.CHANGE in verdict.do:
-            yield from self.change(rows)
+        assert Do.CHANGE not in verdict.do, "the members of a fixed team do not change"
 
     def tell(self, place: Hashable, words: str) -> None:
         """S10: an error from rows, on all ranks in the same round."""
@@ -519,10 +517,6 @@ class Rank(ABC):
     @abstractmethod
     def carry_out(self, do: Do, rows: dict[int, Row], verdict: Ruling) -> Steps:
         """Does one thing that a round has led to."""
-
-    def change(self, rows: dict[int, Row]) -> Steps:
-        """The generation changes."""
-        raise AssertionError("local steps park nobody")
 
     @abstractmethod
     def settle(self) -> Steps:
@@ -539,8 +533,12 @@ class Rank(ABC):
         applied, self.applied = self.applied, None
         self.state = self.state._replace(applied=False)
         assert applied is not None, "S4: a commit of nothing"
+        if self.state.is_parked:
+            for lease in applied.leases:
+                self.cursor.commit(lease)
+            return
         self.point("commit.before")
-        for member in self.state.members:
+        for member in self.present:
             other = self.net.ranks[member]
             assert other.done >= applied.window, (
                 f"S4: rank {self.me} commits window {applied.window}, rank {member} has applied "
@@ -645,8 +643,8 @@ class SyncRank(Rank):
         super().__init__(network, me)
         self.leases: dict[int, Slice] = {}
         self.draft: tuple[float, ...] | None = None
-        self.wish = 0
-        self.misfits: tuple[int, ...] = ()
+        self.to_park: frozenset[int] = frozenset()
+        self.num_groups = 0
         self.content: list[int] = []
         self.micro = 0
         self.turns: list[int] = []
@@ -678,9 +676,10 @@ class SyncRank(Rank):
             self.abandoned = self.state.led_out
             self.left = self.left or self.abandoned
             if not self.abandoned:
-                if self.state.away:
-                    yield from self.recall(Said.END)
+                self.state = self.state.release()
                 yield from self.settle()
+                if self.state.parked:
+                    yield from self.regroup()
         except BreakError:
             self.abandoned = self.left = True
             self.leave()
@@ -721,15 +720,8 @@ class SyncRank(Rank):
 
     def work(self) -> Steps:
         """Windows, as long as there are any."""
-        if self.state.again:
-            self.park(self.state.again)
-        if self.state.phase is not Phase.AWAY:
-            yield from self.exchange_plans(2)
-        while True:
-            if self.state.phase is Phase.AWAY:
-                yield from self.wait_for_recall()
-            if not self.state.is_working or self.state.stopping:
-                return
+        yield from self.exchange_plans(2)
+        while self.state.is_working and (self.state.parked or not self.state.stopping):
             plan = self.state.plan
             assert isinstance(plan, WindowPlan)
             self.make_draft()
@@ -742,9 +734,11 @@ class SyncRank(Rank):
     def exchange_plans(self, count: int) -> Steps:
         """The first plans of an epoch, or of a generation."""
         for _ in range(count):
-            number = self.make_draft()
+            if not self.program.parks_again:
+                self.to_park = frozenset()
+            number, planner = self.make_draft(), self.state.planner
             rows, _ = yield from self.meet(Purpose.PLAN, body=(*self.data(), *self.take_draft()))
-            self.check_plan(rows, number, DATA_LENGTH)
+            self.check_plan(rows[planner].body[DATA_LENGTH:], number)
 
     def hand_out(self, plan: WindowPlan) -> Steps:
         """A share: its micro-batches, and the close."""
@@ -796,7 +790,6 @@ class SyncRank(Rank):
         return {
             "part": part,
             "drop": drop,
-            "change": self.wish,
             "trainable": self.trainable,
             "rates": self.rate,
             "may_skip": self.script.may_skip,
@@ -827,6 +820,8 @@ class SyncRank(Rank):
 
     def carry_out(self, do: Do, rows: dict[int, Row], verdict: Ruling) -> Steps:
         """Does one thing that a round has led to."""
+        if do is Do.TURN and self.state.is_parked:
+            return
         if do is Do.APPLY:
             yield from self.finish(rows, verdict)
         elif do is Do.TURN:
@@ -844,9 +839,13 @@ class SyncRank(Rank):
         window, plan, leases = self.state.window, self.state.plan, []
         if isinstance(plan, WindowPlan):
             assert plan.window == window, "S8: the plan of another window"
-            self.check_plan(rows, window + len(self.state.plans))
+            self.check_plan(rows[self.state.planner].body, window + len(self.state.plans))
             self.take_draft()
             leases.append(self.leases.pop(window))
+        if self.state.is_parked:
+            assert not self.content, "S8: a parked rank has work"
+            self.applied = Pending(window, leases)
+            return
         content: Hashable = ()
         finite = not any(row.report.non_finite for row in rows.values())
         assert finite or verdict.skip, "S8: what is not finite is applied"
@@ -882,43 +881,42 @@ class SyncRank(Rank):
         if self.draft is not None:
             return number
         piece = self.cursor.take(self.program.batch_size)
-        self.draft, self.wish = (), 0
+        self.draft = ()
         if piece is not None:
             self.leases[number] = piece
-        if self.me != self.state.planner:
-            return number
-        if piece is not None:
+        if self.me == self.state.planner and piece is not None:
+            self.decide_parking()
             shares = self.shares(number, piece.size)
-            plan = WindowPlan(number, piece.epoch, piece.start, piece.size, shares)
+            flags = tuple(int(rank in self.to_park) for rank in range(self.program.world_size))
+            plan = WindowPlan(number, piece.epoch, piece.start, piece.size, shares, flags)
             self.draft = tuple(pack(plan))
-        self.wish = self.wanted_change()
         return number
+
+    def decide_parking(self) -> None:
+        """Who is parked by the plan that is made next, as far as that can be."""
+        if self.state.plans and isinstance(last := self.state.plans[-1], WindowPlan):
+            self.to_park = last.parked_ranks
+        wish = self.program.wishes.get(self.state.window, self.to_park)
+        if wish < set(self.state.members):
+            self.to_park = wish
 
     def shares(self, window: int, size: int) -> tuple[int, ...]:
         """By the program's weights; those who are parked have none."""
         weights = self.program.shares[window % len(self.program.shares)]
-        members = self.state.members
-        dealt = [rank for rank in members for _ in range(weights[rank])] or list(members)
+        members = [rank for rank in self.state.members if rank not in self.to_park]
+        dealt = [rank for rank in members for _ in range(weights[rank])] or members
         found = Counter(dealt[k % len(dealt)] for k in range(size))
         return tuple(found[rank] for rank in range(self.program.world_size))
-
-    def wanted_change(self) -> int:
-        """The planner's wish, as far as it can be fulfilled."""
-        wish, members = self.program.wishes.get(self.state.window, 0), set(self.state.members)
-        if isinstance(wish, int):
-            return wish if self.state.away else 0
-        self.misfits = tuple(sorted(wish))
-        return PARK if wish and wish < members else 0
 
     def take_draft(self) -> tuple[float, ...]:
         """What this rank says of the window after the next."""
         draft, self.draft = self.draft, None
         return draft or ()
 
-    def check_plan(self, rows: dict[int, Row], number: int, offset: int = 0) -> None:
+    def check_plan(self, body: tuple[float, ...], number: int) -> None:
         """The plan must be of the slice that this rank has leased."""
         piece = self.leases.get(number)
-        body = rows[self.state.planner].body[offset : offset + 4]
+        body = body[:4]
         own = () if piece is None else (number, piece.epoch, piece.start, piece.size)
         assert tuple(map(int, body)) == own, f"rank {self.me}: {body} is planned, {own} is leased"
 
@@ -929,108 +927,39 @@ class SyncRank(Rank):
         self.draft = None
         self.cursor.release()
 
-    # ── generations ──────────────────────────────────────────────────────────────────────────────
+    # ── parking ──────────────────────────────────────────────────────────────────────────────────
 
-    def change(self, rows: dict[int, Row]) -> Steps:
-        """Does what the planner wished."""
-        wish = rows[self.state.planner].change
+    def follow(self, rows: dict[int, Row], verdict: Ruling, place: Hashable) -> Steps:
+        """Carries a verdict out; then those are parked whom the plan of the next window names."""
+        yield from super().follow(rows, verdict, place)
+        if self.state.due_to_park != self.state.parked:
+            yield from self.regroup()
+
+    def regroup(self) -> Steps:
+        """Takes parked ranks back, or parks others."""
+        before, present = self.state.parked, self.present
         self.point("change.before")
-        if wish == CALL:
-            yield from self.call(Said.STAY)
-        elif wish == PARK:
-            yield from self.park_misfits()
-        else:
-            yield from self.recall(Said.GO_ON if wish == ADMIT else Said.LEFT)
-
-    def end_generation(self, *said: float) -> Generator[Any, Any, tuple[float, ...]]:
-        """The last window of a generation is committed; returns what the planner says."""
-        told: tuple[float, ...] = ()
-        if self.state.applied:
-            rows, _ = yield from self.meet(Purpose.CHANGE, body=said)
-            told = rows[self.state.planner].body
-        self.drop_plans()
-        self.point("change.ended")
-        return told
-
-    def park_misfits(self) -> Steps:
-        """Parks the ranks that the planner names."""
-        told = yield from self.end_generation(*map(float, self.misfits))
-        misfits = tuple(map(int, told))
-        assert misfits, "the planner names no rank"
-        self.park(misfits)
-        if self.me not in misfits:
-            yield from self.exchange_plans(2)
-
-    def park(self, ranks: tuple[int, ...]) -> None:
-        """Goes on without some ranks."""
-        self.state = RULES.without(self.state, ranks)
-        self.net.agree(self.state.generation, self.state.members, "members of a generation")
-        assert self.state.planner in self.state.members, "S3: a rank plans that is not there"
-        if self.state.phase is not Phase.AWAY:
-            self.net.agree(self.state.generation, self.state.planner, "planner of a generation")
+        self.state = self.state.regroup()
+        parked = self.state.parked
+        told = (parked, self.state.planner)
+        self.num_groups += 1
+        self.net.agree(("group", self.num_groups), told, "who is parked, and who plans")
+        assert self.state.planner in self.present, "S3: a rank plans that is not there"
+        if before - parked:
+            own = (self.model, self.done, self.rate, self.state.window, self.applied)
+            found = yield from self.exchange("transfer", own, self.channel)
+            if self.me in before:
+                self.point("transfer.received")
+                self.model, self.done, self.rate, window, self.applied = found[present[0]]
+                assert self.state.window == window
+                self.content = []
+            present = self.state.members
+        if parked and self.me in present:
+            channel = (*self.channel, present) if len(present) < len(self.state.members) else None
+            number = yield Post(channel or self.channel, ("split", present), ())
+            yield Take(channel or self.channel, number, present)
+        self.was_parked = self.was_parked or self.state.is_parked
         self.point("change.formed")
-
-    def recall(self, said: Said) -> Steps:
-        """Calls all who are parked."""
-        yield from self.end_generation()
-        yield from self.call(said)
-
-    def call(self, said: Said) -> Steps:
-        """Comes by at the door."""
-        tries = said is Said.GO_ON or not self.program.parks_again
-        body = generation.call(self.state, said, tries=tries)
-        answer = yield from self.come_to_door(Purpose.CALL, body=body)
-        yield from self.rejoin(answer, receives=False)
-
-    def wait_for_recall(self) -> Steps:
-        """Waits at the door."""
-        self.was_parked = True
-        while self.state.phase is Phase.AWAY:
-            answer = yield from self.come_to_door(Purpose.AWAY)
-            yield from self.rejoin(answer, receives=True)
-
-    def come_to_door(self, purpose: Purpose, **said: Any) -> Generator[Any, Any, Any]:
-        """What follows from the rows at the door."""
-        stop = self.state.stopping or self.wants_stop()
-        self.state = self.state.say(purpose, stop=stop, **said)
-        assert self.state.own is not None
-        everybody = tuple(range(self.program.world_size))
-        number = yield from self.say(self.state.own, "door")
-        rows = yield from self.hear(self.state.own, "door", number, everybody)
-        try:
-            answer = RULES.answer(self.state, rows)
-        except EvenerError as error:
-            self.tell(("door", number), str(error))
-            raise
-        state = answer.state
-        told = (answer.said, answer.source, state.stopping)
-        if answer.said is not Said.STAY:
-            told = (
-                *told,
-                state.generation,
-                state.members,
-                state.planner,
-                state.window,
-                state.again,
-            )  # type: ignore[assignment]
-        self.net.agree(("door", number), told, "S1")
-        self.state = state
-        return answer
-
-    def rejoin(self, answer: Any, *, receives: bool) -> Steps:
-        """All are present again, with one state."""
-        if answer.said is Said.STAY:
-            return
-        own = (self.model, self.done, self.cursor.state_dict(), self.rate, self.state.window)
-        found = yield from self.exchange("transfer", own)
-        if receives:
-            self.point("transfer.received")
-            self.model, self.done, position, self.rate, window = found[answer.source]
-            assert self.state.window == window
-            self.cursor.load_state_dict(position)
-            self.content = []
-        if answer.said is Said.GO_ON:
-            yield from self.exchange_plans(2)
 
 
 # ── CADENCE and ASYNC ────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.planning.policies import ApplyPolicy
-from evener.protocol.row import ADMIT, CALL
 from unit.protocol.harness import FAILPOINTS, LostError, Network, Program, Script, check_end, run
 from unit.protocol.test_protocol import (
     ALIKE,
@@ -67,8 +66,8 @@ def test_all_orders_of_three_ranks_and_two_windows():
 
 @pytest.mark.parametrize("parked", [0, 1])
 def test_all_orders_of_a_rank_that_is_parked_and_called_back(parked):
-    wishes = {0: frozenset({parked}), 1: CALL, 2: ADMIT}
-    for script in (Script(), Script(stops=(3, 0)), Script(breaks=(3, 0))):
+    wishes = {0: frozenset({parked}), 1: frozenset[int]()}
+    for script in (Script(), Script(stops=(2, 0)), Script(breaks=(2, 0))):
         program = Program(scripts=(script,) * 2, samples=12, batch_size=2, wishes=wishes)
         assert len(every_order(program)) == 1, program
 
@@ -100,7 +99,7 @@ RICH = (
         samples=28,
         epochs=2,
         shares=((1, 1, 1), (0, 1, 2)),
-        wishes={1: frozenset({0}), 3: ADMIT, 4: frozenset({2})},
+        wishes={0: frozenset({0}), 1: frozenset(), 2: frozenset({2})},
         turns=frozenset({5}),
     ),
     Program(scripts=(Script(stops=(1, 0)), Script(micro_batch=2))),

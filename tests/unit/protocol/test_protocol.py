@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from evener.errors import CollectiveMismatchError
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.machine import Phase
-from evener.protocol.row import ADMIT, CALL
 from unit.protocol.harness import Network, Program, Script, run
 
 SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
@@ -78,8 +77,7 @@ def programs(draw, policy: ApplyPolicy = SYNC, *, stream: bool = False, troubles
     if policy is SYNC and not stream:
         whole["turns"] = draw(st.frozensets(st.integers(0, 4), max_size=2))
         whole["rates_at"] = draw(st.frozensets(st.integers(0, 4), max_size=1))
-        parked = st.frozensets(st.integers(0, world_size - 1), min_size=1, max_size=2)
-        wish = st.one_of(parked, st.sampled_from([ADMIT, CALL]))
+        wish = st.frozensets(st.integers(0, world_size - 1), max_size=2)
         whole["parks_again"] = draw(st.booleans())
         whole["wishes"] = draw(st.dictionaries(st.integers(0, 5), wish, max_size=3))
         weights = st.tuples(*[st.integers(0, 2)] * world_size)

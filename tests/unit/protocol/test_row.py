@@ -13,10 +13,7 @@ from evener.planning.local_plan import LocalPlan
 from evener.planning.plan import WindowPlan
 from evener.planning.report import Report
 from evener.protocol.row import (
-    ADMIT,
     ALL,
-    CALL,
-    PARK,
     Purpose,
     Row,
     decode,
@@ -78,7 +75,7 @@ ROWS = st.builds(
     left=st.booleans(),
     busy=st.booleans(),
     part=st.integers(ALL, 100),
-    change=st.integers(CALL, 100),
+    renew=st.booleans(),
     trainable=WHOLE,
     rates=st.integers(0, 2**32 - 1).map(float),
     hooked=st.booleans(),
@@ -90,7 +87,7 @@ ROWS = st.builds(
 
 
 def window_plan(shares: tuple[int, ...], *, start: int = 0, window: int = 0) -> WindowPlan:
-    return WindowPlan(window, 3, start, sum(shares), shares)
+    return WindowPlan(window, 3, start, sum(shares), shares, (0,) * len(shares))
 
 
 def local_plan(**changes) -> LocalPlan:
@@ -176,12 +173,6 @@ def test_every_purpose_says_what_a_rank_is_doing():
     assert len(set(said)) == len(said)
 
 
-def test_the_wishes_of_a_planner_are_no_ranks():
-    for change in (CALL, ADMIT, 0, PARK):
-        row = Row(purpose=Purpose.WINDOW, window=0, change=change)
-        assert decode(encode(row, 4)).change == change
-
-
 # ── plans ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -193,7 +184,7 @@ def test_the_wishes_of_a_planner_are_no_ranks():
     start=WHOLE,
 )
 def test_a_plan_of_sync_survives_the_journey(shares, window, epoch, start):
-    plan = WindowPlan(window, epoch, start, sum(shares), shares)
+    plan = WindowPlan(window, epoch, start, sum(shares), shares, (0, *[1] * (len(shares) - 1)))
     numbers = pack(plan)
     assert all(type(number) is float for number in numbers)
     received = unpack(WindowPlan, numbers)

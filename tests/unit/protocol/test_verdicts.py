@@ -1,4 +1,4 @@
-"""The table of transitions, row by row: what ``judge``, ``land`` and ``answer`` make of rows."""
+"""The table of transitions, row by row: what ``judge`` and ``land`` make of rows."""
 
 import math
 from dataclasses import replace
@@ -11,13 +11,13 @@ from evener.planning.local_plan import LocalPlan
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import LOSS, NOTHING, Report
-from evener.protocol.generation import Said, answer, without
+from evener.protocol.formation import Formation
 from evener.protocol.machine import Do, Phase, Ruling, State, judge, land
-from evener.protocol.row import ADMIT, CALL, Purpose, Row, pack
+from evener.protocol.row import Purpose, Row, pack
 
 DATA = (600.0, 8.0, 7.0)
-FIRST, SECOND = (WindowPlan(window, 0, window * 4, 4, (2, 2)) for window in (3, 4))
-THIRD = tuple(pack(WindowPlan(5, 0, 20, 4, (2, 2))))
+FIRST, SECOND = (WindowPlan(window, 0, window * 4, 4, (2, 2), (0, 0)) for window in (3, 4))
+THIRD = tuple(pack(WindowPlan(5, 0, 20, 4, (2, 2), (0, 0))))
 TWO = Report(weight=2.0, loss_sum=6.0, samples=2)
 
 
@@ -137,20 +137,19 @@ def test_the_plan_is_that_of_the_planner() -> None:
     state = working(
         2, world_size=3, members=(1, 2), planner=1, plans=(replace(FIRST, shares=(0, 2, 2)),)
     )
-    plan = replace(SECOND, shares=(0, *SECOND.shares))
+    plan = replace(SECOND, shares=(0, *SECOND.shares), parked=(1, 0, 0))
     found = judge(state, {1: row(body=tuple(pack(plan))), 2: row()})
     assert found.state.plans == (plan,)
     assert found.state.planner == 1
-    assert found.state.away == frozenset({0})
 
 
-@pytest.mark.parametrize("wish", [1, ADMIT, CALL])
-def test_the_planners_wish_comes_after_the_window(wish: int) -> None:
-    assert both(working(), row(body=THIRD, change=wish), row()).do[-2:] == (Do.APPLY, Do.CHANGE)
-    assert Do.CHANGE not in both(working(), row(body=THIRD), row(change=wish)).do
-    # At its end an epoch calls everybody anyway, and so does a stop.
-    assert Do.CHANGE not in both(working(plans=(FIRST,)), row(change=wish), row()).do
-    assert Do.CHANGE not in both(working(), row(body=THIRD, change=wish, stop=True), row()).do
+def test_a_change_of_the_members_comes_after_the_window() -> None:
+    found = both(working(), row(body=THIRD, renew=True), row())
+    assert found.do[-2:] == (Do.APPLY, Do.CHANGE)
+    assert Do.CHANGE not in both(working(), row(body=THIRD), row(renew=True)).do
+    # At its end an epoch has another place for it, and a stop ends the team.
+    assert Do.CHANGE not in both(working(plans=(FIRST,)), row(renew=True), row()).do
+    assert Do.CHANGE not in both(working(), row(body=THIRD, renew=True, stop=True), row()).do
 
 
 def test_an_optimizers_turn_leaves_the_window_open() -> None:
@@ -334,14 +333,12 @@ def test_rest_in_mid_epoch_goes_on_where_nobody_has_left() -> None:
     assert both(working(applied=False), row(Purpose.REST), row(Purpose.REST)).do == ()
 
 
-def test_rest_leads_a_rank_without_a_share_out_and_calls_parked_ones() -> None:
+def test_rest_leads_a_rank_without_a_share_out() -> None:
     rows = row(Purpose.IDLE), row(Purpose.REST, left=True)
     found = both(working(), *rows)
     assert found.do == (Do.VERIFY, Do.COMMIT)
     assert found.state.led_out
     assert found.state.phase is Phase.OUT
-    found = both(working(world_size=3), *rows)
-    assert found.do == (Do.VERIFY, Do.COMMIT, Do.CHANGE)
     assert not both(working(), row(Purpose.IDLE), row(Purpose.REST)).state.led_out
 
 
@@ -434,87 +431,82 @@ def test_leaving_counts_where_something_may_be_owed() -> None:
     over = flying(phase=Phase.OUT, flight=None)
     assert over._replace(applied=True).leave().phase is Phase.REST  # the epoch's last window
     assert over._replace(applied=False).leave().phase is Phase.OUT
-    for phase in (Phase.AWAY, Phase.ENDED):
-        assert working(phase=phase).leave().phase is phase
+    assert working(phase=Phase.ENDED).leave().phase is Phase.ENDED
 
 
 def test_an_epoch_begins_with_nothing_of_the_one_before() -> None:
     old = working(phase=Phase.REST, winding=True, led_out=True)
     assert old.release() == working(phase=Phase.OUT, plans=(), led_out=True)
     assert old.begin() == working(phase=Phase.OUT, plans=())
-    for phase in (Phase.AWAY, Phase.ENDED):
-        assert working(phase=phase).release().phase is phase
+    assert working(phase=Phase.ENDED).release().phase is Phase.ENDED
     over = flying(own=row()).end()
     assert (over.phase, over.own, over.flight) == (Phase.ENDED, None, None)
 
 
-# ── generations ──────────────────────────────────────────────────────────────────────────────────
+# ── parked ranks and generations ─────────────────────────────────────────────────────────────────
 
 
-def test_a_generation_without_a_rank() -> None:
-    state = without(working(1, again=(0,)), {0})
-    assert (state.generation, state.members, state.plans) == (1, (1,), ())
-    assert state.planner == 1
-    assert (state.phase, state.again) == (Phase.WORK, ())
-    assert without(working(), [0]).phase is Phase.AWAY
-    assert without(working(world_size=4, members=(0, 1, 2, 3)), (0, 2)).members == (1, 3)
+def parked(*ranks: int, **given: Any) -> State:
+    """One of three ranks, of which some are parked in this window."""
+    flags = tuple(int(rank in ranks) for rank in range(3))
+    plans = tuple(replace(plan, shares=(2, 2, 0), parked=flags) for plan in (FIRST, SECOND))
+    fields: dict[str, Any] = {"world_size": 3, "members": (0, 1, 2), "plans": plans}
+    return working(**fields | {"parked": frozenset(ranks)} | given)
 
 
-def door(said: Said, **given: Any) -> dict[int, Row]:
-    calling = row(Purpose.CALL, window=9, generation=1, body=(float(said), 1.0, 0.0), **given)
-    return {0: row(Purpose.AWAY), 1: calling, 2: calling}
+IDLE = row(Purpose.IDLE)
 
 
-def test_a_call_finds_parked_ranks_where_they_are() -> None:
-    away = working(world_size=3, members=(1, 2), phase=Phase.AWAY, generation=1, own=row())
-    found = answer(away, door(Said.STAY))
-    assert (found.said, found.source) == (Said.STAY, 1)
-    assert found.state == away._replace(own=None)
-    rows = door(Said.STAY)
-    rows[0] = rows[0]._replace(stop=True)
-    assert answer(away, rows).state.stopping
+def test_the_plan_of_a_window_says_who_is_parked_and_between_epochs_nobody_is() -> None:
+    state = parked(2, parked=frozenset())
+    assert state.due_to_park == {2}
+    assert state.regroup().parked == {2}
+    assert parked(2, phase=Phase.OUT).due_to_park == frozenset()
+    assert parked(2, plans=()).regroup().parked == frozenset()
 
 
-@pytest.mark.parametrize("said", [Said.GO_ON, Said.END, Said.LEFT])
-def test_called_back_all_ranks_are_in_the_next_generation(said: Said) -> None:
-    away = working(world_size=3, members=(1, 2), phase=Phase.AWAY, generation=1)
-    state = answer(away, door(said)).state
-    assert (state.generation, state.members, state.window) == (2, (0, 1, 2), 9)
-    assert (state.plans, state.phase, state.led_out) == ((), Phase.OUT, said is Said.LEFT)
-    assert (state.planner, state.again) == (1, (0,))
-    caller = away._replace(me=1, phase=Phase.REST, window=9, led_out=False)
-    state = answer(caller, door(said)).state
-    assert (state.generation, state.members, state.phase) == (2, (0, 1, 2), Phase.REST)
-    assert not state.led_out
+def test_the_lowest_rank_that_stays_plans_also_when_the_others_have_come_back() -> None:
+    state = parked(0, 1, parked=frozenset()).regroup()
+    assert state.planner == 2
+    assert state._replace(plans=()).regroup().planner == 2
 
 
-def test_the_coordinator_numbers_the_generations_of_an_elastic_team() -> None:
-    state = working(world_size=5, members=(0, 1, 3), is_elastic=True, absent=frozenset({2, 4}))
-    state = without(state._replace(generation=7), {1})
-    assert (state.generation, state.members, state.away) == (7, (0, 3), {1})
-    rows = dict.fromkeys((0, 3), row(Purpose.CALL, window=9, generation=7, body=(1.0, 0.0)))
-    told = answer(state, {0: rows[0], 1: row(Purpose.AWAY, leaving=True), 3: rows[3]}).state
-    assert (told.generation, told.members, told.leaving) == (7, (0, 1, 3), (1,))
+def test_a_parked_rank_is_idle_whatever_the_others_do() -> None:
+    plan = parked(2).plans[1]
+    body = tuple(pack(replace(plan, window=5, start=20)))
+    found = judge(parked(2), {0: row(body=body), 1: row(), 2: IDLE._replace(trainable=9, rates=7)})
+    assert found.do == (Do.COMMIT, Do.APPLY)
+    asked = judge(parked(2), {0: row(Purpose.VALUE), 1: row(Purpose.VALUE), 2: IDLE})
+    assert (asked.do, asked.error) == ((), None)
+    rest = judge(parked(2), {0: row(Purpose.REST), 1: row(Purpose.REST), 2: IDLE})
+    assert rest.do == (Do.VERIFY, Do.COMMIT)
 
 
-def test_who_is_parked_continues_where_all_others_leave() -> None:
-    state = working(world_size=3, is_elastic=True, leaving=(2,))
-    leaving = row(leaving=True)
-    assert both(state, leaving, leaving).state.leaving == (0, 1, 2)
-    assert not both(state, leaving, leaving).state.stopping
-    assert both(state._replace(absent=frozenset({2})), leaving, leaving).state.stopping
+def test_a_parked_rank_stops_the_team_and_is_heard_when_it_leaves() -> None:
+    rows = {0: row(Purpose.VALUE), 1: row(Purpose.VALUE), 2: IDLE._replace(stop=True)}
+    assert judge(parked(2), rows).state.stopping
+    leaving = {rank: one._replace(leaving=True, stop=False) for rank, one in rows.items()}
+    assert judge(parked(2), {**leaving, 0: rows[0]}).state.leaving == (1, 2)
+    assert judge(parked(2), leaving).state.stopping, "no rank would continue"
 
 
-def test_only_calls_are_heard_at_the_door() -> None:
-    away = working(world_size=3, members=(1, 2), phase=Phase.AWAY, generation=1)
-    calling = door(Said.GO_ON)
-    for other in (
-        calling[2]._replace(purpose=Purpose.SAVE),
-        calling[2]._replace(window=10),
-        calling[2]._replace(generation=2),
-    ):
-        with pytest.raises(CollectiveMismatchError):
-            answer(away, calling | {2: other})
-    saving = calling[1]._replace(purpose=Purpose.SAVE)
-    with pytest.raises(CollectiveMismatchError):
-        answer(away, calling | {1: saving, 2: saving})
+def test_a_parked_rank_at_another_window_is_at_odds_with_the_others() -> None:
+    found = judge(parked(2), {0: row(), 1: row(), 2: IDLE._replace(window=4)})
+    assert isinstance(found.error, CollectiveMismatchError)
+
+
+def test_a_generation_begins_with_all_its_members_and_without_plans() -> None:
+    formation = Formation(
+        generation=7,
+        members=("a", "c"),
+        numbers=(0, 3),
+        base=9,
+        has_state=True,
+        donor="a",
+        receivers=("c",),
+        lease_s=1.0,
+    )
+    state = parked(2, world_size=5, is_elastic=True, leaving=(1,)).renew(formation, 3)
+    assert (state.me, state.generation, state.window, state.planner) == (3, 7, 9, 0)
+    assert (state.members, state.parked, state.absent) == ((0, 3), frozenset(), {1, 2, 4})
+    assert (state.plans, state.phase, state.applied, state.leaving) == ((), Phase.OUT, False, ())

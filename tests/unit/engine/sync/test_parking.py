@@ -82,13 +82,14 @@ def test_a_parked_rank_is_named_and_tried_again_in_mid_epoch(
     samples, windows, told, weights = zip(*run_team(3, body), strict=True)
     assert Counter(chain(*samples)) == dict.fromkeys(range(SAMPLES), 1)
     assert windows[0] == windows[1] == list(range(40))
-    assert windows[AWAY] == [0, 1, 2, *range(14, 40)]
+    # Plans are made two windows ahead.
+    assert windows[AWAY] == [0, 1, 2, 3, *range(16, 40)]
     assert weights[0] == weights[1] == weights[AWAY]
     assert told[1:] == ([], []), "the rank that plans says it"
     assert told[0] == [
         "rank 2 is parked: rank 2 alone does 1 samples/s; the team is predicted to do 6 samples/s "
         "with it (a window takes 1e+03 ms, of which the exchange 500 ms) and 12 without. The team "
-        "tries again with it at window 13"
+        "tries again with it at window 14"
     ]
 
 
