@@ -11,10 +11,12 @@ from evener.averaging.gradients import GradientAverager
 from evener.engine.answers import Heard
 from evener.engine.changing import ElasticEngine
 from evener.engine.engine import EngineOptions
-from evener.engine.results import Applied, Progress, Round, pack_applied, unpack_applied
+from evener.engine.results import Progress, Round
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.planning.policies import NOTEWORTHY_S, ApplyPolicy, Parking, Policy
+from evener.planning.report import Report
+from evener.protocol.row import Purpose
 
 #: Plans in which a rank that is called back surely gets work, so that it is measured.
 _TRIALS: Final = 2
@@ -46,7 +48,7 @@ class ParkingEngine(ElasticEngine):
         #: Ranks that the planner parks by the plan that it makes next.
         self._to_park: frozenset[int] = frozenset()
         #: What belongs to the model that this rank holds while it is parked.
-        self._parked_at: tuple[dict[str, Any], Applied | None] | None = None
+        self._parked_at: dict[str, Any] | None = None
         #: Ranks that the policy knows to be parked.
         self._planned_without: frozenset[int] = frozenset()
         #: Plans in which all ranks get work, as those that were parked are tried again.
@@ -94,8 +96,8 @@ class ParkingEngine(ElasticEngine):
         Only where the team is lost that has applied them does anything follow from that.
         """
         if self.state.is_parked and self._parked_at is not None:
-            counters, self._applied = self._parked_at
-            self._take_counters(counters)
+            self._applied = None
+            self._take_counters(self._parked_at)
 
     def _plan_without(self, ranks: frozenset[int]) -> None:
         """Tell the policy who is parked in what it plans next, if that is news."""
@@ -137,7 +139,11 @@ class ParkingEngine(ElasticEngine):
     def _follow(self, found: Round) -> None:
         """Carry out a verdict; then let those be parked that the plan of the next window names."""
         super()._follow(found)
-        if self.state.due_to_park != self.state.parked:
+        if self.committing or self.state.due_to_park == self.state.parked:
+            return
+        if self.state.applied:  # first tell those who have taken part in it that it is committed
+            self._meet(Purpose.CHANGE, report=Report(**self._told()))
+        else:
             self._regroup()
 
     def _regroup(self) -> None:
@@ -153,7 +159,7 @@ class ParkingEngine(ElasticEngine):
             self._take_back(before)
         if self.rank in parked:
             self.was_parked, self._is_in = True, not self.team.is_elastic
-            self._parked_at = self._counters(), self._applied
+            self._parked_at = self._counters()
         if parked:
             self.team.park(parked - self.team.parked)
             apart = self.policy.windows_apart(self.batch_size, self._change_s)
@@ -198,7 +204,6 @@ class ParkingEngine(ElasticEngine):
             "progress": asdict(self.progress),
             "loss_scale": self._scale.state_dict(),
             "expected_weight": self._expected_weight,
-            "applied": None if self._applied is None else pack_applied(self._applied),
             "heard": self._heard.number,
         }
 
@@ -207,8 +212,6 @@ class ParkingEngine(ElasticEngine):
         self._set_progress(Progress(**counters["progress"]))
         self._scale.load_state_dict(counters["loss_scale"])
         self._expected_weight = counters["expected_weight"]
-        packed = counters["applied"]
-        self._applied = None if packed is None else unpack_applied(packed)
         if self._heard.number != counters["heard"]:
             self._heard = Heard(counters["heard"])
         self._take_model()

@@ -544,7 +544,8 @@ class SyncEngine(DraftingEngine):
             if self.world_size > 1 and self.rank == self.state.planner:
                 self._judge_ranks()
             self._make_draft()
-            self._renews = self._wants_renewal and not self.team.parked
+            parks = self._to_park or self.team.parked or any(self.state.planned_to_park)
+            self._renews = self._wants_renewal and not parks
 
     def _learn(self) -> None:
         """Give the policy the reports of closed windows, when it is needed.

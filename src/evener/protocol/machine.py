@@ -16,7 +16,8 @@ The whole table is in ``judge`` and the functions below it; the first line that 
                                                       error where ranks hold different data
     REST or IDLE, an exchange in flight               nothing: it lands first
     REST or IDLE                                      VERIFY, COMMIT; idle ranks are led out
-    CHANGE                                            COMMIT, then a new generation is formed
+    CHANGE                                            COMMIT; then ranks are parked or called back,
+                                                      or a new generation is formed
     WINDOW or STEP                                    COMMIT, and:
       ... trainable parameters differ                 error on every rank
       ... learning rates differ                       RATES, and one of the lines below

@@ -55,7 +55,7 @@ class Purpose(IntEnum):
     STEP = 9, "closing a window (ddp.step, outside of a map-style ddp.loader)"
     EVALUATE = 10, "starting an evaluation (iterating over its loader)"
     GATHER = 11, "gathering rows (ddp.gather, or the end of an evaluation's loop)"
-    CHANGE = 12, "ending a generation, as a rank joins or leaves"
+    CHANGE = 12, "changing the team (a rank is parked or called back, joins or leaves)"
     STATE = 13, "gathering optimizer state (optimizer.state_dict)"
     CLOSE = 14, "leaving the team (ddp.close)"
     FORM = 15, "beginning a generation, as a rank was lost or joins"

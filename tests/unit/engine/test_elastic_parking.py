@@ -104,7 +104,7 @@ def test_a_rank_is_parked_and_called_back_without_a_change_of_the_generation() -
     assert found.members == [("w0", "w1", "w2")]
     assert [samples > 0 for samples in found.samples(2)] == PARKED_FOR_THREE
     assert found.parked == {window: [2] * (window in (2, 3, 4)) for window in range(WINDOWS)}
-    assert [result.window for result in found.trained["w2"].committed] == [0, *range(4, WINDOWS)]
+    assert [result.window for result in found.trained["w2"].committed] == [0, 1, *range(5, WINDOWS)]
     assert not found.changes
 
 
@@ -136,12 +136,14 @@ def test_a_rank_dies_while_another_one_is_parked_or_called_back(member: str, wha
     assert sorted(found.trained) == sorted(left)
 
 
-@pytest.mark.parametrize(("member", "skip"), [("w1", 3), ("w1", 4), ("w0", 6), ("w1", 7)])
+@pytest.mark.parametrize(
+    ("member", "skip"), [("w1", 3), ("w1", 4), ("w1", 5), ("w0", 7), ("w1", 8), ("w1", 9)]
+)
 def test_a_rank_dies_in_a_round_of_which_only_one_of_the_others_hears(
     member: str, skip: int
 ) -> None:
-    # Rounds: 0, 1 plan; 2, 3 close windows 0, 1; then rank 2 is parked. 4 to 6 close windows 2 to
-    # 4; then it is called back. 7 closes window 5.
+    # Rounds: 0, 1 plan; 2, 3 close windows 0, 1; 4 commits window 1, then rank 2 is parked. 5 to 7
+    # close windows 2 to 4; 8 commits window 4, then it is called back. 9 closes window 5.
     kill = Kill(member, "a meeting", skip=skip, when="inside", told=["w1", "w2"])
     found = Run(3, [kill], apart=1)
     assert [len(members) for members in found.members] == [3, 2]
@@ -156,7 +158,7 @@ def test_a_rank_is_lost_while_another_one_is_parked() -> None:
 
 
 def test_a_parked_rank_is_lost_and_only_the_window_under_way_is_done_again() -> None:
-    found = Run(3, [Kill("w2", "a meeting", skip=5)])
+    found = Run(3, [Kill("w2", "a meeting", skip=6)])
     assert found.members == [("w0", "w1", "w2"), ("w0", "w1")]
     assert found.team.formations[1].receivers == ()
     handed_out = sum(sum(one.handed_out) for one in found.trained.values())
@@ -226,7 +228,7 @@ def test_exchanges_of_a_rank_that_was_parked_have_the_numbers_of_the_others() ->
     found = Run(3, apart=1, at_commit=tell)
     assert found.members[1] == ("w0", "w2")
     assert all(set(told) == {window} for window, told in heard)
-    assert {len(told) for window, told in heard if window in (1, 2)} == {2}
+    assert {len(told) for window, told in heard if window in (2, 3)} == {2}
 
 
 def test_a_rank_is_called_back_by_one_with_another_number_than_its_place() -> None:

@@ -932,7 +932,11 @@ class SyncRank(Rank):
     def follow(self, rows: dict[int, Row], verdict: Ruling, place: Hashable) -> Steps:
         """Carries a verdict out; then those are parked whom the plan of the next window names."""
         yield from super().follow(rows, verdict, place)
-        if self.state.due_to_park != self.state.parked:
+        if self.committing or self.state.due_to_park == self.state.parked:
+            return
+        if self.state.applied:
+            yield from self.meet(Purpose.CHANGE)
+        else:
             yield from self.regroup()
 
     def regroup(self) -> Steps:
@@ -946,11 +950,11 @@ class SyncRank(Rank):
         self.net.agree(("group", self.num_groups), told, "who is parked, and who plans")
         assert self.state.planner in self.present, "S3: a rank plans that is not there"
         if before - parked:
-            own = (self.model, self.done, self.rate, self.state.window, self.applied)
+            own = (self.model, self.done, self.rate, self.state.window)
             found = yield from self.exchange("transfer", own, self.channel)
             if self.me in before:
                 self.point("transfer.received")
-                self.model, self.done, self.rate, window, self.applied = found[present[0]]
+                self.model, self.done, self.rate, window = found[present[0]]
                 assert self.state.window == window
                 self.content = []
             present = self.state.members
