@@ -119,6 +119,9 @@ class Engine(ABC):
         self._stragglers: tuple[Straggler, ...] = ()
         self.in_epoch = self.committing = self.was_parked = self._wants_stop = False
         self._applied: Applied | None = None
+        #: Windows of whose commit this rank was told: where a rank is lost in a commit, those that
+        #: have not heard of it commit in the next generation, and this rank may receive their state.
+        self._num_told = 0
         self.windows_s: deque[float] = deque(maxlen=64)
         self._on_commit: list[Callable[[WindowResult], None]] = []
         self._on_left_out: list[Callable[[int], None]] = []
@@ -392,6 +395,7 @@ class Engine(ABC):
         self._scale.load_state_dict(state["loss_scale"])
         self.restored()
         self._set_progress(Progress(**state["progress"]))
+        self._num_told = self.window
 
     def hurry(self, timeout_s: float) -> None:
         """Shorten the deadlines of exchanges, to ``timeout_s`` seconds at most."""
@@ -524,8 +528,9 @@ class Engine(ABC):
         assert applied is not None
         for lease in applied.leases:
             self.cursor.commit(lease)
-        if self.state.is_parked:
+        if self.state.is_parked or applied.result.window < self._num_told:
             return
+        self._num_told = applied.result.window + 1
         self._unjudged.append(self._completed(applied.result, rows))
         if self._on_commit:
             self._tell_committed(self._unjudged[-1])

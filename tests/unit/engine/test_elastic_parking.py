@@ -222,7 +222,7 @@ def test_exchanges_of_a_rank_that_was_parked_have_the_numbers_of_the_others() ->
     def tell(ddp: Ddp, membership: ThreadMembership, result: WindowResult) -> None:
         told = ddp.assembly.engine.introduce(result.window)
         heard.append((result.window, told))
-        if result.window == 3 and membership.member == "w1":
+        if result.window == 5 and membership.member == "w1":
             membership.team.kills.append(Kill("w1", "greetings"))
 
     found = Run(3, apart=1, at_commit=tell)
