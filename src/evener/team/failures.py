@@ -59,7 +59,7 @@ class FailureReport:
 
     @property
     def is_exit(self) -> bool:
-        """Whether the script ended by ``sys.exit``, which is no failure when it was told to end."""
+        """Whether the script ended by ``sys.exit``; after a signal, that is not a failure."""
         return self.kind == SystemExit.__name__
 
 
@@ -308,12 +308,13 @@ def judge(
         nothing to say.
     """
     first = first_failure(records)
-    # When ranks are told to stop, some lose their peers on the way out: that is no failure.
+    # Ranks that a signal stops end one after another, so some lose their peers first. Then a lost
+    # peer is not the cause of the end.
     is_lost = first is not None and first.report is not None and first.report.follow_up
     if first is None or (is_lost and stop_signal is not None):
         if stop_signal is None or not any(one.code for one in records):
             return 0, ""
-        # Ranks that stop as another one was told to end as by SIGTERM, the highest of these.
+        # Ranks that stop because a signal reached another rank report it; the smallest number wins.
         return 128 + min(stop_signal, *(one.stop_signal or stop_signal for one in records)), ""
     return (first.code if first.code > 0 else 1), _explain(first, records, unreached)
 
