@@ -207,19 +207,56 @@ def test_a_run_whose_folder_is_lost_goes_on_and_can_be_resumed(lab):
     assert f"resumed after {NUM_WINDOWS} windows" in more.said
 
 
+def slow_down_later(rank: Rank, folder: str) -> int:
+    """``evener pretrain`` in which rank 1 computes everything twice from the middle on."""
+    import torch
+
+    from evener.tasks.job import Job
+
+    train_micro_batch = Job.train_micro_batch
+
+    def train_slower(self: Job, batch: Any) -> None:
+        if self.ddp.rank == 1 and self.ddp.window >= NUM_WINDOWS // 2:
+            loss, _ = self._task.loss(batch)
+            torch.autograd.grad(loss, [*self.ddp.assembly.model.parameters()])
+        train_micro_batch(self, batch)
+
+    Job.train_micro_batch = train_slower  # type: ignore[method-assign]
+    return be_evener(rank, folder, ["pretrain", "run.yaml", "--name", "halved"])
+
+
+def check_figures(lab: Lab, name: str, said: str) -> None:
+    """Whether terminal, summary and report show no multiple that two ranks cannot reach."""
+    told = [float(times) for times in re.findall(r"the team did ([0-9.]+)x", said)]
+    assert told or "the team is not compared with its ranks alone" in said
+    assert max(told, default=0.0) <= 2.1, "of two ranks"
+    run = lab.path_of(name)
+    of_ideal = run.summary["of_ideal"]
+    assert (of_ideal is not None) == bool(told)
+    assert of_ideal is None or 0 < of_ideal <= 1.05
+    reported = lab.sandbox.evener("report", run.path, "--json").end()
+    (found,) = json.loads(reported.out)["runs"]
+    assert found["team"]["of_ideal"] == pytest.approx(of_ideal, rel=1e-4)
+
+
+def test_a_speed_that_halves_in_a_session_makes_no_figure_that_cannot_be(lab):
+    Zygote.get().preload(*NEEDED)
+    lab.configure(measure=False)
+    try:
+        with RankTeam(slow_down_later, 2, str(lab.folder)) as team:
+            outcomes = team.wait(RUN_TIMEOUT_S)
+    finally:
+        lab.configure()
+    assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].story()
+    check_figures(lab, "halved", "".join(outcome.output for outcome in outcomes))
+
+
 def test_speeds_that_change_at_a_resume_make_no_figure_that_cannot_be(lab):
     """All devices are eight times as slow in the second session."""
     options = ("run.yaml", "--name", "slower", "--set", "measure=false")
     lab.run(*options, "--set", "max_steps=12", nproc=2)
     slow = ("--emulate-slow", "0:8", "--emulate-slow", "1:8")
     ended = lab.run(*options, "--resume", "--set", "max_steps=18", *slow, nproc=2)
-    told = [
-        float(times) for times in re.findall(r"the team did ([0-9.]+)x", "".join(ended.outputs))
-    ]
-    assert told, "the closing table compares"
-    assert max(told) <= 2.1, "of two ranks"
-    run = lab.path_of("slower")
-    assert 0 < run.summary["of_ideal"] <= 1.05
-    reported = lab.sandbox.evener("report", run.path, "--json").end()
-    (found,) = json.loads(reported.out)["runs"]
-    assert found["team"]["of_ideal"] == pytest.approx(run.summary["of_ideal"], rel=1e-4)
+    said = "".join(ended.outputs)
+    assert "the team did " in said, "the closing table compares"
+    check_figures(lab, "slower", said)

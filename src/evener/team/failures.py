@@ -20,6 +20,7 @@ from evener.errors import (
     CollectiveMismatchError,
     ConfigError,
     EvenerError,
+    PeerLostError,
     UserError,
 )
 from evener.places import raised_at
@@ -106,6 +107,11 @@ def _hides_another(error: BaseException) -> bool:
     )
 
 
+def show_message(message: str, notes: str) -> None:
+    """Print what an exception says, without its traceback."""
+    sys.stderr.write("\n".join(filter(None, [f"error: {message}", notes])) + "\n")
+
+
 def _without_runner(start: TracebackType | None) -> TracebackType | None:
     # Users want to see their own frames, not those that carried them here.
     while start is not None and start.tb_frame.f_code.co_filename in _RUNNER_FILES:
@@ -165,7 +171,10 @@ def _wrap_hook() -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         add_notes(error)
-        before(kind, error, traceback)
+        if isinstance(error, PeerLostError):  # another rank's end is the cause, not this script
+            show_message(str(error), "\n".join(getattr(error, "__notes__", ())))
+        else:
+            before(kind, error, traceback)
 
     def undo() -> None:
         if sys.excepthook is show:  # else other code has wrapped it in turn, and may still call it
