@@ -94,6 +94,9 @@ class Pictures(Task):
     def figures(self, job: Job, *, stopped: bool) -> Mapping[str, Any]:
         return {"accuracy": self.accuracy, "classes": len(SHAPES)}  # also into summary.json
 
+    def in_words(self, figures: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**figures, "accuracy": f"{figures['accuracy']:.1%}"}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()

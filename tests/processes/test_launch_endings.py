@@ -72,6 +72,36 @@ def test_a_rank_that_leaves_others_waiting_ends_the_team_and_is_named(sandbox):
         assert "Traceback" not in ended.err
 
 
+LOST = """\
+import torch
+from evener import Ddp
+model = torch.nn.Linear(3, 1)
+ddp = Ddp.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), devices="cpu", quiet=True)
+def train():
+    for batch in ddp.loader(torch.ones(80, 3), batch_size=4).epoch(0):
+        if ddp.rank == 1 and ddp.window == 3:
+            os._exit(3)
+        ddp.backward(model(batch).mean())
+        ddp.step()
+"""
+
+
+@pytest.mark.parametrize("end", ["train()", "with ddp: train()"])
+def test_without_a_launcher_of_ours_survivors_print_one_message(sandbox, end):
+    script = sandbox.script(f"{LOST}{end}\n")
+    place = ("WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1")
+    place = (*place, f"MASTER_PORT={free_port()}")
+    running = [
+        sandbox.start("env", *place, f"RANK={k}", f"LOCAL_RANK={k}", sys.executable, script)
+        for k in range(2)
+    ]
+    survivor, lost = (each.end() for each in running)
+    assert (survivor.code, lost.code, lost.err) == (1, 3, "")
+    message, where = survivor.err.splitlines()
+    assert message.startswith("error: rank 0 lost a peer in ")
+    assert where.startswith("evener: raised on rank 0 at ")
+
+
 # ── scripts that simply end ──────────────────────────────────────────────────────────────────────
 
 LOOP = """\

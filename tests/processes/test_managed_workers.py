@@ -314,7 +314,7 @@ handle = Ddp.builder(lambda device: nn.Linear(1, 1), optimizer, train, devices=[
 tell(f"x {next(handle.metrics()).scalars['x']}")
 mine = psutil.Process()
 workers = [child for child in mine.children() if child.pid in handle._run.pids]
-loaders = [p for w in workers for p in w.children()]
+loaders = [loader for worker in workers for (loader,) in [worker.children()]]  # one each
 tell("pids " + " ".join(str(p.pid) for p in [*workers, *loaders]))
 wait_forever()
 """

@@ -35,7 +35,7 @@ from evener.version import __version__
 DEFAULT_PORT: Final = 8380
 
 _MOST_CONNECTIONS: Final = 512
-#: Connections without a request of somebody who may look; the oldest is closed for a new one.
+#: Most connections without an authorised request; the oldest is closed for a new one.
 _MOST_STRANGERS: Final = 64
 _PAGE: Final = "dashboard.html"
 #: What browsers may ask for, and the package that it lies in.
@@ -99,7 +99,7 @@ def serve(shelf: Shelf, address: str | None, token: bytes) -> None:
 
 
 class BrowserConnection(H11Protocol):  # type: ignore[misc]
-    """A connection that is closed for a newer one, unless somebody who may look is answered on it.
+    """A connection that is closed for a newer one, unless it serves an authorised request.
 
     Connections on which a request never ends would otherwise reach the limit, and keep all others
     out.
@@ -107,7 +107,7 @@ class BrowserConnection(H11Protocol):  # type: ignore[misc]
 
     @property
     def is_stranger(self) -> bool:
-        """Whether no request of somebody who may look is being answered on it."""
+        """Whether it serves no authorised request."""
         is_idle = self.cycle is None or self.cycle.response_complete
         return is_idle or not self.scope["state"].get("may_look")
 

@@ -25,7 +25,7 @@ from evener.engine.share import (
     refuse_number,
 )
 from evener.engine.team_change import cannot_join
-from evener.errors import EvenerError
+from evener.errors import EvenerError, PeerLostError
 from evener.loop.assembly import Assembly
 from evener.loop.data_side import DataSide
 from evener.loop.models import Models, Schedulers, check_arguments, in_evaluation
@@ -386,7 +386,8 @@ class Loop(DataSide):
         if error is not None:
             self._explain(error)
         engine, waits, self._closed = self._engine, not (self._closed or failed), True
-        forget(self._explain)
+        if not isinstance(error, PeerLostError):  # the hook has yet to show that
+            forget(self._explain)
         try:
             if waits:
                 if engine.in_epoch:  # closing inside the loop is leaving it

@@ -373,7 +373,7 @@ class EventStream:
         self._close_sinks()
 
     def note_error(self, error: BaseException) -> None:
-        """Note an exception that nobody catches, for scripts that end without ``close``."""
+        """Record an uncaught exception, for scripts that end without ``close``."""
         self._error = error
 
     def _end_script(self) -> None:

@@ -118,7 +118,7 @@ class InlineRun(Run):
         return super().devices if self._rank is None else self._rank.ddp.devices
 
     def next_metrics(self, timeout_s: float | None) -> EpochMetrics | None:
-        """Train the next epoch, unless one has landed: nobody else would."""
+        """Train the next epoch in this thread, unless the metrics of one are waiting."""
         if self._thread is None and not self._done and self._metrics.empty():
             self._train_epoch()
         return super().next_metrics(timeout_s)

@@ -1,12 +1,12 @@
-"""How many times as fast a team is as its ranks alone: every such figure comes from here. Pure."""
+"""Compare the speed of a team with those of its ranks alone; for every figure that does. Pure."""
 
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
-#: A team does no more than its ranks alone, summed up, and a little noise.
+#: A team cannot do more than the sum of its ranks alone, apart from noise.
 _MOST_OF_IDEAL: Final = 1.05
 
-#: Stands in place of a multiple that cannot be.
+#: What is shown in place of an impossible multiple.
 SPEEDS_CHANGED: Final = "speeds changed during the run"
 
 
@@ -14,10 +14,11 @@ class Multiples(NamedTuple):
     """A team's speed against that of its ranks alone; ``None`` where that is not known.
 
     Attributes:
-        of_best: Over the speed of the fastest rank alone.
-        of_ideal: Over the sum of the ranks' speeds alone; at best about 1.
-        ideal: That sum.
-        speeds_changed: Whether the speeds cannot be of the same time, so that there is no multiple.
+        of_best: The team's speed over that of the fastest rank alone.
+        of_ideal: The team's speed over ``ideal``; at best about 1.
+        ideal: The sum of the ranks' speeds alone.
+        speeds_changed: Whether the team's speed exceeds ``ideal`` by more than noise. Then devices
+            changed their speeds between the measurements, and the multiples are ``None``.
     """
 
     of_best: float | None = None

@@ -69,7 +69,8 @@ class RunTally(Sink):
             return self._read(window)
 
     def _read(self, before: int | float = math.inf) -> EventTally:
-        if not self._path.exists():  # the main process has not written its first event yet
+        # The main process writes it with its first event; a checkpoint may be copied without it.
+        if not self._path.exists():
             return EventTally()
         events = each_effective_event(self._path, self._skip)
         return EventTally.of(e for e in events if e["type"] != "window" or e["window"] < before)

@@ -15,7 +15,7 @@ from typing import Any
 from evener.errors import RunEndedError
 from evener.team.channel import CHANNEL_FD, Channel
 from evener.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
-from evener.team.failures import add_notes, describe, exit_code_of
+from evener.team.failures import add_notes, describe, exit_code_of, show_message
 from evener.team.host import available_cores, threads_per_rank
 from evener.team.process_state import program_of
 from evener.team.terminal import TERMINAL_FDS, allow_unmarked, say
@@ -94,7 +94,7 @@ def report_failure(error: Exception | SystemExit) -> int:
     if is_supervised():
         tell(failure=asdict(report))
     elif report.user_error:
-        print("\n".join(filter(None, [f"error: {report.message}", report.notes])), file=sys.stderr)
+        show_message(report.message, report.notes)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
     return exit_code_of(error)

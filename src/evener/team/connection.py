@@ -323,7 +323,7 @@ class SupervisorConnection(CoordinatorConnection):
 
     @property
     def run_has_ended(self) -> bool:
-        """Whether the coordinator has said that nothing is left to do for workers that come now."""
+        """Whether the coordinator has reported that the run has ended for new workers."""
         return self._run_has_ended
 
     def tell(self, member: str, state: ProcessState, reason: str = "") -> None:

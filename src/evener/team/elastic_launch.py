@@ -468,7 +468,7 @@ class ElasticLauncher(TerminalSupervisor):
             self._keep_coordinator()
 
     def _notice_end(self) -> None:
-        """End workers that have come too late to join the run; that is no failure."""
+        """End workers that were started too late to join the run, without an error."""
         is_late = self._run.join and self._connection.run_has_ended and not self._has_begun
         if is_late and self._deadline is None:
             self._is_over = True

@@ -20,6 +20,7 @@ from evener.errors import (
     CollectiveMismatchError,
     ConfigError,
     EvenerError,
+    PeerLostError,
     UserError,
 )
 from evener.places import raised_at
@@ -59,7 +60,7 @@ class FailureReport:
 
     @property
     def is_exit(self) -> bool:
-        """Whether the script ended by ``sys.exit``, which is no failure when it was told to end."""
+        """Whether the script ended by ``sys.exit``; after a signal, that is not a failure."""
         return self.kind == SystemExit.__name__
 
 
@@ -104,6 +105,11 @@ def _hides_another(error: BaseException) -> bool:
         and not isinstance(cause, EvenerError)
         and not error.__suppress_context__
     )
+
+
+def show_message(message: str, notes: str) -> None:
+    """Print what an exception says, without its traceback."""
+    sys.stderr.write("\n".join(filter(None, [f"error: {message}", notes])) + "\n")
 
 
 def _without_runner(start: TracebackType | None) -> TracebackType | None:
@@ -165,7 +171,10 @@ def _wrap_hook() -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         add_notes(error)
-        before(kind, error, traceback)
+        if isinstance(error, PeerLostError):  # another rank's end is the cause, not this script
+            show_message(str(error), "\n".join(getattr(error, "__notes__", ())))
+        else:
+            before(kind, error, traceback)
 
     def undo() -> None:
         if sys.excepthook is show:  # else other code has wrapped it in turn, and may still call it
@@ -308,12 +317,13 @@ def judge(
         nothing to say.
     """
     first = first_failure(records)
-    # When ranks are told to stop, some lose their peers on the way out: that is no failure.
+    # Ranks that a signal stops end one after another, so some lose their peers first. Then a lost
+    # peer is not the cause of the end.
     is_lost = first is not None and first.report is not None and first.report.follow_up
     if first is None or (is_lost and stop_signal is not None):
         if stop_signal is None or not any(one.code for one in records):
             return 0, ""
-        # Ranks that stop as another one was told to end as by SIGTERM, the highest of these.
+        # Ranks that stop because a signal reached another rank report it; the smallest number wins.
         return 128 + min(stop_signal, *(one.stop_signal or stop_signal for one in records)), ""
     return (first.code if first.code > 0 else 1), _explain(first, records, unreached)
 

@@ -160,7 +160,7 @@ class _Launcher(TerminalSupervisor):
             self._ask_to_stop(signal.SIGTERM)
 
     def _heed_stopped_ranks(self) -> None:
-        """Stop where a rank ends by a signal that somebody else has sent to it alone."""
+        """Stop the run if a rank ends by a signal that this launcher did not send."""
         for child in self.children:
             signum = child.stop_signal
             if signum is None or child.signals:

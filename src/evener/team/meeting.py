@@ -189,7 +189,7 @@ class Peers(Closing):
             channel.tell(message)
 
     def hear(self) -> list[Message]:
-        """Return the messages that have come since the last call; each is passed on."""
+        """Return the messages received since the last call, and forward each of them."""
         if self._door is not None:
             self._door.look()
         heard = []
@@ -377,7 +377,7 @@ class _Host:
             self._hear(stranger)
 
     def close(self) -> None:
-        """Listen no more; the nodes that have come keep their connections."""
+        """Stop listening; connected nodes keep their connections."""
         self._listener.close()
         for stranger in self._strangers:
             stranger.close()

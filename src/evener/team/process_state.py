@@ -52,7 +52,7 @@ def state_of(pid: int) -> KernelState:
 def program_of(pid: int) -> str:
     """Return what tells the program that a process runs from any that it becomes by ``exec``.
 
-    The kernel draws the addresses of the auxiliary vector anew for each program, so even the same
+    The kernel draws new addresses of the auxiliary vector for each program, so even the same
     command differs from the one before.
 
     Returns:

@@ -316,7 +316,7 @@ def test_a_job_that_was_left_out_for_an_epoch_joins_the_next_one(tmp_path: Path)
 def test_a_main_rank_that_was_left_out_writes_no_checkpoints_any_more(tmp_path: Path) -> None:
     team = ElasticThreads(2)
 
-    def body(membership: ThreadMembership) -> Path | None:
+    def body(membership: ThreadMembership) -> tuple[Path | None, bool]:
         def commit(result: WindowResult) -> None:
             if membership.member == "w0" and result.window == 2 and len(team.formations) == 1:
                 team.leave_out("w0")
@@ -330,10 +330,11 @@ def test_a_main_rank_that_was_left_out_writes_no_checkpoints_any_more(tmp_path: 
             with closing(small.checkpointer):
                 for _ in small.epochs():
                     pass
-                return small.finish()
+                return small.finish(), ddp.is_main_process
 
     fates = {fate.member: fate.error or fate.value for fate in team.run(body)}
-    assert fates == dict.fromkeys(("w0", "w1"), tmp_path / "step-8")
+    last = tmp_path / "step-8"
+    assert fates == {"w0": (last, False), "w1": (last, True)}, "it is only told the path"
 
 
 def test_ranks_that_are_all_told_to_leave_stop_together() -> None:

@@ -150,6 +150,14 @@ def test_sums_of_earlier_sessions_come_with_the_checkpoint(tmp_path: Path) -> No
     assert (tally.sums.elapsed_s, tally.sums.speed()) == (10.0, 100.0)
 
 
+def test_without_a_file_of_events_the_sums_begin_at_the_resume(tmp_path: Path) -> None:
+    """As of a checkpoint that was copied to another machine, and before the first event."""
+    assert RunTally(tmp_path).sums.total.windows == 0
+    tally = tallied(tmp_path, None, 5)
+    assert (tally.sums.total.windows, tally.sums.total.weight) == (5, 500.0)
+    assert tally.sums.elapsed_s == 5.0
+
+
 def test_without_sums_in_the_checkpoint_events_are_added_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

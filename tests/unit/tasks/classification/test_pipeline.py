@@ -277,13 +277,14 @@ def test_long_texts_are_cut_and_still_end_like_others() -> None:
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_head_is_fitted_to_as_many_samples_as_memory_is_given_for(world_size: int) -> None:
-    texts = samples(60)
+    # Texts of a class are equal, so that any 40 samples with all classes tell as much as all 60.
+    # The last third holds a class of its own: a head that is fitted to the first 40 never sees it.
+    labels = [0] * 20 + [1] * 20 + [2] * 20
+    texts = ["alpha beta", "gamma", "kappa sigma kappa"]
 
-    def body(comm: Communicator) -> tuple[list[float], list[float], list[str]]:
+    def body(comm: Communicator) -> tuple[float, float, list[str]]:
         pipeline, said = build(), []
-        data = EncodedSamples(
-            pipeline.encoder, [one.text for one in texts], [int(one.label) for one in texts]
-        )
+        data = EncodedSamples(pipeline.encoder, [texts[label] for label in labels], labels)
         (head,) = [one for one in [find_head(pipeline.model)] if one is not None]
         optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
         with setup(comm, pipeline.model, optimizer) as ddp:
@@ -294,9 +295,9 @@ def test_the_head_is_fitted_to_as_many_samples_as_memory_is_given_for(world_size
                 found.append((logits.argmax(-1) == torch.tensor(data.indices)).double().mean())
         return float(found[0]), float(found[1]), said
 
-    for all_right, most_right, said in run_team(world_size, body):
-        assert all_right == 1.0
-        assert most_right > 0.8
+    for on_all, on_some, said in run_team(world_size, body):
+        assert on_all == 1.0
+        assert on_some == 1.0
         assert said == [
             "fitting the head to the frozen base ...",
             "fitting the head to the frozen base on 40 of 60 training samples, as the features of "
