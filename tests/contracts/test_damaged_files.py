@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from evener.config.folders import FolderLock
 from evener.config.runs import ModelConfig
-from evener.data.corpus import prepare_corpus
-from evener.data.file_source import FileSource
 from evener.errors import ConfigError, EvenerError
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
@@ -23,7 +21,9 @@ from evener.observe.tally import EventTally
 from evener.tasks.classification.adapter import read_document
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.language_model import build_model
-from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
+from evener.tasks.text.corpus import prepare_corpus
+from evener.tasks.text.file_source import FileSource
+from evener.tasks.text.tokenizer import ByteTokenizer, load_tokenizer
 from evener.team.environment import read_place
 from helpers.configurations import load_run_config
 from helpers.event_cases import committed_window, started, to_line

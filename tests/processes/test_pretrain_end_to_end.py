@@ -109,9 +109,9 @@ def recompute(rank: Rank, checkpoint: str, corpus: str, cache: str) -> tuple[flo
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from evener.data.corpus import prepare_corpus
-    from evener.data.file_source import FileSource
-    from evener.tasks.tokenizer import ByteTokenizer
+    from evener.tasks.text.corpus import prepare_corpus
+    from evener.tasks.text.file_source import FileSource
+    from evener.tasks.text.tokenizer import ByteTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

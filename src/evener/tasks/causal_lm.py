@@ -12,7 +12,6 @@ from evener.config.options import PretrainOptions
 from evener.config.pretrain import BPE, RunConfig
 from evener.errors import CheckpointError, DataError, EvenerError
 from evener.tasks.blocks import gradient_buckets
-from evener.tasks.bpe import EOS_ID
 from evener.tasks.job import Job, Task
 from evener.tasks.language_model import (
     build_model,
@@ -33,8 +32,9 @@ from evener.tasks.run_changes import (
     differences_of_model,
     read_run,
 )
-from evener.tasks.text_data import prepare_text
-from evener.tasks.tokenizer import CausalTokenizer, check_vocabulary, load_tokenizer
+from evener.tasks.text.bpe import EOS_ID
+from evener.tasks.text.preparation import prepare_text
+from evener.tasks.text.tokenizer import CausalTokenizer, check_vocabulary, load_tokenizer
 
 
 class CausalLanguageModel(Task):

@@ -12,12 +12,12 @@ from evener.config.folders import (
     release_folder,
     runs_of,
 )
-from evener.data.corpus import prepare_corpus
-from evener.data.documents import IterableSource
 from evener.errors import CheckpointError, ConfigError, UserError
-from evener.tasks.bpe import trained_tokenizer
 from evener.tasks.language_model import model_folder
-from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
+from evener.tasks.text.bpe import trained_tokenizer
+from evener.tasks.text.corpus import prepare_corpus
+from evener.tasks.text.documents import IterableSource
+from evener.tasks.text.tokenizer import ByteTokenizer, load_tokenizer
 from helpers.limits import PATIENCE_S
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from evener.checkpoint import find_newest
 from evener.config.folders import CHECKPOINTS
 from evener.config.pretrain import RunConfig
-from evener.data.corpus import Corpus, open_corpus, prepare_corpus
-from evener.data.documents import DocumentSource, IterableSource
-from evener.data.file_source import FileSource
-from evener.data.sources import stdlib_sources
-from evener.tasks.bpe import trained_tokenizer
 from evener.tasks.job import Job
-from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
+from evener.tasks.text.bpe import trained_tokenizer
+from evener.tasks.text.corpus import Corpus, open_corpus, prepare_corpus
+from evener.tasks.text.documents import DocumentSource, IterableSource
+from evener.tasks.text.file_source import FileSource
+from evener.tasks.text.sources import stdlib_sources
+from evener.tasks.text.tokenizer import CausalTokenizer, load_tokenizer
 from evener.team.terminal import say
 
 #: Tokenising a large corpus takes long; the other ranks wait this long for the one that does it.

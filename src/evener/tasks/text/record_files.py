@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from evener.data.documents import Document, Rejects, text_of
-from evener.data.sources import RECORD_SUFFIXES, SourceFile, reading_unchanged
-from evener.data.text_files import BOM
 from evener.errors import ConfigError, DataError
 from evener.parsing import parse_json
+from evener.tasks.text.documents import Document, Rejects, text_of
+from evener.tasks.text.sources import RECORD_SUFFIXES, SourceFile, reading_unchanged
+from evener.tasks.text.text_files import BOM
 
 _ROWS_AT_ONCE: Final = 1024
 

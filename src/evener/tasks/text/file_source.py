@@ -7,13 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, final
 
-from evener.data.corpus_cache import digest, mark_used
-from evener.data.documents import Document, DocumentSource, Note, Progress, Rejects, ignore
-from evener.data.record_files import holds_records, read_records
-from evener.data.sources import SourceFile, content_hash, find_files
-from evener.data.text_files import read_text
 from evener.files import read_json, write_file
 from evener.parsing import Fields, short
+from evener.tasks.text.corpus_cache import digest, mark_used
+from evener.tasks.text.documents import Document, DocumentSource, Note, Progress, Rejects, ignore
+from evener.tasks.text.record_files import holds_records, read_records
+from evener.tasks.text.sources import SourceFile, content_hash, find_files
+from evener.tasks.text.text_files import read_text
 
 _SETTLED_S: Final = 2.0
 """A file modified less than this before it was hashed may change again with the same time."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from evener.data.corpus_cache import digest, is_cached, mark_used, remove_unused
-from evener.data.documents import DocumentSource, Note, OnError, Progress, Rejects, ignore
 from evener.errors import ConfigError, DataError
 from evener.files import new_folder
-from evener.tasks.tokenizer import CONFIG, CONFIG_FILE, END, TOKENIZER_FILE
+from evener.tasks.text.corpus_cache import digest, is_cached, mark_used, remove_unused
+from evener.tasks.text.documents import DocumentSource, Note, OnError, Progress, Rejects, ignore
+from evener.tasks.text.tokenizer import CONFIG, CONFIG_FILE, END, TOKENIZER_FILE
 
 EOS_ID: Final = 0
 """Id of ``<|endoftext|>`` in every tokenizer made here."""

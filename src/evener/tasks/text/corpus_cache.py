@@ -27,7 +27,6 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from evener.data.documents import Document, DocumentSource, Note, Progress, Rejects, ignore
 from evener.errors import DataError
 from evener.files import (
     blake2b,
@@ -41,6 +40,7 @@ from evener.files import (
     write_file,
 )
 from evener.parsing import Fields, short
+from evener.tasks.text.documents import Document, DocumentSource, Note, Progress, Rejects, ignore
 
 FORMAT: Final = 2
 """Raised when the same files would give other tokens or another layout."""

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evener.data.corpus_cache import UNUSED_DAYS
-from evener.data.documents import IterableSource
-from evener.data.file_source import FileSource
 from evener.errors import DataError
-from evener.tasks import bpe
-from evener.tasks.bpe import EOS_ID, trained_tokenizer
-from evener.tasks.tokenizer import load_tokenizer
+from evener.tasks.text import bpe
+from evener.tasks.text.bpe import EOS_ID, trained_tokenizer
+from evener.tasks.text.corpus_cache import UNUSED_DAYS
+from evener.tasks.text.documents import IterableSource
+from evener.tasks.text.file_source import FileSource
+from evener.tasks.text.tokenizer import load_tokenizer
 
 TEXTS = [f"the quick brown fox number {k} jumps over the lazy dog\n" for k in range(40)]
 TRICKY = [

@@ -15,12 +15,12 @@ import pytest
 from datasets import Dataset
 from pyarrow import parquet
 
-from evener.data import corpus_cache, record_files
-from evener.data.corpus import Corpus, open_corpus, prepare_corpus
-from evener.data.documents import DocumentSource, IterableSource, Rejects, ignore
-from evener.data.file_source import FileSource
 from evener.errors import ConfigError, DataError
-from evener.tasks.tokenizer import ByteTokenizer
+from evener.tasks.text import corpus_cache, record_files
+from evener.tasks.text.corpus import Corpus, open_corpus, prepare_corpus
+from evener.tasks.text.documents import DocumentSource, IterableSource, Rejects, ignore
+from evener.tasks.text.file_source import FileSource
+from evener.tasks.text.tokenizer import ByteTokenizer
 
 TEXTS = ["one", "two\n\nlines", "\u00e9\u65e5\U0001f600", "  \n", "", "last"]
 KEPT = ["one", "two\n\nlines", "\u00e9\u65e5\U0001f600", "last"]

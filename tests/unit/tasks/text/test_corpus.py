@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.data import corpus, corpus_cache, file_source
-from evener.data.corpus import Corpus
-from evener.data.documents import ignore
-from evener.data.file_source import FileSource
-from evener.data.sources import find_files, stdlib_sources
-from evener.data.text_files import LARGE_FILE_BYTES, cut_pieces
 from evener.errors import ConfigError, DataError
+from evener.tasks.text import corpus, corpus_cache, file_source
+from evener.tasks.text.corpus import Corpus
+from evener.tasks.text.documents import ignore
+from evener.tasks.text.file_source import FileSource
+from evener.tasks.text.sources import find_files, stdlib_sources
+from evener.tasks.text.text_files import LARGE_FILE_BYTES, cut_pieces
 from helpers.limits import PATIENCE_S
 
 
@@ -557,14 +557,14 @@ def test_sources_are_listed_beside_the_tokens(text, cache):
 
 def test_two_processes_at_once_do_no_harm(text, cache):
     script = (
-        "import sys; from pathlib import Path; from evener.data.corpus import prepare_corpus;"
-        "from evener.data.file_source import FileSource; cache = Path(sys.argv[2]);"
-        "from evener.tasks.tokenizer import load_tokenizer;"
+        "import sys; from pathlib import Path; from evener.tasks.text.corpus import prepare_corpus;"
+        "from evener.tasks.text.file_source import FileSource; cache = Path(sys.argv[2]);"
+        "from evener.tasks.text.tokenizer import load_tokenizer;"
         "source = FileSource([Path(sys.argv[1])], cache);"
         "c = prepare_corpus(source, load_tokenizer(None), cache);"
         "print(c.signature, c.num_tokens, len(c.split(16).train))"
     )
-    source = str(Path(__file__).parents[3] / "src")
+    source = str(Path(__file__).parents[4] / "src")
     environment = os.environ | {"PYTHONPATH": source}
     running = [
         subprocess.Popen(

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO, Final
 
-from evener.data.documents import Document
-from evener.data.sources import SourceFile, reading_unchanged
 from evener.errors import DataError
+from evener.tasks.text.documents import Document
+from evener.tasks.text.sources import SourceFile, reading_unchanged
 
 LARGE_FILE_BYTES: Final = 4 * 1024 * 1024
 """A file above this size is cut into documents."""

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evener.data.corpus_cache import (
+from evener.data.cursor import derive_seed
+from evener.errors import ConfigError, DataError
+from evener.tasks.text.corpus_cache import (
     COUNTS,
     FORMAT,
     TextTokenizer,
@@ -18,8 +20,7 @@ from evener.data.corpus_cache import (
     mark_used,
     read_manifest,
 )
-from evener.data.cursor import derive_seed
-from evener.data.documents import (
+from evener.tasks.text.documents import (
     DocumentSource,
     Note,
     OnError,
@@ -28,8 +29,7 @@ from evener.data.documents import (
     ignore,
     rejected,
 )
-from evener.data.packing import PackedDocuments
-from evener.errors import ConfigError, DataError
+from evener.tasks.text.packing import PackedDocuments
 
 
 class CorpusSplits(NamedTuple):
