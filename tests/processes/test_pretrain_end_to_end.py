@@ -117,7 +117,7 @@ def recompute(rank: Rank, checkpoint: str, corpus: str, cache: str) -> tuple[flo
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     text = "alpha βeta\n"
     assert tokenizer.encode(text, add_special_tokens=False) == list(text.encode())
-    source = FileSource([Path(corpus)], Path(cache))
+    source = FileSource([Path(corpus)])
     prepared = prepare_corpus(source, ByteTokenizer(), Path(cache), heldout_fraction=0.2, seed=0)
     heldout = prepared.split(32)[1]
     total, count = 0.0, 0

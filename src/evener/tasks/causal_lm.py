@@ -82,7 +82,6 @@ class CausalLanguageModel(Task):
         config, team, ddp = self._config, job.team, job.ddp
         corpus, tokenizer = prepare_text(job, config, self._given_tokenizer, self._records)
         self._device, self._tokenizer = ddp.device, tokenizer
-        self.skipped_records, self.first_skipped_record = corpus.num_rejected, corpus.first_rejected
         splits = corpus.split(config.data.seq_len)
         signatures = team.introduce(splits.train.signature)
         for rank, signature in enumerate(signatures):

@@ -147,7 +147,7 @@ UNREADABLE = "x" * 300
         lambda out: evener.pretrain({"data": {"tokenizer": UNREADABLE}}, out=out),
         lambda out: evener.pretrain({"model": {"path": UNREADABLE}}, out=out),
         lambda out: evener.pretrain({"name": "a"}, out=out / UNREADABLE, resume=True),
-        lambda out: trained_tokenizer(source(), 300, out / UNREADABLE, on_error="stop"),
+        lambda out: trained_tokenizer(source(), 300, out / UNREADABLE),
         lambda out: prepare_corpus(source(), ByteTokenizer(), out / UNREADABLE),
         lambda out: load_tokenizer(out / UNREADABLE),
         lambda out: model_folder(str(out / UNREADABLE)),

@@ -15,7 +15,7 @@ from evener.tasks.classification.samples import (
     checked_text,
     require_characters,
 )
-from evener.tasks.text.record_files import parse_line, read_lines
+from evener.tasks.text.readers import parse_line, read_lines
 
 _CSV = (".csv", ".tsv")
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz")

@@ -1,35 +1,40 @@
-"""Text tokenised once into a memory-mapped file, and split by document."""
+"""Text tokenised once into a memory-mapped file, and split by document.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+A prepared corpus is a folder of the cache, named by its source and its tokenizer::
+
+    corpus-<digest>/
+      tokens.bin      little-endian uint16 or uint32: the documents, each followed by end-of-text
+      documents.bin   little-endian uint64, per document: start, stop, hash of its label
+      signature       hash of the tokens, the documents' labels and the tokenizer
+
+Where the text lies and when it was written decide whether it is tokenised again. The signature is
+of the result, so it is the same on every machine that has the same text under the same names.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evener.data.cursor import derive_seed
 from evener.errors import ConfigError, DataError
-from evener.tasks.text.corpus_cache import (
-    COUNTS,
-    FORMAT,
-    TextTokenizer,
-    build_corpus,
-    corpus_folder,
-    digest,
-    mark_used,
-    read_manifest,
-)
-from evener.tasks.text.documents import (
-    DocumentSource,
-    Note,
-    OnError,
-    Progress,
-    Rejects,
-    ignore,
-    rejected,
-)
+from evener.files import blake2b, read_file
+from evener.tasks.text.cache import digest, load_or_make
+from evener.tasks.text.documents import Document, DocumentSource, Note, Progress, ignore
 from evener.tasks.text.packing import PackedDocuments
+from evener.tasks.text.tokenizer import CausalTokenizer
+
+_FORMAT: Final = 3
+"""Raised when the same files would give other tokens or another layout."""
+
+BATCH_CHARACTERS: Final = 1024 * 1024
+"""So much text, or one document more, is tokenised at once."""
+
+_TOKENS, _DOCUMENTS, _SIGNATURE = "tokens.bin", "documents.bin", "signature"
+_ROW: Final = "<u8"
 
 
 class CorpusSplits(NamedTuple):
@@ -45,13 +50,9 @@ class Corpus:
 
     Attributes:
         folder: Where it lies in the cache.
-        signature: Identifies contents, labels, tokenizer and format.
-        num_documents: Documents of both sides.
-        num_bytes: Size of their text.
-        num_tokens: Tokens, one end-of-text per document included.
-        num_rejected: Records that held no text and were left out.
-        first_rejected: Where the first of them is, and what is wrong with it.
-        dtype: Of the token file, ``"<u2"`` or ``"<u4"``.
+        signature: Identifies tokens, labels and tokenizer, on every machine.
+        tokens: Tokens of all documents, one end-of-text after each.
+        documents: uint64 of shape (documents, 3): start and stop in ``tokens``, hash of the label.
         eos_id: End-of-text token.
         heldout_fraction: Chance of a document to be held out.
         seed: Chooses which documents are.
@@ -59,12 +60,8 @@ class Corpus:
 
     folder: Path
     signature: str
-    num_documents: int
-    num_bytes: int
-    num_tokens: int
-    num_rejected: int
-    first_rejected: str
-    dtype: str
+    tokens: NDArray[Any] = field(repr=False, compare=False)
+    documents: NDArray[np.uint64] = field(repr=False, compare=False)
     eos_id: int
     heldout_fraction: float
     seed: int
@@ -79,16 +76,14 @@ class Corpus:
             ConfigError: ``seq_len`` is less than 2.
             DataError: The training side is shorter than one sample.
         """
-        rows = np.fromfile(self.folder / "documents.bin", "<u8").reshape(-1, 3)
-        tokens = np.memmap(self.folder / "tokens.bin", self.dtype, "r")
-        is_heldout = _choose(rows[:, 2], self.heldout_fraction, self.seed)
+        is_heldout = _choose(self.documents[:, 2], self.heldout_fraction, self.seed)
         sides = []
         for name, chosen in (("train", ~is_heldout), ("heldout", is_heldout)):
             identity = [self.signature, name, self.heldout_fraction, self.seed, seq_len]
             sides.append(
                 PackedDocuments(
-                    tokens,
-                    rows[chosen, :2].astype(np.int64),
+                    self.tokens,
+                    self.documents[chosen, :2].astype(np.int64),
                     seq_len,
                     eos_id=self.eos_id,
                     signature=digest(identity),
@@ -105,20 +100,19 @@ class Corpus:
 
 def prepare_corpus(
     source: DocumentSource,
-    tokenizer: TextTokenizer,
+    tokenizer: CausalTokenizer,
     cache_dir: Path,
     *,
     heldout_fraction: float = 0.05,
     seed: int = 0,
-    on_error: OnError = "stop",
     progress: Progress = ignore,
     on_note: Note = ignore,
 ) -> Corpus:
     """Tokenise a source once, or find that it has been done.
 
     Several processes may call this at once with one ``cache_dir``, for different text or the same.
-    Memory holds a mebibyte of documents at a time. A corpus that nobody has used for 30 days is
-    removed from the cache when another one is made there.
+    Memory holds about a mebibyte of documents at a time. A corpus that nobody has used for 30 days
+    is removed from the cache when another one is made there.
 
     Args:
         source: Gives the documents.
@@ -126,9 +120,8 @@ def prepare_corpus(
         cache_dir: Folder for the result; made if missing.
         heldout_fraction: Chance of a document to be held out, between 0 and 1.
         seed: Chooses which documents are held out.
-        on_error: What a record without a text is: ``"stop"`` an error, ``"skip"`` counted.
         progress: Told of the tokenising.
-        on_note: Told, in a sentence, of what was skipped and of a damaged cache that is rebuilt.
+        on_note: Told, in a sentence, of what was left out and of a damaged cache.
 
     Raises:
         DataError: The source cannot be read, or holds no text or one document only; the cache
@@ -137,46 +130,80 @@ def prepare_corpus(
     """
     if not 0 < heldout_fraction < 1:
         raise ConfigError(f"heldout_fraction={heldout_fraction}: must be between 0 and 1")
-    identity = [FORMAT, tokenizer.fingerprint, tokenizer.eos_id, tokenizer.vocab_size]
-    signature = digest([*identity, source.identity])
-    folder = corpus_folder(cache_dir, signature)
-    manifest = read_manifest(folder, on_note)
-    if manifest is None:
-        rejects = Rejects(on_error)
-        manifest = build_corpus(folder, source, tokenizer, rejects, note=on_note, progress=progress)
-    if manifest["num_rejected"] and on_error == "stop":
-        raise rejected(manifest["first_rejected"])
-    if manifest["num_documents"] < 2:
+    ids = [_FORMAT, tokenizer.fingerprint, tokenizer.eos_id, tokenizer.vocab_size]
+    folder = cache_dir / f"corpus-{digest([*ids, source.identity])}"
+    dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
+
+    def load() -> Corpus:
+        signature = read_file(folder / _SIGNATURE).decode()
+        tokens = np.memmap(folder / _TOKENS, dtype, "r")
+        documents = np.fromfile(folder / _DOCUMENTS, _ROW).reshape(-1, 3)
+        if not signature or documents[-1:, 1].tolist() != [len(tokens)]:
+            raise ValueError("its files do not belong together")
+        return Corpus(
+            folder=folder,
+            signature=signature,
+            tokens=tokens,
+            documents=documents,
+            eos_id=tokenizer.eos_id,
+            heldout_fraction=heldout_fraction,
+            seed=seed,
+        )
+
+    def make(fresh: Path) -> None:
+        documents = source.documents(note=on_note, progress=progress)
+        content = _write(fresh, _encoded(documents, tokenizer, dtype))
+        (fresh / _SIGNATURE).write_text(digest([*ids, content]))
+
+    corpus = load_or_make(folder, load, make, on_note)
+    if len(corpus.documents) < 2:
         raise DataError(
             f"{source.name} makes one document only, so that none can be held out: give more "
             f"text, or several files"
         )
-    return _corpus(folder, signature, manifest, heldout_fraction, seed)
+    return corpus
 
 
-def open_corpus(
-    cache_dir: Path, signature: str, *, heldout_fraction: float, seed: int
-) -> Corpus | None:
-    """Open a corpus that another process has just prepared.
-
-    Returns:
-        ``None`` when it is not in this cache, or damaged.
-    """
-    folder = corpus_folder(cache_dir, signature)
-    manifest = read_manifest(folder, ignore)
-    if manifest is None:
-        return None
-    return _corpus(folder, signature, manifest, heldout_fraction, seed)
+def _write(folder: Path, encoded: Iterator[tuple[Document, NDArray[Any]]]) -> str:
+    """Write tokens and documents, and return the hash of both."""
+    hasher, stop = blake2b(), 0
+    with (folder / _TOKENS).open("xb") as tokens, (folder / _DOCUMENTS).open("xb") as rows:
+        for document, ids in encoded:
+            start, stop = stop, stop + len(ids)
+            row = np.array([start, stop, document.hash_label()], _ROW)
+            for stream, content in ((tokens, ids), (rows, row)):
+                stream.write(content.data)
+                hasher.update(content.data)
+    return hasher.hexdigest()
 
 
-def _corpus(
-    folder: Path, signature: str, manifest: Mapping[str, Any], heldout_fraction: float, seed: int
-) -> Corpus:
-    mark_used(folder)
-    known = {name: manifest[name] for name in (*COUNTS, "first_rejected", "dtype", "eos_id")}
-    return Corpus(
-        folder=folder, signature=signature, heldout_fraction=heldout_fraction, seed=seed, **known
-    )
+def _encoded(
+    documents: Iterator[Document], tokenizer: CausalTokenizer, dtype: str
+) -> Iterator[tuple[Document, NDArray[Any]]]:
+    """Yield the documents in their order, with their ids and end-of-text as written."""
+    while batch := _next_batch(documents):
+        texts = [document.text for document in batch]
+        for document, ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+            if ids.min(initial=0) < 0 or ids.max(initial=0) >= tokenizer.vocab_size:
+                raise DataError(
+                    f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but its vocab_size "
+                    f"is {tokenizer.vocab_size}: use the tokenizer files that belong together"
+                )
+            closed = np.empty(len(ids) + 1, dtype)
+            closed[:-1], closed[-1] = ids, tokenizer.eos_id
+            yield document, closed
+
+
+def _next_batch(documents: Iterator[Document]) -> list[Document]:
+    """Take documents until they have ``BATCH_CHARACTERS``; none are left when it is empty."""
+    batch: list[Document] = []
+    num_characters = 0
+    for document in documents:
+        batch.append(document)
+        num_characters += len(document.text)
+        if num_characters >= BATCH_CHARACTERS:
+            break
+    return batch
 
 
 def _choose(label_hashes: NDArray[np.uint64], fraction: float, seed: int) -> NDArray[np.bool_]:

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from evener.checkpoint import find_newest
@@ -11,8 +10,8 @@ from evener.config.folders import CHECKPOINTS
 from evener.config.pretrain import RunConfig
 from evener.tasks.job import Job
 from evener.tasks.text.bpe import trained_tokenizer
-from evener.tasks.text.corpus import Corpus, open_corpus, prepare_corpus
-from evener.tasks.text.documents import DocumentSource, IterableSource
+from evener.tasks.text.corpus import Corpus, prepare_corpus
+from evener.tasks.text.documents import DocumentSource, IterableSource, ignore
 from evener.tasks.text.file_source import FileSource
 from evener.tasks.text.sources import stdlib_sources
 from evener.tasks.text.tokenizer import CausalTokenizer, load_tokenizer
@@ -30,8 +29,8 @@ def prepare_text(
 ) -> tuple[Corpus, CausalTokenizer]:
     """Return the tokenised text and what made its ids; all ranks call it together.
 
-    The first rank of each host tokenises, the others wait for it. A rank that joins a team later is
-    alone.
+    The first rank of each host tokenises. The others wait for it, and find the result in the cache.
+    A rank that joins a team later is alone.
 
     Args:
         job: What the text is for.
@@ -52,104 +51,72 @@ def prepare_text(
     cache = job.options.out.absolute() / ".cache"
     if config.data.cache is not None:
         cache = Path(config.data.cache).expanduser()
-    preparation = _Preparation(config, cache, records, job.options.quiet)
-    corpus, place = None, {"signature": "", "tokenizer": ""}
-    if environment.local_rank == 0 or team.is_joining:
-        corpus, tokenizer, place = preparation.run(tokenizer)
-    places = team.introduce(place, timeout_s=PREPARE_TIMEOUT_S)
-    if corpus is None:
-        # The nearest rank before this one that prepares is on this host, as ranks are numbered.
-        before = [answer for answer in places[: team.rank] if answer["signature"]] or places
-        corpus, tokenizer = preparation.join(tokenizer, before[-1])
-    assert tokenizer is not None
+    is_first = environment.local_rank == 0 or team.is_joining
+    prepared = None
+    if is_first:
+        prepared = _prepare(config, cache, tokenizer, records, quiet=job.options.quiet)
+    team.introduce(None, timeout_s=PREPARE_TIMEOUT_S)
+    return prepared or _prepare(config, cache, tokenizer, records, quiet=True)
+
+
+def _prepare(
+    config: RunConfig,
+    cache: Path,
+    tokenizer: CausalTokenizer | None,
+    records: Iterable[object] | None,
+    *,
+    quiet: bool,
+) -> tuple[Corpus, CausalTokenizer]:
+    """Open the source, train a tokenizer if one is wanted, tokenise; or find what has been done."""
+    data = config.data
+    note = ignore if quiet else _say_note
+    source = _open_source(config, records, quiet=quiet)
+    if tokenizer is None:
+        progress = _ProgressLine("training a tokenizer on", quiet=quiet)
+        tokenizer = trained_tokenizer(
+            source, data.vocab_size, cache, progress=progress, on_note=note
+        )
+    corpus = prepare_corpus(
+        source,
+        tokenizer,
+        cache,
+        heldout_fraction=data.heldout_fraction,
+        seed=config.seed,
+        progress=_ProgressLine("preparing", quiet=quiet),
+        on_note=note,
+    )
     return corpus, tokenizer
 
 
-@dataclass
-class _Preparation:
-    """Opens the source, trains a tokenizer if one is wanted, tokenises."""
+def _open_source(
+    config: RunConfig, records: Iterable[object] | None, *, quiet: bool
+) -> DocumentSource:
+    data = config.data
+    if records is not None:
+        progress = _ProgressLine("reading", quiet=quiet)
+        return IterableSource(records, data.text_key, on_error=data.on_error, progress=progress)
+    paths, exclude = [Path(path).expanduser() for path in data.paths], list(data.exclude)
+    if not paths:
+        root, globs = stdlib_sources()
+        paths, exclude = [root], [*exclude, *globs]
+    return FileSource(
+        paths,
+        suffixes=data.suffixes,
+        exclude=exclude,
+        text_key=data.text_key,
+        on_error=data.on_error,
+    )
 
-    config: RunConfig
-    cache: Path
-    records: Iterable[object] | None
-    quiet: bool
 
-    def run(
-        self, tokenizer: CausalTokenizer | None
-    ) -> tuple[Corpus, CausalTokenizer, dict[str, str]]:
-        """Do it all; return also what other ranks of this host need to find it."""
-        data, source, trained = self.config.data, self._source(), ""
-        if tokenizer is None:
-            folder = trained_tokenizer(
-                source,
-                data.vocab_size,
-                self.cache,
-                on_error=data.on_error,
-                progress=self._progress("training a tokenizer on"),
-                on_note=self._note,
-            )
-            tokenizer, trained = load_tokenizer(folder), str(folder.absolute())
-        corpus = prepare_corpus(
-            source,
-            tokenizer,
-            self.cache,
-            heldout_fraction=data.heldout_fraction,
-            seed=self.config.seed,
-            on_error=data.on_error,
-            progress=self._progress("preparing"),
-            on_note=self._note,
-        )
-        return corpus, tokenizer, {"signature": corpus.signature, "tokenizer": trained}
-
-    def join(
-        self, tokenizer: CausalTokenizer | None, place: dict[str, str]
-    ) -> tuple[Corpus, CausalTokenizer]:
-        """Open what another rank of this host has made, or make it where that is missing."""
-        if tokenizer is None and Path(place["tokenizer"]).is_dir():
-            tokenizer = load_tokenizer(place["tokenizer"])
-        if tokenizer is not None:
-            corpus = open_corpus(
-                self.cache,
-                place["signature"],
-                heldout_fraction=self.config.data.heldout_fraction,
-                seed=self.config.seed,
-            )
-            if corpus is not None:
-                return corpus, tokenizer
-        self.quiet = True
-        return self.run(tokenizer)[:2]
-
-    def _source(self) -> DocumentSource:
-        data = self.config.data
-        if self.records is not None:
-            return IterableSource(self.records, data.text_key, progress=self._progress("reading"))
-        exclude = list(data.exclude)
-        paths = [Path(p).expanduser() for p in data.paths]
-        if not paths:
-            root, globs = stdlib_sources()
-            paths, exclude = [root], [*exclude, *globs]
-        return FileSource(
-            paths,
-            self.cache,
-            suffixes=data.suffixes,
-            exclude=exclude,
-            text_key=data.text_key,
-            progress=self._progress("reading"),
-        )
-
-    def _progress(self, deed: str) -> "_ProgressLine":
-        return _ProgressLine(deed, quiet=self.quiet)
-
-    def _note(self, text: str) -> None:
-        if not self.quiet:
-            say(f"note: {text}")
+def _say_note(text: str) -> None:
+    say(f"note: {text}")
 
 
 class _ProgressLine:
     """Progress on stderr: at most five times a second on a terminal, else every five seconds."""
 
-    def __init__(self, deed: str, *, quiet: bool) -> None:
-        self._deed = deed
+    def __init__(self, activity: str, *, quiet: bool) -> None:
+        self._activity = activity
         self._quiet = quiet
         self._live = sys.stderr.isatty()
         self._last_s = time.monotonic()
@@ -165,4 +132,4 @@ class _ProgressLine:
             text = f"{total_bytes / 1e6:.1f} MB of text: {100 * done_bytes // total_bytes} %"
         else:
             text = f"{done_bytes / 1e6:.1f} MB of text"
-        say(f"{self._deed} {text}", end="\r" if self._live and not finished else "\n")
+        say(f"{self._activity} {text}", end="\r" if self._live and not finished else "\n")
