@@ -13,8 +13,6 @@ from evener.version import __version__
 if TYPE_CHECKING:
     from evener.config.classify import ClassifyConfig as ClassifyConfig
     from evener.config.settings import DdpConfig as DdpConfig
-    from evener.data.sharding import shard_batches as shard_batches
-    from evener.data.sharding import shard_files as shard_files
     from evener.ddp import Ddp as Ddp
     from evener.engine.results import Progress as Progress
     from evener.engine.results import WindowResult as WindowResult
@@ -68,6 +66,8 @@ if TYPE_CHECKING:
     from evener.tasks.run_results import TaskResult as TaskResult
     from evener.tasks.trainers.distributed import DistributedTrainer as DistributedTrainer
     from evener.tasks.trainers.distributed_comm import DistributedComm as DistributedComm
+    from evener.tasks.trainers.sharding import shard_batches as shard_batches
+    from evener.tasks.trainers.sharding import shard_files as shard_files
     from evener.tasks.trainers.transformer import TransformerTrainer as TransformerTrainer
     from evener.team.environment import AverageBackend as AverageBackend
     from evener.team.environment import DistributedBackend as DistributedBackend
@@ -137,8 +137,8 @@ _MODULE_OF: Final = {
     "pretrain": "evener.tasks.pretraining",
     "record_scalar": "evener.managed.epoch_metrics",
     "run_task": "evener.tasks.job",
-    "shard_batches": "evener.data.sharding",
-    "shard_files": "evener.data.sharding",
+    "shard_batches": "evener.tasks.trainers.sharding",
+    "shard_files": "evener.tasks.trainers.sharding",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

@@ -3,8 +3,6 @@
 import gzip
 import json
 import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,6 @@ from hypothesis import strategies as st
 
 from evener.config.folders import FolderLock
 from evener.config.runs import ModelConfig
-from evener.data.corpus import prepare_corpus
-from evener.data.file_source import FileSource
 from evener.errors import ConfigError, EvenerError
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
@@ -23,7 +19,7 @@ from evener.observe.tally import EventTally
 from evener.tasks.classification.adapter import read_document
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.language_model import build_model
-from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
+from evener.tasks.text.tokenizer import load_tokenizer
 from evener.team.environment import read_place
 from helpers.configurations import load_run_config
 from helpers.event_cases import committed_window, started, to_line
@@ -212,52 +208,6 @@ def test_whatever_is_in_a_labelled_file_it_is_read_or_refused_by_name(
     path.unlink()
     os.mkfifo(path)
     assert read_or_refuse(path, lambda: read_labelled(path, text_key="text", label_key="label"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(4):
-        (folder / f"{number}.txt").write_text(f"text number {number}\n" * 9)
-    now_ns = time.time_ns
-    with pytest.MonkeyPatch.context() as patch:
-        # A file that has changed within seconds may change again unseen, and is not remembered.
-        patch.setattr(time, "time_ns", lambda: now_ns() + 3600 * 10**9)
-        yield folder
-
-
-def prepared(corpus: Path) -> list[Any]:
-    """The tokens of a corpus, from its cache where that is sound."""
-    cache = corpus / ".cache"
-    splits = prepare_corpus(FileSource([corpus], cache), ByteTokenizer(), cache).split(8)
-    return [
-        [values.tolist() for values in side[number].values()]
-        for side in (splits.train, splits.heldout)
-        for number in range(len(side))
-    ]
-
-
-@pytest.mark.parametrize("kind", ["corpus-*/manifest.json", "stamps-*.json"])
-def test_whatever_the_cache_holds_the_text_is_prepared_anew_or_refused(
-    kind: str, corpus: Path
-) -> None:
-    expected = prepared(corpus)
-    (path,) = (corpus / ".cache").glob(kind)
-    document, content = json.loads(path.read_bytes()), path.read_bytes()
-
-    @settings(max_examples=20)
-    @given(changed(document).map(lambda d: json.dumps(d).encode()) | damaged(content))
-    def check(data: bytes) -> None:
-        path.write_bytes(data)
-        read_or_refuse(corpus, lambda: prepared(corpus))  # another number may have been put there
-
-    check()
-    for content in (NESTED, b"[]", b"\xff\xfe"):
-        path.write_bytes(content)
-        assert prepared(corpus) == expected
-    path.unlink()
-    os.mkfifo(path)
-    assert prepared(corpus) == expected
 
 
 @settings(max_examples=50)

@@ -25,7 +25,7 @@ ALLOWED = {
     "tasks.classification.run_data": "set-up",
     "tasks.resuming": "set-up, and loading by functions of call_on_anew, in a change of the team",
     "tasks.run_changes": "set-up",
-    "tasks.text_data": "set-up",
+    "tasks.text.preparation": "set-up",
     "manual": "a team of its own, without generations",
     "tasks.trainers": "a team of its own, without generations",
     "tasks.rehearsal": "measurements of fixed teams",

@@ -109,15 +109,15 @@ def recompute(rank: Rank, checkpoint: str, corpus: str, cache: str) -> tuple[flo
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from evener.data.corpus import prepare_corpus
-    from evener.data.file_source import FileSource
-    from evener.tasks.tokenizer import ByteTokenizer
+    from evener.tasks.text.corpus import prepare_corpus
+    from evener.tasks.text.file_source import FileSource
+    from evener.tasks.text.tokenizer import ByteTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     text = "alpha βeta\n"
     assert tokenizer.encode(text, add_special_tokens=False) == list(text.encode())
-    source = FileSource([Path(corpus)], Path(cache))
+    source = FileSource([Path(corpus)])
     prepared = prepare_corpus(source, ByteTokenizer(), Path(cache), heldout_fraction=0.2, seed=0)
     heldout = prepared.split(32)[1]
     total, count = 0.0, 0

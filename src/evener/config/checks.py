@@ -7,13 +7,12 @@ import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from numbers import Real
+from numbers import Integral, Real
 from typing import Annotated, Any, Final, Literal, TypeGuard, TypeVar, dataclass_transform
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic.dataclasses import dataclass
 
-from evener.data.sharding import is_whole
 from evener.errors import ConfigError
 from evener.parsing import short
 
@@ -63,6 +62,11 @@ def asks_for(words: str) -> WrapValidator:
             raise ValueError(words) from None
 
     return WrapValidator(check)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether it is a whole number, such as an ``int`` or one of NumPy's; not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -27,7 +27,7 @@ class DataConfig(Section):
         path: Text file, folder, or a list of them; the standard library's sources.
         seq_len: Tokens of one sample.
         text_key: Key or column of the text in JSON Lines and parquet.
-        on_error: What a line or row without a text is: an error (``"stop"``), or counted.
+        on_error: What a line or row without a text is: an error, or left out (``"skip"``).
         tokenizer: Tokenizer folder, or ``bpe``: trained here; byte-level without one.
         vocab_size: Ids of a tokenizer that is trained here (``bpe``).
         suffixes: File endings taken from folders.

@@ -23,8 +23,8 @@ from evener.config.checks import (
     asks_for,
     checked,
     is_number,
+    is_whole,
 )
-from evener.data.sharding import is_whole
 from evener.errors import ConfigError
 from evener.planning.elche import ANCHOR, LEAST_OVERHEAD, MAX_ANCHOR, MOST_OVERHEAD, ElChe
 from evener.planning.guard import LEAST_FACTOR, DivergenceGuard, make_guard

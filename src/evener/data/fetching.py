@@ -19,10 +19,11 @@ import traceback
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
@@ -53,6 +54,8 @@ DEFAULT_TIMEOUT_S: Final = 600.0
 _ORPHAN_CHECK_S: Final = 1.0
 """How often a worker looks whether its parent still exists."""
 
+_PLAIN_DATA: Final = "Return plain data and tensors without gradient, or use num_workers=0"
+
 
 class MapDataset(Protocol):
     """A map-style data set: a sample for each index."""
@@ -69,13 +72,13 @@ class Recipe:
     Attributes:
         dataset: Map-style data set.
         collate_fn: Makes one batch of a list of samples.
-        seed: Seed of the run.
+        seed: Seed of the run; with epoch and index it fixes the randomness of each sample.
         watch: Whether the data set or ``collate_fn`` draws random numbers.
     """
 
     dataset: MapDataset
-    collate_fn: Callable[[list[Any]], Any]
-    seed: int
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+    seed: int = 0
     watch: DrawWatch = field(default_factory=DrawWatch)
 
     @property
@@ -199,21 +202,14 @@ class Fetcher(Closing, ABC):
     number of submissions that are outstanding. One thread at a time may use a fetcher.
 
     Args:
-        dataset: Map-style data set.
-        collate_fn: Makes one batch of a list of samples; torch's ``default_collate`` if None.
-        seed: Seed of the run; with epoch and index it fixes the randomness of each sample.
+        recipe: Says how.
     """
 
     place: str
     """Where it loads, for messages."""
 
-    def __init__(
-        self,
-        dataset: MapDataset,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._recipe = Recipe(dataset, collate_fn or default_collate, seed)
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
         self._closed = False
 
     def submit(self, epoch: int, indices: Sequence[int]) -> Pending:
@@ -255,25 +251,21 @@ class InlineFetcher(Fetcher):
     place = "the calling thread"
 
     def _submit(self, epoch: int, indices: list[int]) -> Future[Any]:
-        return _Deferred(self._recipe, epoch, indices)
-
-    def _advance(self, future: Future[Any], deadline: float) -> None:
-        if isinstance(future, _Deferred):
-            future.load()
+        return _Deferred(partial(self._recipe.batch, epoch, indices))
 
 
 class _Deferred(Future[Any]):
-    def __init__(self, recipe: Recipe, epoch: int, indices: list[int]) -> None:
+    def __init__(self, load: Callable[[], Any]) -> None:
         super().__init__()
-        self._task = recipe, epoch, indices
+        self._load = load
 
-    def load(self) -> None:
+    def result(self, timeout: float | None = None) -> Any:
         if not self.done():
-            recipe, epoch, indices = self._task
             try:
-                self.set_result(recipe.batch(epoch, indices))
+                self.set_result(self._load())
             except Exception as error:
                 self.set_exception(error)
+        return super().result()
 
 
 @final
@@ -285,13 +277,8 @@ class ThreadFetcher(Fetcher):
 
     place = "the loader's thread"
 
-    def __init__(
-        self,
-        dataset: MapDataset,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(dataset, collate_fn, seed)
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="evener-fetcher")
 
     def _submit(self, epoch: int, indices: list[int]) -> Future[Any]:
@@ -323,9 +310,7 @@ class ProcessFetcher(Fetcher):
     does. One that dies ends the fetcher: its batches are lost.
 
     Args:
-        dataset: Map-style data set; each worker gets its own copy.
-        collate_fn: Makes one batch of a list of samples, in the worker.
-        seed: Seed of the run; with epoch and index it fixes the randomness of each sample.
+        recipe: Says how; each worker gets a copy of its data set.
         num_workers: Processes, at least one.
         context: How they start, if the user has named it.
 
@@ -334,15 +319,9 @@ class ProcessFetcher(Fetcher):
     """
 
     def __init__(
-        self,
-        dataset: MapDataset,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        seed: int = 0,
-        *,
-        num_workers: int = 1,
-        context: BaseContext | None = None,
+        self, recipe: Recipe, num_workers: int = 1, context: BaseContext | None = None
     ) -> None:
-        super().__init__(dataset, collate_fn, seed)
+        super().__init__(recipe)
         self.place = f"{num_workers} data worker(s)"
         context = start_context(context)
         # Its thread sends: submitting never waits for a worker that is busy.
@@ -373,7 +352,7 @@ class ProcessFetcher(Fetcher):
         )
         # A forked worker owns the lock from the start: otherwise it could wait for a thread that
         # only the parent has.
-        with generators_lock, _sigint_blocked(), warnings.catch_warnings():
+        with generators_lock, warnings.catch_warnings():
             # Python 3.12 and later warn of every fork beside threads.
             warnings.filterwarnings("ignore", ".* multi-threaded", DeprecationWarning)
             process.start()
@@ -404,19 +383,19 @@ class ProcessFetcher(Fetcher):
                 self._receive(connection)
 
     def _receive(self, connection: Connection) -> None:
-        number = -1
         try:
-            message = connection.recv_bytes()
-            number = int.from_bytes(message[:8])
             # Unpickling fetches tensors from the worker, so its death shows here as well.
-            batch, text, trace = ForkingPickler.loads(message[8:])
-        except (EOFError, OSError) as error:
-            self._death = self._name_death(self._answers[connection])
+            number, batch, text, trace = ForkingPickler.loads(connection.recv_bytes())
+        except Exception as error:
+            process = self._answers[connection]
+            process.join(1.0)
+            self._death = DataError(
+                f"{process.name} (pid {process.pid}, exit code {process.exitcode}) does not "
+                f"answer: {describe(error)}. Its own output above may say why. Where memory or "
+                f"/dev/shm is full, use fewer workers or smaller batches. {_PLAIN_DATA}"
+            )
             self._death.__cause__ = error
             return
-        except Exception as error:
-            batch, trace = None, traceback.format_exc()
-            text = f"a batch cannot be unpickled: {describe(error)}. {_PLAIN_DATA}"
         future = self._futures.pop(number)
         if text is None:
             future.set_result(batch)
@@ -424,18 +403,6 @@ class ProcessFetcher(Fetcher):
             failure = DataError(text)
             failure.__cause__ = RemoteTraceback(trace)
             future.set_exception(failure)
-
-    def _name_death(self, process: Any) -> DataError:
-        process.join(1.0)
-        code = process.exitcode
-        how = f"ended with exit code {code}"
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        return DataError(
-            f"{process.name} (pid {process.pid}) {how}. Its own output above may say why. Where "
-            "memory or /dev/shm is full, use fewer workers or smaller batches; num_workers=0 shows "
-            "an error in place"
-        )
 
     def close(self) -> None:
         """End the workers, also in the middle of a sample."""
@@ -462,9 +429,6 @@ def _end_workers(owner: int, answers: dict[Connection, Any], tasks: Any) -> None
     tasks.join_thread()
 
 
-_PLAIN_DATA: Final = "Return plain data and tensors without gradient, or use num_workers=0"
-
-
 def _serve(recipe: Recipe, tasks: Any, answers: Connection, parent: int) -> None:
     """Turn tasks into batches, in a worker process, until it is killed or its parent is gone."""
     # The parent decides what Ctrl-C means; it arrives at the whole foreground group. Handlers of
@@ -480,17 +444,17 @@ def _serve(recipe: Recipe, tasks: Any, answers: Connection, parent: int) -> None
         number, epoch, indices = tasks.get()
         try:
             # Pickled here: a batch that does not pickle is this task's error.
-            answer = ForkingPickler.dumps((recipe.batch(epoch, indices), None, ""))
-        except DataError as error:
-            answer = ForkingPickler.dumps((None, str(error), traceback.format_exc()))
+            answer = ForkingPickler.dumps((number, recipe.batch(epoch, indices), None, ""))
         except Exception as error:
-            text = (
-                f"{name_samples(epoch, indices)} from {recipe.dataset_name} cannot be sent by "
-                f"their worker process: {describe(error)}. {_PLAIN_DATA}"
-            )
-            answer = ForkingPickler.dumps((None, text, traceback.format_exc()))
+            text = str(error)
+            if not isinstance(error, DataError):
+                text = (
+                    f"{name_samples(epoch, indices)} from {recipe.dataset_name} cannot be sent by "
+                    f"their worker process: {describe(error)}. {_PLAIN_DATA}"
+                )
+            answer = ForkingPickler.dumps((number, None, text, traceback.format_exc()))
         with suppress(BrokenPipeError):  # the parent is gone, or closes
-            answers.send_bytes(number.to_bytes(8) + bytes(answer))
+            answers.send_bytes(answer)
 
 
 def _end_with(parent: int) -> None:
@@ -498,19 +462,6 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_ORPHAN_CHECK_S)
     os._exit(0)
-
-
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """A process started inside does not see Ctrl-C before it ignores it: it prints no traceback."""
-    if sys.platform == "win32":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def make_fetcher(
@@ -552,10 +503,10 @@ def make_fetcher(
             f"prefetch={prefetch!r} contradicts num_workers={num_workers}: worker processes need "
             f"num_workers >= 1 and prefetch='process' or 'auto'; the others need num_workers=0"
         )
+    recipe = Recipe(dataset, collate_fn or default_collate, seed)
     if prefetch == "process":
-        return ProcessFetcher(dataset, collate_fn, seed, num_workers=num_workers, context=context)
-    leaf = ThreadFetcher if prefetch == "thread" else InlineFetcher
-    return leaf(dataset, collate_fn, seed)
+        return ProcessFetcher(recipe, num_workers, context)
+    return ThreadFetcher(recipe) if prefetch == "thread" else InlineFetcher(recipe)
 
 
 def name_samples(epoch: int, indices: Sequence[int]) -> str:

@@ -43,7 +43,6 @@ class RunFacts(TypedDict, total=False):
     unit: str
     num_samples: int
     total_windows: int | None
-    skipped_records: int
     resumed_from: Path | None
     new_data: bool
 

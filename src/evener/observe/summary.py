@@ -77,8 +77,6 @@ class RunSummary:
         gone_weight: Weight of the work of ranks that are gone from an elastic team.
         emulated: Ranks that are slowed down on purpose, and the factor.
         parked: Ranks that got no share, since the team is faster without them.
-        skipped_records: Lines or rows of the data that held no text and were left out.
-        first_skipped_record: Where the first of them is, and what is wrong with it.
         machine: Facts about the machine (JSON).
         versions: Versions of what took part, by name.
         details: Further figures of the job, by key of the JSON file.
@@ -109,8 +107,6 @@ class RunSummary:
     gone_weight: float = 0.0
     emulated: Mapping[int, float] = field(default_factory=dict)
     parked: tuple[int, ...] = ()
-    skipped_records: int = 0
-    first_skipped_record: str | None = None
     machine: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -263,11 +259,6 @@ def verdict(summary: RunSummary) -> list[str]:
     if summary.gone_weight > 0:
         part = summary.gone_weight / _total_weight(summary)
         lines.append(f"ranks that are gone did {part:.0%} of the {summary.unit}")
-    if summary.skipped_records:
-        lines.append(
-            f"left out {summary.skipped_records:,} lines or rows of the data that hold no text; "
-            f"the first is {summary.first_skipped_record}"
-        )
     lines.append(f"run folder: {summary.run_folder}")
     return lines
 

@@ -12,7 +12,6 @@ from evener.config.options import PretrainOptions
 from evener.config.pretrain import BPE, RunConfig
 from evener.errors import CheckpointError, DataError, EvenerError
 from evener.tasks.blocks import gradient_buckets
-from evener.tasks.bpe import EOS_ID
 from evener.tasks.job import Job, Task
 from evener.tasks.language_model import (
     build_model,
@@ -33,8 +32,9 @@ from evener.tasks.run_changes import (
     differences_of_model,
     read_run,
 )
-from evener.tasks.text_data import prepare_text
-from evener.tasks.tokenizer import CausalTokenizer, check_vocabulary, load_tokenizer
+from evener.tasks.text.bpe import EOS_ID
+from evener.tasks.text.preparation import prepare_text
+from evener.tasks.text.tokenizer import CausalTokenizer, check_vocabulary, load_tokenizer
 
 
 class CausalLanguageModel(Task):
@@ -82,7 +82,6 @@ class CausalLanguageModel(Task):
         config, team, ddp = self._config, job.team, job.ddp
         corpus, tokenizer = prepare_text(job, config, self._given_tokenizer, self._records)
         self._device, self._tokenizer = ddp.device, tokenizer
-        self.skipped_records, self.first_skipped_record = corpus.num_rejected, corpus.first_rejected
         splits = corpus.split(config.data.seq_len)
         signatures = team.introduce(splits.train.signature)
         for rank, signature in enumerate(signatures):

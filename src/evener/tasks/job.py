@@ -60,8 +60,6 @@ class Task(ABC):
         lengths: Keys that lengthen a run, for people.
         first_window: Windows that the run had when its present data began.
         new_data: Whether that was at the last resume.
-        skipped_records: Records of the data that could not be used and were left out.
-        first_skipped_record: Where the first of them is, and what is wrong with it.
     """
 
     model: nn.Module
@@ -75,8 +73,6 @@ class Task(ABC):
     lengths: str = "epochs or max_steps"
     first_window: int = 0
     new_data: bool = False
-    skipped_records: int = 0
-    first_skipped_record: str = ""
 
     # ── what every task says ─────────────────────────────────────────────────────────────────
 
@@ -372,7 +368,6 @@ class Job(EpochLoop):
             unit=task.unit,
             total_windows=self._num_windows,
             new_data=task.new_data,
-            skipped_records=task.skipped_records,
         )
         self.checkpointer = Checkpointer(
             self.ddp,
@@ -548,8 +543,6 @@ class Job(EpochLoop):
             heldout_samples=None if self.heldout_loss is None else covered,
             speeds=speeds,
             checkpoint=checkpoint,
-            skipped_records=task.skipped_records,
-            first_skipped_record=task.first_skipped_record or None,
             details=figures,
         )
         try:

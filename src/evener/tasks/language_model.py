@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from evener.checkpoint import find_newest
 from evener.config.folders import CHECKPOINTS
 from evener.config.runs import ModelConfig
-from evener.data.packing import IGNORED
 from evener.devices import float64_device
 from evener.errors import ConfigError
 from evener.files import explaining, require_regular
-from evener.tasks.lm_batch import LMBatch
+from evener.tasks.lm_batch import IGNORED, LMBatch
 
 #: The model that ``type: llama`` without further keys gives: half a million parameters. At this
 #: width the usual initial range of 0.02 costs hundreds of steps before anything is learnt.

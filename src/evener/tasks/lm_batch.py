@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, final
+from typing import Final, Self, final
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from evener.data.packing import IGNORED
 from evener.errors import DataError
 from evener.parsing import short
+
+IGNORED: Final = -100
+"""Label of a position that is no target; PyTorch's losses leave it out by default."""
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

@@ -6,12 +6,12 @@ from typing import Any
 from evener.checkpoint import Checkpoint
 from evener.config.options import Allowed
 from evener.config.pretrain import RunConfig
-from evener.data.corpus import CorpusSplits
 from evener.engine.team import Team
 from evener.errors import CheckpointError
 from evener.parsing import Fields, parse_json, short
 from evener.tasks.resuming import RUN
-from evener.tasks.tokenizer import CausalTokenizer
+from evener.tasks.text.corpus import CorpusSplits
+from evener.tasks.text.tokenizer import CausalTokenizer
 
 CONFIG = "config.json"
 """Asset of a checkpoint: the model's configuration, as transformers writes it."""

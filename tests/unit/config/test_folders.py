@@ -12,12 +12,12 @@ from evener.config.folders import (
     release_folder,
     runs_of,
 )
-from evener.data.corpus import prepare_corpus
-from evener.data.documents import IterableSource
 from evener.errors import CheckpointError, ConfigError, UserError
-from evener.tasks.bpe import trained_tokenizer
 from evener.tasks.language_model import model_folder
-from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
+from evener.tasks.text.bpe import trained_tokenizer
+from evener.tasks.text.corpus import prepare_corpus
+from evener.tasks.text.documents import IterableSource
+from evener.tasks.text.tokenizer import ByteTokenizer, load_tokenizer
 from helpers.limits import PATIENCE_S
 
 
@@ -147,7 +147,7 @@ UNREADABLE = "x" * 300
         lambda out: evener.pretrain({"data": {"tokenizer": UNREADABLE}}, out=out),
         lambda out: evener.pretrain({"model": {"path": UNREADABLE}}, out=out),
         lambda out: evener.pretrain({"name": "a"}, out=out / UNREADABLE, resume=True),
-        lambda out: trained_tokenizer(source(), 300, out / UNREADABLE, on_error="stop"),
+        lambda out: trained_tokenizer(source(), 300, out / UNREADABLE),
         lambda out: prepare_corpus(source(), ByteTokenizer(), out / UNREADABLE),
         lambda out: load_tokenizer(out / UNREADABLE),
         lambda out: model_folder(str(out / UNREADABLE)),

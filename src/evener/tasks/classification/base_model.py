@@ -27,7 +27,7 @@ from evener.tasks.language_model import (
     scratch_keys,
     vocabulary_size,
 )
-from evener.tasks.tokenizer import check_vocabulary
+from evener.tasks.text.tokenizer import check_vocabulary
 
 GivenModel = ModelConfig | Mapping[str, Any] | str | Path
 """A base: a local folder, keys such as ``{"type": "bert", "config": {...}}``, or an object."""

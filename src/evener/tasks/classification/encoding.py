@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evener.errors import ConfigError
-from evener.tasks.tokenizer import (
+from evener.tasks.text.tokenizer import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     CausalTokenizer,

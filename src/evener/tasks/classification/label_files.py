@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from evener.data.record_files import parse_line, read_lines
 from evener.errors import DataError
 from evener.files import open_for_reading
 from evener.tasks.classification.samples import (
@@ -16,6 +15,7 @@ from evener.tasks.classification.samples import (
     checked_text,
     require_characters,
 )
+from evener.tasks.text.readers import parse_line, read_lines
 
 _CSV = (".csv", ".tsv")
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz")

@@ -11,11 +11,11 @@ from evener.comm.base import Communicator
 from evener.comm.flat_groups import Bucket
 from evener.config.checks import require
 from evener.config.settings import DdpConfig
-from evener.data.sharding import shard_batches
 from evener.engine.team import Team
 from evener.errors import ConfigError
 from evener.tasks.lm_batch import LMBatch
 from evener.tasks.trainers.distributed_comm import DistributedComm, share_cores
+from evener.tasks.trainers.sharding import shard_batches
 from evener.tasks.trainers.transformer import TransformerTrainer
 from evener.team.environment import AverageBackend, DistributedTrainConfig
 

@@ -13,7 +13,6 @@ from evener.config.checks import AboveZero, Positive, require
 from evener.config.loading import load_config
 from evener.config.runs import OptimizerConfig, TaskConfig
 from evener.config.settings import DdpConfig
-from evener.data.packing import IGNORED
 from evener.ddp import Ddp
 from evener.engine.results import Progress, WindowResult
 from evener.errors import ConfigError, DataError, UsageError
@@ -21,7 +20,7 @@ from evener.loop.models import unwrap_compiled
 from evener.planning.policies import ApplyPolicy
 from evener.tasks.blocks import gradient_buckets
 from evener.tasks.language_model import mean_loss, vocabulary_size
-from evener.tasks.lm_batch import LMBatch
+from evener.tasks.lm_batch import IGNORED, LMBatch
 from evener.tasks.optimization import WarmupCosine, make_optimizer
 from evener.tasks.trainers.accumulator import Accumulator
 from evener.team.environment import DistributedTrainConfig

@@ -14,7 +14,7 @@ from evener.tasks.classification.encoding import TextEncoder
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from evener.tasks.classification.samples import LabelSet
 from evener.tasks.language_model import quiet
-from evener.tasks.tokenizer import ByteTokenizer
+from evener.tasks.text.tokenizer import ByteTokenizer
 from helpers.classification import LABELS, config
 
 TEXTS = ["a", "a longer text", "Ā <|endoftext|> 漢", "x" * 99]

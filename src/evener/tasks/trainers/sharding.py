@@ -6,10 +6,10 @@ and for corpora of many files.
 
 import itertools
 from collections.abc import Sequence
-from numbers import Integral
 from pathlib import Path
-from typing import TypeGuard, TypeVar
+from typing import TypeVar
 
+from evener.config.checks import is_whole
 from evener.errors import ConfigError, DataError
 
 _File = TypeVar("_File", str, Path)
@@ -72,11 +72,6 @@ def shard_files(files: Sequence[_File], rank: int, world_size: int) -> list[_Fil
             "nothing to read; cut the text into more files, or start fewer ranks"
         )
     return ordered[rank::world_size]
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Return whether it is a whole number, such as an ``int`` or one of NumPy's; not a bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _check(rank: int, world_size: int) -> None:

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.data.packing import IGNORED, PackedDocuments
 from evener.errors import ConfigError, DataError
+from evener.tasks.lm_batch import IGNORED
+from evener.tasks.text.packing import PackedDocuments
 
 EOS = 99
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.errors import ConfigError, DataError
-from evener.tasks.tokenizer import ByteTokenizer, check_vocabulary, load_tokenizer
+from evener.tasks.text.tokenizer import ByteTokenizer, check_vocabulary, load_tokenizer
 
 TEXTS = ["", "hello world", " a  b\n\n\tc ", "\u00e9\u65e5\u672c\U0001f600", "\0\r\n\x7f\ufeff"]
 TRICKY = [*TEXTS, "<|endoftext|>", "a<|endoftext|>b", "def f(x):\n    return x's"]

@@ -5,22 +5,21 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset
 from pyarrow import parquet
 
-from evener.data import corpus_cache, record_files
-from evener.data.corpus import Corpus, open_corpus, prepare_corpus
-from evener.data.documents import DocumentSource, IterableSource, Rejects, ignore
-from evener.data.file_source import FileSource
 from evener.errors import ConfigError, DataError
-from evener.tasks.tokenizer import ByteTokenizer
+from evener.tasks.text import readers
+from evener.tasks.text.cache import UNUSED_DAYS
+from evener.tasks.text.corpus import Corpus, prepare_corpus
+from evener.tasks.text.documents import DocumentSource, IterableSource
+from evener.tasks.text.file_source import FileSource
+from evener.tasks.text.tokenizer import ByteTokenizer
 
 TEXTS = ["one", "two\n\nlines", "\u00e9\u65e5\U0001f600", "  \n", "", "last"]
 KEPT = ["one", "two\n\nlines", "\u00e9\u65e5\U0001f600", "last"]
@@ -31,9 +30,9 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def texts_of(source: DocumentSource, rejects: Rejects | None = None) -> list[str]:
-    found = source.documents(rejects or Rejects("stop"), note=ignore, progress=ignore)
-    return [document.text for document in found]
+def texts_of(source: DocumentSource, notes: list[str] | None = None) -> list[str]:
+    note = pytest.fail if notes is None else notes.append
+    return [document.text for document in source.documents(note=note)]
 
 
 def lines_of(records: list[Any]) -> bytes:
@@ -65,20 +64,17 @@ KINDS = ["jsonl", "ndjson", "jsonl.gz", "parquet"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_record_is_a_document(tmp_path: Path, cache: Path, kind: str) -> None:
     path = write_any(tmp_path, kind, TEXTS)
-    source = FileSource([path], cache)
+    source = FileSource([path])
     assert texts_of(source) == KEPT
     seen: list[tuple[int, int]] = []
-    rejects = Rejects("stop")
-    documents = list(source.documents(rejects, note=ignore, progress=lambda *c: seen.append(c)))
+    documents = list(source.documents(progress=lambda *call: seen.append(call)))
     first = 0 if kind == "parquet" else 1
     places = [first + k for k, text in enumerate(TEXTS) if text in KEPT]
     assert [d.label for d in documents] == [f"{path.name}#{place}" for place in places]
-    assert [d.text_bytes for d in documents] == [len(text.encode()) for text in KEPT]
     assert seen[-1] == (path.stat().st_size, path.stat().st_size)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     corpus = prepare_corpus(source, ByteTokenizer(), cache)
-    assert corpus.num_bytes == sum(len(text.encode()) for text in KEPT)
-    assert (corpus.num_documents, corpus.num_rejected) == (4, 0)
+    assert len(corpus.tokens) == sum(len(text.encode()) + 1 for text in KEPT)
 
 
 def test_records_and_plain_text_lie_in_one_folder(tmp_path: Path, cache: Path) -> None:
@@ -88,19 +84,19 @@ def test_records_and_plain_text_lie_in_one_folder(tmp_path: Path, cache: Path) -
         write_any(folder, kind, [f"{kind} {k}" for k in range(3)])
     (folder / "plain.txt").write_text("plain")
     expected = sorted(f"{kind} {k}" for kind in KINDS for k in range(3))
-    assert sorted(texts_of(FileSource([folder], cache))) == [*expected, "plain"]
+    assert sorted(texts_of(FileSource([folder]))) == [*expected, "plain"]
 
 
 def test_other_keys_and_columns(tmp_path: Path, cache: Path) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_bytes(lines_of([{"text": "no", "body": "yes"}]))
     table = write_table(tmp_path / "b.parquet", ["also"], "body")
-    assert texts_of(FileSource([lines, table], cache, text_key="body")) == ["yes", "also"]
-    by_text, by_body = (FileSource([lines], cache, text_key=key) for key in ("text", "body"))
+    assert texts_of(FileSource([lines, table], text_key="body")) == ["yes", "also"]
+    by_text, by_body = (FileSource([lines], text_key=key) for key in ("text", "body"))
     assert by_text.identity != by_body.identity
     plain = tmp_path / "c.txt"
     plain.write_text("x")
-    both = [FileSource([plain], cache, text_key=key).identity for key in ("text", "body")]
+    both = [FileSource([plain], text_key=key).identity for key in ("text", "body")]
     assert both[0] == both[1]  # which decides nothing about plain text
 
 
@@ -109,7 +105,7 @@ def test_texts_may_stand_alone_and_windows_may_have_written_them(
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf"first"\r\n\r\n  \n{"text": "second"}')
-    assert texts_of(FileSource([path], cache)) == ["first", "second"]
+    assert texts_of(FileSource([path])) == ["first", "second"]
 
 
 @pytest.mark.parametrize(
@@ -118,14 +114,14 @@ def test_texts_may_stand_alone_and_windows_may_have_written_them(
 def test_every_type_of_text_column(tmp_path: Path, cache: Path, kind: Any) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"text": pa.array(["one", "two", "one"]).cast(kind)}), path)
-    assert texts_of(FileSource([path], cache)) == ["one", "two", "one"]
+    assert texts_of(FileSource([path])) == ["one", "two", "one"]
 
 
 def test_parquet_is_read_in_parts(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_table(tmp_path / "a.parquet", [str(k) for k in range(50)], row_group_size=20)
-    monkeypatch.setattr(record_files, "_ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(readers, "_ROWS_AT_ONCE", 7)
     sizes: list[int] = []
     iterate = parquet.ParquetFile.iter_batches
 
@@ -135,7 +131,7 @@ def test_parquet_is_read_in_parts(
             yield batch
 
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", watched)
-    assert texts_of(FileSource([path], cache)) == [str(k) for k in range(50)]
+    assert texts_of(FileSource([path])) == [str(k) for k in range(50)]
     assert max(sizes) <= 7
 
 
@@ -154,41 +150,42 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_line_without_a_text_is_named_or_counted(tmp_path: Path, cache: Path, case: str) -> None:
+def test_a_line_without_a_text_is_named_or_left_out(tmp_path: Path, cache: Path, case: str) -> None:
     line, why = BROKEN[case]
     path = tmp_path / "web.jsonl"
     good = lines_of([{"text": "one"}, {"text": "two"}])
     path.write_bytes(b"\n" + good + line + b"\n" + lines_of([{"text": "three"}]) + line + b"\n")
-    source = FileSource([path], cache)
+    notes: list[str] = []
+    skipping = FileSource([path], on_error="skip")
+    corpus = prepare_corpus(skipping, ByteTokenizer(), cache, on_note=notes.append)
+    assert len(corpus.documents) == 3
+    assert notes == [f"left out 2 records without a text, the first: {path}:4: {why}"]
+    # What is in the cache is no excuse: who wants an error gets one.
     with pytest.raises(DataError) as caught:
-        prepare_corpus(source, ByteTokenizer(), cache)
+        prepare_corpus(FileSource([path]), ByteTokenizer(), cache)
     assert str(caught.value) == (
         f"{path}:4: {why}. Mend it, or leave such records out with data.on_error: skip"
     )
-    corpus = prepare_corpus(source, ByteTokenizer(), cache, on_error="skip")
-    assert (corpus.num_documents, corpus.num_rejected) == (3, 2)
-    assert corpus.first_rejected == f"{path}:4: {why}"
-    # What is in the cache is no excuse: who wants to be told is told, without another look.
-    with pytest.raises(DataError, match=r"web\.jsonl:4: "):
-        prepare_corpus(FileSource([path], cache), ByteTokenizer(), cache)
 
 
-def test_a_row_without_a_text_is_named_or_counted(tmp_path: Path, cache: Path) -> None:
+def test_a_row_without_a_text_is_named_or_left_out(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", ["one", None, "two", None])
     with pytest.raises(DataError, match=r"a\.parquet, row 1: 'text' is null and no text\. Mend"):
-        texts_of(FileSource([path], cache))
-    rejects = Rejects("skip")
-    assert texts_of(FileSource([path], cache), rejects) == ["one", "two"]
-    assert (rejects.count, rejects.first) == (2, f"{path}, row 1: 'text' is null and no text")
+        texts_of(FileSource([path]))
+    notes: list[str] = []
+    assert texts_of(FileSource([path], on_error="skip"), notes) == ["one", "two"]
+    why = f"{path}, row 1: 'text' is null and no text"
+    assert notes == [f"left out 2 records without a text, the first: {why}"]
 
 
-def test_only_records_without_a_text(tmp_path: Path, cache: Path) -> None:
+def test_only_records_without_a_text(tmp_path: Path) -> None:
     path = tmp_path / "web.jsonl"
     path.write_bytes(lines_of([{"body": "x"}] * 3))
     with pytest.raises(
-        DataError, match=r"no text in it \(the first of 3: .*web\.jsonl:1: no key 'text'"
+        DataError,
+        match=r"no text in it \(left out: 3 records .* first: .*web\.jsonl:1: no key 'text'",
     ):
-        prepare_corpus(FileSource([path], cache), ByteTokenizer(), cache, on_error="skip")
+        texts_of(FileSource([path], on_error="skip"))
 
 
 # ── files that cannot be read at all ─────────────────────────────────────────────────────────────
@@ -202,23 +199,21 @@ def test_a_damaged_archive_is_an_error_even_where_lines_are_skipped(
         path = tmp_path / f"{name}.jsonl.gz"
         path.write_bytes(content)
         with pytest.raises(DataError, match=rf"{name}\.jsonl\.gz is damaged after line \d+: "):
-            texts_of(FileSource([path], cache), Rejects("skip"))
+            texts_of(FileSource([path], on_error="skip"))
 
 
 def test_what_is_no_parquet_or_has_no_text_is_named(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"something else")
     with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet: "):
-        texts_of(FileSource([path], cache), Rejects("skip"))
+        texts_of(FileSource([path], on_error="skip"))
     write_table(path, ["x"], "body")
     with pytest.raises(
         DataError, match=r"no column 'text'; it has 'id', 'body': set data\.text_key"
     ):
-        texts_of(FileSource([path], cache))
-    with pytest.raises(
-        DataError, match=r"column 'id' of .* holds int64 and no text: set data\.text"
-    ):
-        texts_of(FileSource([path], cache, text_key="id"))
+        texts_of(FileSource([path]))
+    with pytest.raises(DataError, match=r"a\.parquet, row 0: 'id' is of type int and no text"):
+        texts_of(FileSource([path], text_key="id"))
 
 
 def test_without_pyarrow_the_remedy_is_named(
@@ -229,36 +224,15 @@ def test_without_pyarrow_the_remedy_is_named(
     with pytest.raises(
         ConfigError, match=r"a\.parquet needs pyarrow: pip install 'evener\[data\]'"
     ):
-        texts_of(FileSource([path], cache))
+        texts_of(FileSource([path]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_that_changes_while_it_is_read_is_named(
     tmp_path: Path, cache: Path, kind: str
 ) -> None:
-    source = FileSource([write_any(tmp_path, kind, TEXTS)], cache)
+    source = FileSource([write_any(tmp_path, kind, TEXTS)])
     write_any(tmp_path, kind, ["something", "else"])
-    with pytest.raises(DataError, match="has changed while it was read"):
-        texts_of(source)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "txt"])
-def test_a_change_that_leaves_size_and_times_alone_is_noticed(
-    tmp_path: Path, cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(texts: list[str]) -> None:
-        content = lines_of(texts)
-        path.write_bytes(gzip.compress(content, 0) if kind.endswith(".gz") else content)
-
-    path = tmp_path / f"data.{kind}"
-    write(["one", "two", "end"])
-    source = FileSource([path], cache)
-    write(["one", "2nd", "end"])
-    assert path.stat().st_size == source.num_bytes
-    # As in the same tick of the file system's clock.
-    stat = path.stat()
-    times = (stat.st_mtime_ns, stat.st_ctime_ns)
-    monkeypatch.setattr(source, "_files", [replace(source._files[0], stamp=times)])
     with pytest.raises(DataError, match="has changed while it was read"):
         texts_of(source)
 
@@ -289,13 +263,13 @@ def test_a_dataset_that_is_streamed(tmp_path: Path) -> None:
     assert texts_of(IterableSource(dataset, "text")) == KEPT
 
 
-def test_records_of_a_data_set_without_a_text_are_named_or_counted() -> None:
-    source = IterableSource(["one", {"body": 1}, None, "two"], "text")
+def test_records_of_a_data_set_without_a_text_are_named_or_left_out() -> None:
+    records = ["one", {"body": 1}, None, "two"]
     with pytest.raises(DataError, match=r"record 1 of the data set \(list\): no key 'text'"):
-        texts_of(source)
-    rejects = Rejects("skip")
-    assert texts_of(source, rejects) == ["one", "two"]
-    assert rejects.count == 2
+        IterableSource(records, "text")
+    notes: list[str] = []
+    assert texts_of(IterableSource(records, "text", on_error="skip"), notes) == ["one", "two"]
+    assert notes[0].startswith("left out 2 records without a text, the first: record 1 of the data")
 
 
 def test_what_is_no_data_set_is_refused() -> None:
@@ -306,35 +280,11 @@ def test_what_is_no_data_set_is_refused() -> None:
         ConfigError, match="of type generator, which can be iterated over only once"
     ):
         IterableSource((text for text in TEXTS), "text")
-    with pytest.raises(DataError, match="the data set is empty"):
+    with pytest.raises(DataError, match=r"the data set \(list\): there is no text in it\. Give"):
         IterableSource([], "text")
 
 
-def test_a_data_set_in_another_order_each_time_is_refused() -> None:
-    class Shuffled:
-        order = 1
-
-        def __iter__(self) -> Any:
-            self.order = -self.order
-            return iter(TEXTS[:: self.order])
-
-    source = IterableSource(Shuffled(), "text")
-    with pytest.raises(DataError, match="gave other texts when it was iterated over again"):
-        texts_of(source)
-
-
 # ── the cache ────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_ranks_open_what_one_of_them_has_prepared(cache: Path) -> None:
-    corpus = prepare_corpus(IterableSource(TEXTS, "text"), ByteTokenizer(), cache, seed=3)
-    same = open_corpus(cache, corpus.signature, heldout_fraction=0.05, seed=3)
-    assert same == corpus
-    assert isinstance(same, Corpus)
-    assert np.array_equal(same.split(4).train[0]["labels"], corpus.split(4).train[0]["labels"])
-    assert open_corpus(cache, "0" * 32, heldout_fraction=0.05, seed=3) is None
-    (corpus.folder / "tokens.bin").unlink()
-    assert open_corpus(cache, corpus.signature, heldout_fraction=0.05, seed=3) is None
 
 
 def test_what_nobody_has_used_for_long_is_removed_and_said(cache: Path, tmp_path: Path) -> None:
@@ -348,10 +298,8 @@ def test_what_nobody_has_used_for_long_is_removed_and_said(cache: Path, tmp_path
 
     notes: list[str] = []
     old, used, recent = make("old"), make("used"), make("recent")
-    stamps = cache / "stamps-0.json"
-    stamps.touch()
-    long_ago_s = time.time() - (corpus_cache.UNUSED_DAYS + 1) * 86_400
-    for path in (old.folder, *old.folder.iterdir(), used.folder, stamps):
+    long_ago_s = time.time() - (UNUSED_DAYS + 1) * 86_400
+    for path in (old.folder, *old.folder.iterdir(), used.folder):
         os.utime(path, (long_ago_s, long_ago_s))
     (tmp_path / "mine").mkdir()
     (cache / "corpus-link").symlink_to(tmp_path / "mine")
@@ -360,8 +308,7 @@ def test_what_nobody_has_used_for_long_is_removed_and_said(cache: Path, tmp_path
     assert notes == []
     make("new")
     assert notes == [
-        f"removed from {cache}, where nobody has used it for 30 days: "
-        f"{old.folder.name}, stamps-0.json"
+        f"removed from {cache}, where nobody has used it for 30 days: {old.folder.name}"
     ]
     assert not old.folder.exists()
     assert used.folder.exists()

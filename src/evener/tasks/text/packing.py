@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from evener.errors import ConfigError, DataError
-
-IGNORED: Final = -100
-"""Label of a position that is no target; PyTorch's losses leave it out by default."""
+from evener.tasks.lm_batch import IGNORED
 
 _FEW_RUNS: Final = 8
 """Up to so many slices are faster than one gather."""

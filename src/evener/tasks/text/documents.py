@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, final
+from typing import Any, Literal, final
 
 from evener.errors import ConfigError, DataError
 from evener.files import blake2b
@@ -16,8 +16,7 @@ Note = Callable[[str], None]
 """Told a sentence for a person."""
 
 OnError = Literal["stop", "skip"]
-
-_REMEDY: Final = "Mend it, or leave such records out with data.on_error: skip"
+"""What a record without a text is: an error, or left out."""
 
 
 def ignore(*_: object) -> None:
@@ -31,32 +30,33 @@ class Document:
     Attributes:
         label: Unique in the source, the same on every machine; decides whether it is held out.
         text: Its text.
-        text_bytes: Size of the text in UTF-8.
-        read_bytes: What was read of the source for it, in bytes.
+        position: How much of its file, or of its data set, has been read with it, in bytes.
     """
 
     label: str
     text: str
-    text_bytes: int
-    read_bytes: int
+    position: int
+
+    def hash_label(self, purpose: bytes = b"") -> int:
+        """Return a hash of the label, below 2**64; another one for each ``purpose``."""
+        label = self.label.encode("utf-8", "surrogateescape")
+        hasher = hashlib.blake2b(label, digest_size=8, person=purpose)
+        return int.from_bytes(hasher.digest(), "little")
 
 
-@final
+@dataclass(slots=True)
 class Rejects:
-    """Records that hold no document, such as broken lines: an error, or counted.
-
-    Args:
-        on_error: ``"stop"`` raises at the first one, ``"skip"`` continues.
+    """Records that hold no document, such as broken lines.
 
     Attributes:
+        on_error: ``"stop"`` raises at the first one, ``"skip"`` continues.
         count: How many there were.
         first: Place and reason of the first one; empty while there is none.
     """
 
-    def __init__(self, on_error: OnError) -> None:
-        self._on_error = on_error
-        self.count = 0
-        self.first = ""
+    on_error: OnError
+    count: int = 0
+    first: str = ""
 
     def add(self, place: str, why: str) -> None:
         """Take note of a record.
@@ -68,19 +68,19 @@ class Rejects:
         Raises:
             DataError: Unless they are to be skipped.
         """
-        if self._on_error == "stop":
-            raise rejected(f"{place}: {why}")
+        if self.on_error == "stop":
+            raise DataError(
+                f"{place}: {why}. Mend it, or leave such records out with data.on_error: skip"
+            )
         self.count += 1
         self.first = self.first or f"{place}: {why}"
 
 
-def rejected(what: str) -> DataError:
-    """Return the error about a record that holds no document."""
-    return DataError(f"{what}. {_REMEDY}")
-
-
 class DocumentSource(ABC):
     """What a corpus is made of. Its documents are the same in every pass.
+
+    Args:
+        on_error: What a record without a text is.
 
     Attributes:
         name: What messages call it.
@@ -89,21 +89,39 @@ class DocumentSource(ABC):
     """
 
     name: str
-    num_bytes: int
+    num_bytes: int = 0
     identity: list[Any]
 
-    @abstractmethod
-    def documents(self, rejects: Rejects, *, note: Note, progress: Progress) -> Iterator[Document]:
+    def __init__(self, on_error: OnError) -> None:
+        self._on_error: OnError = on_error
+
+    def documents(self, *, note: Note = ignore, progress: Progress = ignore) -> Iterator[Document]:
         """Yield all documents that hold more than white space.
 
         Args:
-            rejects: Told of records that hold no document.
-            note: Told what was left out for another reason.
+            note: Told what was left out.
             progress: Told how much of ``num_bytes`` has been read.
 
         Raises:
-            DataError: The source cannot be read, or has changed since it was opened.
+            DataError: The source cannot be read, changes meanwhile, or holds no text.
         """
+        rejects, is_empty = Rejects(self._on_error), True
+        for document, done in self._read(rejects, note):
+            progress(done, self.num_bytes)
+            if document.text and not document.text.isspace():
+                is_empty = False
+                yield document
+        progress(self.num_bytes, self.num_bytes)
+        left_out = f"{rejects.count} records without a text, the first: {rejects.first}"
+        if is_empty:
+            why = f" (left out: {left_out})" if rejects.count else ""
+            raise DataError(f"{self.name}: there is no text in it{why}. Give some text")
+        if rejects.count:
+            note(f"left out {left_out}")
+
+    @abstractmethod
+    def _read(self, rejects: Rejects, note: Note) -> Iterator[tuple[Document, int]]:
+        """Yield documents in their order, and how much of ``num_bytes`` has been read with each."""
 
 
 def text_of(record: object, text_key: str) -> str:
@@ -147,16 +165,23 @@ class IterableSource(DocumentSource):
     Args:
         records: Texts, or mappings that hold one.
         text_key: Where in a mapping the text is.
+        on_error: What a record without a text is.
         progress: Told of the first pass; the total is not known in it.
 
     Raises:
         ConfigError: It can be iterated over only once, or not at all.
-        DataError: It is empty.
+        DataError: It holds no text, or a record without one.
     """
 
     def __init__(
-        self, records: Iterable[object], text_key: str, *, progress: Progress = ignore
+        self,
+        records: Iterable[object],
+        text_key: str,
+        *,
+        on_error: OnError = "stop",
+        progress: Progress = ignore,
     ) -> None:
+        super().__init__(on_error)
         given: object = records  # whatever its annotation says
         if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
             raise ConfigError(
@@ -171,43 +196,20 @@ class IterableSource(DocumentSource):
         self.name = f"the data set ({type(records).__name__})"
         self._records = records
         self._text_key = text_key
-        hasher, num_records, self.num_bytes = blake2b(), 0, 0
-        for _, num_bytes, _ in self._read(hasher, None):
-            num_records += 1
-            self.num_bytes += num_bytes
-            progress(self.num_bytes, 0)
-        if not num_records:
-            raise DataError("the data set is empty: give at least two documents")
-        self._hash = hasher.hexdigest()
-        # Where the records came from does not matter.
-        self.identity = [["records", num_records, self._hash]]
+        hasher, num_bytes = blake2b(), 0
+        for document in self.documents(progress=progress):
+            num_bytes = document.position
+            hasher.update(f"{document.label} {num_bytes} {document.text}".encode())
+        self.num_bytes = num_bytes
+        self.identity = ["data set", hasher.hexdigest()]
 
-    def documents(self, rejects: Rejects, *, note: Note, progress: Progress) -> Iterator[Document]:
-        """Yield the texts in their order; labels are their numbers."""
-        hasher, done = blake2b(), 0
-        for number, num_bytes, text in self._read(hasher, rejects):
-            done += num_bytes
-            if text and not text.isspace():
-                yield Document(f"#{number}", text, num_bytes, num_bytes)
-            progress(done, self.num_bytes)
-        if hasher.hexdigest() != self._hash:
-            raise DataError(
-                f"{self.name} gave other texts when it was iterated over again: give one whose "
-                "order and contents stay the same (shuffling is done here, by the seed)"
-            )
-
-    def _read(
-        self, hasher: "hashlib.blake2b", rejects: Rejects | None
-    ) -> Iterator[tuple[int, int, str | None]]:
-        """Yield (number, bytes of text, text), without text for a record that has none."""
+    def _read(self, rejects: Rejects, note: Note) -> Iterator[tuple[Document, int]]:
+        done = 0
         for number, record in enumerate(self._records):
             try:
-                text: str | None = text_of(record, self._text_key)
+                text = text_of(record, self._text_key)
             except ValueError as error:
-                text = None
-                if rejects is not None:
-                    rejects.add(f"record {number} of {self.name}", str(error))
-            encoded = b"" if text is None else text.encode()
-            hasher.update(b"-" if text is None else b"%d " % len(encoded))
-            hasher.update(encoded)
-            yield number, len(encoded), text
+                rejects.add(f"record {number} of {self.name}", str(error))
+            else:
+                done += len(text.encode())
+                yield Document(f"#{number}", text, done), done
