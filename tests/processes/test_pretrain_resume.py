@@ -42,9 +42,9 @@ def hang_later(rank: Rank, folder: str, command: list[str]) -> int:
 
     def report_and_hang(self: Checkpointer) -> None:
         seen.add(self._ddp.window)
-        if self._writer is not None and len(seen) == 3:
-            assert self._writer.wait(RUN_TIMEOUT_S)
-        if self._writer is not None and len(seen) == 5:
+        if self._write is not None and len(seen) <= 3:
+            self._write.result(RUN_TIMEOUT_S)
+        if self._ddp.is_main_process and len(seen) == 5:
             rank.send("hangs")
             time.sleep(3600.0)
         report(self)
@@ -173,8 +173,9 @@ def lose_the_folder(rank: Rank, folder: str) -> int:
     save, run = Checkpointer.save, RunFolder(Path(folder) / "runs" / "lost")
 
     def lose_then_save(self: Checkpointer, cursor_state: Any) -> None:
-        if self._ddp.window == 4 and self._writer is not None:
-            assert self._writer.wait(RUN_TIMEOUT_S)
+        if self._ddp.window == 4 and self._ddp.is_main_process:
+            if self._write is not None:
+                self._write.result(RUN_TIMEOUT_S)
             wait_until_written(
                 run, lambda events: any(e["type"] == "window" and e["window"] == 3 for e in events)
             )
