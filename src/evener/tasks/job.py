@@ -26,9 +26,9 @@ from evener.ddp import Ddp
 from evener.engine.emulate import parse_emulation
 from evener.engine.results import WindowResult
 from evener.errors import EvenerError, RunEndedError
+from evener.loop.arguments import Schedulers
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
-from evener.loop.models import Schedulers
 from evener.loop.reporting import find_sinks
 from evener.tasks.recording import SUMS, RunTally, record, show, summarise
 from evener.tasks.rehearsal import Rehearsal, Speeds
