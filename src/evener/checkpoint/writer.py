@@ -66,7 +66,7 @@ class WrittenCheckpoint:
     Attributes:
         step: Its step.
         path: Its folder.
-        num_bytes: Size of its files.
+        num_bytes: Size of its files without the manifest.
         write_s: Seconds that it took to write.
         begin_t: When that began, in unix seconds.
         copy_s: Seconds that training stood still for the copy before.
@@ -101,8 +101,7 @@ def write_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
         with unfinished_folder(folder, snapshot.step) as unfinished:
-            _write_files(unfinished, snapshot)
-            num_bytes = sum(file.stat().st_size for file in unfinished.iterdir())
+            num_bytes = _write_files(unfinished, snapshot)
             until_s = time.monotonic() + _AFTER_S
             for other in snapshot.after:
                 other.wait(max(0.0, until_s - time.monotonic()))
@@ -126,7 +125,8 @@ def write_checkpoint(
     )
 
 
-def _write_files(folder: Path, snapshot: Snapshot) -> None:
+def _write_files(folder: Path, snapshot: Snapshot) -> int:
+    """Write all files to the disk, the manifest last; return the size of the others in bytes."""
     aliases: dict[str, dict[str, str]] = {}
     for stem, tensors in snapshot.tensors.items():
         aliases[stem] = alias_table(tensors)
@@ -143,3 +143,4 @@ def _write_files(folder: Path, snapshot: Snapshot) -> None:
     manifest.write_bytes(Manifest(snapshot.step, hashes, aliases).to_bytes())
     flush(manifest)
     flush(folder)
+    return sum(file.stat().st_size for file in files)
