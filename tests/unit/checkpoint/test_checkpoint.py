@@ -228,11 +228,24 @@ def test_a_document_with_a_tensor_is_refused_by_its_place() -> None:
         encode_document("run.json", {"state": {"x": torch.ones(1)}})
 
 
+class Gate(threading.Event):
+    """Holds a checkpoint before it appears, until it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.reached.set()
+        return super().wait(TIMEOUT_S)
+
+
 def test_a_write_removes_only_what_dead_writers_left(tmp_path: Path) -> None:
-    events = threading.Event()
-    alive = Snapshot(1, {}, {}, after=[events])  # does not appear before the event
+    gate = Gate()
+    alive = Snapshot(1, {}, {}, after=[gate])
     thread = threading.Thread(target=write_checkpoint, args=(tmp_path, alive))
     thread.start()
+    assert gate.reached.wait(TIMEOUT_S)
     kept = {"step-2.tmp-mine", "step-2.tmp", "notes.tmp-1-0123abcd"}
     for name in ("step-2.tmp-99-0123abcd", *kept):
         (tmp_path / name).mkdir()
@@ -240,7 +253,7 @@ def test_a_write_removes_only_what_dead_writers_left(tmp_path: Path) -> None:
     (tmp_path / "step-3.tmp-99-0123abcd").write_text("a file")
     (tmp_path / "step-4.tmp-99-0123abcd").symlink_to(tmp_path / "step-2.tmp")
     save(tmp_path, 5)
-    events.set()
+    gate.set()
     thread.join(TIMEOUT_S)
     kept |= {"step-3.tmp-99-0123abcd", "step-4.tmp-99-0123abcd"}
     assert names(tmp_path) == sorted({"step-1", "step-5", *kept})
