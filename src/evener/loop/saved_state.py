@@ -34,9 +34,6 @@ from evener.team.terminal import warn
 STATE: Final = "state.json"
 """Document with progress, data position, planner and schedule; no rank count."""
 
-_OF_PARAMETER_SHAPE: Final = frozenset[str]().union(*ELEMENTWISE.values())
-"""State of torch's optimizers in tensors of the parameter's shape."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
@@ -221,8 +218,9 @@ def _difference(state: Mapping[str, Any], optimizer: Optimizer) -> str:
             if key not in group and not optional:
                 return f"its parameter group {number} lacks {key!r}"
     parameters = [parameter for group in own for parameter in group["params"]]
-    for index, values in state["state"].items():
-        for key in values.keys() & _OF_PARAMETER_SHAPE if isinstance(index, int) else ():
+    of_shape = ELEMENTWISE.get(type(optimizer), frozenset())  # others may keep parts of a shape
+    for index, values in state["state"].items() if of_shape else ():
+        for key in values.keys() & of_shape:
             # SGD without momentum keeps a buffer that is None.
             if isinstance(values[key], Tensor) and values[key].shape != parameters[index].shape:
                 there, here = tuple(values[key].shape), tuple(parameters[index].shape)
