@@ -104,18 +104,17 @@ def blake2b(data: bytes = b"") -> "hashlib.blake2b":
     return hashlib.blake2b(data, digest_size=16)
 
 
-def hash_file(path: Path, kind: str | Callable[[], Any], *, follow: bool = True) -> str:
+def hash_file(path: Path, kind: str | Callable[[], Any]) -> str:
     """Return the hash of a regular file as hexadecimal digits; releases the interpreter lock.
 
     Args:
         path: The file.
         kind: As for ``hashlib.file_digest``, such as ``"sha256"`` or ``blake2b``.
-        follow: Whether ``path`` may be a symbolic link.
 
     Raises:
         OSError: It cannot be read, or is not a regular file.
     """
-    with open_for_reading(path, follow=follow) as stream:
+    with open_for_reading(path) as stream:
         return hashlib.file_digest(stream, kind).hexdigest()
 
 

@@ -17,7 +17,7 @@ from evener.closing import Closing
 from evener.comm.base import Communicator
 from evener.devices import count_accelerators, move
 from evener.errors import ConfigError, NonFiniteGradientError
-from evener.loop.likeness import check_alike, describe_versions
+from evener.loop.consistency import check_consistency, describe_versions
 from evener.team.backends import check_backend, connect_team
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
@@ -495,7 +495,7 @@ def _introduce(
     """Return all replicas, and the number of the first one here."""
     own = [asdict(describe_self(i, environment.local_rank, d)) for i, d in enumerate(devices)]
     notes = comm.all_gather_json([describe_versions(), own], what="greetings of replicas")
-    check_alike([versions for versions, _ in notes])
+    check_consistency([versions for versions, _ in notes])
     counts = [len(members) for _, members in notes]
     numbered = enumerate(chain.from_iterable(members for _, members in notes))
     members = tuple(Member(**{**member, "rank": number}) for number, member in numbered)

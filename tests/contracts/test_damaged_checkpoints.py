@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from evener import CheckpointError, Ddp
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.errors import EvenerError
-from helpers.tampering import NESTED, changed, damaged, forge, sealed
+from helpers.tampering import NESTED, damaged, forge
 from helpers.teams import run_team, setup
 
 DATA = [torch.tensor([float(n), 1.0]) for n in range(16)]
@@ -80,37 +80,21 @@ def weights(ddp: Ddp) -> dict[str, list[Any]]:
     return {name: value.tolist() for name, value in ddp.assembly.model.state_dict().items()}
 
 
-def edit(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
-    """Changes a JSON document of a checkpoint, with a manifest that says that this is right."""
+def put(name: str, place: Sequence[str], value: Any) -> Callable[[Path], None]:
+    """Puts a value at a place of a JSON document, with a manifest that says that this is right."""
 
     def tamper(checkpoint: Path) -> None:
-        document = json.loads((checkpoint / name).read_bytes())
-        change(document)
-        if name == "manifest.json":
-            (checkpoint / name).write_bytes(sealed(document))
-        else:
-            forge(checkpoint, name, json.dumps(document).encode())
+        document = inner = json.loads((checkpoint / name).read_bytes())
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = value
+        forge(checkpoint, name, json.dumps(document).encode())
 
     return tamper
 
 
-def put(name: str, place: Sequence[str], value: Any) -> Callable[[Path], None]:
-    """Puts a value at a place of a JSON document."""
-
-    def change(document: Any) -> None:
-        for key in place[:-1]:
-            document = document[key]
-        document[place[-1]] = value
-
-    return edit(name, change)
-
-
 def state(*place: str, value: Any) -> Callable[[Path], None]:
     return put("state.json", place, value)
-
-
-def manifest(*place: str, value: Any) -> Callable[[Path], None]:
-    return put("manifest.json", place, value)
 
 
 def retype(stem: str, name: str, change: Callable[[Tensor], Tensor]) -> Any:
@@ -154,84 +138,26 @@ def replace_by(name: str, make: Callable[[Path], object]) -> Callable[[Path], No
     return tamper
 
 
-def move_out(name: str) -> Callable[[Path], None]:
-    """Moves a file elsewhere, with a link in its place."""
-
-    def tamper(checkpoint: Path) -> None:
-        outside = checkpoint.parent.parent / "outside"
-        (checkpoint / name).rename(outside)
-        (checkpoint / name).symlink_to(outside)
-
-    return tamper
-
-
 def huge(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**40)  # a hole: it takes no room
 
 
+def write(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda checkpoint: (checkpoint / name).write_bytes(content) and None
+
+
 #: What was done to step-6 -> how the warning goes on.
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "epoch 10^30": (state("cursor", "epoch", value=10**30), "epoch is 1000"),
-    "a negative epoch": (state("cursor", "epoch", value=-1), "epoch is -1"),
-    "epoch true": (state("cursor", "epoch", value=True), "epoch is True"),
-    "epoch in words": (state("cursor", "epoch", value="1"), "epoch is '1'"),
-    "ranges that are none": (state("cursor", "committed", value=[[3, 1]]), "no range"),
-    "no cursor": (state("cursor", value=None), "cursor is None"),
-    "windows in words": (state("progress", "window", value="6"), "progress.window is '6'"),
-    "weight not a number": (
-        state("progress", "weight", value={"$float": "nan"}),
-        "progress.weight is nan",
-    ),
-    "progress as a list": (state("progress", value=[]), "progress is []"),
-    "optimizers as a number": (state("optimizers", value=7), "optimizers is 7"),
-    "an optimizer as text": (state("optimizers", value=["x"]), "optimizer document"),
-    "a tensor that is a list": (
-        state("optimizers", value=[{"state": {"$map": [["$tensor", []]]}, "param_groups": []}]),
-        "not what evener writes",
-    ),
-    "planner null": (state("planner", value=None), "planner is None"),
-    "loss scale in words": (state("loss_scale", value={"value": "x"}), "loss_scale.value is 'x'"),
-    "limits of half a sample": (
-        state("micro_batch_limits", value={"a": 0.5}),
-        "micro_batch_limits.a is 0.5",
-    ),
-    "a map of nothing": (state("registered", value={"$map": 3}), "{'$map': 3}"),
-    "nested state": (lambda path: forge(path, "state.json", NESTED), "nested more than"),
-    "a list for a state": (lambda path: forge(path, "state.json", b"[]"), "is []"),
-    "not UTF-8": (lambda path: forge(path, "state.json", b'{"a": "\xff"}'), "utf-8"),
-    "whole numbers for weights": (retype("model", "0.weight", Tensor.long), "torch.int64"),
-    "fractions for counters": (
-        retype("model", "1.num_batches_tracked", Tensor.float),
-        "torch.float32",
-    ),
-    "a moment that is missing": (lacks("optimizer", "state.0.exp_avg"), "state.0.exp_avg"),
-    "tensors that are text": (
-        lambda path: forge(path, "model.safetensors", b"x" * 100),
-        "cannot be read",
-    ),
-    "nested manifest": (lambda path: (path / "manifest.json").write_bytes(NESTED), "nested"),
-    "manifest of text": (lambda path: (path / "manifest.json").write_text("hello"), "not JSON"),
-    "files as a list": (manifest("files", value=[]), "files is []"),
-    "bytes in words": (manifest("files", "state.json", value={"bytes": "9"}), "bytes is '9'"),
-    "bytes true": (
-        manifest("files", "state.json", value={"bytes": True, "sha256": "x"}),
-        "bytes is True",
-    ),
-    "a file elsewhere": (
-        manifest("files", "../outside", value={"bytes": 1, "sha256": "x"}),
-        "'../outside'",
-    ),
-    "a name that is none": (manifest("files", "\ud800", value={"bytes": 1}), "no name for a file"),
-    "tied to nothing": (manifest("aliases", "model", value={"a": "b"}), "lacks 'b'"),
-    "ties as a number": (manifest("aliases", value={"model": 3}), "aliases.model is 3"),
-    "step 10^30": (manifest("step", value=10**30), "step is 1000"),
+    "another state": (write("state.json", b"{}"), "state.json is damaged: its SHA-256"),
+    "tensors that are text": (write("model.safetensors", b"x" * 100), "model.safetensors is damag"),
+    "a file that is missing": (lambda path: (path / "state.json").unlink(), "json is missing"),
+    "nested manifest": (write("manifest.json", NESTED), "nested"),
+    "manifest of text": (write("manifest.json", b"hello"), "not JSON"),
     "a FIFO for a manifest": (replace_by("manifest.json", os.mkfifo), "not a regular file"),
     "a FIFO for the state": (replace_by("state.json", os.mkfifo), "not a regular file"),
-    "a folder for the state": (replace_by("state.json", Path.mkdir), "not a regular file"),
+    "a folder for the state": (replace_by("state.json", Path.mkdir), "Is a directory"),
     "a huge manifest": (replace_by("manifest.json", huge), "larger than"),
-    "a link to elsewhere": (move_out("state.json"), "not a regular file"),
-    "a link for a manifest": (move_out("manifest.json"), "symbolic links"),
 }
 
 
@@ -291,14 +217,9 @@ MISFITS: dict[str, tuple[Callable[[Path], None], str]] = {
     "another number of optimizers": (state("optimizers", value=[]), "holds 0 optimizers"),
     "a moment of another shape": (
         retype("optimizer", "state.0.exp_avg", lambda t: t[:1]),
-        "state.0.exp_avg is of shape",
-    ),
-    "a moment of whole numbers": (
-        retype("optimizer", "state.0.exp_avg", Tensor.long),
-        "state.0.exp_avg is of torch.int64",
+        "state.0.exp_avg has shape",
     ),
     "no schedulers": (state("schedule", value=[]), "0 schedulers"),
-    "a scheduler in words": (state("schedule", value=[{"last_epoch": "x"}]), "last_epoch is 'x'"),
     "another policy": (state("planner", value={"policy": "x"}), "policy='x'"),
     "an average of the user's": (state("registered", value={}), "no state of 'ema'"),
     "one that the user refuses": (state("registered", value={"ema": {}}), "refused by its"),
@@ -329,12 +250,12 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_what_one_rank_refuses_no_rank_loads(folder: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     shutil.rmtree(other / "step-4")
-    state("progress", "window", value="6")(other / "step-6")
+    lacks("model", "0.weight")(other / "step-6")
 
     def body(comm: Communicator) -> bool:
         with team(communicator=comm) as (ddp, _):
             before = weights(ddp)
-            with pytest.raises(CheckpointError, match=r"progress\.window is '6'"):
+            with pytest.raises(CheckpointError, match=r"lacks '0\.weight'"):
                 ddp.load(other if comm.rank else folder)
             return weights(ddp) == before
 
@@ -370,22 +291,6 @@ def names_of(checkpoint: Path) -> list[str]:
     return sorted(path.name for path in checkpoint.iterdir())
 
 
-@settings(max_examples=25)
-@given(st.data())
-def test_whatever_the_documents_hold_a_load_ends_well(
-    pristine: Path, target: Path, data: st.DataObject
-) -> None:
-    shutil.rmtree(target / "step-6")
-    shutil.copytree(pristine / "step-6", target / "step-6")
-    name = data.draw(st.sampled_from(["state.json", "manifest.json"]))
-    document = data.draw(changed(json.loads((pristine / "step-6" / name).read_bytes())))
-    if name == "manifest.json":
-        (target / "step-6" / name).write_bytes(sealed(document))
-    else:
-        forge(target / "step-6", name, json.dumps(document).encode())
-    outcome(target)
-
-
 @settings(max_examples=20)
 @given(st.data())
 def test_whatever_bytes_are_in_a_checkpoint_a_load_ends_well(
@@ -395,8 +300,5 @@ def test_whatever_bytes_are_in_a_checkpoint_a_load_ends_well(
     shutil.copytree(pristine / "step-6", target / "step-6")
     name = data.draw(st.sampled_from(names_of(pristine / "step-6")))
     content = data.draw(damaged((pristine / "step-6" / name).read_bytes()))
-    if name == "manifest.json" or data.draw(st.booleans()):
-        (target / "step-6" / name).write_bytes(content)
-    else:
-        forge(target / "step-6", name, content)
+    (target / "step-6" / name).write_bytes(content)
     outcome(target)

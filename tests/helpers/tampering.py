@@ -75,10 +75,7 @@ def forge(checkpoint: Path, name: str, content: bytes) -> None:
     """Replaces a file of a checkpoint, and makes its manifest say that this is right."""
     (checkpoint / name).write_bytes(content)
     manifest = json.loads((checkpoint / "manifest.json").read_bytes())
-    manifest["files"][name] = {
-        "bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+    manifest["files"][name] = hashlib.sha256(content).hexdigest()
     (checkpoint / "manifest.json").write_bytes(sealed(manifest))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evener.checkpoint import CheckpointWriter, Snapshot, find_newest
+from evener.checkpoint import Snapshot, find_newest, write_checkpoint
 from helpers.limits import PATIENCE_S
 
 # Saves step 1 and dies at the named stage of a save of step 2 (or of step 1 again).
@@ -17,33 +17,34 @@ VICTIM = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from evener.checkpoint import CheckpointWriter, Snapshot
+from evener.checkpoint import Snapshot, encode_document, write_checkpoint, writer
 
 folder, stage, second_step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-doomed = False
 
-def die_at(reached):
-    if doomed and reached == stage:
-        os.kill(os.getpid(), signal.SIGKILL)
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
 
-def snapshot(step, value):
-    weight = torch.full((1000,), value)
-    return Snapshot(step, {"model": {"w": weight}}, {"run.json": {"value": value}}, {})
+def save(step, value):
+    files = {"run.json": encode_document("run.json", {"value": value})}
+    tensors = {"model": {"w": torch.full((1000,), value)}}
+    write_checkpoint(folder, Snapshot(step, tensors, files), keep_last=1)
 
-saving = CheckpointWriter(folder, 1, on_stage=die_at)
-saving.submit(snapshot(1, 1.0))
-assert saving.wait(30.0) and saving.poll_error() is None
-doomed = True
+save(1, 1.0)
 if stage == "replace":
     # The old folder has been moved aside by now, the new one has not taken its name yet.
     real_rename = Path.rename
     def rename(source, target):
         if ".tmp-" in source.name:
-            die_at("replace")
+            die()
         return real_rename(source, target)
     Path.rename = rename
-saving.submit(snapshot(second_step, 2.0))
-saving.wait(30.0)
+else:
+    what = {
+        "files": "save_file", "manifest": "Manifest", "rename": "publish_folder",
+        "retention": "remove_old",
+    }
+    setattr(writer, what[stage], die)
+save(second_step, 2.0)
 sys.exit("was not killed")
 """
 
@@ -81,8 +82,5 @@ def test_a_whole_checkpoint_is_found_after_a_kill(
     assert found.document("run.json") == {"value": found_value}
     assert torch.equal(found.tensors("model")["w"], torch.full((1000,), found_value))
 
-    with CheckpointWriter(tmp_path, 1) as writer:
-        writer.submit(Snapshot(3, {}, {}, {}))
-        assert writer.wait(PATIENCE_S)
-        assert writer.poll_error() is None
+    write_checkpoint(tmp_path, Snapshot(3, {}, {}), keep_last=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]

@@ -107,7 +107,7 @@ def test_the_last_state_is_saved_when_there_is_room_at_last(lab: Lab) -> None:
     checkpoints = run.path / "checkpoints"
     assert f"warning: checkpoint step-{first} could not be written to {checkpoints}: " in said
     assert "File too large" in said
-    assert "free disk space there or choose another folder. The next attempt is in 1 s" in said
+    assert "free disk space there or choose another folder" in said
     assert f"step-{NUM_WINDOWS} could not be written" in said
     newest = find_newest(checkpoints)
     assert newest is not None
@@ -130,7 +130,7 @@ def test_a_disk_that_is_full_to_the_end_is_an_error_on_every_rank_and_harms_noth
         assert outcome.value == 1, outcome.story()
     said = "".join(outcome.output for outcome in outcomes)
     assert f"step-{NUM_WINDOWS} could not be written" in said
-    assert "step-4 stays in use" in said or "nothing was replaced" in said
+    assert "earlier checkpoints are untouched" in said
     assert "it was tried for 0.2 s (checkpoint.retry_s)" in said
     assert missed(run.events[before:]).count(NUM_WINDOWS) >= 2
     assert [path.name for path in run.checkpoints] == ["step-0", "step-2", "step-4"]
@@ -147,7 +147,9 @@ def be_evener_on_a_slow_disk(rank: Rank, folder: str, command: list[str]) -> int
     fsync, came = os.fsync, threading.Lock()
 
     def slow_fsync(descriptor: int) -> None:
-        if threading.current_thread().name == "evener-checkpoint" and came.acquire(blocking=False):
+        if threading.current_thread().name.startswith("evener-check") and came.acquire(
+            blocking=False
+        ):
             rank.receive(RUN_TIMEOUT_S)
         fsync(descriptor)
 

@@ -43,9 +43,9 @@ def hang_later(rank: Rank, folder: str, command: list[str]) -> int:
     def report_and_hang(self: Checkpointer) -> None:
         seen.add(self._ddp.window)
         done = self._ddp.window - min(seen)
-        if self._writer is not None and done == 3:
-            assert self._writer.wait(RUN_TIMEOUT_S)
-        if self._writer is not None and done == 5:
+        if self._write is not None and done <= 3:
+            self._write.result(RUN_TIMEOUT_S)
+        if self._ddp.is_main_process and done == 5:
             rank.send("hangs")
             time.sleep(3600.0)
         report(self)
@@ -177,8 +177,9 @@ def lose_the_folder(rank: Rank, folder: str) -> int:
     save, run = Checkpointer.save, RunFolder(Path(folder) / "runs" / "lost")
 
     def lose_then_save(self: Checkpointer, cursor_state: Any) -> None:
-        if self._ddp.window == 4 and self._writer is not None:
-            assert self._writer.wait(RUN_TIMEOUT_S)
+        if self._ddp.window == 4 and self._ddp.is_main_process:
+            if self._write is not None:
+                self._write.result(RUN_TIMEOUT_S)
             wait_until_written(
                 run, lambda events: any(e["type"] == "window" and e["window"] == 3 for e in events)
             )

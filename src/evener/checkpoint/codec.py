@@ -5,6 +5,7 @@ with ``$``: ``{"$tuple": [...]}``, ``{"$map": [[key, value], ...]}``, ``{"$float
 ``{"$tensor": name}``, where the tensor itself is stored elsewhere under that name.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -87,7 +88,7 @@ def decode(node: Any, *, tensors: Mapping[str, torch.Tensor] | None = None) -> A
         tensors: The tensors that the JSON names.
 
     Raises:
-        CheckpointError: The JSON names a tensor that is not there, or is not from ``encode``.
+        CheckpointError: The JSON names a tensor that is not there.
     """
     if isinstance(node, list):
         return [decode(item, tensors=tensors) for item in node]
@@ -97,23 +98,31 @@ def decode(node: Any, *, tensors: Mapping[str, torch.Tensor] | None = None) -> A
     if not (isinstance(tag, str) and tag.startswith("$")):
         return {key: decode(item, tensors=tensors) for key, item in node.items()}
     content = node[tag]
-    try:
-        if tag == "$float" and isinstance(content, str):
+    match tag:
+        case "$float":
             return float(content)
-        if tag == "$tuple" and isinstance(content, list):
+        case "$tuple":
             return tuple(decode(item, tensors=tensors) for item in content)
-        if tag == "$map" and isinstance(content, list):
+        case "$map":
             return {decode(key): decode(item, tensors=tensors) for key, item in content}
-        if tag == "$tensor" and tensors is not None:
+        case "$tensor" if tensors is not None and content in tensors:
             return tensors[content]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{{{tag!r}: {short(content)}}} in a checkpoint's JSON is not what evener writes: "
-            f"{error!r}"
-        ) from error
     raise CheckpointError(
         f"{{{tag!r}: {short(content)}}} in a checkpoint's JSON has nothing to refer to"
     )
+
+
+def encode_document(name: str, document: Any) -> bytes:
+    """Return a JSON document without tensors as the content of a file of a checkpoint.
+
+    Args:
+        name: The file's name, for errors.
+        document: As ``value`` of ``encode``.
+
+    Raises:
+        CheckpointError: It holds a value of another type.
+    """
+    return json.dumps(encode(document, path=name), allow_nan=False).encode()
 
 
 def flatten_optimizer(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
@@ -140,11 +149,6 @@ def unflatten_optimizer(tensors: Mapping[str, torch.Tensor], document: Any) -> d
     """Undo :func:`flatten_optimizer`; the result goes to ``optimizer.load_state_dict``.
 
     Raises:
-        CheckpointError: The document is not an optimizer state, or names a tensor that is missing.
+        CheckpointError: The document names a tensor that is missing.
     """
-    if not isinstance(document, dict) or not {"state", "param_groups"} <= document.keys():
-        raise CheckpointError(
-            "the optimizer document of this checkpoint has no 'state' and 'param_groups': "
-            "it was not written by flatten_optimizer"
-        )
     return {key: decode(value, tensors=tensors) for key, value in document.items()}

@@ -24,7 +24,7 @@ def copy_to_cpu(
     Args:
         mapping: Tensors of any device, dtype and shape; also views.
         into: An earlier result that nobody reads any more, such as the tensors of the snapshot
-            which ``CheckpointWriter.take_finished`` hands out. Tensors that fit are overwritten.
+            that was written before. Tensors that fit are overwritten.
 
     Returns:
         The copies in the order of the mapping; dtypes are kept, gradients are not.

@@ -1,4 +1,4 @@
-"""How checkpoint folders appear and vanish: claimed, published, tidied, removed when old."""
+"""How checkpoint folders appear and vanish: claimed, cleaned up, removed when old."""
 
 import os
 import shutil
@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from evener.checkpoint.manifest import parse_name, step_name
-from evener.checkpoint.reader import read_manifest
-from evener.errors import CheckpointError
+from evener.checkpoint.manifest import MANIFEST_NAME, parse_name, step_name
 from evener.files import unique_suffix
 
 
@@ -43,49 +41,42 @@ def unfinished_folder(parent: Path, step: int) -> Iterator[Path]:
         _unlock(lock)
 
 
-def tidy(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what dead writers left behind; touches only names that evener gives, and no links."""
     for path in list(folder.iterdir()):
         step, kind = parse_name(path.name) or (0, "")
         if path.is_symlink() or not path.is_dir():
             continue
-        if kind == "replaced":
-            _settle_replaced(path, folder / step_name(step))
+        final = folder / step_name(step)
+        if kind == "replaced" and not final.exists():
+            path.rename(final)  # the writer was killed between its two renames
+        elif kind == "replaced" and _has_manifest(final):
+            shutil.rmtree(path, ignore_errors=True)
         elif kind == "tmp":
             try:
                 lock = _try_lock(path)
             except (BlockingIOError, FileNotFoundError):
-                continue  # it is being written, or somebody else tidies
+                continue  # it is being written, or another process cleans up
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 _unlock(lock)
 
 
-def _settle_replaced(replaced: Path, final: Path) -> None:
-    """Finish a replacement that was cut short, in whichever direction it can be finished."""
-    if not final.exists():
-        replaced.rename(final)
-    elif _is_whole(final):
-        # Else the one that was moved aside may be the only good one: find_newest knows it.
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
 def remove_old(folder: Path, keep_last: int, *, keep: Path) -> None:
     """Delete all but the newest ``keep_last`` checkpoints, never ``keep``.
 
-    Folders that are not whole (judged by manifest and sizes) neither count nor are deleted: they
-    may be somebody else's.
+    Folders without a manifest neither count nor are deleted: evener has not written them.
 
     Raises:
         OSError: A folder cannot be deleted.
     """
-    whole: list[tuple[int, Path]] = []
+    found: list[tuple[int, Path]] = []
     for path in folder.iterdir():
         step, kind = parse_name(path.name) or (0, "other")
-        if not kind and not path.is_symlink() and _is_whole(path):
-            whole.append((step, path))
-    whole.sort(reverse=True)
-    for _, path in whole[keep_last:]:
+        if not kind and not path.is_symlink() and _has_manifest(path):
+            found.append((step, path))
+    found.sort(reverse=True)
+    for _, path in found[keep_last:]:
         if path != keep:
             # Renamed first, so that a deletion cut short leaves no half of a checkpoint.
             doomed = path.with_name(f"{path.name}.tmp-{unique_suffix()}")
@@ -93,12 +84,8 @@ def remove_old(folder: Path, keep_last: int, *, keep: Path) -> None:
             shutil.rmtree(doomed)
 
 
-def _is_whole(path: Path) -> bool:
-    try:
-        read_manifest(path)
-    except CheckpointError:
-        return False
-    return True
+def _has_manifest(path: Path) -> bool:
+    return (path / MANIFEST_NAME).is_file()
 
 
 def _try_lock(folder: Path) -> int | None:

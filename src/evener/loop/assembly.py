@@ -34,13 +34,13 @@ from evener.engine.state import TrainingState
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
 from evener.errors import CollectiveError, ConfigError, UsageError
-from evener.loop.likeness import check_alike, describe_training, summarise
-from evener.loop.models import (
+from evener.loop.arguments import (
     Models,
     Schedulers,
     combine_models,
     parts_of,
 )
+from evener.loop.consistency import Description, check_consistency, describe_training, summarise
 from evener.loop.precision import HALF, AutocastForward, choose_precision
 from evener.observe.slow_causes import SlowDiagnosis
 from evener.planning.cadence import CadencePolicy
@@ -143,7 +143,7 @@ class Assembly:
         self._habits.claim(models)
         self._say_team(quiet=config.quiet)
 
-    def _join(self, training: Sequence[Any], backend: str, config: DdpConfig) -> ElasticMembership:
+    def _join(self, training: Description, backend: str, config: DdpConfig) -> ElasticMembership:
         """Return this process's place in the elastic team for which it was started."""
         place = self.environment
         asked = check_backend(place.comm_backend if backend == AverageBackend.AUTO else backend)
@@ -305,7 +305,7 @@ class Assembly:
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
 
-    def _introduce(self, training: Sequence[object]) -> None:
+    def _introduce(self, training: Description) -> None:
         config, team = self._config, self.team
         config.check_team(team.world_size)
         own = describe_self(
@@ -318,7 +318,7 @@ class Assembly:
         if team.is_elastic:
             own = replace(own, member=team.name)
         greetings = team.introduce({**asdict(own), "training": training})
-        check_alike([greeting.pop("training") for greeting in greetings])
+        check_consistency([greeting.pop("training") for greeting in greetings])
         taken: Counter[str] = Counter()
         for greeting in greetings:
             # Machines may share a host name; in rank order, so that every rank finds the same ids.

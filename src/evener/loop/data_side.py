@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from evener.checkpoint import write_checkpoint
 from evener.config.checks import whole_number
 from evener.config.options import Allowed
 from evener.data.fetching import Prefetch
@@ -18,8 +19,8 @@ from evener.engine.loaders.stream import StreamLoader, stream_of
 from evener.engine.state import Stateful
 from evener.errors import CheckpointError, ConfigError, EvenerError
 from evener.loop.assembly import Assembly
-from evener.loop.reporting import EventStream
-from evener.loop.saved_state import find_state, restore, save_state
+from evener.loop.events import EventStream
+from evener.loop.saved_state import capture, find_state, restore
 from evener.protocol.row import Purpose
 
 T = TypeVar("T")
@@ -304,8 +305,9 @@ class DataSide:
         engine = self._engine
         with engine.consensus(), engine.team.in_phase("saving"):
             try:
-                written = save_state(self.assembly, engine.positions.states(), path)
-            except (EvenerError, OSError) as error:
+                snapshot = capture(self.assembly, engine.positions.states())
+                written = write_checkpoint(path, snapshot)
+            except EvenerError as error:
                 return str(error)
         self.events.checkpoint(written)
         return ""

@@ -168,16 +168,18 @@ class EpochLoop(ABC):
         Raises:
             CheckpointError: It could not be written.
         """
-        self.save()
         if self.checkpointer is None:
             return None
-        while not self.checkpointer.finish():
-            self.save()
+        is_over = False
+        while not is_over:
+            self.prepare_save()
+            is_over = self.checkpointer.finish(self.loader.cursor.state_dict())
         return self.checkpointer.path
 
     def save(self) -> None:
         """Save the state, at a commit or between epochs; all ranks call it together."""
         if self.checkpointer is not None:
+            self.prepare_save()
             self.checkpointer.save(self.loader.cursor.state_dict())
 
     def is_due(self, result: WindowResult) -> bool:
@@ -191,6 +193,10 @@ class EpochLoop(ABC):
 
     def begin_epoch(self, epoch: int) -> None:
         """Prepare an epoch, which may have been begun by an earlier process."""
+        return
+
+    def prepare_save(self) -> None:
+        """Update the assets and documents of the next checkpoint."""
         return
 
     def begin_again(self) -> None:

@@ -1,38 +1,34 @@
 """A team's state on disk: the content of a checkpoint, and how a team of any size loads it.
 
-A checkpoint is read and checked as a whole before any of it is loaded. Damage (a value of the wrong
-kind, a missing tensor) is found while it is read. Another model or optimizer is found when it is
-compared with the rank's parts. Either way a refused state has changed nothing.
+A checkpoint is read as a whole, and its names and shapes are compared with the rank's parts, before
+any of it is loaded: a state that is refused has changed nothing.
 """
 
 import copy
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from evener.averaging.optimizer_state import ELEMENTWISE
 from evener.checkpoint import (
     Checkpoint,
-    CheckpointWriter,
     Snapshot,
-    WrittenCheckpoint,
     copy_to_cpu,
+    encode_document,
     find_newest,
     open_checkpoint,
 )
-from evener.data.cursor import Cursor
 from evener.engine.results import Progress
 from evener.engine.state import REGISTERED, TrainingContent, stem_of, unpack
 from evener.errors import CheckpointError
 from evener.loop.assembly import Assembly
-from evener.loop.fitting import check_kind, check_model, check_optimizer, check_weights
-from evener.parsing import Fields
 from evener.team.terminal import warn
 
 STATE: Final = "state.json"
@@ -88,43 +84,44 @@ def capture(
     training, groups = assembly.state.collect(engine.optimizer_states())
     groups = {"model": assembly.model.state_dict(), **groups}
     old = into.tensors if into is not None else {}
-    first, *further = positions or [{}]
-    state = {**engine.state_dict(assembly.names), **training, "cursor": dict(first)}
-    if further:
-        state["further_cursors"] = [dict(one) for one in further]
-    copies = {stem: copy_to_cpu(those, into=old.get(stem)) for stem, those in groups.items()}
+    state = {**engine.state_dict(assembly.names), **training, "positions": list(positions)}
+    documents = {STATE: state, **(documents or {})}
+    encoded = {name: encode_document(name, one) for name, one in documents.items()}
     return Snapshot(
         step=engine.window,
-        tensors=copies,
-        documents={STATE: state, **(documents or {})},
-        assets=dict(assets or {}),
+        tensors={stem: copy_to_cpu(those, into=old.get(stem)) for stem, those in groups.items()},
+        files={**(assets or {}), **encoded},
         copy_s=time.perf_counter() - started_s,
         after=after,
     )
 
 
-def save_state(
-    assembly: Assembly, positions: Sequence[Mapping[str, Any]], path: Path
-) -> WrittenCheckpoint:
-    """Write a checkpoint at once.
+def find_state(assembly: Assembly, path: Path) -> SavedState:
+    """Read the newest complete checkpoint in ``path``, or the checkpoint ``path`` itself.
 
-    Args:
-        assembly: The rank's parts.
-        positions: The data position of each loader.
-        path: Where to.
+    What is damaged is passed over, with a warning on rank 0. Nothing of the rank is changed.
 
     Raises:
-        CheckpointError: It could not be written.
+        CheckpointError: There is none, or it is of another model, optimizer or policy.
     """
-    with CheckpointWriter(path, keep_last=None) as writer:
-        writer.submit(capture(assembly, positions))
-        if not writer.wait(timeout_s=600.0):
-            raise CheckpointError(f"{path} was not written within 600 s; check the disk")
-        if (error := writer.poll_error()) is not None:
-            raise error
-        (written,) = writer.poll()
-        assert isinstance(written, WrittenCheckpoint)
-        return written
+    skipped: list[str] = []
+
+    def skip(place: Path, reason: str) -> None:
+        skipped.append(f"{place.name}: {reason}")
+        if assembly.comm.rank == 0:
+            warn(f"skipped checkpoint {place}: {reason}")
+
+    checkpoint = find_newest(path, skip)
+    if checkpoint is None and skipped:
+        raise CheckpointError(
+            f"{path} holds no complete checkpoint ({'; '.join(skipped)}); give another folder"
+        )
+    saved = _read(checkpoint or open_checkpoint(path))
+    _check_model(saved.path, saved.model, assembly.model)
+    _check_training(saved.path, saved.training, assembly)
+    # On a copy, which shows whether it is of another policy.
+    copy.deepcopy(assembly.policy).load_state_dict(saved.engine["planner"])
+    return saved
 
 
 def restore(assembly: Assembly, saved: SavedState) -> None:
@@ -133,134 +130,99 @@ def restore(assembly: Assembly, saved: SavedState) -> None:
     Raises:
         CheckpointError: A registered object refuses its state; the model is as it was.
     """
-    with _naming(saved.path):
-        assembly.state.restore(saved.training)
+    assembly.state.restore(saved.training)
     with torch.no_grad():
         for name, tensor in assembly.model.state_dict().items():
             tensor.copy_(saved.model[name])
     assembly.engine.load_state_dict(saved.engine, assembly.names)
 
 
-def find_state(assembly: Assembly, path: Path) -> SavedState:
-    """Read the newest checkpoint in ``path`` that can be used, or the checkpoint ``path`` itself.
-
-    What is damaged is passed over, with a warning on rank 0. Nothing of the rank is changed.
-
-    Raises:
-        CheckpointError: There is none, or it is of another model, optimizer or policy.
-    """
-    skipped: list[str] = []
-    read: list[SavedState] = []
-
-    def skip(place: Path, reason: str) -> None:
-        skipped.append(f"{place.name}: {reason}")
-        if assembly.comm.rank == 0:
-            warn(f"skipped checkpoint {place}: {reason}")
-
-    if find_newest(path, skip, lambda one: read.append(_read(one, assembly))) is None:
-        if skipped:
-            raise CheckpointError(
-                f"{path} holds no complete checkpoint ({'; '.join(skipped)}); give another folder"
-            )
-        read.append(_read(open_checkpoint(path), assembly))
-    _check_fit(read[-1], assembly)
-    return read[-1]
-
-
-def check_state(assembly: Assembly, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that cannot be restored into this rank, of which nothing is changed.
-
-    Raises:
-        CheckpointError: It is damaged, or of another model, optimizer or policy.
-    """
-    _check_fit(_read(checkpoint, assembly), assembly)
-
-
-def _read(checkpoint: Checkpoint, assembly: Assembly) -> SavedState:
-    with _naming(checkpoint.path / STATE):
-        state = Fields(checkpoint.document(STATE))
-        positions = [state["cursor"]]
-        if "further_cursors" in state:
-            positions += state.items("further_cursors")
-        for position in positions:
-            _check_position(Fields(position, "cursor"))
-        stems = [stem_of(number) for number, _ in enumerate(state.items("optimizers"))]
+def _read(checkpoint: Checkpoint) -> SavedState:
+    """Read what ``capture`` has saved."""
+    try:
+        state = checkpoint.document(STATE)
+        stems = [stem_of(number) for number, _ in enumerate(state["optimizers"])]
         if f"{REGISTERED}.safetensors" in checkpoint.manifest.files:
             stems.append(REGISTERED)
-        saved = SavedState(
+        return SavedState(
             path=checkpoint.path,
-            positions=tuple(positions),
+            positions=tuple(state["positions"]),
             model=checkpoint.tensors("model"),
-            training=unpack(state.values, {stem: checkpoint.tensors(stem) for stem in stems}),
-            engine=_engine_state(state),
+            training=unpack(state, {stem: checkpoint.tensors(stem) for stem in stems}),
+            engine=state,
         )
-    check_weights(saved.path, saved.model, assembly.model)
-    return saved
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path / STATE} is damaged: {error!r}; resume from an older checkpoint"
+        ) from error
 
 
-def _engine_state(state: Fields) -> dict[str, Any]:
-    progress, values = state.fields("progress"), state.values
-    limits = Fields(values.get("micro_batch_limits", {}), "micro_batch_limits")
-    scale = Fields(values.get("loss_scale", {}), "loss_scale")
-    return {
-        "progress": {
-            **{name: progress.whole(name) for name in ("window", "steps", "samples", "skipped")},
-            "weight": progress.number("weight", least=0.0),
-        },
-        "planner": state.fields("planner").values,
-        "micro_batch_limits": {name: limits.whole(name, least=1) for name in limits.values},
-        "loss_scale": scale.values
-        and {"value": scale.number("value", least=1.0), "good_steps": scale.whole("good_steps")},
-    }
-
-
-def _check_position(position: Fields) -> None:
-    """Check a data position by itself; whether it is of this data, its loader says."""
-    if "stream_epoch" in position:
-        position.whole("stream_epoch", most=Cursor.MOST_EPOCHS)
-    elif position.values:  # a loop without a loader has none
-        seed = position.whole("seed", least=-(2**64), most=2**64)
-        Cursor(position.whole("num_samples", least=1), seed).load_state_dict(position.values)
-
-
-def _check_fit(saved: SavedState, assembly: Assembly) -> None:
-    """Compare a saved state with a rank's parts, which stay as they are.
+def _check_model(path: Path, saved: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Compare names and shapes of the weights in ``path`` with a model's.
 
     Raises:
-        CheckpointError: It is of another model, other optimizers or schedulers, or another policy.
+        CheckpointError: They are of another model.
     """
-    path, training = saved.path, saved.training
-    check_model(path, saved.model, assembly.model)
-    if len(training.optimizers) != len(assembly.optimizers):
+    own = model.state_dict()
+    for name, tensor in own.items():
+        if name not in saved:
+            raise CheckpointError(
+                f"{path} lacks {name!r} of this model; resume with the model it was written from"
+            )
+        if saved[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{name!r} has shape {tuple(saved[name].shape)} in {path} and "
+                f"{tuple(tensor.shape)} in this model; resume with the same model configuration"
+            )
+    if extra := sorted(set(saved) - set(own)):
         raise CheckpointError(
-            f"{path} holds {len(training.optimizers)} optimizers, this run has "
-            f"{len(assembly.optimizers)}; resume with the script that wrote it"
+            f"{path} holds {extra[0]!r}, which this model lacks; resume with the model "
+            "it was written from"
         )
-    what = "holds another optimizer than this run's"
-    with _naming(path, what, "resume with the same optimizer and parameter groups"):
-        for optimizer, state in zip(assembly.optimizers, training.optimizers, strict=True):
-            check_optimizer(state, optimizer)
-    schedule = assembly.state.schedule
-    own = schedule.state_dict()
-    what = "holds another schedule than this run's"
-    with _naming(path, what, "resume with the same schedulers"):
-        if len(training.schedule) != len(own):
-            raise ValueError(f"it has {len(training.schedule)} schedulers instead of {len(own)}")
-        check_kind(training.schedule, own, "schedule")
-    with _naming(path / STATE):
-        copy.deepcopy(assembly.policy).load_state_dict(saved.engine["planner"])
 
 
-@contextmanager
-def _naming(place: Path, what: str = "", remedy: str = "") -> Iterator[None]:
-    """Make errors of the block name the checkpoint, its damage, and the remedy."""
-    try:
-        yield
-    except ValueError as error:
-        text = f"{place} is damaged: {error}; resume from an older checkpoint"
-        raise CheckpointError(f"{place} {what}: {error}; {remedy}" if what else text) from error
-    except CheckpointError as error:
-        folder = place.parent if place.name == STATE else place
-        if str(folder) in str(error):  # it names one of the files
-            raise
-        raise CheckpointError(f"{place}: {error}") from error
+def _check_training(path: Path, saved: TrainingContent, assembly: Assembly) -> None:
+    """Compare saved optimizers and schedulers with those of this rank.
+
+    Raises:
+        CheckpointError: They are others.
+    """
+    _check_number(path, "optimizers", len(saved.optimizers), len(assembly.optimizers))
+    for state, optimizer in zip(saved.optimizers, assembly.optimizers, strict=True):
+        if difference := _difference(state, optimizer):
+            raise CheckpointError(
+                f"{path} holds another optimizer than this run's: {difference}; resume with the "
+                "same optimizer and parameter groups"
+            )
+    own = assembly.state.schedule.state_dict()
+    _check_number(path, "schedulers", len(saved.schedule), len(own))
+
+
+def _check_number(path: Path, what: str, saved: int, own: int) -> None:
+    if saved != own:
+        raise CheckpointError(
+            f"{path} holds {saved} {what}, this run has {own}; resume with the script that wrote it"
+        )
+
+
+def _difference(state: Mapping[str, Any], optimizer: Optimizer) -> str:
+    """Return how an optimizer's saved state differs from the optimizer; empty if it fits."""
+    saved, own = state["param_groups"], optimizer.param_groups
+    sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved, own))
+    if sizes != own_sizes:
+        return f"its parameter groups hold {sizes} parameters instead of {own_sizes}"
+    for number, (group, mine) in enumerate(zip(saved, own, strict=True)):
+        for key, value in mine.items():
+            # A newer torch may know options that an older one did not write.
+            optional = value is None or isinstance(value, bool | str) or key == "initial_lr"
+            if key not in group and not optional:
+                return f"its parameter group {number} lacks {key!r}"
+    parameters = [parameter for group in own for parameter in group["params"]]
+    of_shape = ELEMENTWISE.get(type(optimizer), frozenset())  # others may keep parts of a shape
+    for index, values in state["state"].items() if of_shape else ():
+        for key in values.keys() & of_shape:
+            # SGD without momentum keeps a buffer that is None.
+            if isinstance(values[key], Tensor) and values[key].shape != parameters[index].shape:
+                there, here = tuple(values[key].shape), tuple(parameters[index].shape)
+                return f"state.{index}.{key} has shape {there} instead of {here}"
+    return ""

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset
 from evener.checkpoint import Checkpoint
 from evener.config.options import PretrainOptions
 from evener.config.pretrain import BPE, RunConfig
-from evener.errors import CheckpointError, DataError, EvenerError
+from evener.errors import DataError, EvenerError
 from evener.tasks.blocks import gradient_buckets
 from evener.tasks.job import Job, Task
 from evener.tasks.language_model import (
@@ -29,7 +29,6 @@ from evener.tasks.run_changes import (
     CONFIG,
     check_changes,
     describe_run,
-    differences_of_model,
     read_run,
 )
 from evener.tasks.text.bpe import EOS_ID
@@ -129,16 +128,6 @@ class CausalLanguageModel(Task):
         """Take over since when the run has had its present data."""
         self._description = documents[RUN]
         self.first_window = self._description["beginning"]["window"]
-
-    def recognise(self, checkpoint: Checkpoint) -> bool:
-        """Look for damage in the run's description, the tokenizer and the configuration."""
-        read_run(checkpoint)
-        if self._given_tokenizer is None:
-            try:
-                load_tokenizer(checkpoint.path)
-            except DataError as error:
-                raise CheckpointError(str(error)) from error
-        return not differences_of_model(checkpoint, config_json(self.model))
 
     def resume(self, job: Job, checkpoint: Checkpoint) -> None:
         """Load a checkpoint of this model, perhaps to continue with other data."""

@@ -26,11 +26,10 @@ from evener.ddp import Ddp
 from evener.engine.emulate import parse_emulation
 from evener.engine.results import WindowResult
 from evener.errors import EvenerError, RunEndedError
+from evener.loop.arguments import Schedulers
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
-from evener.loop.models import Schedulers
-from evener.loop.reporting import find_sinks
-from evener.loop.saved_state import check_state
+from evener.loop.events import find_sinks
 from evener.tasks.recording import SUMS, RunTally, record, show, summarise
 from evener.tasks.rehearsal import Rehearsal, Speeds
 from evener.tasks.resuming import RUN, RUN_FOLDER, choose_checkpoint, find_run, is_finished
@@ -170,17 +169,6 @@ class Task(ABC):
         """Take over another rank's ``state_dict``."""
         self.adopt(state["documents"])
 
-    def recognise(self, checkpoint: Checkpoint) -> bool:
-        """Look for damage in what ``documents`` and ``assets`` have left; on rank 0.
-
-        Returns:
-            False for a checkpoint of another run, which ``resume`` refuses with the reason.
-
-        Raises:
-            CheckpointError: It is damaged; the one before it is taken then.
-        """
-        return True
-
     def resume(self, job: "Job", checkpoint: Checkpoint) -> None:
         """Load a checkpoint; all ranks call it together.
 
@@ -253,9 +241,7 @@ class Job(EpochLoop):
     def go(self) -> TaskResult:
         """Do all that is left to do of the run; all ranks call it together."""
         is_main = self.ddp.is_main_process
-        self.folder, self.resumed = find_run(
-            self.team, self.options, self.config, say=self.warn, check=self._check
-        )
+        self.folder, self.resumed = find_run(self.team, self.options, self.config, say=self.warn)
         self._lock = FolderLock(self.folder)
         with self._lock:
             if is_main:
@@ -286,11 +272,6 @@ class Job(EpochLoop):
             say(text)
 
     # ── the beginning ────────────────────────────────────────────────────────────────────────
-
-    def _check(self, checkpoint: Checkpoint) -> None:
-        """Refuse a damaged checkpoint; one of another run is refused later, by name."""
-        if self._task.recognise(checkpoint):
-            check_state(self.ddp.assembly, checkpoint)
 
     def _prepare(self) -> None:
         """Open the data, and load the checkpoint."""
@@ -332,7 +313,7 @@ class Job(EpochLoop):
 
     def _load_newest(self) -> None:
         """Load the newest checkpoint of the run, as no worker holds its state any more."""
-        found = choose_checkpoint(self.team, [self.folder], say=self.warn, check=self._check)
+        found = choose_checkpoint(self.team, [self.folder], say=self.warn)
         if found is not None:
             self.resumed = found[1]
             self._task.resume(self, self.resumed)
@@ -427,14 +408,13 @@ class Job(EpochLoop):
                 self.ddp.stop()
         super().on_commit(result)
 
-    def save(self) -> None:
-        """Save the state, with what the task says of it."""
+    def prepare_save(self) -> None:
+        """Update what the task adds to checkpoints."""
         if self.ddp.is_main_process:
             self._assets.update(self._task.assets())
             self._documents[RUN] = {"config": self.config.model_dump(mode="json")}
             self._documents.update(self._task.documents())
             self._documents[SUMS] = self.tally.to_json()
-        super().save()
 
     def totals(self, *, whole: bool = False) -> list[float] | None:
         """Evaluate held-out samples, each on one rank; all ranks call it together.

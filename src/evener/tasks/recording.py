@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from evener.checkpoint import Checkpoint
 from evener.config.folders import EVENTS
+from evener.loop.events import SinkMaker
 from evener.loop.loop import Loop
-from evener.loop.reporting import SinkMaker
 from evener.observe.events import Event, Sink, Totals
 from evener.observe.following import each_effective_event
 from evener.observe.jsonl import JsonlSink

@@ -27,7 +27,6 @@ def find_run(
     config: JobConfig,
     *,
     say: Callable[[str], None],
-    check: Callable[[Checkpoint], None],
 ) -> tuple[Path, Checkpoint | None]:
     """Return the run's folder, and the checkpoint that it resumes from, if it does.
 
@@ -39,7 +38,6 @@ def find_run(
         options: How the run was started.
         config: What the user asked for.
         say: See ``choose_checkpoint``.
-        check: See ``choose_checkpoint``.
 
     Raises:
         CheckpointError: There is nothing to resume from, or ranks see different checkpoints.
@@ -49,7 +47,7 @@ def find_run(
     if team.is_joining and (told := _hear_folder(team)) is not None:
         return told, None
     if options.resume:
-        found = choose_checkpoint(team, runs_of(parent, name), say=say, check=check)
+        found = choose_checkpoint(team, runs_of(parent, name), say=say)
         if found is None:
             raise CheckpointError(
                 f"no run {name!r} in {parent.absolute()} holds a complete checkpoint to resume "
@@ -59,7 +57,7 @@ def find_run(
     if team.is_elastic:
         asked = config.model_dump(mode="json")
         unfinished = find_unfinished(parent, name, asked) if team.is_first else []
-        found = choose_checkpoint(team, unfinished, say=say, check=check)
+        found = choose_checkpoint(team, unfinished, say=say)
         if found is not None:
             say(
                 f"{found[0]} was started in the same way and has not been completed: it continues "
@@ -94,7 +92,6 @@ def choose_checkpoint(
     folders: Iterable[Path],
     *,
     say: Callable[[str], None],
-    check: Callable[[Checkpoint], None],
 ) -> tuple[Path, Checkpoint] | None:
     """Find the newest run that has a complete checkpoint; all ranks call it together.
 
@@ -102,8 +99,6 @@ def choose_checkpoint(
         team: The ranks.
         folders: Those of the runs, the newest first; what the first rank gives counts.
         say: Told, in a sentence, of each newer run or checkpoint that cannot be used.
-        check: Asked on the first rank; raises a ``CheckpointError`` where what a checkpoint holds
-            is damaged, so that the one before it is taken.
 
     Returns:
         The run's folder, and its newest complete checkpoint; ``None`` where there is none.
@@ -111,7 +106,7 @@ def choose_checkpoint(
     Raises:
         CheckpointError: Ranks see different ones.
     """
-    own = _newest_of_any(folders, say, check) if team.is_first else None
+    own = _newest_of_any(folders, say) if team.is_first else None
     found = team.introduce(own and [str(own[0]), own[1].path.name])[0]
     if found is None:
         return None
@@ -156,14 +151,13 @@ def find_unfinished(parent: Path, name: str, config: Mapping[str, Any]) -> list[
 
 
 def _newest_of_any(
-    folders: Iterable[Path], say: Callable[[str], None], check: Callable[[Checkpoint], None]
+    folders: Iterable[Path], say: Callable[[str], None]
 ) -> tuple[Path, Checkpoint] | None:
     passed_over: list[str] = []
     for folder in folders:
         checkpoint = find_newest(
             folder / CHECKPOINTS,
             lambda path, why: say(f"skipped checkpoint {path}: {why}"),
-            check,
         )
         if checkpoint is not None:
             if passed_over:

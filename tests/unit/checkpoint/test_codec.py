@@ -127,9 +127,7 @@ def test_object_that_would_need_pickle_is_refused_by_path() -> None:
         flatten_optimizer({"state": {7: {"hook": lambda: 0}}, "param_groups": []})
 
 
-def test_foreign_document_and_missing_tensor_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="param_groups"):
-        unflatten_optimizer({}, {"lr": 1})
+def test_a_missing_tensor_is_refused() -> None:
     _, document = flatten_optimizer({"state": {0: {"m": torch.ones(2)}}, "param_groups": []})
     with pytest.raises(CheckpointError, match=r"state\.0\.m"):
         unflatten_optimizer({}, document)

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evener.checkpoint import CheckpointWriter, Snapshot, copy_to_cpu, open_checkpoint
-from helpers.limits import PATIENCE_S
+from evener.checkpoint import Snapshot, copy_to_cpu, open_checkpoint, write_checkpoint
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -21,17 +20,8 @@ def test_model_file_loads_in_from_pretrained(tmp_path: Path, tied: bool) -> None
         tie_word_embeddings=tied,
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    with CheckpointWriter(tmp_path) as writer:
-        writer.submit(
-            Snapshot(
-                7,
-                {"model": copy_to_cpu(model.state_dict())},
-                {"run.json": {"step": 7}},
-                {"config.json": config.to_json_string(use_diff=False).encode()},
-            )
-        )
-        assert writer.wait(PATIENCE_S)
-        assert writer.poll_error() is None
+    files = {"config.json": config.to_json_string(use_diff=False).encode()}
+    write_checkpoint(tmp_path, Snapshot(7, {"model": copy_to_cpu(model.state_dict())}, files))
 
     transformers.utils.logging.disable_progress_bar()
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(

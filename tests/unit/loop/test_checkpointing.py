@@ -75,8 +75,7 @@ def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path, failures: list[
             for window in (2, 4, 6):
                 ddp.assembly.engine.progress = Progress(window=window)
                 checkpointer.save(CURSOR)
-                checkpointer.finish()
-            checkpointer.finish()
+                checkpointer.finish(CURSOR)
             newest = checkpointer.path
             checkpointer.close()
             checkpointer.close()
@@ -92,7 +91,7 @@ def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path, failures: list[
     assert checkpoint is not None
     assert checkpoint.document("run.json") == {"seed": 3}
     assert checkpoint.asset("notes.txt") == b"hello"
-    assert checkpoint.document("state.json")["cursor"] == CURSOR
+    assert checkpoint.document("state.json")["positions"] == [CURSOR]
     assert set(checkpoint.tensors("model")) == {"weight", "bias"}
 
 
@@ -107,7 +106,6 @@ def test_what_is_saved_has_been_compared_where_that_was_asked_for(tmp_path: Path
             ddp.assembly.engine.progress = Progress(window=4)
             with pytest.raises(ReplicasDifferError, match="after window 3, parameter 'bias'"):
                 checkpointer.save(CURSOR)
-            checkpointer.finish()
             checkpointer.close()
 
     run_team(2, body)
@@ -135,7 +133,7 @@ def test_a_save_waits_for_nothing_and_its_checkpoint_for_the_events_before(tmp_p
         time.sleep(0.3)  # more than it takes to write it
         assert checkpointer.path is None
         sink.written.set()
-        checkpointer.finish()
+        checkpointer.finish(CURSOR)
         assert checkpointer.path == tmp_path / "step-2"
         checkpointer.close()
 
@@ -147,7 +145,7 @@ def test_a_step_is_saved_once(tmp_path: Path, failures: list[str]) -> None:
         checkpointer = checkpointer_of(ddp, tmp_path)
         for _ in range(3):
             checkpointer.save(CURSOR)
-        checkpointer.finish()
+        checkpointer.finish(CURSOR)
         checkpointer.close()
     assert sink.written == [0]
     assert not failures
@@ -160,12 +158,12 @@ def test_training_goes_on_after_a_write_that_failed(tmp_path: Path, failures: li
         block(folder)
         checkpointer.save(CURSOR)
         with pytest.raises(CheckpointError, match="step-0 could not be written"):
-            checkpointer.finish()
+            checkpointer.finish(CURSOR)
         assert len(failures) == 1
         folder.unlink()
         folder.mkdir()
         checkpointer.save(CURSOR)  # the same step, once more
-        checkpointer.finish()
+        checkpointer.finish(CURSOR)
         assert checkpointer.path == folder / "step-0"
         checkpointer.close()
     assert len(failures) == 1
@@ -184,7 +182,7 @@ def test_a_failed_write_at_the_end_is_an_error_on_every_rank(
             while comm.rank == 0 and not failures:
                 checkpointer.report()
             with pytest.raises(CheckpointError) as caught:
-                checkpointer.finish()
+                checkpointer.finish(CURSOR)
             checkpointer.close()
         return str(caught.value)
 
@@ -203,7 +201,7 @@ def test_what_only_could_not_be_tidied_is_a_warning(
     with team_of(SingleCommunicator()) as ddp:
         checkpointer = checkpointer_of(ddp, tmp_path)
         checkpointer.save(CURSOR)
-        checkpointer.finish()
+        checkpointer.finish(CURSOR)
         assert checkpointer.path == tmp_path / "step-0"
         checkpointer.close()
     assert len(failures) == 1
@@ -216,7 +214,7 @@ def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path, failures: lis
         checkpointer = checkpointer_of(ddp, folder)
         shutil.rmtree(tmp_path / "run")
         checkpointer.save(CURSOR)
-        checkpointer.finish()
+        checkpointer.finish(CURSOR)
         assert checkpointer.path == folder / "step-0"
         checkpointer.close()
     assert find_newest(folder) is not None
@@ -243,20 +241,20 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_use(
     with ddp:
         checkpointer = checkpointer_of(ddp, tmp_path)
         checkpointer.save(CURSOR)
-        checkpointer.finish()
+        checkpointer.finish(CURSOR)
         with files_at_most(50_000):
             ddp.assembly.engine.progress = Progress(window=1)
             checkpointer.save(CURSOR)
             with pytest.raises(CheckpointError, match="step-1 could not be written"):
-                checkpointer.finish()
+                checkpointer.finish(CURSOR)
         (failure,) = failures
-        assert "step-0 stays in use; free disk space" in failure
+        assert "earlier checkpoints are untouched; free disk space" in failure
         assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
         newest = find_newest(tmp_path)
         assert newest is not None
         assert newest.step == 0
         checkpointer.save(CURSOR)  # there is room again
-        checkpointer.finish()
+        checkpointer.finish(CURSOR)
         assert checkpointer.path == tmp_path / "step-1"
         checkpointer.close()
     assert len(failures) == 1

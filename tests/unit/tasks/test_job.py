@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.checkpoint import Checkpoint
 from evener.comm.base import Communicator
 from evener.config.options import TaskOptions
 from evener.config.runs import JobConfig
@@ -69,11 +68,6 @@ class Line(Task):
 
     def figures(self, job: Job, *, stopped: bool) -> dict[str, Any]:
         return {"looks": len(self.judged), "perplexity": 23.7}
-
-    def recognise(self, checkpoint: Checkpoint) -> bool:
-        if "broken" in checkpoint.path.name:
-            raise CheckpointError("broken")
-        return True
 
 
 def train(
@@ -208,7 +202,7 @@ def test_all_ranks_take_the_folder_that_rank_0_has_made(tmp_path: Path) -> None:
     def body(comm: Communicator) -> Path:
         # Another host may see another folder of runs.
         options = TaskOptions(out=tmp_path if comm.rank == 0 else tmp_path / "elsewhere")
-        return find_run(Team(comm), options, config, say=print, check=print)[0]
+        return find_run(Team(comm), options, config, say=print)[0]
 
     assert run_team(3, body) == [tmp_path / "x-2"] * 3
     assert not (tmp_path / "elsewhere").exists()

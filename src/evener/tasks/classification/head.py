@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from evener.ddp import Ddp
-from evener.loop.models import in_evaluation
+from evener.loop.arguments import in_evaluation
 from evener.observe.numbers import human_bytes
 from evener.tasks.classification.encoding import Encoded, EncodedSamples
 from evener.tasks.classification.pipeline import ClassifyPipeline

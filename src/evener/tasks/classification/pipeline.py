@@ -15,7 +15,7 @@ from evener.config.loading import load_config
 from evener.devices import copied, move
 from evener.errors import ConfigError, DataError, EvenerError
 from evener.files import new_folder
-from evener.loop.models import in_evaluation
+from evener.loop.arguments import in_evaluation
 from evener.tasks.classification.adapter import (
     DOCUMENT,
     AdapterModel,

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from evener.checkpoint import Checkpoint
 from evener.config.classify import ClassifyRunConfig
 from evener.errors import CheckpointError
-from evener.parsing import Fields
 from evener.tasks.classification.adapter import adapter_settings
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.encoding import Batch, Encoded, EncodedSamples
@@ -33,8 +32,7 @@ from evener.tasks.run_results import ClassifyResult, TaskResult
 HISTORY = "evaluations.json"
 """Document of a checkpoint: the evaluations until then."""
 
-BEST_STEM = "best"
-BEST = f"{BEST_STEM}.safetensors"
+BEST = "best.safetensors"
 """Asset of a checkpoint: the best adapter and head until then."""
 
 
@@ -230,33 +228,6 @@ class TextClassifier(Task):
         super().load_state_dict(state)
         self._best = {name: it.numpy().tobytes() for name, it in state["best"].items()}
 
-    def recognise(self, checkpoint: Checkpoint) -> bool:
-        """Look for damage in the run's description, its evaluations and the best adapter."""
-        try:
-            run = Fields(checkpoint.document(RUN))
-            run.texts("labels")
-            run.fields("adapter")
-            for key in ("base", "data", "encoder"):
-                run.text(key)
-        except ValueError as error:
-            raise CheckpointError(f"{checkpoint.path / RUN} is damaged: {error}") from error
-        if self._unlike(run.values):
-            return False
-        try:
-            history = EvaluationHistory.from_json(checkpoint.document(HISTORY))
-            for known in history.known.values():
-                if len(known.confusion) != len(self._data.labels):
-                    raise ValueError(f"it has {len(known.confusion)} classes")
-        except ValueError as error:
-            raise CheckpointError(f"{checkpoint.path / HISTORY} is damaged: {error}") from error
-        if BEST in checkpoint.manifest.files:
-            best, own = checkpoint.tensors(BEST_STEM), self.model.state_dict()
-            if {name: _layout(t) for name, t in best.items()} != {
-                name: _layout(t) for name, t in own.items()
-            }:
-                raise CheckpointError(f"{checkpoint.path / BEST} is not of this adapter")
-        return True
-
     def _unlike(self, saved: Mapping[str, Any]) -> str:
         """Return what a run was trained with that this one is not, and what to put back."""
         for key, what, settings in (
@@ -359,7 +330,3 @@ class TextClassifier(Task):
 
 def _percent(part: float | None) -> str | None:
     return None if part is None else f"{part:.1%}"
-
-
-def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype

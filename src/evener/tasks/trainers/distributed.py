@@ -80,7 +80,7 @@ class DistributedTrainer:
             place = self.dist_config
             require("config", place, DistributedTrainConfig, "a DistributedTrainConfig")
             require("options", options, DdpConfig, "a DdpConfig")
-            _check_alike(comm, self.dist_config, trainer)
+            _check_consistency(comm, self.dist_config, trainer)
             # Processes have agreed on it when they met.
             wanted = self.dist_config.comm_backend if comm.shares_process else AverageBackend.AUTO
             if verify_every is None:
@@ -191,7 +191,7 @@ def _as_started(config: DistributedTrainConfig, comm: DistributedComm) -> Distri
     return replace(config, launched_by="the user") if by_hand else config
 
 
-def _check_alike(
+def _check_consistency(
     comm: DistributedComm, config: DistributedTrainConfig, trainer: TransformerTrainer
 ) -> None:
     """All ranks say their places and how long they train, so that all find the same mistake.

@@ -16,7 +16,7 @@ from evener.config.settings import DdpConfig
 from evener.ddp import Ddp
 from evener.engine.results import Progress, WindowResult
 from evener.errors import ConfigError, DataError, UsageError
-from evener.loop.models import unwrap_compiled
+from evener.loop.arguments import unwrap_compiled
 from evener.planning.policies import ApplyPolicy
 from evener.tasks.blocks import gradient_buckets
 from evener.tasks.language_model import mean_loss, vocabulary_size

@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Final, TypedDict, Unpack
+from typing import Any, Final
 
 from evener.checkpoint import WrittenCheckpoint
 from evener.engine.results import WindowResult
 from evener.engine.team_change import Change
 from evener.errors import ConfigError
 from evener.loop.assembly import Assembly
-from evener.observe.events import Event, Fanout, RankRow, Sink, make_event
+from evener.observe.events import Event, Fanout, Sink, make_event
 from evener.planning.report import RankRecord
 from evener.planning.stragglers import Straggler
 from evener.team.members import Member
@@ -29,22 +29,13 @@ SinkMaker = Callable[[], Sink]
 _SECONDED: Final = 4
 
 
-class RunFacts(TypedDict, total=False):
-    """The facts of ``run_started``.
-
-    ``t`` and ``window`` are those of the start, ``resumed_from`` is the checkpoint that was loaded,
-    and ``new_data`` says whether the run continues with other data.
-    """
-
-    t: float
-    window: int
-    run: str
-    policy: str
-    unit: str
-    num_samples: int
-    total_windows: int | None
-    resumed_from: Path | None
-    new_data: bool
+#: Facts of ``run_started`` that are told in ``run_resumed``.
+_OF_A_RESUME: Final = frozenset({"resumed_from", "new_data"})
+#: Seconds of a rank in a window, as ``RankRow`` names them.
+_SECONDS: Final = (
+    *("compute_s", "wait_s", "sync_s", "elapsed_s", "data_s", "update_s"),
+    *("work_ago_s", "wait_ago_s", "sync_ago_s"),
+)
 
 
 class EventStream:
@@ -91,8 +82,13 @@ class EventStream:
             "backend_reason": assembly.comm.reason,
         }
 
-    def learn(self, **facts: Unpack[RunFacts]) -> None:
-        """Keep what the start shall say of the run."""
+    def learn(self, **facts: Any) -> None:
+        """Keep facts for ``run_started``.
+
+        Args:
+            **facts: Its fields, also ``t`` and ``window`` of the start; ``resumed_from``: the
+                checkpoint that was loaded; ``new_data``: whether the run continues with other data.
+        """
         self._facts |= facts
 
     def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
@@ -142,7 +138,7 @@ class EventStream:
             self._sinks.introduce(self._start())
         self._sinks.emit(event)
 
-    def start(self, **facts: Unpack[RunFacts]) -> None:
+    def start(self, **facts: Any) -> None:
         """Write ``run_started`` with the team and the facts of the run, once.
 
         On resume ``run_resumed`` precedes it, with the window from which earlier events are void.
@@ -154,14 +150,10 @@ class EventStream:
         if self._has_started or not self._engine.is_main or not self._makers:
             return
         self._has_started, facts = True, self._facts
-        t, path, new_data = (
-            facts["t"],
-            facts.get("resumed_from"),
-            facts.get("new_data", False),
-        )
-        if path is not None:
-            window = facts["window"]
-            self.tell("run_resumed", t=t, window=window, path=str(path), new_data=new_data)
+        t = facts["t"]
+        if (path := facts.get("resumed_from")) is not None:
+            new_data = facts.get("new_data", False)
+            self.tell("run_resumed", t=t, window=facts["window"], path=str(path), new_data=new_data)
         self._emit(self._start())
         for member in self._team.people:
             self._tell_worker(member, t)
@@ -174,8 +166,7 @@ class EventStream:
 
     def _start(self) -> Event:
         emulated = {str(m.rank): m.emulated for m in self._team.people if m.emulated != 1}
-        told = {"resumed_from", "new_data"}
-        facts = {name: fact for name, fact in self._facts.items() if name not in told}
+        facts = {name: fact for name, fact in self._facts.items() if name not in _OF_A_RESUME}
         # In an elastic team a number may have no worker.
         names = [name for name in self._names if name]
         return make_event("run_started", members=names, emulated=emulated, **facts)
@@ -211,7 +202,7 @@ class EventStream:
         # A window may be recorded in a later generation, where others have the numbers.
         people = self._present if result.generation == state.generation else self._former
         records = {rank: one for rank, one in enumerate(result.ranks) if rank in people}
-        rows: list[Any] = [self._row(rank, people[rank], one) for rank, one in records.items()]
+        rows = [self._row(rank, people[rank], one) for rank, one in records.items()]
         further: dict[str, Any] = {}
         if cadence is not None:  # local steps
             for row, record in zip(rows, records.values(), strict=True):
@@ -260,25 +251,18 @@ class EventStream:
             expected_s=_rounded(one.expected_s),
         )
 
-    def _row(self, rank: int, name: str, record: RankRecord) -> RankRow:
-        return RankRow(
-            rank=rank,
-            member=name,
-            samples=record.samples,
-            weight=record.weight,
-            loss=_short(record.loss_sum / record.weight) if record.weight else None,
-            compute_s=_rounded(record.compute_s),
-            wait_s=_rounded(record.wait_s),
-            sync_s=_rounded(record.sync_s),
-            elapsed_s=_rounded(record.elapsed_s),
-            data_s=_rounded(record.data_s),
-            sent_bytes=record.sent_bytes,
-            work_ago_s=_rounded(record.work_ago_s),
-            wait_ago_s=_rounded(record.wait_ago_s),
-            sync_ago_s=_rounded(record.sync_ago_s),
-            micro_batches=record.micro_batches,
-            update_s=_rounded(record.update_s),
-        )
+    def _row(self, rank: int, name: str, record: RankRecord) -> dict[str, Any]:
+        """Return the ``RankRow`` of a rank."""
+        return {
+            "rank": rank,
+            "member": name,
+            "samples": record.samples,
+            "weight": record.weight,
+            "loss": _short(record.loss_sum / record.weight) if record.weight else None,
+            "sent_bytes": record.sent_bytes,
+            "micro_batches": record.micro_batches,
+            **{name: _rounded(getattr(record, name)) for name in _SECONDS},
+        }
 
     def _everyone(self) -> dict[int, str]:
         return {rank: self._names[rank] for rank in self._engine.team.everyone}

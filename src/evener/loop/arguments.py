@@ -1,4 +1,4 @@
-"""Check the models and optimizers of ``Ddp.setup``, and bring them into one form."""
+"""The models, optimizers and schedulers of ``Ddp.setup``: checked, and brought into one form."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ _CALL = "Ddp.setup(model, torch.optim.AdamW(model.parameters()), scheduler)"
 def check_arguments(model: object, optimizer: object, scheduler: Any) -> list[Optimizer]:
     """Refuse arguments in another order or of another kind than ``Ddp.setup`` takes.
 
-    Called before ranks are started, so that a mistake costs nothing.
+    Call it before ranks are started, so that a mistake costs nothing.
 
     Returns:
         The optimizers.
@@ -48,53 +48,37 @@ def check_arguments(model: object, optimizer: object, scheduler: Any) -> list[Op
         ConfigError: Names the argument and the call that is right. Also for an optimizer that a
             window cannot step, or a scheduler that cannot follow one.
     """
-    if isinstance(model, Optimizer):
-        raise ConfigError(f"model is {_described(model)}; the model comes first: {_CALL}")
     if not isinstance(model, nn.Module | Sequence | Mapping) or isinstance(model, str):
-        raise ConfigError(
-            f"model is {_described(model)}; Ddp.setup takes the model itself, since each rank is a "
-            f"process that makes its own: {_CALL}"
-        )
-    if isinstance(optimizer, nn.Module) or _is_function(optimizer):
-        raise ConfigError(
-            f"optimizer is {_described(optimizer)}; Ddp.setup takes an optimizer that is made "
-            "already, and no function that makes a model or an optimizer, since each rank is a "
-            f"process that makes its own: {_CALL}. Ddp.builder(model_fn, optim_fn, train_fn) takes "
-            "functions"
-        )
-    if isinstance(scheduler, Optimizer | nn.Module | type):
-        raise ConfigError(f"scheduler is {_described(scheduler)}; the order is {_CALL}")
+        raise _misplaced("model", model)
     is_list = isinstance(optimizer, Sequence) and not isinstance(optimizer, str)
     optimizers: Any = optimizer if is_list else [optimizer]
     if not optimizers:
         raise ConfigError("no optimizer was given; pass at least one torch.optim optimizer")
     for one in optimizers:
         if not isinstance(one, Optimizer):
-            raise ConfigError(
-                f"optimizer is {_described(one)}; give a torch.optim optimizer or a list of them: "
-                f"{_CALL}"
-            )
+            raise _misplaced("optimizer", one)
         if isinstance(one, torch.optim.LBFGS):
             raise ConfigError(
                 "LBFGS evaluates the loss several times in one step, which a window of unequal "
                 "shares cannot repeat; use an optimizer that steps on gradients, such as AdamW"
             )
+    if isinstance(scheduler, Optimizer | nn.Module | type):
+        raise _misplaced("scheduler", scheduler)
     _check_schedulers(scheduler, optimizers)
     return list(optimizers)
 
 
-def _is_function(value: object) -> bool:
-    return callable(value) and not isinstance(value, nn.Module | Optimizer)
-
-
-def _described(value: object) -> str:
+def _misplaced(name: str, value: object) -> ConfigError:
+    """Return the error for an argument of another kind, or in the place of another."""
+    what = f"{value!r}"
     if isinstance(value, type):
-        return f"the class {value.__name__}"
-    if isinstance(value, nn.Module):
-        return f"a {type(value).__name__}, a module"
-    if isinstance(value, Optimizer):
-        return f"a {type(value).__name__}, an optimizer"
-    return f"a {type(value).__name__}" if _is_function(value) else f"{value!r}"
+        what = f"the class {value.__name__}"
+    elif callable(value) or isinstance(value, Optimizer):
+        what = f"a {type(value).__name__}"
+    return ConfigError(
+        f"{name} is {what}; each rank makes its own model and optimizer and passes them in this "
+        f"order: {_CALL}. Ddp.builder(model_fn, optim_fn, train_fn) takes functions"
+    )
 
 
 def combine_models(models: Models) -> tuple[nn.Module, tuple[nn.Module, ...]]:
