@@ -124,8 +124,11 @@ class SpeedModel:
             self._updates_s = [*self._updates_s, update_s][-_MEMORY:]
         if samples > 0 and micro_batches > 0 and _LEAST_SECONDS <= compute_s < math.inf:
             newest = _Timed(samples, micro_batches, compute_s)
-            self._recent = _since_change([*self._recent, newest][-_MEMORY:])
+            self._recent = [*self._recent, newest][-_MEMORY:]
         self._fit()
+        if self.cost is not None and _has_changed(self._recent[-_LASTING:], self.cost):
+            self._recent = self._recent[-_LASTING:]
+            self._fit()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, as plain JSON types."""
@@ -170,14 +173,11 @@ def _ratios(windows: Sequence[_Timed], cost: CostModel) -> list[float]:
     return [s / (cost.fixed_s * k + cost.per_sample_s * n) for n, k, s in windows]
 
 
-def _since_change(windows: list[_Timed]) -> list[_Timed]:
-    """Return the newest windows alone if the speed has changed, else all of them."""
-    newest = windows[-_LASTING:]
-    ratios = _ratios(newest, _fitted(windows))
-    has_changed = (
-        ratios[-1] < 1.0 / _CLEARLY_FASTER or max(ratios) < 1.0 / _CHANGED or min(ratios) > _CHANGED
-    )
-    return newest if has_changed else windows
+def _has_changed(newest: Sequence[_Timed], cost: CostModel) -> bool:
+    """Return whether the newest windows show another speed than all of them together."""
+    ratios = _ratios(newest, cost)
+    is_faster = ratios[-1] < 1.0 / _CLEARLY_FASTER or max(ratios) < 1.0 / _CHANGED
+    return is_faster or min(ratios) > _CHANGED
 
 
 def _fitted(windows: Sequence[_Timed]) -> CostModel:
