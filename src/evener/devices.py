@@ -74,10 +74,6 @@ class DeviceKind:
         properties = self.module.get_device_properties(device)
         return str(properties.name), int(properties.total_memory)
 
-    def identify(self, device: torch.device) -> str:
-        """Return what NVIDIA's management library calls a device; empty for what it has not."""
-        return ""
-
     def count(self) -> int:
         """Devices that torch finds here."""
         return int(self.module.device_count())
@@ -175,11 +171,6 @@ class Cuda(DeviceKind):
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16"
         return "fp16" if torch.cuda.get_device_capability(device) >= _FAST_FP16 else "fp32"
-
-    def identify(self, device: torch.device) -> str:
-        """``GPU-`` and an UUID; empty for AMD's."""
-        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-        return "" if torch.version.hip or uuid is None else f"GPU-{uuid}"
 
     def architecture(self, device: torch.device) -> str:
         """``sm_86`` for capability 8.6; of AMD's, such as ``gfx90a``, without its features."""

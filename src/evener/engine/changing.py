@@ -522,7 +522,7 @@ class ElasticEngine(AskingEngine):
         )
         self._detect_s = 0.0
         self._begun = (change, time.perf_counter())
-        self.slowness.restart(self.rank, self.team.people)
+        self.slowness.restart(self.team.people)
         self.habits.notice(str(change))
         for tell in self._on_change:
             tell(change)

@@ -300,9 +300,8 @@ class Engine(ABC):
     def plan_ahead(self) -> None:
         """Use the time in which a device computes gradients; called after each backward."""
         if self._unjudged:
-            self._stragglers += self.slowness.judge(
-                self._unjudged, away=self.team.away, speaks=self.is_main
-            )
+            if self.is_main:
+                self._stragglers += self.slowness.judge(self._unjudged, away=self.team.away)
             self._unjudged.clear()
 
     @abstractmethod

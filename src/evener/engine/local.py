@@ -419,7 +419,7 @@ class LocalEngine(ElasticEngine):
         told = {
             "wait_s": found.wait_s,
             "sync_s": max(0.0, spent_s - found.wait_s),
-            **self.spans.apply(self.slowness.because),
+            **self.spans.apply(),
             "divergence": divergence,
             "stale_steps": stale_steps,
         }

@@ -75,7 +75,7 @@ class WindowResult:
         ranges: The ranges of the epoch's permutation that it covers, ends exclusive.
         cadence: How it was planned, in CADENCE and ASYNC.
         stragglers: Ranks that have become slow, or have stopped being slow, with the window before;
-            known when this one is committed.
+            known when this one is committed, on the main process alone.
         generation: That of the team which applied it.
         parked: Ranks that were parked.
     """

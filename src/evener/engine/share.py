@@ -136,15 +136,8 @@ class WindowSpans:
         """Begin to average, now or so many seconds after the wait began."""
         self._sync_s = self._wait_s + waited_s if waited_s else time.perf_counter()
 
-    def apply(self, slow_because: int) -> dict[str, Any]:
-        """End the window, which has been applied.
-
-        Args:
-            slow_because: Why this rank is slow, if it is.
-
-        Returns:
-            Fields of this rank's report that tell of it.
-        """
+    def apply(self) -> dict[str, Any]:
+        """End the window, which has been applied; return fields of the report that tell of it."""
         now_s, before_s = time.perf_counter(), self._applied_s
         if self._finished is None:
             self.finish_work()
@@ -160,7 +153,6 @@ class WindowSpans:
             "work_ago_s": 0.0 if work.began_s is None else now_s - work.began_s,
             "wait_ago_s": now_s - self._wait_s,
             "sync_ago_s": max(0.0, now_s - self._sync_s),
-            "slow_because": slow_because,
         }
 
 

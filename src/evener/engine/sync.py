@@ -327,7 +327,7 @@ class SyncEngine(DraftingEngine):
         self._result = replace(result, progress=self.progress)
         if self._late is not None:
             self._result = self._late.show(result, self.progress)
-        told = {"wait_s": found.wait_s, "sync_s": sync_s, **self.spans.apply(self.slowness.because)}
+        told = {"wait_s": found.wait_s, "sync_s": sync_s, **self.spans.apply()}
         self._applied = Applied(self._result, leases, told)
         self._undecided, self._late = self._late, None
         if (torn := self._torn) is not None:  # the window counts as applied by now

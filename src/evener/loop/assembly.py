@@ -42,7 +42,6 @@ from evener.loop.arguments import (
 )
 from evener.loop.consistency import Description, check_consistency, describe_training, summarise
 from evener.loop.precision import HALF, AutocastForward, choose_precision
-from evener.observe.slow_causes import SlowDiagnosis
 from evener.planning.cadence import CadencePolicy
 from evener.planning.fixed import FixedShares
 from evener.planning.guard import make_guard
@@ -398,12 +397,7 @@ class Assembly:
             ),
             stop_requested=config.stop_when,
             habits=Habits(self.flat, self.optimizers, warn=warn, speaks=own.rank == 0),
-            slowness=Slowness(
-                own.rank,
-                self.members,
-                diagnosis=SlowDiagnosis(kind_of(self.device).identify(self.device)),
-                warn=warn,
-            ),
+            slowness=Slowness(self.members, warn=warn),
         )
 
 

@@ -245,8 +245,7 @@ class EventStream:
             host=member.host,
             device=f"{member.device} ({member.device_name})",
             factor=round(one.factor, 3),
-            against=one.against,
-            cause=one.cause.words,
+            cause=one.cause.value,
             compute_s=_rounded(one.compute_s),
             expected_s=_rounded(one.expected_s),
         )

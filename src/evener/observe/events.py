@@ -63,7 +63,7 @@ FIELDS: Final = {
     # members held the same state. The next ``window`` has ``redo_s``: from there to its commit.
     "reformed": "window generation members",
     # A rank has become slow: it needed ``compute_s`` instead of ``expected_s``. Further fields:
-    # ``factor`` times as slow as ``against``, from the window ``since`` on, on ``host`` and
+    # ``factor`` times as slow as in its own past, from the window ``since`` on, on ``host`` and
     # ``device``, with the likely ``cause`` for people; ``delay_s`` are the seconds by which windows
     # would have ended sooner so far.
     "straggler": "rank member window compute_s expected_s",

@@ -112,11 +112,7 @@ class CadencePolicy(Planner):
         """
         counts = self._counts()
         available = left if limit is None else min(left, limit)
-        most: Sequence[int] = [c + max(2, c // 2) for c in counts]
-        if self._max_batch_diff is not None:
-            furthest = self._slowest(counts) + self._max_batch_diff
-            most = tuple(min(m, furthest) for m in most)
-        most = self._of_present(most)
+        most = self._bounded([c + max(2, c // 2) for c in counts], self._slowest(counts))
         is_tail = available <= max(_TAIL * sum(counts), sum(most))
         if is_tail:
             steps = most = self._last_steps(available)
@@ -246,15 +242,15 @@ class CadencePolicy(Planner):
         counts = elche.batch_counts
         if not elche.is_calibrated and not elche.has_speed_hint:
             counts = (1,) * len(self.members)
-        counts = self._of_present(counts)
-        if self._max_batch_diff is not None:
-            furthest = self._slowest(counts) + self._max_batch_diff
-            counts = tuple(min(c, furthest) for c in counts)
-        return counts
+        return self._bounded(counts, self._slowest(counts))
 
-    def _of_present(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Return the same with 0 for ranks that are absent."""
-        return tuple(c if rank in self._present else 0 for rank, c in enumerate(counts))
+    def _bounded(self, counts: Sequence[int], slowest: int) -> tuple[int, ...]:
+        """Return counts as far ahead of the slowest as allowed, and 0 for ranks that are absent."""
+        furthest = math.inf if self._max_batch_diff is None else slowest + self._max_batch_diff
+        bounded = [0] * len(counts)
+        for rank in self._present:
+            bounded[rank] = int(min(counts[rank], furthest))
+        return tuple(bounded)
 
     def _slowest(self, counts: Sequence[int]) -> int:
         return min(counts[rank] for rank in self._present)
@@ -278,13 +274,12 @@ class CadencePolicy(Planner):
     def _last_steps(self, available: int) -> tuple[int, ...]:
         if self._max_batch_diff is None:
             return self._split(available)
-        world_size = len(self._present)
-        least = available // world_size
+        least = available // len(self._present)
         if least == 0:
             some = self._present[:available]
             return tuple(int(rank in some) for rank in range(len(self.members)))
-        extra = self._split(available - least * world_size)
-        return self._of_present([least + min(e, self._max_batch_diff) for e in extra])
+        extra = self._split(available - least * len(self._present))
+        return self._bounded([least + more for more in extra], least)
 
     def _split(self, total: int) -> tuple[int, ...]:
         """Return steps by rank that sum to ``total``, with the earliest finish."""

@@ -73,13 +73,8 @@ class ElChe:
     """
 
     def __init__(self, world_size: int, anchor: int) -> None:
-        _require_whole(world_size=world_size, anchor=anchor)
-        _require(world_size >= 1, f"world_size is {world_size}: it is the number of ranks, >= 1")
-        _require(
-            anchor >= 1,
-            f"anchor is {anchor}: it is the number of batches that the slowest rank does between "
-            "two averagings; give 1 or more",
-        )
+        _require_whole("world_size", world_size, least=1)
+        _require_whole("anchor", anchor, least=1)
         self._world_size = world_size
         self.anchor = anchor
         self._min_anchor = anchor
@@ -173,11 +168,7 @@ class ElChe:
         Raises:
             ConfigError: It is below 0.
         """
-        _require_whole(max_anchor=max_anchor)
-        _require(
-            max_anchor >= 0,
-            f"max_anchor is {max_anchor}; give the largest anchor, or 0 for no growth",
-        )
+        _require_whole("max_anchor", max_anchor, least=0)
         max_anchor = max_anchor or self.anchor
         self._max_anchor = max_anchor
         if self.anchor > max_anchor:
@@ -195,11 +186,8 @@ class ElChe:
         Raises:
             ConfigError: It is below 0.
         """
-        _require_whole(max_batch_diff=0 if max_batch_diff is None else max_batch_diff)
-        _require(
-            max_batch_diff is None or max_batch_diff >= 0,
-            f"max_batch_diff is {max_batch_diff}; give 0 or more batches, or None for no limit",
-        )
+        if max_batch_diff is not None:
+            _require_whole("max_batch_diff", max_batch_diff, least=0)
         self._max_batch_diff = max_batch_diff
         return self
 
@@ -283,19 +271,10 @@ class ElChe:
                 all.
         """
         for name, values in (("wall_ms", wall_ms), ("actual_batches", actual_batches)):
-            _require(
-                len(values) == self._world_size,
-                f"{name} has {len(values)} numbers for {self._world_size} ranks; give one a rank",
-            )
-            _require(
-                all(0 <= v < math.inf for v in values),
-                f"{name} is {list(values)}; give finite numbers of 0 or more",
-            )
-        _require(
-            any(actual_batches),
-            f"actual_batches is {list(actual_batches)}: a window in which no rank did a batch "
-            "tells nothing; report windows with work only",
-        )
+            are_times = len(values) == self._world_size and all(0 <= v < math.inf for v in values)
+            given = f"{name} is {list(values)} for {self._world_size} ranks"
+            _require(are_times, f"{given}; give one finite number of 0 or more a rank")
+        _require(any(actual_batches), "no rank did a batch; report windows with work only")
         _require(0 <= sync_ms < math.inf, f"sync_ms is {sync_ms}; give milliseconds of 0 or more")
         for rank, (wall, batches) in enumerate(zip(wall_ms, actual_batches, strict=True)):
             if batches and wall > 0:
@@ -408,12 +387,10 @@ def _round(value: float) -> int:
     return math.floor(min(value, _MOST_BATCHES) + 0.5)
 
 
-def _require_whole(**values: object) -> None:
-    for name, value in values.items():
-        _require(
-            isinstance(value, Integral) and not isinstance(value, bool),
-            f"{name} is {value!r}; give a whole number",
-        )
+def _require_whole(name: str, value: object, *, least: int) -> None:
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    fits = is_whole and value >= least  # type: ignore[operator]
+    _require(fits, f"{name} is {value!r}; give a whole number of {least} or more")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -6,26 +6,11 @@ from typing import Final, NamedTuple
 LOSS: Final = -1
 PARAMETERS: Final = -2
 
-#: Fields of a window that ranks report only with the next one.
-TOLD_LATER: Final = (
-    "wait_s",
-    "sync_s",
-    "elapsed_s",
-    "divergence",
-    "stale_steps",
-    "data_s",
-    "sent_bytes",
-    "work_ago_s",
-    "wait_ago_s",
-    "sync_ago_s",
-    "slow_because",
-)
-
 
 class Report(NamedTuple):
     """One rank's part of a window, whatever the policy; all zeros where it had none.
 
-    In a ``WindowResult``, where it is called ``RankRecord``, the last eleven (``TOLD_LATER``) are
+    In a ``WindowResult``, where it is called ``RankRecord``, the last ten (``TOLD_LATER``) are
     about that window. They are 0 until it has been committed.
 
     Attributes:
@@ -66,7 +51,6 @@ class Report(NamedTuple):
         work_ago_s: Seconds from asking for the first data of that window to applying it.
         wait_ago_s: Seconds from beginning to wait for others to applying it.
         sync_ago_s: Seconds from beginning to average to applying it.
-        slow_because: Why it was slow, where it was: a ``SlowCause``.
     """
 
     weight: float = 0.0
@@ -100,7 +84,6 @@ class Report(NamedTuple):
     work_ago_s: float = 0.0
     wait_ago_s: float = 0.0
     sync_ago_s: float = 0.0
-    slow_because: int = 0
 
     @property
     def per_sample_s(self) -> float | None:
@@ -108,6 +91,9 @@ class Report(NamedTuple):
         timed = self.samples - self.warmup_samples
         return (self.compute_s - self.update_s - self.warmup_s) / timed if timed > 0 else None
 
+
+#: Fields of a window that ranks report only with the next one.
+TOLD_LATER: Final = Report._fields[Report._fields.index("wait_s") :]
 
 #: What users call it, in a ``WindowResult``.
 RankRecord = Report

@@ -4,14 +4,15 @@ Pure functions of predicted costs.
 """
 
 from collections.abc import Collection, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heapreplace
+from typing import Final
 
 from evener.errors import ConfigError
 from evener.planning.apportion import apportion
 from evener.planning.speed import CostModel
 
-_MOST_DEADLINES = 64
-"""Deadlines tried at most; after that there is more to take back, but nothing else is lost."""
+_MOST_DEADLINES: Final = 64
+"""Deadlines tried at most; after that more samples are handed out one by one."""
 
 _Ranks = tuple[Sequence[CostModel], Sequence[int], Sequence[int]]
 """Costs, most samples in a micro-batch, and least shares, each by rank."""
@@ -21,8 +22,18 @@ def finish_s(
     shares: Sequence[int], costs: Sequence[CostModel], micro_batch_sizes: Sequence[int | None]
 ) -> float:
     """Return the predicted seconds until the last rank with a share has finished it."""
-    seconds = _seconds(shares, costs, micro_batch_sizes)
+    seconds = all_seconds(shares, costs, micro_batch_sizes)
     return max((s for s, share in zip(seconds, shares, strict=True) if share), default=0.0)
+
+
+def all_seconds(
+    shares: Sequence[int], costs: Sequence[CostModel], sizes: Sequence[int | None]
+) -> list[float]:
+    """Return ``CostModel.seconds`` of each rank, without a call for each: teams may be large."""
+    return [
+        window_s + fixed_s * -(-share // (size or share or 1)) + per_sample_s * share
+        for share, (fixed_s, per_sample_s, window_s), size in zip(shares, costs, sizes, strict=True)
+    ]
 
 
 def fastest_shares(
@@ -33,10 +44,10 @@ def fastest_shares(
 ) -> tuple[int, ...]:
     """Return the whole shares of ``total`` whose latest finish is earliest.
 
-    Costs grow with the share, so what a rank can do by a deadline does too: a deadline is sought by
-    which ranks can do a few samples too many, which are then taken, one by one, from whoever
-    finishes last. So the result is optimal up to rounding in float64. At equal micro-batch sizes a
-    rank that is no slower never gets less.
+    Each rank gets what it finishes by a deadline at which less than a sample a rank is left. Each
+    sample of the rest goes where it is done first; of equals, to the lower rank. So the result is
+    optimal up to rounding in float64. At equal micro-batch sizes a rank that is no slower never
+    gets less.
 
     Args:
         total: Samples to share out.
@@ -55,9 +66,53 @@ def fastest_shares(
         raise ConfigError(f"shares of at least {least} do not fit into {total} samples")
     if total == 0:
         return tuple(least)
-    ranks = costs, [size or total for size in micro_batch_sizes], least
-    fewer, more = _nearly(total, ranks)
-    return _between(fewer, more, total, ranks)
+    sizes = [size or total for size in micro_batch_sizes]
+    shares = _nearly(total, (costs, sizes, least))
+    ends = all_seconds([share + 1 for share in shares], costs, sizes)
+    first = [(end, rank) for rank, end in enumerate(ends)]
+    heapify(first)
+    for _ in range(total - sum(shares)):
+        rank = first[0][1]
+        shares[rank] += 1
+        heapreplace(first, (costs[rank].seconds(shares[rank] + 1, sizes[rank]), rank))
+    return tuple(shares)
+
+
+def _nearly(total: int, ranks: _Ranks) -> list[int]:
+    """Return shares by a deadline at which no more than a sample a rank of ``total`` is left.
+
+    The deadline lies between 0 and when one rank could do it all. It is guessed from what ranks do
+    by these two, which nearly always takes one or two guesses. Every third one halves the interval,
+    because guesses alone do not see steps of many ranks at once.
+    """
+    costs, sizes, shares = ranks
+    alone_s = all_seconds([total] * len(costs), costs, sizes)
+    early_s, late_s = 0.0, min(alone_s)
+    early, late = float(sum(shares)), sum(total * late_s / seconds for seconds in alone_s)
+    for attempt in range(1, _MOST_DEADLINES):
+        if total - early <= len(costs):
+            break
+        part = 0.5 if attempt % 3 == 0 else (total - 0.3 * len(costs) - early) / (late - early)
+        deadline_s = early_s + part * (late_s - early_s)
+        reached = _by_deadline(deadline_s, ranks)
+        if sum(reached) > total:
+            late_s, late = deadline_s, sum(reached)
+        else:
+            early_s, early, shares = deadline_s, sum(reached), reached
+    return list(shares)
+
+
+def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
+    """Return samples that each rank finishes by the deadline, but its least share."""
+    return [
+        max(
+            least,
+            int((left_s := deadline_s - window_s) // (full_s := fixed_s + per_sample_s * size))
+            * size
+            + max(int((left_s % full_s - fixed_s) / per_sample_s), 0),
+        )
+        for (fixed_s, per_sample_s, window_s), size, least in zip(*ranks, strict=True)
+    ]
 
 
 def without_ones(
@@ -68,7 +123,8 @@ def without_ones(
 ) -> tuple[int, ...]:
     """Move single samples so that no rank computes a micro-batch of one, where that is possible.
 
-    Layers with batch statistics cannot normalise one sample.
+    Layers with batch statistics cannot normalise one sample. Of two ranks with such a micro-batch,
+    one gives a sample to the other. If one is left over, the largest share that can helps it.
 
     Args:
         shares: Shares by rank.
@@ -77,40 +133,30 @@ def without_ones(
         min_share: Samples that a rank with work keeps at least.
 
     Returns:
-        Shares of the same sum; the largest ones give and take.
+        Shares of the same sum.
     """
     result = list(shares)
-    active = sorted(set(range(len(result))).difference(idle))
-    partners = [(-result[rank], rank) for rank in active]
-    heapify(partners)
+    active = [rank for rank in range(len(result)) if rank not in idle]
+    ones = [rank for rank in active if _has_one(result[rank], micro_batch_sizes[rank])]
 
-    def step_with(rank: int, other: int) -> int:
-        """Return 1 if ``rank`` can take a sample from ``other``, -1 if it can give one, else 0."""
+    def move(rank: int, other: int) -> bool:
+        """Move a sample between two ranks, if both can do without a micro-batch of one then."""
         for step in (1, -1):
-            mine, theirs = result[rank] + step, result[other] - step
-            if (
-                mine >= min_share
-                and theirs >= max(0, min(min_share, result[other]))
-                and not _has_one(mine, micro_batch_sizes[rank])
-                and not _has_one(theirs, micro_batch_sizes[other])
+            after = ((rank, result[rank] + step), (other, result[other] - step))
+            if all(
+                share >= min(min_share, result[one]) and not _has_one(share, micro_batch_sizes[one])
+                for one, share in after
             ):
-                return step
-        return 0
+                result[rank], result[other] = after[0][1], after[1][1]
+                return True
+        return False
 
-    for rank in active:
-        if not _has_one(result[rank], micro_batch_sizes[rank]):
-            continue
-        step = 0
-        while partners and not step:
-            share, other = heappop(partners)
-            # A rank that can help no other now is asked again when its share has changed.
-            if other != rank and share == -result[other]:
-                step = step_with(rank, other)
-        if step:
-            result[rank] += step
-            result[other] -= step
-            heappush(partners, (-result[other], other))
-        heappush(partners, (-result[rank], rank))
+    unpaired = ones[-1:] if len(ones) % 2 else []
+    for rank, other in zip(ones[::2], ones[1::2], strict=False):
+        unpaired += [] if move(rank, other) else [rank, other]
+    for rank in unpaired:
+        others = sorted((other for other in active if other != rank), key=lambda r: -result[r])
+        any(move(rank, other) for other in others)
     return tuple(result)
 
 
@@ -132,82 +178,3 @@ def _has_one(share: int, micro_batch_size: int | None) -> bool:
     if micro_batch_size is None:
         return share == 1
     return micro_batch_size > 1 and share % micro_batch_size == 1
-
-
-def _seconds(
-    shares: Sequence[int], costs: Sequence[CostModel], sizes: Sequence[int | None]
-) -> list[float]:
-    """Return ``CostModel.seconds`` of each rank, without a call for each: teams may be large."""
-    return [
-        window_s + fixed_s * -(-share // (size or share or 1)) + per_sample_s * share
-        for share, (fixed_s, per_sample_s, window_s), size in zip(shares, costs, sizes, strict=True)
-    ]
-
-
-def _nearly(total: int, ranks: _Ranks) -> tuple[Sequence[int], Sequence[int]]:
-    """Return shares by two deadlines: one too early for ``total``, and one late enough.
-
-    By the later one ranks do at most a sample each too many. It lies between 0 and when one rank
-    could do it all, and is guessed from how many samples ranks can do by the two: nearly always the
-    second or third guess will do. If two guesses in a row leave one end where it is, that end loses
-    half of its weight. Otherwise steps of many ranks at once, which guesses do not see, could keep
-    guesses on one side.
-    """
-    costs, sizes, fewer = ranks
-    wanted = total + 0.25 * len(costs)
-    alone_s = _seconds([total] * len(costs), costs, sizes)
-    early_s, late_s = 0.0, min(alone_s) * (1.0 + 1e-9)  # a margin for rounding
-    missing, surplus = wanted, late_s * sum(total / seconds for seconds in alone_s) - wanted
-    more = was_early = None
-    for _ in range(_MOST_DEADLINES):
-        part = missing / (missing + surplus) if surplus > 0 else 1.0
-        deadline_s = early_s + part * (late_s - early_s)
-        shares = _by_deadline(deadline_s, ranks)
-        reached = sum(shares)
-        is_early = reached < total
-        weight = 0.5 if is_early == was_early else 1.0
-        was_early = is_early
-        if is_early:
-            early_s, fewer = deadline_s, shares
-            missing, surplus = wanted - reached, weight * surplus
-        else:
-            late_s, more = deadline_s, shares
-            missing, surplus = weight * missing, reached - wanted
-            if reached <= total + len(costs):
-                break
-    return fewer, more or _by_deadline(late_s, ranks)
-
-
-def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
-    """Return samples that each rank finishes by the deadline, but its least share."""
-    return [
-        max(
-            least,
-            int((left_s := deadline_s - window_s) // (full_s := fixed_s + per_sample_s * size))
-            * size
-            + max(int((left_s % full_s - fixed_s) / per_sample_s), 0),
-        )
-        for (fixed_s, per_sample_s, window_s), size, least in zip(*ranks, strict=True)
-    ]
-
-
-def _between(
-    fewer: Sequence[int], more: Sequence[int], total: int, ranks: _Ranks
-) -> tuple[int, ...]:
-    """Take samples from the last to finish, the highest rank first, until ``total`` are left."""
-    costs, sizes, _ = ranks
-    shares = list(more)
-    last = [
-        (-seconds, -rank)
-        for rank, seconds in enumerate(_seconds(shares, costs, sizes))
-        if more[rank] > fewer[rank]
-    ]
-    heapify(last)
-    for _ in range(sum(more) - total):
-        rank = -last[0][1]
-        shares[rank] -= 1
-        if shares[rank] > fewer[rank]:
-            heapreplace(last, (-costs[rank].seconds(shares[rank], sizes[rank]), -rank))
-        else:
-            heappop(last)
-    return tuple(shares)

@@ -16,7 +16,7 @@ from evener.observe.tally import WARM_UP_WINDOWS
 from evener.parsing import MOST_WHOLE
 from evener.planning.elche import ANCHOR
 from evener.planning.policies import ApplyPolicy
-from evener.planning.speed import USUAL_FIXED, CostModel, SpeedModel
+from evener.planning.speed import CostModel, SpeedModel
 from evener.simulation.prediction import TeamSpec
 from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, Noise, SimulatedRank
 
@@ -29,6 +29,9 @@ _MOST_EVENTS: Final = 20_000
 _MOST_TIMES: Final = 100
 """A window with so many times the usual time or samples does not count: the run was suspended in
 it, or its line is damaged."""
+
+_USUAL_FIXED: Final = 0.1
+"""Part of a micro-batch's time that is usually fixed."""
 
 _PAUSES: Final = ("eval", "checkpoint", "checkpoint_missed")
 """Events whose time is in the window that follows, and is not the loop's."""
@@ -146,16 +149,19 @@ class _MeasuredWindows:
         worked = [row for row in rows if row["samples"] > 0 and row["compute_s"] > 0]
         for row in worked:
             update_s = min(_seconds(row, "update_s"), row["compute_s"])
-            speed.observe(row["samples"], _micro_batches(row), row["compute_s"] - update_s)
-            speed.observe_update(update_s * self._parts)
+            speed.observe(
+                row["samples"],
+                _micro_batches(row),
+                row["compute_s"] - update_s,
+                update_s * self._parts,
+            )
         name = f"rank {rows[-1]['rank']} ({rows[-1]['member']})"
-        if not speed.is_measured:
+        if (cost := speed.cost) is None:
             self._notes.append(
                 f"{name} has computed nothing in these windows, so it is left out: give its speed "
                 "with --add"
             )
             return None
-        cost = speed.cost
         if micro_batch_size and not cost.fixed_s:
             size = min(micro_batch_size, max(row["samples"] for row in worked))
             cost = _with_usual_fixed(cost, worked, size)
@@ -238,7 +244,7 @@ def _with_usual_fixed(cost: CostModel, rows: Sequence[Mapping[str, Any]], size: 
     of one sample, costs more than its samples alone.
     """
     samples = sum(row["samples"] for row in rows)
-    fixed_samples = size * USUAL_FIXED / (1.0 - USUAL_FIXED)
+    fixed_samples = size * _USUAL_FIXED / (1.0 - _USUAL_FIXED)
     of_micro_batches = fixed_samples * sum(map(_micro_batches, rows))
     per_sample_s = cost.per_sample_s * samples / (samples + of_micro_batches)
     return cost._replace(fixed_s=fixed_samples * per_sample_s, per_sample_s=per_sample_s)

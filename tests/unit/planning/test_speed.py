@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.errors import CheckpointError, ConfigError
+from evener.errors import CheckpointError
 from evener.planning.speed import CostModel, SpeedModel, num_micro_batches
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=200, database=None)
@@ -45,34 +45,15 @@ def test_cost_by_example():
     assert [num_micro_batches(samples, None) for samples in range(3)] == [0, 1, 1]
 
 
-# ── hint ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_nothing_is_known_at_first():
     model = SpeedModel()
-    assert not model.is_known
-    assert not model.is_measured
-    with pytest.raises(ConfigError, match="not known"):
-        _ = model.cost
-
-
-def test_hint_holds_until_something_is_measured():
-    model = SpeedModel()
-    model.hint(0.25)
-    assert model.is_known
-    assert not model.is_measured
-    assert model.cost == model.hinted == CostModel(0.0, 4.0)
+    assert model.cost is None
+    assert not model.is_settled
+    model.observe(0, 0, 0.0, update_s=0.5)
+    assert model.cost is None, "an update alone tells nothing of samples"
     model.observe(10, 2, 0.5)
-    assert model.is_measured
     assert_close(model.cost, CostModel(0.0, 0.05))
-    model.hint(3.0)
-    assert_close(model.cost, CostModel(0.0, 0.05))
-
-
-@pytest.mark.parametrize("speed", [0.0, -1.0, math.nan, math.inf])
-def test_bad_hint_is_refused(speed):
-    with pytest.raises(ConfigError, match="speed_hint"):
-        SpeedModel().hint(speed)
+    assert model.cost.window_s == 0.5
 
 
 # ── observe ──────────────────────────────────────────────────────────────────────────────────────
@@ -173,7 +154,7 @@ def test_costs_stay_sensible_whatever_is_measured(rows):
     model = SpeedModel()
     for row in rows:
         model.observe(*row)
-    if model.is_known:
+    if model.cost is not None:
         assert 0.0 <= model.cost.fixed_s < math.inf
         assert 0.0 < model.cost.per_sample_s < math.inf
 
@@ -199,10 +180,7 @@ def test_state_round_trip_goes_on_alike(rows, windows):
         model.observe(*row)
         resumed.observe(*row)
     assert resumed.state_dict() == model.state_dict()
-    assert resumed.is_known == model.is_known
-    assert resumed.is_measured == model.is_measured
-    if model.is_known:
-        assert resumed.cost == model.cost
+    assert resumed.cost == model.cost
 
 
 @pytest.mark.parametrize(
@@ -211,7 +189,7 @@ def test_state_round_trip_goes_on_alike(rows, windows):
         {"recent": [[1, 1]]},
         {"recent": [[1, 1, -2.0]]},
         {"recent": None},
-        {"surprises": "many"},
+        {"updates_s": "many"},
     ],
 )
 def test_damaged_state_is_refused(changes):

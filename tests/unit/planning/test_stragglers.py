@@ -40,12 +40,12 @@ class Noise:
 class Run:
     """A team in SYNC whose planner gives out shares by what was measured, two windows ahead."""
 
-    def __init__(self, speeds, *, seed=0, kinds=None, fixed=0.1):
+    def __init__(self, speeds, *, seed=0, fixed=0.1):
         self.policy = SyncPolicy([f"m{rank}" for rank in range(len(speeds))], [MICRO_BATCH] * 4)
         micro_s = [STEP_S / speed for speed in speeds]
         self.costs = [CostModel(fixed * s, (1 - fixed) * s / MICRO_BATCH) for s in micro_s]
         self.noise = Noise(seed, len(speeds))
-        self.watch = StragglerWatch(kinds or [f"device of speed {speed}" for speed in speeds])
+        self.watch = StragglerWatch(len(speeds))
         self.plans = deque(self.policy.plan(n, 0, 0, BATCH_SIZE) for n in range(2))
         self.window = 0
         self.found = []
@@ -94,7 +94,7 @@ def test_a_rank_that_costs_seconds_is_named_within_five_windows(seed, after):
     for _ in range(5):
         run.step({slow: 2.0})
     (one,) = run.found
-    assert (one.rank, one.is_over, one.against) == (slow, False, "its own past")
+    assert (one.rank, one.is_over) == (slow, False)
     assert after - 1 <= one.since <= after + 1
     assert one.window < after + 5
     assert one.factor > 3
@@ -109,26 +109,21 @@ def test_a_rank_that_costs_seconds_is_named_within_five_windows(seed, after):
     assert over.delay_s >= one.delay_s
 
 
-def test_one_that_was_slow_from_the_start_is_named_beside_its_peers_and_an_unlike_device_is_not():
-    run = Run((1, 1, 1, 0.25), kinds=["gpu"] * 4)
+def test_a_rank_that_is_slow_from_the_start_is_no_straggler():
+    run = Run((1, 1, 1, 0.25))
     for _ in range(40):
         run.step()
-    assert [(one.rank, one.against) for one in run.found] == [(3, "ranks with the same device")]
-    assert run.found[0].window <= 5
-    other = Run((1, 1, 1, 0.25), kinds=["gpu"] * 3 + ["cpu"])
-    for _ in range(40):
-        other.step()
-    assert other.found == []
+    assert run.found == []
 
 
 def test_a_rank_that_is_slow_at_no_cost_is_not_named():
     """It takes three times as long, and the others wait for milliseconds; or nobody waits."""
-    watch = StragglerWatch(["a", "b"])
+    watch = StragglerWatch(2)
     after(watch, 70, 0.001, 0.001)
     assert after(watch, 70, 0.001, 0.003, first=70) == []
     (named,) = after(watch, 2000, 0.001, 0.003, first=140)
     assert named.delay_s == pytest.approx(NOTEWORTHY_S, abs=0.01)
-    alone = StragglerWatch(["a"])
+    alone = StragglerWatch(1)
     after(alone, 70, 1.0)
     assert after(alone, 70, 3.0, first=70) == []
 
@@ -161,7 +156,7 @@ def after(watch: StragglerWatch, windows: int, *seconds: float, first: int = 0, 
 
 
 def test_what_tells_nothing_of_speed_is_left_out():
-    watch = StragglerWatch(["a", "b"])
+    watch = StragglerWatch(2)
     assert after(watch, 20, 0.1, 0.1) == []
     warm = {"warmup_samples": 8, "warmup_micro_batches": 1, "warmup_s": 0.9}
     assert after(watch, 10, 0.1, 0.9, first=20, **warm) == []
@@ -171,11 +166,10 @@ def test_what_tells_nothing_of_speed_is_left_out():
         rows[1] = rows[1]._replace(update_s=0.8)
         assert watch.observe(window, rows) == ()
     assert watch.observe(40, [Report(), Report()]) == ()
-    assert not watch.is_suspected(1)
 
 
 def test_a_larger_share_makes_no_straggler():
-    watch = StragglerWatch(["a", "b"])
+    watch = StragglerWatch(2)
     after(watch, 20, 0.1, 0.1)
     for window in range(20, 40):
         rows = reports(0.1, 0.35)
@@ -183,22 +177,15 @@ def test_a_larger_share_makes_no_straggler():
         assert watch.observe(window, rows) == ()
 
 
-def test_the_cause_is_slow_data_or_what_the_rank_has_said_of_itself():
-    watch = StragglerWatch(["a", "b"])
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [({"data_s": 2.0}, SlowCause.DATA), ({"compute_s": 3.0}, SlowCause.UNKNOWN)],
+)
+def test_the_cause_is_slow_data_or_not_known(changes, cause):
+    watch = StragglerWatch(2)
     after(watch, 70, 1.0, 1.0)
     found = []
     for window in range(70, 74):
         rows = reports(1.0, 1.0)
-        waiting = rows[0]._replace(wait_s=2.0)
-        found += watch.observe(window, [waiting, rows[1]._replace(data_s=2.0)])
-    assert [(one.rank, one.cause) for one in found] == [(1, SlowCause.DATA)]
-    watch = StragglerWatch(["a", "b"])
-    after(watch, 70, 1.0, 1.0)
-    found = []
-    for window in range(70, 74):
-        rows = reports(3.0, 1.0)
-        rows[0] = rows[0]._replace(slow_because=int(SlowCause.CPU))
-        found += watch.observe(window, rows)
-    assert [(one.rank, one.cause, one.cause.words) for one in found] == [
-        (0, SlowCause.CPU, "other programs take its cores")
-    ]
+        found += watch.observe(window, [rows[0]._replace(wait_s=2.0), rows[1]._replace(**changes)])
+    assert [(one.rank, one.cause) for one in found] == [(1, cause)]

@@ -63,7 +63,6 @@ REPORTS = st.builds(
     work_ago_s=SECONDS,
     wait_ago_s=SECONDS,
     sync_ago_s=SECONDS,
-    slow_because=WHOLE,
 )
 ROWS = st.builds(
     Row,

@@ -12,7 +12,7 @@ from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Intake
 from evener.errors import UsageError
 from evener.places import here
-from evener.planning.rounds import Parts, evaluation_rounds
+from evener.planning.evaluation_slices import Parts, evaluation_slices
 from evener.protocol.formation import EVALUATING
 from evener.protocol.row import Purpose
 
@@ -186,4 +186,4 @@ class EvaluationLoader(LikeDataLoader):
         # has planned; it may be lost by now, and others go by what it has said.
         known = rows[next(iter(rows)) if engine.team.is_elastic else engine.state.planner]
         sizes = [int(row[2]) for row in rows.values()]
-        return [*rows], evaluation_rounds(count, sizes, [known[3 + rank] for rank in rows])
+        return [*rows], evaluation_slices(count, sizes, [known[3 + rank] for rank in rows])

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from evener.engine.answers import AskingEngine
 from evener.errors import CollectiveError, CollectiveMismatchError, UsageError
 from evener.places import here
-from evener.planning.rounds import Parts
+from evener.planning.evaluation_slices import Parts
 from evener.protocol.row import Purpose, pack, room_of, unpack
 
 T = TypeVar("T")

@@ -61,14 +61,12 @@ def test_one_of_four_ranks_takes_200_ms_more(
     assert (one.rank, one.since, one.is_over, further) == (SLOW_RANK, SLOW_FROM, False, [])
     assert one.window < SLOW_FROM + 5
     assert one.factor > 1.3
-    # Ranks that are not parked in between say the same.
-    assert found[1] == found[0]
+    assert found[1:] == [[], [], []], "the main process alone judges"
     (event,) = (event for event in kept.events if event["type"] == "straggler")
     assert (event["rank"], event["since"], event["window"]) == (SLOW_RANK, SLOW_FROM, one.window)
     assert event["compute_s"] == pytest.approx(one.factor * event["expected_s"], rel=1e-3)
     assert event["host"]
     assert event["device"].startswith("cpu (")
-    assert event["against"] == "its own past"
     assert event["cause"]
     said = [line for line in capsys.readouterr().err.splitlines() if "straggler" in line]
     assert len(said) == 1
