@@ -119,8 +119,8 @@ class Engine(ABC):
         self._stragglers: tuple[Straggler, ...] = ()
         self.in_epoch = self.committing = self.was_parked = self._wants_stop = False
         self._applied: Applied | None = None
-        #: Windows of whose commit this rank was told: where a rank is lost in a commit, those that
-        #: have not heard of it commit in the next generation, and this rank may receive their state.
+        #: Windows of whose commit this rank was told. Where a rank is lost in a commit, those that
+        #: have not heard of it commit in the next generation, and may send their state to this one.
         self._num_told = 0
         self.windows_s: deque[float] = deque(maxlen=64)
         self._on_commit: list[Callable[[WindowResult], None]] = []
