@@ -7,6 +7,7 @@ wants, whatever else it does.
 
 import threading
 import time
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ class RankClocks:
 
         def ready(exchanger: Any) -> bool:
             exchanger.looks += 1  # once when it begins, and after each step
-            return exchanger.looks > steps and bool(exchanger._done.wait(PATIENCE_S))
+            return exchanger.looks > steps and bool(wait([exchanger._future], PATIENCE_S).done)
 
         self._monkeypatch.setattr(BackgroundExchanger, "start", start)
         self._monkeypatch.setattr(BackgroundExchanger, "ready", property(ready))

@@ -321,7 +321,10 @@ class ThreadMembership(Membership):
             self.team.end(self.member, finished=finished)
 
     def await_lease(self) -> None:
-        pass
+        with self.team.condition:
+            newest = self.team.formations[-1].generation if self.team.formations else 0
+        if self.generation < newest:
+            raise PeerLostError(f"{self.member} may not commit in generation {self.generation}")
 
     def announce(self, key: str, text: str) -> None:
         with self.team.condition:

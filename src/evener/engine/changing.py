@@ -378,7 +378,10 @@ class ElasticEngine(AskingEngine):
         before = {member.rank: member for member in team.people if member.host}
         team.meet([Member(**one["who"]) for one in told])
         # A launcher starts the next worker on the same device, which is as fast as before.
-        self.policy.forget([r for r, old in before.items() if team.people[r].place != old.place])
+        others = [r for r, old in before.items() if team.people[r].place != old.place]
+        self.policy.forget(others)
+        self.limits.learn(dict.fromkeys(others, 0))
+        self.policy.set_micro_batch_sizes(self.limits.sizes)
         self._scale.learn_ranks(team.fp16_ranks, self.rank)
         self.options = replace(self.options, unlike_devices=team.has_unlike_devices)
         self._are_planning = all(one["plans"] for one in told if not one["is_new"])

@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import Final, Generic, NamedTuple, NoReturn, TypeVar, final
+from typing import Final, Generic, NamedTuple, TypeVar, final
 
 from torch import Tensor
 
@@ -36,11 +37,11 @@ class Exchanger(Generic[T]):
     """Runs one job at a time, inside ``wait``."""
 
     def __init__(self) -> None:
-        self._jobs: list[Callable[[], T]] = []
+        self._job: Callable[[], T] | None = None
 
     def start(self, job: Callable[[], T]) -> None:
         """Take a job; the previous one has ended."""
-        self._jobs.append(job)
+        self._job = job
 
     @property
     def ready(self) -> bool:
@@ -49,11 +50,13 @@ class Exchanger(Generic[T]):
 
     def wait(self) -> T:
         """Return the result of the job; raises what the job has raised."""
-        return self._jobs.pop()()
+        job, self._job = self._job, None
+        assert job is not None, "no job was started"
+        return job()
 
     def close(self) -> None:
-        """Wait for a job that is under way, which has been told to end, and forget all."""
-        self._jobs.clear()
+        """Wait for a job that is under way, which has been told to end, and forget it."""
+        self._job = None
 
 
 @final
@@ -62,7 +65,7 @@ class BackgroundExchanger(Exchanger[T]):
 
     Each job has its own thread, which is not a daemon. So no thread waits for work if a script ends
     without closing its team, and none is killed inside a collective while the interpreter shuts
-    down.
+    down. Each has its own future: a job that ``close`` has given up gives its result to nobody.
 
     Args:
         name: Name of the threads.
@@ -72,50 +75,44 @@ class BackgroundExchanger(Exchanger[T]):
         super().__init__()
         self._name = name
         self._thread: threading.Thread | None = None
-        self._done = threading.Event()
+        self._future: Future[T] = Future()
 
     def start(self, job: Callable[[], T]) -> None:
         """Begin the job in a thread."""
-        self._done.clear()
-        self._thread = threading.Thread(target=self._run, args=(job,), name=self._name)
+        self._future = Future()
+        run = partial(_run, job, self._future)
+        self._thread = threading.Thread(target=run, name=self._name)
         self._thread.start()
 
     @property
     def ready(self) -> bool:
         """Return whether the job has ended."""
-        return self._done.is_set()
+        return self._future.done()
 
     def wait(self) -> T:
         """Wait for the job; it has deadlines of its own."""
         assert self._thread is not None
-        while not self._done.wait(0.2):  # in slices, so that signal handlers run in between
-            pass
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(0.2)  # in slices, so that signal handlers run in between
         self._thread = None
-        return super().wait()
+        future, self._future = self._future, Future()
+        try:
+            return future.result()
+        finally:
+            del future  # or the traceback would hold this frame, and this frame the error
 
     def close(self) -> None:
         """Wait for a job that is under way, and forget its result."""
         if self._thread is not None:
             self._thread.join(_LIMIT_S)
             self._thread = None
-        super().close()
-
-    def _run(self, job: Callable[[], T]) -> None:
-        try:
-            result = job()
-            self._jobs.append(lambda: result)
-        except BaseException as error:
-            # Drop the frames: they would keep handles of a broken group alive, and ranks that are
-            # not neighbours of the lost one would then hang.
-            error.__context__ = error.__cause__ = None
-            self._jobs.append(partial(_raise, error.with_traceback(None)))
-        finally:
-            self._done.set()
 
 
-def _raise(error: BaseException) -> NoReturn:
+def _run(job: Callable[[], T], future: Future[T]) -> None:
     try:
-        raise error
-    finally:
-        del error  # or its traceback would hold this frame, and this frame the error
+        future.set_result(job())
+    except BaseException as error:
+        # Drop the frames: they would keep handles of a broken group alive, and ranks that are not
+        # neighbours of the lost one would then hang.
+        error.__context__ = error.__cause__ = None
+        future.set_exception(error.with_traceback(None))

@@ -215,13 +215,12 @@ class LocalEngine(ElasticEngine):
         """End a micro-batch; with the last one of a batch, step, and close the window if due."""
         if not self.in_epoch:
             raise needs_plans()
-        is_last = self.share.end_micro_batch()
         if self._is_void:  # the team has changed meanwhile: its samples are handed out again
             self._is_void = False
             self.drop_share()
             self._open(0, 1.0)
             return None
-        if not is_last:
+        if not self.share.end_micro_batch():
             return None
         self._in_batch = False
         self._replica.adopt()
@@ -259,6 +258,7 @@ class LocalEngine(ElasticEngine):
             renew=self.is_main and self._wants_renewal,
             leaving=self.state.is_elastic and self.team.is_leaving,
             stop=self.wants_stop() or self.stopping,
+            trainable=len(self.flat.parameters),
             rates=checksum([rate for group in self._schedule.agreed_rates for rate in group]),
             report=work._replace(
                 non_finite=work.non_finite or (0 if math.isfinite(taken.size) else PARAMETERS),

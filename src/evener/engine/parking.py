@@ -18,6 +18,9 @@ from evener.planning.policies import NOTEWORTHY_S, ApplyPolicy, Parking, Policy
 from evener.planning.report import Report
 from evener.protocol.row import Purpose
 
+#: Longest that the main process may take to hand over, in seconds.
+HAND_OVER_S: Final = 3600.0
+
 #: Plans in which a rank that is called back surely gets work, so that it is measured.
 _TRIALS: Final = 2
 
@@ -149,8 +152,11 @@ class ParkingEngine(ElasticEngine):
     def _regroup(self) -> None:
         """Take parked ranks back with the state of now, or park others; all call it together."""
         before, parked = self.state.parked, self.state.due_to_park
-        if self.is_main and self.rank in parked:
-            self.team.hand_over()
+        if self.state.planner in parked:
+            if self.is_main:
+                self.team.hand_over()
+            # It may be writing a checkpoint.
+            self.comm.barrier(what="the hand-over of the main process", timeout_s=HAND_OVER_S)
         # Before the exchange, because others may see its end while this rank does not.
         self.state = self.state.regroup()
         if self.rank not in before:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import NamedTuple, final
 
 import torch
@@ -64,6 +65,8 @@ class Replica:
         self.consensus: list[Tensor] = []
         self._scratch: list[Tensor] = []
         self._snapshots: list[Tensor] = []
+        #: Groups in the snapshot: more may become trainable while it is exchanged.
+        self._num_taken = 0
         #: How often this rank has gone back to the consensus.
         self._num_restores = 0
         self.adopt()
@@ -102,6 +105,7 @@ class Replica:
     def snapshot(self) -> Drift:
         """Take this rank's differences from the consensus as they are now."""
         self.adopt()
+        self._num_taken = len(self._scratch)
         for group, agreed, scratch, kept in self._groups():
             kept.copy_(group.data)
             torch.sub(agreed, group.data, out=scratch)
@@ -128,7 +132,7 @@ class Replica:
             total: The same, summed over ranks; larger than 0.
             what: Named in errors, such as ``window 3``.
         """
-        for scratch in self._scratch:
+        for scratch in self._scratch[: self._num_taken]:
             if weight == 0:
                 scratch.zero_()
             elif weight != total:
@@ -155,7 +159,7 @@ class Replica:
             if not moved_on:
                 self._buffers.restore()
             return 0.0
-        for group, agreed, scratch, kept in self._groups():
+        for group, agreed, scratch, kept in islice(self._groups(), self._num_taken):
             agreed.sub_(scratch)
             kept.sub_(agreed)
             if moved_on:

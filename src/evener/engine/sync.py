@@ -118,14 +118,14 @@ class SyncEngine(DraftingEngine):
 
     def end_micro_batch(self) -> WindowResult | None:
         """End a micro-batch; close the window with the last one of this rank's share."""
-        last = self.share.end_micro_batch()
-        if not self.in_epoch:
-            return self._close(Purpose.STEP)
         if self._is_void:  # a rank was lost meanwhile: the window is computed again
             self._is_void = False
             self.drop_share()
             self.open_share(0)
             return None
+        last = self.share.end_micro_batch()
+        if not self.in_epoch:
+            return self._close(Purpose.STEP)
         if not self.is_working:
             return None  # dropped at an optimizer's turn: the rest of the share is void
         if self._is_interrupted() and not last:

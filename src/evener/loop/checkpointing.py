@@ -112,6 +112,8 @@ class Checkpointer:
         if not self._ddp.is_main_process or self._is_written():
             return
         if self._write is None:
+            # The team may have continued without this rank, if it was stopped in a commit.
+            self._ddp.assembly.team.await_lease()
             self._begin(cursor_state)
         elif not self._is_of_present():
             assert self._snapshot is not None

@@ -147,27 +147,6 @@ class CadencePolicy(Planner):
             verdict=self._verdict,
         )
 
-    def close(self, window: int, epoch: int, done: Sequence[int]) -> LocalPlan:
-        """Plan that a window is over: nothing is added to what ranks have done.
-
-        Args:
-            window: Its number.
-            epoch: Its epoch.
-            done: Local steps by rank.
-        """
-        self._give_reason(window, "the team has changed")
-        return LocalPlan(
-            window=window,
-            epoch=epoch,
-            window_s=math.inf,
-            blocking=True,
-            steps=tuple(done),
-            most=tuple(done),
-            queues=tuple(done),
-            anchor=self.elche.anchor,
-            verdict=self._verdict,
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Return what was learnt, as plain JSON types."""
         return {

@@ -255,11 +255,3 @@ def test_in_lockstep_absent_ranks_do_not_count():
     cadence.set_absent(frozenset({0}))
     assert cadence.plan(0, 0, left=100, limit=None).steps == (0, 1, 1)
     assert cadence.plan(0, 0, left=1, limit=None).steps == (0, 1, 0)
-
-
-def test_a_window_that_is_closed_adds_nothing_to_what_was_done():
-    cadence = policy(3, 2)
-    plan = cadence.close(5, 1, [3, 0, 1])
-    assert plan.steps == plan.most == plan.queues == (3, 0, 1)
-    assert (plan.window, plan.epoch, plan.blocking) == (5, 1, True)
-    assert cadence.why(5) == "the team has changed"
