@@ -83,7 +83,7 @@ def record(ddp: Ddp, path: Path, windows: int) -> dict[str, Any]:
             spans.receive(time.perf_counter())
             spans.begin_wait()
             spans.begin_sync()
-            spans.apply(0)
+            spans.apply()
             ddp.events.window(one)
         for written in sink.pending():
             written.wait()

@@ -170,7 +170,9 @@ class LocalCursor:
         draw = random.Random(num_ranks)
         self.steps = [draw.randint(LOCAL_STEPS, 4 * LOCAL_STEPS) for _ in range(num_ranks)]
         batches = 100 * sum(self.steps)
-        self.book = LeaseBook(Cursor(batches * MICRO_BATCH_SIZE, 0), MICRO_BATCH_SIZE, num_ranks)
+        self.book = LeaseBook(
+            Cursor(batches * MICRO_BATCH_SIZE, 0), MICRO_BATCH_SIZE, range(num_ranks)
+        )
         self.decide()
 
     def compute(self) -> None:

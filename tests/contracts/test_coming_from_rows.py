@@ -181,7 +181,7 @@ def _(folder: Path) -> None:
         model, optimizer, scheduler, config=chosen, devices="cpu", quiet=True
     ) as ddp:  # fmt: skip
         assert len(train(ddp)) == 5
-    with pytest.raises(ConfigError, match="each rank is a process that makes its own"):
+    with pytest.raises(ConfigError, match="each rank makes its own model and optimizer"):
         Ddp.setup(model, lambda device: network(), sgd)  # type: ignore[arg-type, return-value]
 
 

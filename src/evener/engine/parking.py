@@ -152,18 +152,19 @@ class ParkingEngine(ElasticEngine):
     def _regroup(self) -> None:
         """Take parked ranks back with the state of now, or park others; all call it together."""
         before, parked = self.state.parked, self.state.due_to_park
-        if self.state.planner in parked:
+        was_parked, takes_back = self.rank in before, bool(before - parked)
+        if self.state.planner in parked and not was_parked:
             if self.is_main:
                 self.team.hand_over()
             # It may be writing a checkpoint.
             self.comm.barrier(what="the hand-over of the main process", timeout_s=HAND_OVER_S)
         # Before the exchange, because others may see its end while this rank does not.
         self.state = self.state.regroup()
-        if self.rank not in before:
+        if not was_parked:
             self._sharded.join()
-        if before - parked:
+        if takes_back:
             self._take_back(before)
-        if self.rank in parked:
+        if self.rank in parked and (takes_back or not was_parked):
             self.was_parked, self._is_in = True, not self.team.is_elastic
             self._parked_at = self._counters()
         if parked:

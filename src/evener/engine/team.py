@@ -229,10 +229,12 @@ class Team:
     def park(self, ranks: Collection[int]) -> None:
         """Let ranks leave all exchanges but that of rows; all that are present call it together."""
         members = tuple(member for member in self.members if member not in ranks)
-        old = self.comm
-        self.comm = old.split([self.members.index(m) for m in members], name="active") or self.whole
+        if self.rank in self.members:  # otherwise it has left them before
+            old = self.comm
+            places = [self.members.index(member) for member in members]
+            self.comm = old.split(places, name="active") or self.whole
+            self._let_go(old)
         self.members = members
-        self._let_go(old)
 
     def rejoin(self) -> None:
         """Make all ranks present again."""

@@ -19,7 +19,7 @@ from evener.engine.loaders.stream import StreamLoader, stream_of
 from evener.engine.state import Stateful
 from evener.errors import CheckpointError, ConfigError, EvenerError
 from evener.loop.assembly import Assembly
-from evener.loop.events import EventStream
+from evener.loop.event_stream import EventStream
 from evener.loop.saved_state import capture, find_state, restore
 from evener.protocol.row import Purpose
 

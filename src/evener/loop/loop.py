@@ -29,7 +29,7 @@ from evener.errors import EvenerError, PeerLostError
 from evener.loop.arguments import Models, Schedulers, check_arguments, in_evaluation
 from evener.loop.assembly import Assembly
 from evener.loop.data_side import DataSide
-from evener.loop.events import SinkMaker, check_sinks
+from evener.loop.event_stream import SinkMaker, check_sinks
 from evener.observe.events import Sink
 from evener.places import methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy

@@ -23,7 +23,7 @@ from evener.devices import count_accelerators
 from evener.engine.schedule import ProgressSchedule
 from evener.errors import CheckpointError, ConfigError
 from evener.files import explaining
-from evener.loop.events import SinkMaker, check_sinks
+from evener.loop.event_stream import SinkMaker, check_sinks
 from evener.loop.precision import choose_precision
 from evener.managed.epoch_metrics import EpochContext, EpochMetrics
 from evener.observe.events import Sink

@@ -22,7 +22,7 @@ from evener.engine.share import checked_weight
 from evener.errors import ConfigError, UsageError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
-from evener.loop.events import SinkMaker
+from evener.loop.event_stream import SinkMaker
 from evener.loop.loop import Loop
 from evener.managed.description import ManagedRun, make_data
 from evener.managed.epoch_metrics import (

@@ -5,7 +5,7 @@ from abc import abstractmethod
 
 from evener.data.fetching import RemoteTraceback
 from evener.errors import LaunchError, UsageError, WorkerError
-from evener.loop.events import open_sinks
+from evener.loop.event_stream import open_sinks
 from evener.managed.description import ManagedRun
 from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.handle import Run

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from evener.checkpoint import Checkpoint
 from evener.config.folders import EVENTS
-from evener.loop.events import SinkMaker
+from evener.loop.event_stream import SinkMaker
 from evener.loop.loop import Loop
 from evener.observe.events import Event, Sink, Totals
 from evener.observe.following import each_effective_event

@@ -286,7 +286,7 @@ def test_a_bad_report_is_refused(field, value, message):
 
 
 def test_a_short_report_is_refused():
-    with pytest.raises(ProtocolError, match="encoded Report of 6 numbers was received, it has 32"):
+    with pytest.raises(ProtocolError, match="encoded Report of 6 numbers was received, it has 31"):
         unpack(Report, [0.0] * 6)
 
 

@@ -21,7 +21,7 @@ from evener.engine.loaders.planned import split
 from evener.engine.results import WindowResult
 from evener.engine.sync import SyncEngine
 from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError
-from evener.loop.events import SinkMaker
+from evener.loop.event_stream import SinkMaker
 from evener.observe.events import Sink
 from evener.planning.plan import WindowPlan
 from evener.tasks.classification.base_model import GivenModel

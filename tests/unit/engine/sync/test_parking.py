@@ -107,6 +107,33 @@ def test_a_rank_that_is_parked_for_a_moment_is_not_worth_a_warning() -> None:
     assert run_team(3, body) == [[]] * 3
 
 
+def test_the_rank_that_plans_is_parked_while_another_one_is_already() -> None:
+    class ParksTwice(ParksOnce):
+        """Rank 2 is parked first, then rank 0, which has planned that."""
+
+        def decide_parking(self, batch_size: int, main: int) -> Parking | None:
+            self.asked += 1
+            wanted = {2: {2: 1.0}, 6: {0: 1.0}}.get(self.asked) if main == 0 else None
+            return wanted and Parking(wanted, Forecast(1.0, 0.5, 0.1), Forecast(0.5, 0.0, 0.1))
+
+    def body(comm: Communicator) -> tuple[list[int], bool, list[float]]:
+        ddp, model, _ = begin(comm)
+        ddp.assembly.engine._policy = ParksTwice()
+        seen: list[int] = []
+        with ddp:
+            for (x,) in ddp.loader(DATA, batch_size=6).epoch(0):
+                seen += (x[:, 0] * SAMPLES).round().int().tolist()
+                ddp.backward(model(x).square().mean())
+                ddp.step()
+            return seen, ddp.is_main_process, [p.item() for p in model.parameters()]
+
+    samples, leads, weights = zip(*run_team(3, body), strict=True)
+    assert Counter(chain(*samples)) == dict.fromkeys(range(SAMPLES), 1)
+    assert len(samples[1]) > max(len(samples[0]), len(samples[2]))
+    assert leads == (False, True, False)
+    assert weights[0] == weights[1] == weights[2]
+
+
 def test_a_rank_that_is_called_back_trains_what_others_have_thawed() -> None:
     def body(comm: Communicator) -> tuple[list[float], bool]:
         ddp, model, _ = begin(comm, frozen=True)
