@@ -66,6 +66,15 @@ def block(folder: Path) -> None:
     folder.touch()
 
 
+def test_a_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        team_of(SingleCommunicator()) as ddp,
+        pytest.raises(CheckpointError, match=r"folder .*/file/x cannot be used: .*choose one"),
+    ):
+        checkpointer_of(ddp, tmp_path / "file" / "x")
+
+
 def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path, failures: list[str]) -> None:
     def body(comm: Communicator) -> tuple[Path | None, list[int]]:
         sink = Steps()
