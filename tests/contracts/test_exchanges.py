@@ -16,6 +16,7 @@ ALLOWED = {
     "engine.changing": "a change of the team, which begins anew where a rank is lost in it",
     "engine.engine": "rounds of rows, whose callers survive",
     "engine.local": "windows",
+    "engine.parking": "between windows, as a rank is parked",
     "engine.replica": "windows",
     "engine.state": "a change of the team",
     "engine.team": "what the others here call",

@@ -34,7 +34,7 @@ from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import PARAMETERS, Report
-from evener.protocol.machine import Do, State, judge, land
+from evener.protocol.machine import Do, State, judge, land, unlike_parameters
 from evener.protocol.row import DATA_LENGTH, Purpose, Row, checksum, pack
 
 #: Batches of the queue that are being fetched while one is computed.
@@ -87,6 +87,8 @@ class LocalEngine(ElasticEngine):
         #: The rest of this rank's queue, without the batch that is open.
         self._own: deque[Slice] = deque()
         self._in_batch = False
+        #: Whether ranks have trained different parameters in the previous window.
+        self._is_unlike = False
         #: Whether the loop's present micro-batch is void.
         self._is_void = False
         #: Seconds that averaging has taken of this rank's time, in the window that is exchanged.
@@ -296,6 +298,11 @@ class LocalEngine(ElasticEngine):
         found = Round(rows, verdict, time.perf_counter() - started_s)
         if verdict.error is not None:
             self._raise(verdict.error, rows, wire)
+        # In ASYNC a window may be over on a rank before its loop has seen the number of the window.
+        unlike, was_unlike = unlike_parameters(rows), self._is_unlike
+        self._is_unlike = unlike is not None
+        if unlike is not None and (was_unlike or plan.blocking):
+            raise unlike
         if Do.RATES in verdict.do:
             rates = wire.introduce(self._schedule.agreed_rates)
             agree_on_rates(dict(zip(wire.members, rates, strict=True)))
@@ -305,9 +312,12 @@ class LocalEngine(ElasticEngine):
         differences = None
         if verdict.weight:
             what, weight = f"window {plan.window}", own.report.weight
+            trainable = min(row.trainable for row in rows.values())
             if any(row.report.buffers_changed for row in rows.values()):
                 differences = packed
-            self._replica.exchange(wire.comm, differences, weight, verdict.weight, what=what)
+            self._replica.exchange(
+                wire.comm, differences, weight, verdict.weight, trainable=trainable, what=what
+            )
         numbers = self._plan_next(wire, state, rows, limit)
         return Exchanged(plan, found, numbers, differences)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple, final
 
 import torch
@@ -65,7 +65,7 @@ class Replica:
         self.consensus: list[Tensor] = []
         self._scratch: list[Tensor] = []
         self._snapshots: list[Tensor] = []
-        #: Groups in the snapshot: more may become trainable while it is exchanged.
+        #: Groups that are exchanged: more may become trainable meanwhile.
         self._num_taken = 0
         #: How often this rank has gone back to the consensus.
         self._num_restores = 0
@@ -105,7 +105,6 @@ class Replica:
     def snapshot(self) -> Drift:
         """Take this rank's differences from the consensus as they are now."""
         self.adopt()
-        self._num_taken = len(self._scratch)
         for group, agreed, scratch, kept in self._groups():
             kept.copy_(group.data)
             torch.sub(agreed, group.data, out=scratch)
@@ -120,6 +119,7 @@ class Replica:
         weight: float,
         total: float,
         *,
+        trainable: int,
         what: str,
     ) -> None:
         """Sum up all ranks' differences, by weight; all ranks call it together.
@@ -130,8 +130,12 @@ class Replica:
                 rank has written any.
             weight: What this rank's work counts; 0 leaves it out, whatever it holds.
             total: The same, summed over ranks; larger than 0.
+            trainable: The fewest parameters that a rank trains: a group that has just become
+                trainable waits until it has on all ranks.
             what: Named in errors, such as ``window 3``.
         """
+        ends = accumulate(len(group.names) for group in self._flat.groups)
+        self._num_taken = sum(1 for end in ends if end <= trainable)
         for scratch in self._scratch[: self._num_taken]:
             if weight == 0:
                 scratch.zero_()

@@ -404,7 +404,7 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ru
     """Judge the rows that close a window, or step one optimizer in it."""
     do = _commit(state)
     state = state._replace(applied=False)
-    if error := _unlike_parameters(rows):
+    if state.is_sync and (error := unlike_parameters(rows)):
         return Ruling(state=state, do=do, error=error)
     if len({row.rates for row in rows.values()}) > 1:
         do = (*do, Do.RATES)
@@ -495,7 +495,8 @@ def land(
     return verdict._replace(state=state, do=do)
 
 
-def _unlike_parameters(rows: Mapping[int, Row]) -> UsageError | None:
+def unlike_parameters(rows: Mapping[int, Row]) -> UsageError | None:
+    """Return the error of ranks that train different parameters, by the rows of a window."""
     if len({row.trainable for row in rows.values()}) == 1:
         return None
     said = ", ".join(f"{row.trainable} on rank {rank}" for rank, row in rows.items())
