@@ -12,13 +12,13 @@ EXCHANGES = {
 #: Who may call them, and why a loss there is survived, or cannot be.
 ALLOWED = {
     "averaging": "called by the engine, in a window or in a comparison of replicas",
-    "engine.answers": "the one mechanism for what is outside of windows: it repeats",
-    "engine.changing": "a change of the team, which begins anew where a rank is lost in it",
-    "engine.engine": "rounds of rows, whose callers survive",
+    "engine.collectives": "the one mechanism for what is outside of windows: it repeats",
+    "engine.engine": "learning rates that differ, in a window",
+    "engine.generations": "a change of the team, which begins anew where a rank is lost in it",
     "engine.local": "windows",
-    "engine.parking": "between windows, as a rank is parked",
+    "engine.rounds": "rounds of rows, whose callers survive",
     "engine.replica": "windows",
-    "engine.state": "a change of the team",
+    "engine.rounds.state": "a change of the team",
     "engine.team": "what the others here call",
     "loop.assembly": "set-up: a team that loses a rank there has not begun",
     "team.backends": "set-up",
@@ -55,5 +55,5 @@ def test_exchanges_outside_of_windows_go_through_the_engine() -> None:
         if not is_other and {*receivers(module)} - OTHERS - {"engine", "_engine"}:
             whole = [name for name in ALLOWED if f"{module.name}.".startswith(f"{name}.")]
             exchanging.add(whole[0] if whole else module.name)
-    assert exchanging - ALLOWED.keys() == set(), "call AskingEngine's methods instead"
+    assert exchanging - ALLOWED.keys() == set(), "call methods of Collectives instead"
     assert ALLOWED.keys() - exchanging == set(), "these exchange nothing any more"

@@ -135,7 +135,7 @@ class LocalRuns:
         return begin(membership, seed=seed, policy=self.policy, optimizer=torch.optim.SGD)
 
     def _watch(self, record: Record) -> None:
-        apply, break_off = LocalEngine._apply, LocalEngine._break_off
+        apply, drop = LocalEngine._apply, LocalEngine.drop
 
         def watched_apply(engine: Any, found: Any) -> None:
             record.apply(engine, found)
@@ -143,10 +143,10 @@ class LocalRuns:
 
         def watched_break_off(engine: Any) -> None:
             record.break_off(engine)
-            break_off(engine)
+            drop(engine)
 
         self.monkeypatch.setattr(LocalEngine, "_apply", watched_apply)
-        self.monkeypatch.setattr(LocalEngine, "_break_off", watched_break_off)
+        self.monkeypatch.setattr(LocalEngine, "drop", watched_break_off)
 
     def _check(self, team: ElasticThreads) -> None:
         record = self.record
@@ -202,16 +202,16 @@ class LocalRuns:
         return [*team.run_to_end(worker).values()]
 
     def _script(self, engine: Any, members: Sequence[str]) -> None:
-        record, member = self.record, members[engine.rank]
+        record, member = self.record, members[engine.rounds.rank]
 
         def may_go_on() -> bool:
             wanted = len(record.done.get(engine.window, {}).get(member, ()))
-            if engine.state.flight is not None:
+            if engine.rounds.state.flight is not None:
                 wanted = record.stale.get((engine.window, member), 0)
             return bool(engine._own) and engine._steps.num_done < wanted
 
         def has_to_exchange() -> bool:
-            working = engine.is_working or engine.state.flight is not None
+            working = engine.rounds.state.is_working or engine.rounds.state.flight is not None
             return working and not may_go_on()
 
         def plan(window: int, epoch: int, **_: Any) -> LocalPlan:
@@ -224,8 +224,8 @@ class LocalRuns:
                 window_s=1.0,
                 blocking=self.policy == "cadence",
                 steps=counts,
-                most=counts if here else (0,) * engine.world_size,
-                queues=(window,) * engine.world_size,
+                most=counts if here else (0,) * engine.team.world_size,
+                queues=(window,) * engine.team.world_size,
             )
 
         engine._may_go_on, engine._has_to_exchange = may_go_on, has_to_exchange

@@ -55,7 +55,7 @@ def train(policy: str, backend: str, communicator: Communicator | None = None) -
             for inputs, targets in loader.epoch(epoch):
                 ddp.backward(nn.functional.mse_loss(model(inputs), targets))
                 ddp.step()
-        with ddp.assembly.engine.consensus():  # working copies differ between averagings
+        with ddp.assembly.engine.consensus.shown():  # working copies differ between averagings
             own = {"hash": str([p.tolist() for p in model.parameters()])}
             after = [p.detach().clone() for p in model.parameters()]
         hashes = ddp.assembly.team.introduce(own)

@@ -77,7 +77,9 @@ def setup(
         config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
     )
     if shares is not None:
-        ddp.assembly.engine._policy = ScriptedPolicy(communicator.world_size, shares)
+        ddp.assembly.engine.lookahead.latest_policy = ScriptedPolicy(
+            communicator.world_size, shares
+        )
     return ddp
 
 

@@ -58,7 +58,7 @@ POINTS = {
     "mid-update": Point("mid-update"),
     # Rounds of rows: SYNC calibrates and plans in four, and has one for each window. Local steps
     # are planned in one, and each window has two.
-    "before publishing": Point("before", "a meeting", skip=7),
+    "before publishing": Point("before", "a round", skip=7),
     "mid-heal, the donor": Point("before", "of a recall", founders=2, healing="donor"),
     "mid-heal, the receiver": Point("after", "of a recall", founders=2, healing="receiver"),
     "mid-heal, another one": Point("before", "of a recall", founders=2, healing="other"),

@@ -34,8 +34,8 @@ WINDOW = 3  # in which harm is done
 POINTS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "before the snapshot": (lambda engine: engine, "_start", False),
     "before the exchange": (lambda engine: engine, "_exchange", False),
-    "before the reduce": (lambda engine: engine._replica, "exchange", False),
-    "after the reduce": (lambda engine: engine._replica, "exchange", True),
+    "before the reduce": (lambda engine: engine.consensus.replica, "exchange", False),
+    "after the reduce": (lambda engine: engine.consensus.replica, "exchange", True),
     "before it lands": (lambda engine: engine, "_apply", False),
 }
 
@@ -100,7 +100,7 @@ def digest(model: nn.Module) -> str:
 def state(ddp: Ddp, loader: Any) -> dict[str, Any]:
     """Where a member stands: what it would save, and from where it would go on."""
     engine = ddp.assembly.engine
-    with engine.consensus():
+    with engine.consensus.shown():
         return {
             "consensus": digest(ddp.assembly.model),
             "progress": ddp.progress,
@@ -115,7 +115,7 @@ def play(rank: Rank, policy: str, point: str, kind: str, victim: int) -> dict[st
     def hurry() -> None:
         rank.send("here")
         rank.receive()  # the victim has been stopped
-        ddp.assembly.engine.hurry(DEADLINE_S)
+        ddp.assembly.engine.team.hurry(DEADLINE_S)
 
     seen: dict[str, Any] = {"commits": []}
     with ddp:
@@ -279,7 +279,7 @@ def end_badly(rank: Rank, policy: str, way: str) -> str:
 
 
 def is_in_flight(ddp: Ddp) -> bool:
-    return ddp.assembly.engine.state.flight is not None
+    return ddp.assembly.engine.rounds.state.flight is not None
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def be_impatient_with_rank_2(ddp: Ddp) -> None:
 
     def park_and_hurry(ranks: Collection[int]) -> None:
         park(ranks)
-        engine.hurry(0.5)
+        engine.team.hurry(0.5)
 
     engine.team.park = park_and_hurry
 

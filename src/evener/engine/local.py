@@ -6,24 +6,23 @@ Ranks average their differences from the consensus.
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Final, NoReturn, final
+from typing import Final, NamedTuple, NoReturn, final
 
 from torch import Tensor
 
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
-from evener.engine.changing import ElasticEngine
-from evener.engine.engine import EngineOptions
-from evener.engine.exchanging import BackgroundExchanger, Exchanged, Exchanger
+from evener.engine.background import Job
+from evener.engine.consensus import LocalConsensus
+from evener.engine.engine import Engine
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.replica import Replica
-from evener.engine.results import Applied, CadenceRecord, Round, WindowResult, Work
+from evener.engine.options import EngineOptions
+from evener.engine.results import Applied, CadenceRecord, WindowResult, Work
+from evener.engine.rounds import Round
 from evener.engine.schedule import agree_on_rates
 from evener.engine.share import Share, WindowSpans, needs_plans
 from evener.engine.state import OptimizerState, TrainingState
@@ -34,15 +33,31 @@ from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import PARAMETERS, Report
-from evener.protocol.machine import Do, State, judge, land, unlike_parameters
-from evener.protocol.row import DATA_LENGTH, Purpose, Row, checksum, pack
+from evener.protocol.machine import Action, State, land, unlike_parameters
+from evener.protocol.row import DATA_LENGTH, Purpose, checksum, pack
 
 #: Batches of the queue that are being fetched while one is computed.
 _AHEAD: Final = 3
 
 
+class Exchanged(NamedTuple):
+    """The result of an exchange.
+
+    Attributes:
+        over: The plan of the window.
+        found: Its round.
+        next_plan: As numbers; none when something was not finite.
+        differences: The exchanged buffers, where a rank has changed any.
+    """
+
+    over: LocalPlan
+    found: Round
+    next_plan: tuple[float, ...] = ()
+    differences: Tensor | None = None
+
+
 @final
-class LocalEngine(ElasticEngine):
+class LocalEngine(Engine):
     """A rank's windows of CADENCE and ASYNC.
 
     A rank takes batches from the front of its queue and steps its own optimizer on each, until its
@@ -73,15 +88,15 @@ class LocalEngine(ElasticEngine):
         background: Team | None = None,
     ) -> None:
         way = ApplyPolicy.CADENCE if background is None else ApplyPolicy.ASYNC
-        super().__init__(team, training, options, way)
-        self._background = background
-        self._exchanger: Exchanger[Exchanged] = Exchanger()
-        if background is not None:
-            self._exchanger = BackgroundExchanger(f"average-{team.rank}")
-            self.spans = WindowSpans(team, background)
+        consensus = LocalConsensus(training, options.verify_every, team.comm)
+        super().__init__(team, training, options, way, consensus)
         self._policy = policy
         policy.set_absent(team.absent)
-        self._replica = Replica(self.flat, self.buffers, self._check, team.comm)
+        self._background = background
+        self._job: Job[Exchanged] = Job(f"average-{team.rank}" if background else "")
+        if background is not None:
+            self.spans = WindowSpans(team, background)
+        self._consensus, self._replica = consensus, consensus.replica
         self._steps = LocalSteps(training, options)
         self._book: LeaseBook | None = None
         #: The rest of this rank's queue, without the batch that is open.
@@ -89,12 +104,9 @@ class LocalEngine(ElasticEngine):
         self._in_batch = False
         #: Whether ranks have trained different parameters in the previous window.
         self._is_unlike = False
-        #: Whether the loop's present micro-batch is void.
-        self._is_void = False
         #: Seconds that averaging has taken of this rank's time, in the window that is exchanged.
         self._spent_s = 0.0
         self._landing: Exchanged | None = None
-        self._result: WindowResult | None = None
 
     @property
     def policy(self) -> CadencePolicy:
@@ -107,26 +119,19 @@ class LocalEngine(ElasticEngine):
         if self._steps.next_window(0).steps:  # an error has kept them from being averaged
             self._replica.restore()
         self.flat.zero_()
-        self._schedule.accept()
-        self._schedule.agree(self.progress, 0)
-        self.cursor.release()
+        self.training.schedule.accept()
+        self.training.schedule.agree(self.progress, 0)
+        self.run.open_cursor.release()
         super()._begin()
 
-    def work(self) -> Iterator[Work]:
-        """Plan the first window, and work this rank's queue off."""
-        self._is_anew = False
-        self._step_in()
-        self._wants_plans = True
-        try:
-            self._plan_first()
-            while self.is_working:
-                if self._may_go_on():
-                    pieces = [self._own.popleft(), *islice(self._own, _AHEAD)]
-                    yield Work(self.window, [range(p.start, p.stop) for p in pieces])
-                else:
-                    self.advance()
-        finally:
-            self._wants_plans = False
+    def _work(self) -> Iterator[Work]:
+        """Work this rank's queue off."""
+        while self.rounds.state.is_working:
+            if self._may_go_on():
+                pieces = [self._own.popleft(), *islice(self._own, _AHEAD)]
+                yield Work(self.window, [range(p.start, p.stop) for p in pieces])
+            else:
+                self.advance()
 
     def advance(self) -> WindowResult | None:
         """Apply exchanges that have ended, and start that of a window that is over.
@@ -134,22 +139,22 @@ class LocalEngine(ElasticEngine):
         Returns:
             The window that was applied last in this call, if any.
         """
-        self._result = None
-        try:
-            while self._has_to_exchange():
-                if self.state.flight is None:
-                    self._start()
-                else:
-                    self._land()
-        except CollectiveError as error:
-            self._survive(error)
-        return self._result
+        self.result = None
+        self.generations.keep(self._advance_exchanges)
+        return self.result
+
+    def _advance_exchanges(self) -> None:
+        while self._has_to_exchange():
+            if self.rounds.state.flight is None:
+                self._start()
+            else:
+                self._land()
 
     def _has_to_exchange(self) -> bool:
         """Return whether this rank may make no step before it has begun or ended an exchange."""
-        if self.state.flight is None:
-            return self.is_working and not self._may_go_on()
-        return not self._may_go_on() or self._exchanger.ready
+        if self.rounds.state.flight is None:
+            return self.rounds.state.is_working and not self._may_go_on()
+        return not self._may_go_on() or self._job.ready
 
     def leave(self) -> None:
         """Leave an epoch in its middle; the others learn of it in ``settle``.
@@ -168,19 +173,15 @@ class LocalEngine(ElasticEngine):
         it at the same window. A rank that has left keeps joining exchanges until all have left, and
         the others are led out of the epoch. Then all are at one consensus.
         """
-        if self.committing:
-            return  # all hold one consensus; the window that lands must not be exchanged again
-        try:
-            self._settle()
-        except CollectiveError as error:
-            self._survive(error)
+        if not self.rounds.committing:  # otherwise all are at one, and the window that lands
+            self.generations.keep(self._settle)  # must not be exchanged again
 
     def _settle(self) -> None:
         while self._is_unsettled():
-            if self.state.flight is None:
+            if self.rounds.state.flight is None:
                 self._start()
             self._land()
-        if self.has_left or self.state.applied:
+        if self.rounds.has_left or self.rounds.state.applied:
             self._rest(busy=False)
 
     def end_epoch(self) -> None:
@@ -189,29 +190,37 @@ class LocalEngine(ElasticEngine):
 
     def _is_unsettled(self) -> bool:
         """Return whether a window must be exchanged before all are at one consensus."""
-        flies = self.state.flight is not None
-        if self.has_left:
-            return flies or bool(self.state.plans)
-        if self._background is None or not (self.in_epoch and self.is_working) or self.is_lost:
+        state = self.rounds.state
+        flies = state.flight is not None
+        if self.rounds.has_left:
+            return flies or bool(state.plans)
+        in_loop = self.in_epoch and state.is_working
+        if self._background is None or not in_loop or self.rounds.is_lost:
             return flies
         # In mid-epoch this rank or others may have begun an exchange: all land theirs first.
-        rows = self._rest(busy=flies).rows
-        return any(row.busy for row in rows.values())
+        return any(row.busy for row in self._rest(busy=flies).rows.values())
 
     def _rest(self, *, busy: bool) -> Round:
-        return self._meet(Purpose.REST, busy=busy, report=Report(**self._told()))
+        return self.meet(Purpose.REST, busy=busy, report=Report(**self.run.told))
 
     # ── a local step ─────────────────────────────────────────────────────────────────────────────
 
     def open_share(self, num_micro_batches: int) -> Share:
         """Start a local step."""
         weight = self._steps.batch_weight or float(self.batch_size or 1)
-        scale = None
-        if num_micro_batches > 1 or self._scale.own:
-            scale = power_of_two_near(weight) / (self._scale.own or 1.0)
+        scale, own = None, self.run.loss_scale.own
+        if num_micro_batches > 1 or own:
+            scale = power_of_two_near(weight) / (own or 1.0)
         self.buffers.keep()
         self._in_batch = True
         return self._open(num_micro_batches, scale)
+
+    def drop_share(self) -> None:
+        """Throw away what the open batch has accumulated, in gradients and buffers."""
+        self._in_batch = False
+        self.flat.zero_()
+        self.buffers.rewind()
+        self._steps.resume_clock()
 
     def end_micro_batch(self) -> WindowResult | None:
         """End a micro-batch; with the last one of a batch, step, and close the window if due."""
@@ -226,19 +235,19 @@ class LocalEngine(ElasticEngine):
             return None
         self._in_batch = False
         self._replica.adopt()
-        made = self._steps.finish(self.share, self.state.flight, self.progress, self.batch_size)
-        if not made:
+        flight = self.rounds.state.flight
+        if not self._steps.finish(self.share, flight, self.progress, self.batch_size):
             self.buffers.rewind()
-            for tell in self._on_left_out:
+            for tell in self.on_left_out:
                 tell(self.share.micro_batches)
         return self.advance()
 
     def _may_go_on(self) -> bool:
         """Return whether this rank may start a local step now."""
-        state = self.state
-        if not self._own or state.winding or state.stopping or self.wants_stop():
+        state = self.rounds.state
+        if not self._own or state.winding or state.stopping or self.rounds.wants_stop():
             return False
-        if state.is_elastic and self.team.is_over:
+        if state.is_elastic and self.team.membership.is_over:
             return False
         if state.flight is not None and state.flight.blocking:
             return False
@@ -251,26 +260,27 @@ class LocalEngine(ElasticEngine):
         started_s = time.perf_counter()
         self.spans.finish_work()
         taken = self._replica.snapshot()
-        self.state = self.state.start()
-        plan = self.state.flight
+        rounds = self.rounds
+        rounds.state = rounds.state.start()
+        plan = rounds.state.flight
         assert plan is not None
-        work = self._steps.next_window(plan.most[self.rank])
-        said = self.state.say(
+        work = self._steps.next_window(plan.most[rounds.rank])
+        rates = self.training.schedule.agreed_rates
+        said = rounds.say(
             Purpose.WINDOW,
-            renew=self.is_main and self._wants_renewal,
-            leaving=self.state.is_elastic and self.team.is_leaving,
-            stop=self.wants_stop() or self.stopping,
+            renew=rounds.is_main and self.generations.wants_renewal,
             trainable=len(self.flat.parameters),
-            rates=checksum([rate for group in self._schedule.agreed_rates for rate in group]),
+            rates=checksum([rate for group in rates for rate in group]),
+            digest=self.consensus.digest_if_due(self.window - 1),
             report=work._replace(
                 non_finite=work.non_finite or (0 if math.isfinite(taken.size) else PARAMETERS),
                 buffers_changed=taken.changed,
-                loss_scale=self._scale.own,
-                limit=self.limits.own,
-                **self._told(),
+                loss_scale=self.run.loss_scale.own,
+                limit=self.run.limits.own,
+                **self.run.told,
             ),
         )
-        self._exchanger.start(partial(self._exchange, said, taken.buffers, self._steps_left))
+        self._job.start(partial(self._exchange, said, taken.buffers, self._steps_left))
         self._spent_s = time.perf_counter() - started_s
         self._steps.resume_clock()
 
@@ -292,84 +302,83 @@ class LocalEngine(ElasticEngine):
         wire, plan, own = self._background or self.team, state.flight, state.own
         assert plan is not None
         assert own is not None
-        started_s = time.perf_counter()
-        rows = self._swap(own, wire.comm, wire.members)
-        verdict = judge(state, rows)
-        found = Round(rows, verdict, time.perf_counter() - started_s)
-        if verdict.error is not None:
-            self._raise(verdict.error, rows, wire)
+        found = self.rounds.exchange(state, wire.comm, wire.members)
+        rows, decision = found.rows, found.decision
+        if decision.error is not None:
+            raise decision.error
         # In ASYNC a window may be over on a rank before its loop has seen the number of the window.
         unlike, was_unlike = unlike_parameters(rows), self._is_unlike
         self._is_unlike = unlike is not None
         if unlike is not None and (was_unlike or plan.blocking):
             raise unlike
-        if Do.RATES in verdict.do:
-            rates = wire.introduce(self._schedule.agreed_rates)
+        if Action.RATES in decision.actions:
+            rates = wire.introduce(self.training.schedule.agreed_rates)
             agree_on_rates(dict(zip(wire.members, rates, strict=True)))
-        self._replica.verify(wire.comm, plan.window)
-        if Do.EXCHANGE not in verdict.do:
+        if Action.VERIFY in decision.actions:
+            self._consensus.compare(wire.comm, plan.window - 1)
+        if Action.EXCHANGE not in decision.actions:
             return Exchanged(plan, found)
         differences = None
-        if verdict.weight:
+        if decision.weight:
             what, weight = f"window {plan.window}", own.report.weight
             trainable = min(row.trainable for row in rows.values())
             if any(row.report.buffers_changed for row in rows.values()):
                 differences = packed
             self._replica.exchange(
-                wire.comm, differences, weight, verdict.weight, trainable=trainable, what=what
+                wire.comm, differences, weight, decision.weight, trainable=trainable, what=what
             )
-        numbers = self._plan_next(wire, state, rows, limit)
-        return Exchanged(plan, found, numbers, differences)
+        return Exchanged(plan, found, self._plan_next(wire, state, found, limit), differences)
 
     def _plan_next(
-        self, wire: Team, state: State, rows: Mapping[int, Row], limit: int | None
+        self, wire: Team, state: State, found: Round, limit: int | None
     ) -> tuple[float, ...]:
         """Let the planner plan with what it has just heard; return the plan as numbers.
 
         A round of its own: a window of local steps is long, and a fresh plan is worth the
         millisecond.
         """
-        reports = [row.report for row in rows.values()]
+        rows = found.rows.values()
+        reports = [row.report for row in rows]
         draft: tuple[float, ...] = ()
         sync_s = min(r.wait_s for r in reports) + max(r.sync_s for r in reports)
-        self._policy.observe(self._reports(rows), sync_s)
-        if self.rank == state.planner:
+        self._policy.observe(found.reports(self.team.world_size), sync_s)
+        if self.rounds.rank == state.planner:
             done = sum(report.steps for report in reports)
             draft = self._draft(
                 state.window + (done > 0),
                 self._leases.num_left - done,
                 None if limit is None else limit - done,
-                stop=any(row.stop or row.left for row in rows.values()),
+                stop=any(row.stop or row.left for row in rows),
             )
-        said = state.say(Purpose.PLAN, body=(*self._data(), *draft))
-        assert said.own is not None
-        rows = self._swap(said.own, wire.comm, wire.members)
-        if (error := judge(said, rows).error) is not None:
-            self._raise(error, rows, wire)
-        return rows[state.planner].body[DATA_LENGTH:]
+        said = state.say(Purpose.PLAN, body=(*self.run.data(self.batch_size), *draft))
+        planned = self.rounds.exchange(said, wire.comm, wire.members)
+        if planned.decision.error is not None:
+            raise planned.decision.error
+        return planned.rows[state.planner].body[DATA_LENGTH:]
 
     def _land(self) -> None:
         """Apply the result of the exchange in flight; wait for it if it has not ended."""
         started_s = time.perf_counter()
+        rounds = self.rounds
         self.spans.begin_wait()
         try:
-            outcome = self._exchanger.wait()
+            outcome = self._job.wait()
         except BaseException as error:
             if not (self.team.is_elastic and isinstance(error, CollectiveError)):
-                self.state = self.state.end()  # nothing can be agreed on any more
+                rounds.state = rounds.state.end()  # nothing can be agreed on any more
             raise
         took_s = time.perf_counter() - started_s
         self._spent_s += took_s
         self._landing, found = outcome, outcome.found
-        if found.verdict.culprit is None:
-            verdict = land(self.state, found.rows, outcome.next_plan, found.verdict)
+        if found.decision.culprit is None:
+            decision = land(rounds.state, found.rows, outcome.next_plan, found.decision)
             wait_s = found.wait_s if self._background is None else took_s
-            found = Round(found.rows, verdict, wait_s)
+            found = Round(found.rows, decision, wait_s)
         self.spans.begin_sync(found.wait_s)
-        self.state = self.state._replace(flight=None)
+        rounds.state = rounds.state._replace(flight=None)
         self._follow(found)
-        plan = self.state.plan
-        if isinstance(plan, LocalPlan) and Do.CHANGE not in found.verdict.do:
+        plan = rounds.state.plan
+        if isinstance(plan, LocalPlan) and Action.CHANGE not in found.decision.actions:
             # In ASYNC a rank may have begun a batch that would move to another rank's queue. At the
             # end of an epoch all ranks have waited, so no rank has begun one.
             book = self._leases
@@ -377,42 +386,37 @@ class LocalEngine(ElasticEngine):
             book.fill(plan.queues, hand_on=hands_on)
             self._go_by(plan)
 
-    def _carry_out(self, do: Do, found: Round) -> None:
-        reports = self._reports(found.rows)
-        if do in (Do.LAND, Do.RESTORE):
-            self._scale.agree(reports)
-        if do is Do.LAND:
-            if any(report.steps for report in reports):
-                self._apply(found)
-        elif do is Do.RESTORE:
+    def _carry_out(self, action: Action, found: Round) -> None:
+        reports = found.reports(self.team.world_size)
+        if action in (Action.LAND, Action.RESTORE):
+            self.run.loss_scale.agree(reports)
+        if action is Action.LAND and any(report.steps for report in reports):
+            self._apply(found)
+        elif action is Action.RESTORE:
             self._steps.next_window(0)
             self._replica.restore()
-        elif do is Do.CHANGE:
-            if self.state.applied:
-                self._meet(Purpose.CHANGE, report=Report(**self._told()))
-            self._survive(CollectiveError(""))  # as after a loss
 
     def _apply(self, found: Round) -> None:
         """Move the consensus on, and this rank with it."""
         started_s, outcome = time.perf_counter(), self._landing
         assert outcome is not None
-        weight, stale_steps = found.verdict.weight, self._steps.num_done
+        weight, stale_steps = found.decision.weight, self._steps.num_done
         divergence = self._replica.agree(weight, outcome.differences, moved_on=stale_steps > 0)
         if not math.isfinite(divergence):
             raise overflow(outcome.over, self.progress.steps + 1)
-        reports = self._reports(found.rows)
+        reports = found.reports(self.team.world_size)
         skipped = sum(report.skipped for report in reports)
         made = sum(report.steps for report in reports) - skipped
         samples = sum(report.samples for report in reports)
         self._advance(made=made, skipped=skipped, samples=samples, weight=weight)
-        self._schedule.agree(self.progress, made)
+        self.training.schedule.agree(self.progress, made)
         retired = [
             piece
             for rank, row in found.rows.items()
             for piece in self._leases.retire(rank, row.report.steps, row.report.samples)
         ]
         over, ranges = outcome.over, merged(retired)
-        self._result = self._result_of(
+        self.result = self._result_of(
             found,
             over,
             start=ranges[0][0],
@@ -433,43 +437,49 @@ class LocalEngine(ElasticEngine):
             "divergence": divergence,
             "stale_steps": stale_steps,
         }
-        self._applied = Applied(self._result, retired, told)
+        self.run.applied = Applied(self.result, retired, told)
 
-    def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
+    def _refuse_non_finite(self, rank: int, found: Round) -> NoReturn:
         assert self._landing is not None
-        report = rows[rank].report
+        report = found.rows[rank].report
         error = non_finite_on(
             rank, report.non_finite, self._landing.over, self.flat.names, report.steps + 1
         )
-        raise self._scale.exhausted(error, report.loss_scale)
+        raise self.run.loss_scale.exhausted(error, report.loss_scale)
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 
-    def _exchange_plans(self, *work_for_all: float, renew: bool = False) -> None:
-        """Agree on the plan of the next window; all ranks call it together."""
+    def exchange_plans(self, *, renew: bool = False, work_for_all: bool = False) -> bool:
+        """Agree on the plan of the next window; see ``Engine``."""
         book = self._book = LeaseBook(
-            self.cursor, self.batch_size, self.team.members, avoid_ones=self.options.avoid_ones
+            self.run.open_cursor,
+            self.batch_size,
+            self.team.members,
+            avoid_ones=self.options.avoid_ones,
         )
         draft: tuple[float, ...] = ()
-        if self.rank == self.state.planner:
+        if self.rounds.is_main:
             draft = self._draft(self.window, book.num_left, self._steps_left)
-        self._agree_on_plan((*self._data(), *draft), renew=renew)
-        plan = self.state.plan
+        if self._agree_on_plan(draft, renew=renew) is None:
+            return self.generations.change()
+        plan = self.rounds.state.plan
         if isinstance(plan, LocalPlan):
             book.fill(plan.queues)
             self._go_by(plan)
+        return True
 
     def _draft(
         self, window: int, left: int, limit: int | None, *, stop: bool = False
     ) -> tuple[float, ...]:
-        plan = self._policy.plan(window, self.cursor.epoch, left=left, limit=limit, stop=stop)
-        return tuple(pack(plan))
+        epoch = self.run.open_cursor.epoch
+        return tuple(pack(self._policy.plan(window, epoch, left=left, limit=limit, stop=stop)))
 
     def _go_by(self, plan: LocalPlan) -> None:
         """Follow a plan; batches of it that this rank has already computed count."""
+        rank = self.rounds.rank
         done = self._steps.num_done + self._in_batch  # the open batch must not be handed out again
-        self._own = deque(self._leases.queue(self.rank)[done:])
-        self._steps.follow(plan, self.rank)
+        self._own = deque(self._leases.queue(rank)[done:])
+        self._steps.follow(plan, rank)
 
     @property
     def _leases(self) -> LeaseBook:
@@ -478,106 +488,50 @@ class LocalEngine(ElasticEngine):
 
     @property
     def _steps_left(self) -> int | None:
-        return None if self._max_steps is None else max(0, self._max_steps - self.turns)
+        return None if self.max_steps is None else max(0, self.max_steps - self.turns)
 
     # ── a change of the team ─────────────────────────────────────────────────────────────────────
 
-    def drop_share(self) -> None:
-        """Throw away what the open batch has accumulated, in gradients and buffers."""
-        self._in_batch = False
-        self.flat.zero_()
-        self.buffers.rewind()
-        self._steps.resume_clock()
+    def let_go(self) -> None:
+        """End the exchange under way, which uses the connections of this generation."""
+        super().let_go()
+        self._job.close()
 
-    def _let_go(self) -> None:
-        super()._let_go()
-        self._exchanger.close()
-
-    def _break_off(self) -> None:
-        samples, self._is_void = (
-            self.share.open_samples,
-            self.share.in_micro_batch and self.in_epoch,
-        )
-        self._in_batch = False
-        self._open(0, 1.0)
-        if self._is_void:  # the loop completes it, but it is void
-            self.share.start_micro_batch(samples)
+    def drop(self) -> None:
+        """Drop all steps since the last average, and go back to the consensus."""
+        super().drop()
         self._steps.next_window(0)
-        self._steps.resume_clock()
         self._own.clear()
-        self._go_back()
-        if self._cursor is not None:
-            self._cursor.release()
-        self._take_again()
+        self.recovered()
+        if self.run.cursor is not None:
+            self.run.cursor.release()
+        self.run.lease_applied()
 
-    def _go_back(self) -> None:
-        """Go back to the consensus, and to the learning rates that belong to it."""
-        self._replica.restore()
-        self.buffers.keep()  # a void batch goes back to these
-        self._schedule.agree(self.progress, 0)
+    def recovered(self) -> None:
+        """Continue with the consensus, and the learning rates that belong to it."""
+        super().recovered()
+        self.training.schedule.agree(self.progress, 0)
 
-    def _use_team(self) -> None:
-        super()._use_team()
+    def use_team(self) -> None:
+        """Use the ranks that are present from now on."""
+        super().use_team()
         # A rank of an earlier generation that was stopped and continues may write into that
         # generation's memory, so the tensors move out of it.
-        self.buffers.move(self.comm)
-        self._replica.move(self.comm)
+        self.buffers.move(self.team.comm)
+        self._replica.move(self.team.comm)
         self.team.form_beside()
-
-    def _shared(self) -> Iterator[tuple[str, Tensor]]:
-        self._replica.adopt()
-        yield from (("parameters", agreed) for agreed in self._replica.consensus)
-        yield from (("buffers", agreed) for agreed in self.buffers.agreed)
-        yield from self.training.frozen()
-
-    def _hashes(self) -> list[int]:
-        self._replica.adopt()
-        # Without showing the consensus: the loop may be between a forward and its backward.
-        return self._check.hashes(self._replica.consensus, self.buffers.agreed)
-
-    def _take_model(self) -> None:
-        self._go_back()
-        self._scale.reset()
-
-    def _commit(self, rows: Mapping[int, Row]) -> None:
-        """Commit the previous window, if this rank may."""
-        if self.state.is_elastic:
-            self.team.await_lease()
-        super()._commit(rows)
-
-    # ── commits ──────────────────────────────────────────────────────────────────────────────────
-
-    def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
-        assert result.cadence is not None
-        divergence = max((row.report.divergence for row in rows.values()), default=0.0)
-        cadence = replace(result.cadence, divergence=divergence)
-        return replace(super()._completed(result, rows), cadence=cadence)
-
-    def _tell_committed(self, result: WindowResult) -> None:
-        self._schedule.refuse_setting_by_hand()
-        super()._tell_committed(result)
-        self._schedule.accept()  # set in a callback, which runs on every rank for every window
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 
-    def consensus(self) -> AbstractContextManager[None]:
-        """Show the consensus in the model, parameters and buffers."""
-        return self._replica.shown()
-
-    def restored(self) -> None:
-        """Take the model as it is for the consensus."""
-        self._replica.reset()
-        self._scale.reset()
-
     def optimizer_states(self) -> list[OptimizerState]:
         """Return the states of this rank, at the learning rates that all have agreed on."""
-        with self._schedule.as_agreed():
+        with self.training.schedule.as_agreed():
             return self.training.own_states()
 
     def close_down(self) -> None:
         """End an exchange that is under way, without waiting for anybody; idempotent."""
         super().close_down()
-        self._exchanger.close()
+        self._job.close()
 
 
 def merged(pieces: Sequence[Slice]) -> tuple[tuple[int, int], ...]:

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from evener.data.cursor import Slice
 from evener.planning.report import RankRecord
 from evener.planning.stragglers import Straggler
-from evener.protocol.machine import Ruling
-from evener.protocol.row import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +117,6 @@ class Work(NamedTuple):
 
     window: int
     positions: list[range]
-
-
-class Round(NamedTuple):
-    """A round of rows: all rows, the verdict, and how long this rank waited."""
-
-    rows: dict[int, Row]
-    verdict: Ruling
-    wait_s: float
 
 
 class Applied(NamedTuple):

@@ -8,7 +8,7 @@ from typing import final
 
 from evener.averaging.gradients import GradientAverager, Reading
 from evener.comm.base import SingleCommunicator
-from evener.engine.engine import EngineOptions
+from evener.engine.options import EngineOptions
 from evener.engine.results import Progress
 from evener.engine.share import Share, Stopwatch
 from evener.engine.state import TrainingState

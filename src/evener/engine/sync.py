@@ -2,37 +2,42 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from evener.averaging.gradients import Reading
+from evener.averaging.gradients import GradientAverager, Reading
 from evener.averaging.weights import power_of_two_near
 from evener.checkpoint import flatten_optimizer
 from evener.data.cursor import Slice
-from evener.engine.drafts import DraftingEngine
-from evener.engine.engine import EngineOptions
+from evener.engine.calibration import time_slices
+from evener.engine.consensus import SyncConsensus
+from evener.engine.device_update import DeviceUpdate
+from evener.engine.engine import Engine
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.results import Applied, Round, WindowResult
-from evener.engine.share import Share, Stopwatch
+from evener.engine.lookahead import Lookahead
+from evener.engine.options import EngineOptions
+from evener.engine.results import Applied, WindowResult, Work
+from evener.engine.rounds import Round
+from evener.engine.share import Lap, Share, Stopwatch
 from evener.engine.state import OptimizerState, TrainingState
 from evener.engine.team import Team
-from evener.errors import CollectiveError, LeftOutError, UsageError
+from evener.errors import CollectiveError, NonFiniteGradientError, UsageError
 from evener.planning.plan import WindowPlan
-from evener.planning.policies import Policy
+from evener.planning.policies import ApplyPolicy, Policy
 from evener.planning.report import LOSS, NOTHING, Report
-from evener.planning.shares import in_whole_micro_batches
 from evener.protocol.formation import PARKED
-from evener.protocol.machine import Do
-from evener.protocol.row import ALL, Purpose, Row, checksum, pack
+from evener.protocol.machine import Action
+from evener.protocol.row import ALL, DATA_LENGTH, Purpose, checksum
+
+#: An epoch may be lengthened by this part, so that every rank has work in its first window.
+_LONGER_EPOCH: Final = 0.01
 
 
 @final
-class SyncEngine(DraftingEngine):
+class SyncEngine(Engine):
     """A rank's windows of SYNC.
 
     The loader hands out this rank's micro-batches, which ``share`` accounts for; after the last one
@@ -41,65 +46,139 @@ class SyncEngine(DraftingEngine):
 
     A *part* is the number of one optimizer, which is then stepped alone on the gradients of its own
     parameters; ``None`` stands for all optimizers together.
+
+    Attributes:
+        lookahead: Plans the windows.
     """
 
     def __init__(
         self, team: Team, policy: Policy, training: TrainingState, options: EngineOptions
     ) -> None:
-        super().__init__(team, policy, training, options)
+        consensus = SyncConsensus(training, options.verify_every)
+        super().__init__(team, training, options, ApplyPolicy.SYNC, consensus)
+        self.lookahead = Lookahead(self.generations, self.run, policy, options.habits)
+        policy.set_absent(team.absent)
+        self._averager = GradientAverager(self.flat, team.comm)
+        self._sharded = training.sharded
+        self._sharded.divide(team.comm)
+        #: Tensors that are exchanged lie in its memory.
+        self._home = team.whole
         #: Updates of optimizers that were stepped alone in this window.
         self._turns: list[WindowResult] = []
-        self._result: WindowResult | None = None
-        #: Whether the loop's present micro-batch is void.
-        self._is_void = False
+        #: The update of this window, and that of the previous one, if the host does not wait.
+        self._on_device: DeviceUpdate | None = None
+        self._unread: DeviceUpdate | None = None
+        #: Time of the last update, which is part of this rank's cost of a window.
+        self._update_lap: Lap | None = None
+        self._sync_s = 0.0
         #: Why ranks could not exchange something after an update.
         self._torn: CollectiveError | None = None
         #: Epoch of windows without plans, and their samples so far.
         self._stream = (0, 0)
         #: Optimizer states as ``prepare_save`` gathered them, until they are asked for.
         self._gathered: list[OptimizerState] | None = None
-        self._sharded.divide(team.comm)
+
+    @property
+    def policy(self) -> Policy:
+        """Return the policy, which knows all windows that are over."""
+        return self.lookahead.policy
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:
         self.flat.attach_data()  # the model may have been given another memory format
-        self._drop_plans()
+        self.lookahead.drop()
         super()._begin()
 
     def begin_stream(self, epoch: int) -> None:
         """Start an epoch of windows without plans; all ranks call it together."""
         self.settle()
         self._begin()
+        self.run.cursor = None
         self._stream = (epoch, 0)
+
+    def _calibrate(self) -> None:
+        """Learn how fast ranks are beside one another; all ranks call it together.
+
+        They compute at the same time, as in a window: ranks may share a machine.
+        """
+        size, policy = self.team.world_size, self.policy
+        if size == 1 or (policy.is_calibrated and not self.generations.is_cold):
+            return
+        if self.generations.has_just_joined:  # until it has seen enough windows of the others
+            policy.calibrate([1.0] * size)
+            return
+        what = "timing its device before the first window"
+        self.collectives.ask(what)
+        own = time_slices(self.device, self.options.dtype, self.options.slowdown)
+        speeds = self.collectives.ask(what, own)
+        # Ranks that are absent count as fast until they have come and are measured.
+        fastest = max(speeds.values())
+        policy.calibrate([speeds.get(rank, fastest) for rank in range(size)])
+
+    def _work(self) -> Iterator[Work]:
+        rank = self.rounds.rank
+        while True:
+            state = self.rounds.state
+            plans = [plan for plan in state.plans if isinstance(plan, WindowPlan)]
+            # A parked rank does not hear what functions of ``on_commit`` agree on: where these have
+            # stopped the team, there is one more window.
+            stops = state.stopping and not state.parked
+            if not state.is_working or stops or self._is_beyond(plans[0]):
+                return
+            if plans[0].shares[rank]:
+                positions = [p.positions(rank) for p in plans if not self._is_beyond(p)]
+                yield Work(plans[0].window, positions)
+            else:
+                self.open_share(0)
+                self.close()
+
+    def _is_beyond(self, plan: WindowPlan) -> bool:
+        return self.max_steps is not None and plan.window >= self.max_steps
+
+    def plan_ahead(self) -> None:
+        """Plan the window after the next, while a device computes gradients."""
+        super().plan_ahead()
+        self.lookahead.plan_ahead(self.batch_size, self.whole_micro_batches)
+
+    def exchange_plans(self, *, renew: bool = False, work_for_all: bool = False) -> bool:
+        """Agree on the plans of the next two windows; see ``Engine``."""
+        lookahead, size = self.lookahead, self.batch_size
+        longer = _LONGER_EPOCH * self.run.open_cursor.num_windows(size)
+        for wanted in (math.inf, math.inf) if work_for_all else (longer, 0.0):
+            number = lookahead.make_first(
+                size, self.whole_micro_batches, work_for_all=wanted, renew=renew
+            )
+            found = self._agree_on_plan(lookahead.take(), renew=renew)
+            if found is None:
+                return self.generations.change()
+            lookahead.check(found.rows[self.rounds.state.planner].body[DATA_LENGTH:], number)
+        return True
 
     def settle(self) -> None:
         """Commit what has been applied and not yet committed; all ranks call it together."""
-        if self.committing:
+        if self.rounds.committing:
             return  # it is committed; in a commit, not all ranks have left their loops
         if self._turns and self.share.in_micro_batch:
             self.share.end_micro_batch()
             self.close()  # by its plan, which ranks without a share and the data position follow
-        if self.has_left or self.state.applied:
-            try:
-                self._meet(Purpose.REST, report=Report(**self._told()))
-            except CollectiveError as error:
-                self._survive(error)
+        if self.rounds.has_left or self.rounds.state.applied:
+            self.generations.keep(
+                lambda: self._meet_read(Purpose.REST, report=Report(**self.run.told))
+            )
 
     def end_epoch(self) -> None:
         """Commit the last window of an epoch, and take parked ranks back; all call it together."""
-        self.state = self.state.release()
+        self.rounds.state = self.rounds.state.release()
         self.settle()
-        if self.state.parked:  # no window was left to commit
-            try:
-                self._regroup()
-            except CollectiveError as error:
-                self._survive(error)
+        if self.rounds.state.parked:  # no window was left to commit
+            self.generations.keep(self.generations.regroup)
 
     def leave(self) -> None:
         """Leave an epoch in its middle; the others learn of it in ``settle``."""
+        state = self.rounds.state
         # Otherwise the team has stopped, or has changed after others left: no rank waits for a row.
-        if self.is_working or self.state.applied or not self.in_epoch:
+        if state.is_working or state.applied or not self.in_epoch:
             super().leave()
         if not self._turns:
             self.drop_share()
@@ -109,12 +188,17 @@ class SyncEngine(DraftingEngine):
 
     def open_share(self, num_micro_batches: int) -> Share:
         """Start this rank's part of a window."""
-        whole_window = num_micro_batches == 1 and self.comm.world_size == 1
-        scale = None
-        if not whole_window or self._scale.is_used:
-            expected = self._expected_weight or float(self.batch_size or 1)
-            scale = power_of_two_near(expected) / self._scale.value
+        whole_window = num_micro_batches == 1 and self.team.comm.world_size == 1
+        scale, loss_scale = None, self.run.loss_scale
+        if not whole_window or loss_scale.is_used:
+            expected = self.run.expected_weight or float(self.batch_size or 1)
+            scale = power_of_two_near(expected) / loss_scale.value
         return self._open(num_micro_batches, scale)
+
+    def drop_share(self) -> None:
+        """Discard gradients and buffer changes of the open share."""
+        self.flat.zero_()
+        self.buffers.restore()
 
     def end_micro_batch(self) -> WindowResult | None:
         """End a micro-batch; close the window with the last one of this rank's share."""
@@ -126,9 +210,9 @@ class SyncEngine(DraftingEngine):
         last = self.share.end_micro_batch()
         if not self.in_epoch:
             return self._close(Purpose.STEP)
-        if not self.is_working:
+        if not self.rounds.state.is_working:
             return None  # dropped at an optimizer's turn: the rest of the share is void
-        if self._is_interrupted() and not last:
+        if not last and self.rounds.is_interrupted():
             return self.close(drop=not self._turns)
         return self.close() if last else None
 
@@ -150,7 +234,7 @@ class SyncEngine(DraftingEngine):
         if not self.in_epoch:
             share.end_micro_batch()
             return self._close(Purpose.STEP, part)
-        if not self.is_working:
+        if not self.rounds.state.is_working:
             self.flat.zero_(part)
             return None
         share.pause()
@@ -174,24 +258,28 @@ class SyncEngine(DraftingEngine):
         Raises:
             NonFiniteGradientError: On every rank, when a loss or gradient is not finite.
         """
-        plan, window = self.state.plan, self.window
+        rounds = self.rounds
+        plan, window, generation = rounds.state.plan, self.window, rounds.state.generation
         assert isinstance(plan, WindowPlan)
         self.plan_ahead()  # without a share it was not done
-        if plan.shares[self.rank]:
+        if plan.shares[rounds.rank]:
             return self._close(Purpose.WINDOW, drop=drop)
-        if self.state.is_parked:
+        if rounds.state.is_parked:
             with self.team.in_phase(PARKED):
                 return self._close(Purpose.IDLE)
-        generation, result = self.state.generation, self._close(Purpose.IDLE)
-        while self.is_working and (self.window, self.state.generation) == (window, generation):
+        result = self._close(Purpose.IDLE)
+        while rounds.state.is_working and (self.window, rounds.state.generation) == (
+            window,
+            generation,
+        ):
             result = self._close(Purpose.IDLE)
         return result
 
     def join_unplanned(self) -> WindowResult | None:
         """Take part in a window without a plan, with nothing; ``None`` where no rank had data."""
         generation = -1
-        while generation != self.state.generation:
-            generation = self.state.generation  # in another one the window is computed again
+        while generation != self.rounds.state.generation:
+            generation = self.rounds.state.generation  # in another one it is computed again
             self.open_share(0)  # every window has a scale of its own
             if result := self._close(Purpose.IDLE):
                 return result
@@ -201,47 +289,41 @@ class SyncEngine(DraftingEngine):
         self, purpose: Purpose, part: int | None = None, *, drop: bool = False
     ) -> WindowResult | None:
         """Say what this rank did, and do what follows from what all say."""
-        if self.has_left and purpose is Purpose.STEP:
+        if self.rounds.has_left and purpose is Purpose.STEP:
             self.settle()  # plans of a loop that was left by `break` do not hold after it
-        self._result, window = None, self.window
-        try:
-            self._say(purpose, part, drop=drop)
-        except CollectiveError as error:
-            self._survive(error, may_join=self.in_epoch)
-            if self.window == window:
-                return None  # the window is done again
-        return self._result
+        self.result, window = None, self.window
+        generation = self.rounds.state.generation
+        self.generations.keep(lambda: self._say(purpose, part, drop=drop))
+        is_again = self.rounds.state.generation != generation and self.window == window
+        return None if is_again else self.result
 
     def _say(self, purpose: Purpose, part: int | None, *, drop: bool) -> None:
-        report = self._report(part)
+        report, rounds = self._report(part), self.rounds
         self.spans.begin_wait()
-        self._meet(
+        loss_scale, lookahead = self.run.loss_scale, self.lookahead
+        may_shrink = loss_scale.is_used and loss_scale.may_shrink(rounds.rank)
+        is_planned = bool(rounds.state.plans)
+        self._meet_read(
             purpose,
             part=ALL if part is None else part,
             drop=drop,
-            renew=self._renews if self.state.plans else self._wants_renewal,
+            renew=lookahead.renews if is_planned else self.generations.wants_renewal,
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
-            hooked=self.habits.are_hooked,
+            hooked=self.options.habits.are_hooked,
             summed=self.share.is_summed(part),
+            may_skip=self._skips or may_shrink,
             report=report,
-            body=self._draft or (),
+            body=lookahead.draft or (),
         )
 
-    def _meet(self, purpose: Purpose, **said: Any) -> Round:
-        """Add to the row the non-finite value that a device has found in the previous window."""
-        may_shrink = self._scale.is_used and self._scale.may_shrink(self.rank)
-        late = self._undecided
-        return super()._meet(
-            purpose,
-            may_skip=self._skips or may_shrink,
-            late_non_finite=0 if late is None else late.non_finite,
-            **said,
-        )
+    @property
+    def _skips(self) -> bool:
+        return self.options.non_finite == "skip"
 
     def _report(self, part: int | None) -> Report:
         """Return what this rank did; in an optimizer's turn, as far as its own losses go."""
-        if self.state.is_parked:
+        if self.rounds.state.is_parked:
             return NOTHING
         share, averager = self.share, self._averager
         closes_turns = bool(self._turns) and part is None
@@ -250,16 +332,24 @@ class SyncEngine(DraftingEngine):
             micro_batches=share.micro_batches,
             samples=share.samples,
             buffers_changed=not self.buffers.is_empty and self.buffers.changed(),
-            limit=self.limits.own,
+            limit=self.run.limits.own,
             warmup_micro_batches=share.warmup_micro_batches,
             warmup_samples=share.warmup_samples,
-            **self._told(),
+            **self.run.told,
         )
-        self._late = None
-        together = part is None and not closes_turns
-        if self.queue is not None and together and self._let_decide(self.queue):
+        self._on_device = None
+        if part is None and not closes_turns and self._can_run_ahead():
+            assert self.queue is not None
+            self._on_device = DeviceUpdate(
+                share, averager, self.flat, self.queue, self._update_lap, self.progress
+            )
             return done
-        norms = [] if closes_turns else averager.gather(part, unmeasured=self._finds_in_mean)
+        # In a sharded update the norm of the mean is taken anyway, before anything is applied, and
+        # ``blame`` then finds the rank. A loss scale, and batches that others hand out, are judged
+        # by ranks' own norms.
+        in_mean = self._sharded.can_blame and not self.run.loss_scale.is_used
+        in_mean &= self.rounds.state.plan is not None
+        norms = [] if closes_turns else averager.gather(part, unmeasured=in_mean)
         losses = share.losses_of(part)
         values = Reading([*losses, *norms]).read()  # the one wait for a device
         loss_sum = share.loss_sum_of(part, (value for (value,) in values[: len(losses)]))
@@ -272,71 +362,62 @@ class SyncEngine(DraftingEngine):
             own_norm=averager.own_norm,
             compute_s=share.compute_s + update_s,
             update_s=update_s,
-            update_parts=self.comm.world_size if self._sharded.is_on else 1,
+            update_parts=self.team.comm.world_size if self._sharded.is_on else 1,
             warmup_s=share.warmup_s,
         )
 
     # ── what a round leads to ────────────────────────────────────────────────────────────────────
 
-    def _carry_out(self, do: Do, found: Round) -> None:
-        if do is Do.APPLY:
+    def _carry_out(self, action: Action, found: Round) -> None:
+        if action is Action.APPLY:
             self._finish(found)
-        elif do is Do.TURN and self.state.is_parked:
-            return
-        elif do is Do.TURN:
-            assert isinstance(self.state.plan, WindowPlan)
-            self._result = self._apply(found, self.state.plan)
-            self._turns.append(self._result)
-        elif do is Do.DROP:
+        elif action is Action.TURN:
+            if not self.rounds.state.is_parked:
+                assert isinstance(self.rounds.state.plan, WindowPlan)
+                self.result = self._apply(found, self.rounds.state.plan)
+                self._turns.append(self.result)
+        elif action is Action.DROP:
             self.drop_share()
-            self._drop_plans()
-        elif do is Do.RESTORE:
-            self.flat.zero_(found.verdict.part)
+            self.lookahead.drop()
+        elif action is Action.RESTORE:
+            self.flat.zero_(found.decision.part)
             self._turns.clear()
-        elif do is Do.UNDO:
-            self._undo(failed=found.verdict.culprit is not None)
-        elif do is Do.CHANGE:
-            if self.state.applied:
-                self._meet(Purpose.CHANGE, report=Report(**self._told()))
-            # As after a loss. This rank may be left out here, too, if it is stopped meanwhile.
-            self._survive(CollectiveError(""), may_join=self.in_epoch)
 
     def _finish(self, found: Round) -> None:
         """Apply a window, which is committed when the next round shows that all have."""
         self.spans.begin_sync()
-        plan, leases = self.state.plan, []
-        reports = self._reports(found.rows)
-        self.habits.after_window(reports)
+        state, lookahead = self.rounds.state, self.lookahead
+        plan, leases = state.plan, []
+        reports = found.reports(self.team.world_size)
+        self.options.habits.after_window(reports)
         if isinstance(plan, WindowPlan):
-            planner = self.state.planner
-            self._check_plan(planner, found.rows[planner].body, self.window + len(self.state.plans))
-            self._take_draft()
-            leases.append(self._leases.pop(plan.window))
-            if self._late is None:
-                self._unlearnt.append((reports, plan, self._exchange_s(found)))
+            lookahead.check(found.rows[state.planner].body, self.window + len(state.plans))
+            lookahead.take()
+            leases.append(lookahead.leases.pop(plan.window))
+            if self._on_device is None:
+                lookahead.observe(reports, plan, _exchange_s(found))
         else:
             plan = self._unplanned(reports)
-        if self.state.is_parked:
+        if state.is_parked:
             self._pass_by(found, plan, leases)
             return
         result = self._end_turns(found) if self._turns else self._apply(found, plan)
-        sync_s = self._sync_s + self._compare_parameters(plan)
-        made = self._late is not None or not result.skipped
+        made = not result.skipped
         weight = result.weight if made else 0.0
         self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
-        self._result = replace(result, progress=self.progress)
-        if self._late is not None:
-            self._result = self._late.show(result, self.progress)
-        told = {"wait_s": found.wait_s, "sync_s": sync_s, **self.spans.apply()}
-        self._applied = Applied(self._result, leases, told)
-        self._undecided, self._late = self._late, None
+        self.result = replace(result, progress=self.progress)
+        if self._on_device is not None:
+            self.result = self._on_device.show(result, self.progress)
+        told = {"wait_s": found.wait_s, "sync_s": self._sync_s, **self.spans.apply()}
+        self.run.applied = Applied(self.result, leases, told)
+        self._unread, self._on_device = self._on_device, None
         if (torn := self._torn) is not None:  # the window counts as applied by now
             self._torn = None
             raise torn
 
     def _pass_by(self, found: Round, plan: WindowPlan, leases: Sequence[Slice]) -> None:
         """Follow a window that the others have applied, as a parked rank."""
-        skipped, weight = found.verdict.skip, found.verdict.weight
+        skipped, weight = found.decision.skip, found.decision.weight
         self._advance(made=not skipped, skipped=skipped, samples=plan.size, weight=weight)
         result = self._result_of(
             found,
@@ -347,17 +428,7 @@ class SyncEngine(DraftingEngine):
             lr=math.nan,
             skipped=skipped,
         )
-        self._applied = Applied(result, leases, {})
-
-    def _compare_parameters(self, plan: WindowPlan) -> float:
-        """Look whether ranks hold the same, where that is due; return the seconds it took."""
-        started_s = time.perf_counter()
-        if self._check.every and self._check.is_due(plan.window):
-            try:
-                self._check.compare(self.comm, plan.window)
-            except CollectiveError as error:
-                self._torn = error
-        return time.perf_counter() - started_s
+        self.run.applied = Applied(result, leases, {})
 
     def _unplanned(self, reports: Sequence[Report]) -> WindowPlan:
         """Return the plan that a window without one has followed."""
@@ -367,13 +438,6 @@ class SyncEngine(DraftingEngine):
         self._stream = (epoch, plan.stop)
         return plan
 
-    def _exchange_s(self, found: Round) -> float:
-        """Return the cost of the previous window's exchange: waiting, and moving bytes."""
-        if Do.COMMIT not in found.verdict.do:
-            return math.nan
-        reports = [row.report for row in found.rows.values()]
-        return min(r.wait_s for r in reports) + max(r.sync_s for r in reports)
-
     # ── the update ───────────────────────────────────────────────────────────────────────────────
 
     def _apply(self, found: Round, plan: WindowPlan) -> WindowResult:
@@ -382,52 +446,46 @@ class SyncEngine(DraftingEngine):
         Raises:
             NonFiniteGradientError: The sum over ranks overflowed.
         """
-        if self._late is not None:
-            return self._apply_late(found, plan, self._late)
-        verdict, closes = found.verdict, Do.APPLY in found.verdict.do
-        part, weight, skipped = verdict.part, verdict.weight, verdict.skip
+        decision, on_device = found.decision, self._on_device
+        closes = Action.APPLY in decision.actions
+        part, weight, skipped = decision.part, decision.weight, decision.skip
         what, norm, started_s = f"window {plan.window}", math.nan, time.perf_counter()
+        max_norm, schedule = self.options.max_grad_norm, self.training.schedule
         if self._sharded.is_on:
             hooked = [rank for rank, row in found.rows.items() if row.hooked]
             self._sharded.join_if_needed(hooked)
-        if not skipped:
+        if on_device is not None:
+            on_device.apply(plan, max_norm)
+        elif not skipped:
             averager = self._sharded if self._sharded.is_on else self._averager
-            max_norm = self.options.max_grad_norm
             norm = averager.average(
-                self.share.scale_of(part), verdict.divisor, part, what=what, max_norm=max_norm
+                self.share.scale_of(part), decision.divisor, part, what=what, max_norm=max_norm
             )
-        skipped = skipped or self._overflowed(norm, plan, part)
+        if on_device is None and not math.isfinite(norm):
+            skipped = skipped or self._overflowed(plan, part)
         if closes:
             self._average_buffers(found, 0.0 if skipped else weight, what)
         self._sync_s = time.perf_counter() - started_s
-        watch = Stopwatch(self.slowdown, self.queue)
-        if not self._schedule.is_empty:
-            self._schedule.before_update(self.progress)
+        watch = Stopwatch(self.options.slowdown, self.queue)
+        if not schedule.is_empty:
+            schedule.before_update(self.progress)
         lr = float(self.optimizers[part or 0].param_groups[0]["lr"])
         stepped = self.optimizers if part is None else [self.optimizers[part]]
         if not skipped:
             self._step(stepped, part)
         # Also for a skipped window: it may have overflowed because another weight was expected.
-        self._expected_weight = weight or self._expected_weight
-        if weight and self._scale.is_used:
-            self._scale.update(overflowed=skipped)
+        self.run.expected_weight = weight or self.run.expected_weight
+        if weight and self.run.loss_scale.is_used:
+            self.run.loss_scale.update(overflowed=skipped)
         self.flat.zero_(part)
         self._update_lap = watch.stop()
         if not skipped:
             self._share_parameters(part, what)
-            if not self._schedule.is_empty:
-                self._schedule.after_update(None if part is None else stepped[0])
+            if not schedule.is_empty:
+                schedule.after_update(None if part is None else stepped[0])
         return self._result_of(
             found, plan, start=plan.start, size=plan.size, grad_norm=norm, lr=lr, skipped=skipped
         )
-
-    def _commit(self, rows: Mapping[int, Row]) -> None:
-        """Commit the previous window; if the device decides about its update, it has done so."""
-        if self.state.is_elastic:
-            self.team.await_lease()
-        if self._undecided is not None:
-            self._learn_late(self._undecided)
-        super()._commit(rows)
 
     def _end_turns(self, found: Round) -> WindowResult:
         """Return what optimizers have done in their turns, as one window."""
@@ -440,39 +498,25 @@ class SyncEngine(DraftingEngine):
             weight=weight,
             skipped=skipped,
             applied_t=time.time(),
-            ranks=self._records(found.rows),
+            ranks=found.records(self.team.world_size),
         )
 
-    def _average_buffers(
-        self, found: Round, weight: float, what: str, unless: Tensor | None = None
-    ) -> None:
+    def _average_buffers(self, found: Round, weight: float, what: str) -> None:
         """Average the model's buffers by weight; a window without weight leaves them as before."""
         if not any(row.report.buffers_changed for row in found.rows.values()):
             return
         if weight:
-            self.buffers.average(self.share.weight, weight, what=what, unless=unless)
+            self.buffers.average(self.share.weight, weight, what=what)
         else:
             self.buffers.restore()
 
-    @property
-    def _finds_in_mean(self) -> bool:
-        """Return whether ranks take no norms of their own gradients, in a sharded update.
-
-        The norm of the mean is taken anyway, before anything is applied, and ``blame`` then finds
-        the rank. A loss scale, and batches that others hand out, are judged by ranks' own norms.
-        """
-        is_planned = isinstance(self.state.plan, WindowPlan)
-        return self._sharded.can_blame and is_planned and not self._scale.is_used
-
-    def _overflowed(self, norm: float, plan: WindowPlan, part: int | None) -> bool:
+    def _overflowed(self, plan: WindowPlan, part: int | None) -> bool:
         """Return whether to skip a window, because its mean gradient is not finite.
 
         Raises:
             NonFiniteGradientError: It must not be left out.
         """
-        if math.isfinite(norm):
-            return False
-        if self._skips or self._scale.can_shrink:
+        if self._skips or self.run.loss_scale.can_shrink:
             return True
         blamed, step, are_finite = None, self.progress.steps + 1, self._averager.has_measured
         if self._sharded.is_on:
@@ -487,10 +531,10 @@ class SyncEngine(DraftingEngine):
     def _step(self, stepped: Sequence[Optimizer], part: int | None) -> None:
         """Update the parameters, or this rank's part of them."""
         if self._sharded.is_on:
-            self.habits.step(stepped, self._sharded.stepping(stepped))
+            self.options.habits.step(stepped, self._sharded.stepping(stepped))
         else:
             self.flat.mask_untouched(part)
-            self.habits.step(stepped)
+            self.options.habits.step(stepped)
             self.flat.attach_data()
 
     def _share_parameters(self, part: int | None, what: str) -> None:
@@ -505,125 +549,87 @@ class SyncEngine(DraftingEngine):
                 self._torn = error
             self._sync_s += time.perf_counter() - started_s
 
-    def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
-        plan, code = self.state.plan, rows[rank].report.non_finite
-        if (late := self._undecided) is not None and rows[rank].late_non_finite:
-            plan, code, self._undecided = late.plan, rows[rank].late_non_finite, None
-        if plan is None:
-            plan = self._unplanned(self._reports(rows))
-        error = non_finite_on(rank, code, plan, self.flat.names, self.progress.steps + 1)
-        raise self._scale.exhausted(error)
+    def _refuse_non_finite(self, rank: int, found: Round) -> NoReturn:
+        plan = self.rounds.state.plan
+        if not isinstance(plan, WindowPlan):
+            plan = self._unplanned(found.reports(self.team.world_size))
+        raise self._non_finite(rank, found.rows[rank].report.non_finite, plan)
 
-    def _drop_out(self, left_out: LeftOutError, *, may_join: bool) -> None:
-        super()._drop_out(left_out, may_join=may_join)
-        self._result = None  # the others may have done it otherwise
+    # ── an update that a device makes meanwhile ──────────────────────────────────────────────────
 
-    def _break_off(self) -> None:
-        share = self.share
-        self.drop_share()
-        self.open_share(0)
-        # The loop may be in a micro-batch, which is then void.
-        self._is_void = share.in_micro_batch and self.in_epoch
-        if self._is_void:
-            self.share.start_micro_batch(share.open_samples)
-        self._turns.clear()
-        self._go_back_to_parking()
-        self._drop_plans()
-        self._take_again()
-        self._to_park, self._num_trials = frozenset(), 0
+    def _can_run_ahead(self) -> bool:
+        """Return whether the host need not wait for the numbers of this window.
 
-    # ── plans ────────────────────────────────────────────────────────────────────────────────────
-
-    def plan_ahead(self) -> None:
-        """Make the plan of the window after the next, once, while a device computes gradients.
-
-        Only the planner plans, and decides whether a rank should be parked or called back.
+        Not with several ranks: they hear of one another's numbers before they exchange gradients.
+        Nor where a window that is not finite has to be left out.
         """
-        super().plan_ahead()
-        if self.state.plans and self._draft is None:
-            if self.world_size > 1 and self.rank == self.state.planner:
-                self._judge_ranks()
-            self._make_draft()
-            parks = self._to_park or self.team.parked or any(self.state.planned_to_park)
-            self._renews = self._wants_renewal and not parks
+        return (
+            self.queue is not None
+            and self.queue.has_milestones
+            and self.team.world_size == 1
+            and self.options.slowdown.factor == 1
+            and self.share.weight > 0
+            and not (self._skips or self.run.loss_scale.is_used)
+            and len({group.data.device for group in self.flat.groups}) == 1
+        )
 
-    def _learn(self) -> None:
-        """Give the policy the reports of closed windows, when it is needed.
-
-        Any rank may become the planner. One that is not, or has no other rank to plan for, keeps
-        the last windows in mind until then: to judge each of them costs more than all of them at
-        once.
-        """
-        for reports, plan, exchange_s in self._unlearnt:
-            self._policy.observe(reports, plan, exchange_s)
-        self._unlearnt.clear()
-
-    def _make_draft(self, *, work_for_all: float = 0.0) -> int:
-        """Lease the slice after the last planned one; the planner plans it.
-
-        Returns:
-            The number of the window that it will be.
-        """
-        number = self.window + len(self.state.plans)
-        piece = self.cursor.take(self.batch_size)
-        self._draft, self._renews = (), False
-        if piece is not None:
-            self._leases[number] = piece
-        if piece is not None and self.rank == self.state.planner:
-            policy = self.policy if self.world_size > 1 else self._policy
-            self._plan_without(self._to_park)
-            if self._num_trials:
-                self._num_trials, work_for_all = self._num_trials - 1, math.inf
-            plan = policy.plan(
-                number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
-            )
-            flags = tuple(int(rank in self._to_park) for rank in range(self.world_size))
-            plan = replace(plan, parked=flags)
-            if self.whole_micro_batches:
-                shares = in_whole_micro_batches(plan.shares, self.whole_micro_batches)
-                plan = replace(plan, shares=shares)
-            self._draft = tuple(pack(plan))
-        return number
-
-    def _take_draft(self) -> tuple[float, ...]:
-        draft, self._draft = self._draft, None
-        return draft or ()
-
-    def _check_plan(self, planner: int, numbers: Sequence[float], number: int) -> None:
-        """Refuse a plan for another slice of the epoch than the one that this rank has leased.
+    def _meet_read(self, purpose: Purpose, **said: Any) -> None:
+        """Meet, after the numbers of the previous window were read, which is committed there.
 
         Raises:
-            UsageError: The planner is at another place of the data.
+            NonFiniteGradientError: One of them is not finite.
         """
-        piece = self._leases.get(number)
-        agreed = tuple(int(n) for n in numbers[:4]) or None
-        own = None if piece is None else (number, piece.epoch, piece.start, piece.size)
-        if agreed != own:
-            raise UsageError(
-                f"rank {planner} plans (window, epoch, start, size) {agreed}, rank {self.rank} is "
-                f"at {own}; every rank must use the same data set size, batch_size "
-                "and seed, and resume from the same checkpoint"
-            )
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            applied = self.run.applied
+            assert applied is not None
+            if unread.non_finite:
+                self.run.applied, self.run.progress = None, unread.before
+                self.drop_share()
+                self.lookahead.drop()
+                raise self._non_finite(0, unread.non_finite, unread.plan)
+            result = unread.complete(applied.result)
+            self.run.applied = applied._replace(result=result)
+            if applied.leases:
+                self.lookahead.observe(list(result.ranks), unread.plan, math.nan)
+        self.meet(purpose, **said)
+
+    def _non_finite(self, rank: int, code: int, plan: WindowPlan) -> NonFiniteGradientError:
+        error = non_finite_on(rank, code, plan, self.flat.names, self.progress.steps + 1)
+        return self.run.loss_scale.exhausted(error)
+
+    # ── a change of the team ─────────────────────────────────────────────────────────────────────
+
+    def drop(self) -> None:
+        """Drop the window under way, and all plans."""
+        super().drop()
+        self._turns.clear()
+        self.lookahead.drop()
+        self.run.lease_applied()
+        self.lookahead.park_nobody()
+
+    def use_team(self) -> None:
+        """Use the ranks that are present from now on, in plans and in exchanges."""
+        super().use_team()
+        self.lookahead.use_team(self.batch_size)
+        if self._home is not self.team.whole:
+            # A rank of an earlier generation that was stopped and continues may write into that
+            # generation's memory, so the tensors move out of it.
+            self._home = self.team.whole
+            self.flat.move(self._home)
+            self.buffers.move(self._home)
+        self._averager.use(self.team.comm)
+        self.buffers.use(self.team.comm)
+        if not self.rounds.state.is_parked:
+            self._sharded.divide(self.team.comm)
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
-
-    def consensus(self) -> AbstractContextManager[None]:
-        """Show the agreed buffers; parameters are equal at all times.
-
-        Buffers move on with this rank's part of the next window.
-        """
-        self.flat.attach_data()  # values assigned to .data count
-        return self.buffers.consensus()
-
-    def restored(self) -> None:
-        """Take the buffers as they are for the agreed ones."""
-        self.buffers.reset()
 
     def prepare_save(self) -> None:
         """Gather optimizer states on the rank that saves; all ranks call it together."""
         if self._sharded.is_on:
             every = range(len(self.optimizers))
-            whole = self._sharded.state_dicts(every, keeps=self.is_main)
+            whole = self._sharded.state_dicts(every, keeps=self.rounds.is_main)
             self._gathered = [flatten_optimizer(one) for one in whole]
 
     def optimizer_states(self) -> list[OptimizerState]:
@@ -633,3 +639,11 @@ class SyncEngine(DraftingEngine):
         gathered, self._gathered = self._gathered, None
         assert gathered is not None, "prepare_save was not called"
         return gathered
+
+
+def _exchange_s(found: Round) -> float:
+    """Return the cost of the previous window's exchange: waiting, and moving bytes."""
+    if Action.COMMIT not in found.decision.actions:
+        return math.nan
+    reports = [row.report for row in found.rows.values()]
+    return min(r.wait_s for r in reports) + max(r.sync_s for r in reports)

@@ -22,12 +22,12 @@ from evener.comm.flat import FlatBuffers
 from evener.config.settings import DdpConfig
 from evener.devices import kind_of, move
 from evener.doctor.judgement import has_kernels
-from evener.engine.changing import ElasticEngine
 from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
-from evener.engine.engine import EngineOptions
+from evener.engine.engine import Engine
 from evener.engine.habits import Habits, refuse_second_team
 from evener.engine.local import LocalEngine
 from evener.engine.loss_scale import LossScale
+from evener.engine.options import EngineOptions
 from evener.engine.schedule import Schedule
 from evener.engine.slowness import Slowness
 from evener.engine.state import TrainingState
@@ -47,7 +47,6 @@ from evener.planning.fixed import FixedShares
 from evener.planning.guard import make_guard
 from evener.planning.policies import ApplyPolicy, Planner, Policy
 from evener.planning.sync import SyncPolicy
-from evener.protocol.row import Purpose
 from evener.team.backends import check_backend, check_policy, connect_team, describe_exchange
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
@@ -132,7 +131,7 @@ class Assembly:
             self.state = TrainingState(*parts, Schedule(optimizers, scheduler), self._sharded)
             self.engine = self._make_engine()
             self.team.watch_waits(self.engine.windows_s)
-            self._habits = self.engine.habits
+            self._habits = self.engine.options.habits
             self._face_optimizers()
         except BaseException:
             self.team.close()
@@ -175,7 +174,7 @@ class Assembly:
             raise
 
     def _say_team(self, *, quiet: bool) -> None:
-        if quiet or not self.engine.is_main:
+        if quiet or not self.engine.rounds.is_main:
             return
         present = [self.members[rank] for rank in self.team.members]
         exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
@@ -234,7 +233,7 @@ class Assembly:
         """Give optimizers their whole state back, if all ranks take part; they call it together."""
         if self._sharded.is_on:
             with suppress(CollectiveError):  # reading a state that stays divided raises an error
-                self.engine.ask(Purpose.CLOSE)
+                self.engine.collectives.ask("leaving the team (ddp.close)")
                 self._sharded.join()
 
     def _face_optimizers(self) -> None:
@@ -248,7 +247,7 @@ class Assembly:
         if not sharded.is_on:
             return type(optimizer).state_dict(optimizer)
         try:
-            self.engine.ask(Purpose.STATE)
+            self.engine.collectives.ask("gathering optimizer state (optimizer.state_dict)")
             return sharded.state_dicts([number], keeps=True)[0]
         except CollectiveError as error:
             raise type(error)(
@@ -342,11 +341,11 @@ class Assembly:
 
     # ── what runs the windows ────────────────────────────────────────────────────────────────
 
-    def _make_engine(self) -> ElasticEngine:
+    def _make_engine(self) -> Engine:
         """Return the engine of a policy; all ranks call it together."""
         team, options = self.team, self._make_options()
         speeds = self._config.hinted_speeds(team.world_size)
-        engine: ElasticEngine
+        engine: Engine
         if self.apply_policy is ApplyPolicy.SYNC:
             planner = self._plan_shares(speeds, avoid_ones=options.avoid_ones)
             engine = SyncEngine(team, planner, self.state, options)

@@ -143,9 +143,9 @@ class Checkpointer:
                 is_over, failure = self._write_last(cursor_state, round_s, until_s)
                 own = [is_over, failure, self.path and str(self.path)]
             # The others wait in here, no longer than a round: their own deadline is not ours.
-            heard = engine.hear_main(own)
+            heard = engine.collectives.hear_main("writing the last checkpoint", own)
             if heard is None:
-                return engine.is_alone
+                return engine.generations.is_alone
             is_over, failure, path = heard
             self.path = path and Path(path)
             if failure:

@@ -16,14 +16,16 @@ from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Collate, Given, is_stream, read
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.loaders.stream import StreamLoader, stream_of
+from evener.engine.share import needs_plans
 from evener.engine.state import Stateful
+from evener.engine.sync import SyncEngine
 from evener.errors import CheckpointError, ConfigError, EvenerError
 from evener.loop.assembly import Assembly
 from evener.loop.event_stream import EventStream
 from evener.loop.saved_state import capture, find_state, restore
-from evener.protocol.row import Purpose
 
 T = TypeVar("T")
+_LOADING = "loading a checkpoint (ddp.load)"
 MicroBatchSize = int | Literal["auto", "share"]
 
 _LEAST_FOR_STATISTICS = 3
@@ -128,12 +130,14 @@ class DataSide:
         if is_stream(dataset):
             batches = stream_of(
                 dataset,  # type: ignore[arg-type]  # is_stream has looked
-                rank=engine.rank,
-                world_size=engine.world_size,
+                rank=engine.rounds.rank,
+                world_size=engine.team.world_size,
                 batch_size=batch_size,
                 collate_fn=collate_fn,
                 num_workers=num_workers,
             )
+            if not isinstance(engine, SyncEngine):
+                raise needs_plans()
             loader = StreamLoader(engine, batches, seed=seed, max_steps=max_steps)
         else:
             intake = read(
@@ -147,7 +151,7 @@ class DataSide:
             num_samples = intake.count_trained()
             size = self._most_samples(micro_batch_size, intake.batch_size, num_samples)
             for remark in intake.remarks:
-                engine.habits.tell_once(remark)
+                engine.options.habits.tell_once(remark)
             if whole_micro_batches and isinstance(micro_batch_size, str):
                 raise ConfigError(
                     f"whole_micro_batches needs a number of samples, and micro_batch_size is "
@@ -166,7 +170,7 @@ class DataSide:
             if not self._loaders:
                 loader.introduce_data()
         self._loaders.append(loader)
-        engine.positions.hold(loader)
+        engine.run.positions.hold(loader)
         return loader
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -183,9 +187,13 @@ class DataSide:
         planned = [loader for loader in self._loaders if isinstance(loader, TeamLoader)]
         epoch = 0
         while True:
-            if planned and engine.is_joining:  # perhaps again, as the team has continued without it
+            if (
+                planned and engine.generations.is_joining
+            ):  # perhaps again, as the team has continued without it
                 planned[0].join()
-                epoch = engine.cursor.epoch  # where the others are, be it the one that it was in
+                epoch = (
+                    engine.run.open_cursor.epoch
+                )  # where the others are, be it the one that it was in
             else:
                 epoch = max([epoch, *(one.cursor.epoch for one in planned)])
             if epoch >= num_epochs:
@@ -291,21 +299,23 @@ class DataSide:
             ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
         """
         engine = self._engine
-        engine.ask(Purpose.SAVE)
-        if engine.is_alone:  # the team has saved, or not, before this rank has joined it
+        engine.collectives.ask("saving (ddp.save)")
+        if (
+            engine.generations.is_alone
+        ):  # the team has saved, or not, before this rank has joined it
             return
         engine.settle()  # parameters may be a window ahead of the data position
         engine.prepare_save()  # not before: a function of ``on_commit`` may save, too
         engine.verify()
-        if failure := engine.ask_main(lambda: self._write(Path(path))):
+        if failure := engine.collectives.ask_main("saving", lambda: self._write(Path(path))):
             raise CheckpointError(failure)
 
     def _write(self, path: Path) -> str:
         """Write a checkpoint, on the main rank; return why it could not, empty if it could."""
         engine = self._engine
-        with engine.consensus(), engine.team.in_phase("saving"):
+        with engine.consensus.shown(), engine.team.in_phase("saving"):
             try:
-                snapshot = capture(self.assembly, engine.positions.states())
+                snapshot = capture(self.assembly, engine.run.positions.states())
                 written = write_checkpoint(path, snapshot)
             except EvenerError as error:
                 return str(error)
@@ -330,18 +340,19 @@ class DataSide:
         try:
             saved = find_state(assembly, Path(path))
         except CheckpointError as error:
-            assembly.engine.introduce([str(error), 0])
+            assembly.engine.collectives.ask(_LOADING, [str(error), 0])
             raise
-        answers = assembly.engine.introduce(["", saved.progress.window])
-        for rank, (refused, window) in enumerate(answers):
+        answers = assembly.engine.collectives.ask(_LOADING, ["", saved.progress.window])
+        first = next(iter(answers.values()))
+        for rank, (refused, window) in answers.items():
             if refused:
                 raise CheckpointError(f"rank {rank} cannot load it: {refused}")
-            if window != answers[0][1]:
+            if window != first[1]:
                 raise CheckpointError(
                     f"rank {rank} finds the checkpoint of window {window} in {path}, rank 0 that "
-                    f"of window {answers[0][1]}; use storage that every rank sees"
+                    f"of window {first[1]}; use storage that every rank sees"
                 )
-        positions = self._engine.positions
+        positions = self._engine.run.positions
         positions.restore(saved.positions, allow_new_data="data" in allow)
         restore(assembly, saved)
         self.events.learn(resumed_from=saved.path, window=self._engine.window)
@@ -355,7 +366,10 @@ class DataSide:
         if given == "share" or self.assembly.takes_turns:
             return batch_size
         engine = self._engine
-        equal = -(-min(batch_size, num_samples) // engine.parts_of_batch)
+        equal = -(
+            -min(batch_size, num_samples)
+            // (engine.team.world_size if engine.rounds.state.is_sync else 1)
+        )
         least = _LEAST_FOR_STATISTICS if engine.options.avoid_ones else 1
         return max(equal, min(batch_size, least))
 

@@ -13,7 +13,6 @@ from evener.engine.results import WindowResult
 from evener.errors import CoordinatorLostError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.loop import Loop
-from evener.protocol.row import Purpose
 from evener.team.failures import note
 
 
@@ -89,8 +88,8 @@ class EpochLoop(ABC):
         if self.checkpointer is not None and ddp.is_main_process:
             hosts = {member.host for member in ddp.members if member.host}
             if len(hosts) > 1:  # the others may still reach the coordinator, and save, too
-                self.checkpointer.move(f"-of-generation-{engine.state.generation}")
-            engine.go_alone()
+                self.checkpointer.move(f"-of-generation-{engine.rounds.state.generation}")
+            engine.generations.go_alone()
             note(error, f"evener: what the team has trained so far is saved in {self.finish()}")
 
     def train_epoch(self, epoch: int) -> None:
@@ -153,10 +152,9 @@ class EpochLoop(ABC):
                     if not (heed_stop and ddp.wants_stop()):
                         with ddp.emulated_slowness():
                             measure(batch)
-            results = dict(engine.introduce([ddp.rank, result()]))
+            results = engine.collectives.ask("evaluating", result())
             # A rank that was lost before it could say its results: the others do its part.
             to_do = () if batches.is_complete(results) else batches.make_up()
-        engine.ask(Purpose.VALUE)  # agrees on a stop
         return None if heed_stop and ddp.stopping else results
 
     def finish(self) -> Path | None:

@@ -102,15 +102,15 @@ class EventStream:
         """
         if not sinks:
             return
-        if self._engine.is_main:
+        if self._engine.rounds.is_main:
             opened = open_sinks(sinks)
             if self._sinks is None:
                 self._sinks = opened
             else:
                 self._sinks.add(opened)
         if not self._makers:
-            self._engine.call_on_commit(self.window)
-            self._engine.call_on_change(self.change)
+            self._engine.commits.observe(self.window)
+            self._engine.generations.call_on_change(self.change)
             self._team.call_on_handover(self._close_sinks)
             atexit.register(self._end_script)
         self._makers += sinks
@@ -127,7 +127,7 @@ class EventStream:
             kind: See ``FIELDS`` of ``evener.observe.events``.
             **fields: Those of the kind; ``t`` is now unless given.
         """
-        if not self._engine.is_main or not self._makers:
+        if not self._engine.rounds.is_main or not self._makers:
             return
         self._tell_start()
         self._emit(make_event(kind, **{"t": time.time(), **fields}))
@@ -147,7 +147,7 @@ class EventStream:
         self._tell_start()
 
     def _tell_start(self) -> None:
-        if self._has_started or not self._engine.is_main or not self._makers:
+        if self._has_started or not self._engine.rounds.is_main or not self._makers:
             return
         self._has_started, facts = True, self._facts
         t = facts["t"]
@@ -173,17 +173,17 @@ class EventStream:
 
     def window(self, result: WindowResult) -> None:
         """Record a committed window, its plan where shares changed, and stragglers."""
-        if not self._engine.is_main:
+        if not self._engine.rounds.is_main:
             self._has_started = True  # the main process has written ``run_started``
         if self._seconded and self._seconded[-1].window + 1 != result.window:
             self._seconded.clear()  # this rank was parked, or left out
-        if self._team.is_elastic and (self._seconded or not self._engine.is_main):
+        if self._team.is_elastic and (self._seconded or not self._engine.rounds.is_main):
             self._seconded.append(result)  # ``change`` records it if this rank is the main one now
-        elif self._engine.is_main:
+        elif self._engine.rounds.is_main:
             self._record(result)
 
     def _record(self, result: WindowResult) -> None:
-        state = self._engine.state
+        state = self._engine.rounds.state
         place: dict[str, Any] = {
             "t": round(result.applied_t, 5),
             "window": result.window,
@@ -214,7 +214,7 @@ class EventStream:
                 "divergence": _short(cadence.divergence),
                 "guard": cadence.guard,
             }
-        if (redo_s := self._engine.redo_s) is not None:
+        if (redo_s := self._engine.generations.redo_s) is not None:
             further["redo_s"] = _rounded(redo_s)
         self.tell(
             "window",
@@ -269,7 +269,7 @@ class EventStream:
     def change(self, change: Change) -> None:
         """Record that the team has changed: who was lost, who joined, and what it took."""
         self._former, self._present = self._present, self._everyone()
-        if not self._engine.is_main:
+        if not self._engine.rounds.is_main:
             return
         generation, window = change.generation, change.window
         # Not those of a rank that was parked since, or of a team that has gone back to a
@@ -323,7 +323,7 @@ class EventStream:
             window=written.step,
             path=str(written.path),
             num_bytes=written.num_bytes,
-            rank=self._engine.rank,
+            rank=self._engine.rounds.rank,
             begin_t=written.begin_t,
             copy_s=_rounded(written.copy_s),
             write_s=_rounded(written.write_s),
@@ -349,7 +349,7 @@ class EventStream:
         if not (failed and self._team.is_elastic):
             self._tell_start()
             engine = self._engine
-            reason = "failed" if failed else "stopped" if engine.stopping else "completed"
+            reason = "failed" if failed else "stopped" if engine.rounds.stopping else "completed"
             message = f"{type(error).__name__}: {error}" if failed and error is not None else None
             self.finish(engine.window, reason, message)
         self._close_sinks()

@@ -176,7 +176,7 @@ class Loop(DataSide):
     @property
     def rank(self) -> int:
         """Number of this rank, from 0; a rank of an elastic team keeps it while it is there."""
-        return self._engine.rank
+        return self._engine.rounds.rank
 
     @property
     def is_main_process(self) -> bool:
@@ -186,7 +186,7 @@ class Loop(DataSide):
         stays, also after rank 0 has come back. In an elastic team it is the oldest member. So read
         it each time.
         """
-        return self._engine.is_main
+        return self._engine.rounds.is_main
 
     @property
     def window(self) -> int:
@@ -201,7 +201,7 @@ class Loop(DataSide):
     @property
     def stopping(self) -> bool:
         """Return whether the team has agreed to stop; loaders then yield nothing more."""
-        return self._engine.stopping
+        return self._engine.rounds.stopping
 
     def backward(
         self,
@@ -237,7 +237,7 @@ class Loop(DataSide):
         refuse_number(loss)
         check_reduction(reduction)
         engine = self._engine
-        habits, share = engine.habits, engine.share
+        habits, share = engine.options.habits, engine.share
         if not engine.is_training:
             share = self._start_unplanned()
         habits.before_backward(share, loss, weight, reduction)
@@ -283,7 +283,7 @@ class Loop(DataSide):
             UsageError: Gradients were written by something else than ``backward``.
         """
         engine = self._engine
-        habits = engine.habits
+        habits = engine.options.habits
         habits.before_step(engine.share)
         if optimizer is None:
             result = engine.end_micro_batch()
@@ -296,9 +296,9 @@ class Loop(DataSide):
     def _start_unplanned(self) -> Share:
         """Start a window outside of any loader: one contribution of each rank."""
         engine = self._engine
-        if engine.is_joining:
+        if engine.generations.is_joining:
             raise cannot_join("windows without ddp.loader")
-        engine.habits.tell_once(
+        engine.options.habits.tell_once(
             "training without ddp.loader: every ddp.step() is one update, to which each rank "
             "contributes once, with the weight given to ddp.backward (1 by default). Not "
             "guaranteed: which rank sees which samples, that each is seen once an epoch, shares "
@@ -325,8 +325,13 @@ class Loop(DataSide):
         """
         units = checked_weight(weight)
         product = checked_value(value) * units if units else 0.0
-        numerator, denominator = self._engine.sum_up([product, units])
-        self._gatherer.check_complete()
+        said = self._engine.collectives.ask(
+            "averaging a value (ddp.weighted_mean)", [product, units]
+        )
+        self._gatherer.check_complete(said)
+        numerator = denominator = 0.0
+        for theirs, weight in said.values():  # from the left, as sum() rounds otherwise
+            numerator, denominator = numerator + theirs, denominator + weight
         return numerator / denominator if denominator else float("nan")
 
     def on_commit(self, fn: Callable[[WindowResult], None]) -> Callable[[WindowResult], None]:
@@ -336,21 +341,21 @@ class Loop(DataSide):
         parameters and buffers on every rank: evaluate and save here. Collectives are allowed in it.
         ``fn`` is not called on a parked rank, which takes part in no window.
         """
-        self._engine.call_on_commit(fn)
+        self._engine.commits.call(fn)
         return fn
 
     def stop(self) -> None:
         """Ask the team to stop after the window that is being computed; any rank may call it."""
-        self._engine.stop()
+        self._engine.rounds.stop()
 
     def wants_stop(self) -> bool:
         """Return whether this rank was told to stop; the team agrees at its next exchange."""
-        return self._engine.wants_stop()
+        return self._engine.rounds.wants_stop()
 
     @contextmanager
     def emulated_slowness(self) -> Iterator[None]:
         """Stretch the block on a rank that is emulated slower; do nothing on others."""
-        watch = Stopwatch(self._engine.slowdown)
+        watch = Stopwatch(self._engine.options.slowdown)
         yield
         watch.stop()
 
@@ -392,7 +397,7 @@ class Loop(DataSide):
             if waits:
                 if engine.in_epoch:  # closing inside the loop is leaving it
                     engine.leave()
-                engine.hurry(CLOSING_S)
+                engine.team.hurry(CLOSING_S)
                 engine.settle()
                 self.assembly.hand_back()
         except BaseException as broken:
@@ -403,7 +408,7 @@ class Loop(DataSide):
                 loader.close()
             self.events.end(failed=failed, error=error)
             # Members that were all told to leave have ended no run: others may continue it.
-            if not (failed or (engine.stopping and engine.team.is_leaving)):
+            if not (failed or (engine.rounds.stopping and engine.team.is_leaving)):
                 engine.team.finish()
             self.assembly.close()
 
@@ -414,13 +419,13 @@ class Loop(DataSide):
             error: What is being handled; it may have nothing to do with the team.
         """
         engine = self._engine
-        if engine.is_lost:
+        if engine.rounds.is_lost:
             return True
         if error is None:
             return False
         if isinstance(error, EvenerError) and self._has_raised(error):
             return True
-        if engine.has_left:
+        if engine.rounds.has_left:
             return any(loader.loop.holds(error) for loader in self._loaders)
         return engine.share.in_micro_batch
 

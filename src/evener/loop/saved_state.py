@@ -84,7 +84,11 @@ def capture(
     training, groups = assembly.state.collect(engine.optimizer_states())
     groups = {"model": assembly.model.state_dict(), **groups}
     old = into.tensors if into is not None else {}
-    state = {**engine.state_dict(assembly.names), **training, "positions": list(positions)}
+    state = {
+        **engine.run.state_dict(engine.policy, assembly.names),
+        **training,
+        "positions": list(positions),
+    }
     documents = {STATE: state, **(documents or {})}
     encoded = {name: encode_document(name, one) for name, one in documents.items()}
     return Snapshot(

@@ -113,10 +113,10 @@ class ManagedRank(EpochLoop):
             ddp.close()
             raise
         self._engine = ddp.assembly.engine
-        self._engine.call_on_anew(self._load_newest)
+        self._engine.generations.call_on_cold_restart(self._load_newest)
         self._share = self._engine.share
         self._figures = EpochFigures(ddp.world_size)
-        self._engine.call_on_left_out(self._figures.leave_out)
+        self._engine.on_left_out.append(self._figures.leave_out)
 
     def train(self) -> Iterator[EpochMetrics]:
         """Train; all ranks iterate together.
@@ -156,7 +156,7 @@ class ManagedRank(EpochLoop):
 
     def state(self) -> TrainedState:
         """Return the model as the team last agreed on it, on the CPU."""
-        with self._engine.consensus():
+        with self._engine.consensus.shown():
             return capture_trained(self.model, self.ddp.progress)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -213,7 +213,7 @@ class ManagedRank(EpochLoop):
 
     def on_commit(self, result: WindowResult) -> None:
         """Add the window to the epoch's figures; save where it is due, then call the user."""
-        self._figures.commit(result, self.ddp.rank, by_window=self._engine.state.is_sync)
+        self._figures.commit(result, self.ddp.rank, by_window=self._engine.rounds.state.is_sync)
         super().on_commit(result)
         checkpoint_fn = self.job.checkpoint_fn
         if checkpoint_fn is not None and self.is_due(result) and self.ddp.is_main_process:
@@ -224,7 +224,7 @@ class ManagedRank(EpochLoop):
         """Agree on the epoch's metrics; all ranks call it together."""
         own = self._figures.document(time.perf_counter())
         # With its number: a rank that has answered may be lost before all have heard it.
-        figures: dict[int, Any] = dict(self._engine.introduce([self.ddp.rank, own]))
+        figures: dict[int, Any] = self._engine.collectives.ask("summing up an epoch", own)
         if not any(answer["windows"] for answer in figures.values()):
             return None
         metrics = EpochMetrics.from_document(
@@ -255,7 +255,10 @@ class ManagedRank(EpochLoop):
             with self.ddp.evaluating():
                 return _numbers(eval_fn(self.model))
 
-        return self._engine.ask_main(evaluate, timeout_s=EVAL_TIMEOUT_S) or {}
+        return (
+            self._engine.collectives.ask_main("evaluating", evaluate, timeout_s=EVAL_TIMEOUT_S)
+            or {}
+        )
 
     def _evaluate_dataset(self, batches: EvaluationLoader) -> Mapping[str, float]:
         """Evaluate ``eval_dataset``, each sample on one rank; all ranks call it together."""

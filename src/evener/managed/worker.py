@@ -74,7 +74,9 @@ class ManagedProcess:
         for metrics in self._rank.train():
             if is_elastic or ddp.is_main_process:  # the main process may be lost before it tells
                 self._channel.tell({"metrics": metrics.document()})
-        ddp.assembly.engine.ask_main(self._send_state, timeout_s=EVAL_TIMEOUT_S)
+        ddp.assembly.engine.collectives.ask_main(
+            "sending its state", self._send_state, timeout_s=EVAL_TIMEOUT_S
+        )
         self._rank.close()
 
     def _is_stopped(self) -> bool:

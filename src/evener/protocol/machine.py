@@ -1,21 +1,20 @@
 """The state machine of a window: what follows from the rows of all ranks. Pure.
 
 A *round* is one exchange of rows. Before it, a rank makes the row of its next action
-(``State.say``). After it, ``judge`` returns the verdict: a list of actions, and the state that
+(``State.say``). After it, ``judge`` returns the decision: a list of actions, and the state that
 follows. All ranks judge the same rows by the same function, so all do the same. Engines carry out
-the verdict, and keep no flags of their own about which ranks have left, rest, stop or are away.
+the decision, and keep no flags of their own about which ranks have left, rest, stop or are away.
 
 The whole table is in ``judge`` and the functions below it; the first line that matches applies::
 
     rows                                              what is done
     ------------------------------------------------  -------------------------------------------
     different windows, generations or purposes        error on every rank: ranks are at odds
-    VALUE, SAVE, EVALUATE, GATHER, PROBE, REHEARSE,   nothing: their bodies are the answer
-    STATE, CLOSE, FORM
+    ASK                                               nothing: the exchange itself follows
     PLAN                                              the planner's plan is taken: work begins;
                                                       error where ranks hold different data
     REST or IDLE, an exchange in flight               nothing: it lands first
-    REST or IDLE                                      VERIFY, COMMIT; idle ranks are led out
+    REST or IDLE                                      COMMIT; idle ranks are led out
     CHANGE                                            COMMIT; then ranks are parked or called back,
                                                       or a new generation is formed
     WINDOW or STEP                                    COMMIT, and:
@@ -44,12 +43,12 @@ state in which one begins. A rank that joins or leaves changes the generation by
 parked ranks are called back. A rank that is lost forces the change: the others drop the window
 under way and do it again, and parked ranks come back as ranks that join.
 
-If a device decides whether an update is made, rows report non-finite values one window late. Then
-``UNDO`` comes first. If no skip is allowed, nothing else is done: the previous window is not
-committed, and every rank raises an error.
+If replicas are to be compared, rows carry digests of the state after the previous window. Where
+they differ, ``VERIFY`` precedes the commit: it names the difference, and every rank raises an
+error.
 
 ``COMMIT`` concerns the previous window, if one was applied: the rows of all ranks show that all
-have applied it. In a line that has it, it precedes everything but ``VERIFY``, errors included.
+have applied it. In a line that has it, it precedes everything else, errors included.
 """
 
 import math
@@ -64,7 +63,7 @@ from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import wording
 from evener.protocol.formation import Formation
-from evener.protocol.row import ALL, DATA_LENGTH, Purpose, Row, unpack_local_plan, unpack_plan
+from evener.protocol.row import ALL, DATA_LENGTH, Purpose, Row, unpack
 
 
 class Phase(Enum):
@@ -80,15 +79,13 @@ class Phase(Enum):
     """Closed, or at odds with the others: nothing can be agreed on any more."""
 
 
-class Do(Enum):
-    """An action of the verdict, which an engine carries out."""
+class Action(Enum):
+    """An action of the decision, which an engine carries out."""
 
     VERIFY = auto()
-    """Compare replicas, where that is wanted."""
+    """Find out in what the ranks' states differ."""
     COMMIT = auto()
     """The window before is known to be applied everywhere."""
-    UNDO = auto()
-    """The device has skipped the previous window's update: a value was not finite."""
     RATES = auto()
     """Exchange learning rates, which differ; ranks without a share adopt those of the others."""
     DROP = auto()
@@ -270,12 +267,12 @@ class State(NamedTuple):
         return self._replace(phase=Phase.ENDED, own=None, flight=None)
 
 
-class Ruling(NamedTuple):
+class Decision(NamedTuple):
     """What follows from a round.
 
     Attributes:
         state: The state after it.
-        do: What to do, in this order.
+        actions: What to do, in this order.
         part: The optimizer that is stepped; ``None`` for all of them.
         weight: Of the window, over all ranks.
         divisor: What turns the sum of the ranks' gradients into the window's: ``weight``, or 1 for
@@ -283,11 +280,11 @@ class Ruling(NamedTuple):
         loss: Mean loss; ``nan`` without weight.
         skip: Whether the window is skipped; its samples count as used.
         culprit: The first rank on which something is not finite, where that is an error.
-        error: The error to raise after all of ``do``.
+        error: The error to raise after all actions.
     """
 
     state: State
-    do: tuple[Do, ...] = ()
+    actions: tuple[Action, ...] = ()
     part: int | None = None
     weight: float = 0.0
     divisor: float = 0.0
@@ -297,24 +294,11 @@ class Ruling(NamedTuple):
     error: EvenerError | None = None
 
 
-_ANSWERS = frozenset(
-    {
-        Purpose.VALUE,
-        Purpose.SAVE,
-        Purpose.EVALUATE,
-        Purpose.GATHER,
-        Purpose.PROBE,
-        Purpose.REHEARSE,
-        Purpose.STATE,
-        Purpose.CLOSE,
-        Purpose.FORM,
-    }
-)
 # Purposes that a rank without work may meet: it joins whatever the others do.
 _WITH_IDLE = frozenset({Purpose.WINDOW, Purpose.STEP, Purpose.REST, Purpose.IDLE})
 
 
-def judge(state: State, rows: Mapping[int, Row]) -> Ruling:
+def judge(state: State, rows: Mapping[int, Row]) -> Decision:
     """Return what follows from the rows of a round; it is the same on every rank.
 
     Args:
@@ -326,26 +310,21 @@ def judge(state: State, rows: Mapping[int, Row]) -> Ruling:
     places = {(row.window, row.generation) for row in rows.values()}
     if purpose is None or len(places) > 1:
         error = CollectiveMismatchError(wording.mismatch(rows, {}))
-        return Ruling(state=state.end(), error=error)
+        return Decision(state=state.end(), error=error)
     leaving = tuple(rank for rank, row in rows.items() if row.leaving)
     # If all of them leave, no rank would continue: they stop together, and save their state.
     stops = len(leaving) == len(rows) or any(row.stop or row.drop for row in rows.values())
     state = state._replace(own=None, stopping=state.stopping or stops, leaving=leaving)
-    if purpose in _ANSWERS:
-        return Ruling(state=state)
+    if purpose is Purpose.ASK:
+        return Decision(state=state)
     if purpose is Purpose.PLAN:
         return _begin(state, rows)
-    late = [r for r, row in rows.items() if row.late_non_finite] if state.applied else []
-    if late and not all(rows[rank].may_skip for rank in late):
-        state = state.release()._replace(applied=False, window=state.window - 1)
-        return Ruling(state=state, do=(Do.UNDO,), culprit=late[0])
+    commit = _commit(state, present)
     if purpose in (Purpose.REST, Purpose.IDLE):
-        verdict = _settle(state, rows)
-    elif purpose is Purpose.CHANGE:
-        verdict = Ruling(state=state._replace(applied=False), do=_commit(state))
-    else:
-        verdict = _judge_window(state, present, purpose)
-    return verdict._replace(do=(Do.UNDO, *verdict.do)) if late else verdict
+        return _settle(state, rows, commit)
+    if purpose is Purpose.CHANGE:
+        return Decision(state=state._replace(applied=False), actions=commit)
+    return _judge_window(state._replace(applied=False), present, purpose, commit)
 
 
 def _common_purpose(rows: Mapping[int, Row]) -> Purpose | None:
@@ -358,18 +337,19 @@ def _common_purpose(rows: Mapping[int, Row]) -> Purpose | None:
     return None if Purpose.IDLE in wanted and purpose not in _WITH_IDLE else purpose
 
 
-def _commit(state: State, *before: Do) -> tuple[Do, ...]:
-    return (*before, Do.COMMIT) if state.applied else ()
+def _commit(state: State, rows: Mapping[int, Row]) -> tuple[Action, ...]:
+    differ = len({row.digest for row in rows.values() if row.digest}) > 1
+    return (Action.VERIFY,) * differ + (Action.COMMIT,) * state.applied
 
 
-def _begin(state: State, rows: Mapping[int, Row]) -> Ruling:
+def _begin(state: State, rows: Mapping[int, Row]) -> Decision:
     """Adopt the planner's plan: an epoch begins, or continues in a new generation."""
     own = rows[state.me]
     for rank, row in rows.items():
         if row.body[:DATA_LENGTH] != own.body[:DATA_LENGTH]:
             error = UsageError(wording.other_data(rank, row, state.me, own))
-            return Ruling(state=state, error=error)
-    return Ruling(state=_accept(state, rows[state.planner].body[DATA_LENGTH:]))
+            return Decision(state=state, error=error)
+    return Decision(state=_accept(state, rows[state.planner].body[DATA_LENGTH:]))
 
 
 def _accept(state: State, numbers: tuple[float, ...]) -> State:
@@ -377,9 +357,9 @@ def _accept(state: State, numbers: tuple[float, ...]) -> State:
     plans = state.plans
     if numbers:
         if state.is_sync:
-            plans = (*plans, unpack_plan(numbers, state.world_size))
+            plans = (*plans, unpack(WindowPlan, numbers))
         else:
-            plan = unpack_local_plan(numbers)
+            plan = unpack(LocalPlan, numbers)
             plans = (plan,) if any(plan.most) else ()
     if state.phase is Phase.REST:
         return state._replace(plans=plans)
@@ -387,30 +367,29 @@ def _accept(state: State, numbers: tuple[float, ...]) -> State:
     return state._replace(plans=plans, phase=phase)
 
 
-def _settle(state: State, rows: Mapping[int, Row]) -> Ruling:
+def _settle(state: State, rows: Mapping[int, Row], commit: tuple[Action, ...]) -> Decision:
     """Commit the applied window: all ranks rest. Ranks idle in a loop that was left leave it."""
     if any(row.busy for row in rows.values()):
-        return Ruling(state=state)  # a rank with an exchange in flight lands it first
-    do = _commit(state, Do.VERIFY)
+        return Decision(state=state)  # a rank with an exchange in flight lands it first
     state = state._replace(applied=False)
     if state.phase is Phase.REST or rows[state.me].purpose is Purpose.IDLE or not state.plans:
         is_left = any(row.left for row in rows.values())
         led_out = is_left and state.phase is not Phase.REST
         state = state.release()._replace(led_out=led_out)
-    return Ruling(state=state, do=do)
+    return Decision(state=state, actions=commit)
 
 
-def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ruling:
+def _judge_window(
+    state: State, rows: Mapping[int, Row], purpose: Purpose, actions: tuple[Action, ...]
+) -> Decision:
     """Judge the rows that close a window, or step one optimizer in it."""
-    do = _commit(state)
-    state = state._replace(applied=False)
     if state.is_sync and (error := unlike_parameters(rows)):
-        return Ruling(state=state, do=do, error=error)
+        return Decision(state=state, actions=actions, error=error)
     if len({row.rates for row in rows.values()}) > 1:
-        do = (*do, Do.RATES)
+        actions = (*actions, Action.RATES)
     working = {rank: row for rank, row in rows.items() if row.purpose is not Purpose.IDLE}
     if any(row.drop for row in rows.values()):
-        return Ruling(state=state.release(), do=(*do, Do.DROP))
+        return Decision(state=state.release(), actions=(*actions, Action.DROP))
     first, *others = working
     part = working[first].part
     for rank in others:
@@ -421,58 +400,62 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ru
                 f"rank {first} steps {words[0]}, rank {rank} {words[1]}: every rank must step the "
                 "same optimizers in the same order; decide by ddp.window, never by a local counter"
             )
-            return Ruling(state=state, do=do, error=UsageError(told))
+            return Decision(state=state, actions=actions, error=UsageError(told))
     bad = [rank for rank, row in rows.items() if row.report.non_finite]
     if bad and not all(rows[rank].may_skip for rank in bad):
         if not state.is_sync:
             state = state.release()._replace(flight=None)
-        return Ruling(state=state, do=(*do, Do.RESTORE), culprit=bad[0])
+        return Decision(state=state, actions=(*actions, Action.RESTORE), culprit=bad[0])
     try:
         weight, loss = combine({rank: row.report for rank, row in rows.items()})
     except UsageError as refused:
-        return Ruling(state=state, do=do, error=refused)
+        return Decision(state=state, actions=actions, error=refused)
     counted = {rank: row.summed for rank, row in rows.items() if row.report.weight}
     if len(set(counted.values())) > 1:
-        return Ruling(state=state, do=do, error=UsageError(wording.other_reduction(counted)))
+        return Decision(
+            state=state, actions=actions, error=UsageError(wording.other_reduction(counted))
+        )
     divisor = 1.0 if any(counted.values()) else weight
     skip, only = bool(bad) or weight == 0.0, None if part == ALL else part
-    verdict = Ruling(state=state, part=only, weight=weight, divisor=divisor, loss=loss, skip=skip)
+    decision = Decision(
+        state=state, part=only, weight=weight, divisor=divisor, loss=loss, skip=skip
+    )
     if not state.is_sync:
-        return verdict._replace(do=(*do, Do.EXCHANGE))
+        return decision._replace(actions=(*actions, Action.EXCHANGE))
     if purpose is Purpose.WINDOW and only is not None:
-        return verdict._replace(do=(*do, Do.TURN))
+        return decision._replace(actions=(*actions, Action.TURN))
     if purpose is Purpose.WINDOW and (wrong := _unlike_work(state, rows)):
-        return verdict._replace(do=do, error=wrong)
-    return _close(verdict, rows, do)
+        return decision._replace(actions=actions, error=wrong)
+    return _close(decision, rows, actions)
 
 
-def _close(verdict: Ruling, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Ruling:
+def _close(decision: Decision, rows: Mapping[int, Row], actions: tuple[Action, ...]) -> Decision:
     """Close a window of SYNC, and take in the plan of the window after the next."""
-    before = verdict.state
+    before = decision.state
     state = before._replace(window=before.window + 1, applied=True)
-    do = (*do, Do.APPLY)
+    actions = (*actions, Action.APPLY)
     if before.plans:
         state = _accept(state._replace(plans=state.plans[1:]), rows[state.planner].body)
     goes_on = bool(state.plans) or not before.plans
     if rows[state.planner].renew and goes_on and not state.stopping:
-        do = (*do, Do.CHANGE)
-    return verdict._replace(state=state, do=do)
+        actions = (*actions, Action.CHANGE)
+    return decision._replace(state=state, actions=actions)
 
 
 def land(
-    state: State, rows: Mapping[int, Row], numbers: tuple[float, ...], verdict: Ruling
-) -> Ruling:
+    state: State, rows: Mapping[int, Row], numbers: tuple[float, ...], decision: Decision
+) -> Decision:
     """Land the average of a window of local steps whose exchange is over.
 
     Args:
         state: This rank's now, with the window in flight.
         rows: Of the window.
         numbers: The planner's next plan.
-        verdict: What was made of the rows.
+        decision: What was made of the rows.
     """
     over, has_left = state.flight, state.phase is Phase.REST
     assert over is not None, "no window is in flight"
-    stopping = state.stopping or verdict.state.stopping
+    stopping = state.stopping or decision.state.stopping
     steps = sum(row.report.steps for row in rows.values())
     state = _accept(state._replace(flight=None, stopping=False, plans=()), numbers)
     is_over = state.plan is None
@@ -487,12 +470,12 @@ def land(
         phase = Phase.REST if is_left else Phase.OUT
         state = state._replace(plans=(), winding=False, phase=phase, led_out=led_out)
     state = state._replace(window=state.window + (steps > 0), applied=steps > 0, stopping=stopping)
-    state = state._replace(leaving=verdict.state.leaving)
-    do = (*(do for do in verdict.do if do is Do.COMMIT), Do.LAND)
+    state = state._replace(leaving=decision.state.leaving)
+    actions = (*(one for one in decision.actions if one is Action.COMMIT), Action.LAND)
     changes = rows[state.planner].renew or state.leaving
     if changes and state.plans and not winds:
-        do = (*do, Do.CHANGE)
-    return verdict._replace(state=state, do=do)
+        actions = (*actions, Action.CHANGE)
+    return decision._replace(state=state, actions=actions)
 
 
 def unlike_parameters(rows: Mapping[int, Row]) -> UsageError | None:

@@ -5,17 +5,15 @@ from collections.abc import Mapping
 from evener.protocol.row import DATA_LENGTH, Purpose, Row
 
 
-def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
+def mismatch(rows: Mapping[int, Row], told: Mapping[int, str]) -> str:
     """Describe the different purposes of ranks that have met.
 
     Args:
         rows: What each rank said.
-        places: Where each is in the user's code, as far as that is known.
+        told: What each rank does, and where in the user's code, as far as that is known.
     """
     deeds = [
-        f"rank {rank} is {row.purpose.deed}{place and f' at {place}'}"
-        for rank, row in rows.items()
-        for place in (places.get(rank, ""),)
+        f"rank {rank} is {told.get(rank) or row.purpose.description}" for rank, row in rows.items()
     ]
     windows = {row.window for row in rows.values()}
     where = f"in window {windows.pop()}" if len(windows) == 1 else f"in windows {sorted(windows)}"
@@ -27,7 +25,7 @@ def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
             "loader, a rank that has nothing left calls ddp.backward(loss, weight=0) or, with a "
             "DistributedTrainer, train_batch(None); DistributedTrainer.train_epoch does so itself"
         )
-    elif Purpose.GATHER in purposes:
+    elif any("ddp.gather" in deed for deed in deeds):
         why = (
             "Remedy: call ddp.gather on all ranks equally often in each round of an evaluation's "
             "loop, and leave that loop on all ranks in the same round. To evaluate on fewer "

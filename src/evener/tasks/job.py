@@ -302,7 +302,7 @@ class Job(EpochLoop):
             max_steps=config.max_steps,
         )
         self.ddp.assembly.state.carry("evener/job", self)
-        self._engine.call_on_anew(self._load_newest)
+        self._engine.generations.call_on_cold_restart(self._load_newest)
         if self.team.is_joining:
             self.loader.join()
         elif self.resumed is not None:
@@ -359,7 +359,7 @@ class Job(EpochLoop):
             documents=self._documents,
         )
         with closing(self.checkpointer):
-            if not self._engine.has_just_joined:
+            if not self._engine.generations.has_just_joined:
                 task.begin(self)
                 # A run that is killed before its first window continues in this folder.
                 if self.resumed is None and config.checkpoint.every:
@@ -472,7 +472,7 @@ class Job(EpochLoop):
         """Save, measure, and say what came of the run."""
         # A rank that was parked has missed what the others did meanwhile; the main one has not.
         task, own = self._task, [self._evaluated, self._task.documents()]
-        evaluated, documents = self._engine.hear_main(own)
+        evaluated, documents = self._engine.collectives.hear_main("summing up an evaluation", own)
         self._evaluated = tuple(evaluated)
         task.adopt(documents)
         if not self.ddp.stopping and self._evaluated[0] != self.ddp.window:
@@ -492,7 +492,7 @@ class Job(EpochLoop):
             return True
 
         # If the main process is lost meanwhile, the next one writes the files.
-        self._engine.ask_main(sum_up, timeout_s=SUMMING_UP_S)
+        self._engine.collectives.ask_main("summing up the run", sum_up, timeout_s=SUMMING_UP_S)
         return self._result(checkpoint, stopped=stopped)
 
     def _measure(self) -> Speeds | None:

@@ -17,7 +17,6 @@ from evener.engine.share import Stopwatch
 from evener.engine.sync import SyncEngine
 from evener.loop.assembly import Assembly
 from evener.planning.apportion import apportion
-from evener.protocol.row import Purpose
 
 #: Runs one micro-batch of the given samples forward and backward: calls ``Ddp.backward``.
 TrainMicroBatch = Callable[[Sequence[int]], None]
@@ -95,7 +94,7 @@ class Rehearsal:
                     alone = place < num_alone
                     self._use(is_divided=is_divided and not alone)
                     speeds[place].append(self._run(shares, alone=alone, short=number == 0))
-                if self._engine.stopping:
+                if self._engine.rounds.stopping:
                     return None
         finally:
             self._restore(state)
@@ -158,17 +157,17 @@ class Rehearsal:
         scale = engine.share.scale_of()
         own = self._alone if alone else self._together
         averager = self._sharded if self._sharded.is_on else own
-        watch = Stopwatch(engine.slowdown)
+        watch = Stopwatch(engine.options.slowdown)
         own.judge(Reading(own.gather()).read())
         averager.average(scale, total, what="a rehearsal", max_norm=engine.options.max_grad_norm)
         if not alone:  # an exchange takes no longer on a slow device
-            watch = Stopwatch(engine.slowdown)
+            watch = Stopwatch(engine.options.slowdown)
         flat = self._assembly.flat
         if self._sharded.is_on:
-            engine.habits.step(engine.optimizers, self._sharded.stepping(engine.optimizers))
+            engine.options.habits.step(engine.optimizers, self._sharded.stepping(engine.optimizers))
         else:
             flat.mask_untouched()
-            engine.habits.step(engine.optimizers)
+            engine.options.habits.step(engine.optimizers)
         flat.attach_data()
         flat.zero_()
         watch.stop()
@@ -176,7 +175,7 @@ class Rehearsal:
             own.unify(None, what="parameters of a rehearsal")
 
     def _meet(self, payload: Sequence[float]) -> list[Sequence[float]]:
-        return [*self._engine.ask(Purpose.REHEARSE, payload).values()]
+        return [*self._engine.collectives.ask("measuring speeds", payload).values()]
 
     def _remember(self) -> dict[str, Any]:
         return {

@@ -41,14 +41,14 @@ ROUNDS = (1, 3, 4, 6, 8, 9, 11)
 
 @pytest.mark.parametrize("skip", ROUNDS)
 def test_the_planner_dies_before_a_round(skip: int) -> None:
-    team, trained = run(2, [Kill("w0", "a meeting", skip=skip)])
+    team, trained = run(2, [Kill("w0", "a round", skip=skip)])
     check(team, trained)
     assert [formation.members for formation in team.formations] == [("w0", "w1"), ("w1",)]
 
 
 @pytest.mark.parametrize("skip", ROUNDS)
 def test_a_rank_dies_in_a_round_of_which_only_one_of_the_others_hears(skip: int) -> None:
-    team, trained = run(3, [Kill("w1", "a meeting", skip=skip, when="inside", told=["w2"])])
+    team, trained = run(3, [Kill("w1", "a round", skip=skip, when="inside", told=["w2"])])
     check(team, trained)
     assert [len(formation.members) for formation in team.formations] == [3, 2]
 

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from evener import Ddp, WindowResult
-from evener.engine import parking
+from evener.engine import lookahead
 from helpers.elastic import Kill, ThreadMembership
 from helpers.elastic_runs import EPOCHS, NUM_SAMPLES, Parks, Trained, check, run
 from helpers.sinks import Kept
@@ -49,8 +49,8 @@ class Run:
 
         def prepare(ddp: Ddp) -> None:
             engine: Any = ddp.assembly.engine
-            engine._policy = Parks(ddp, misfits, apart)
-            engine.habits.notice = self.told.append
+            engine.lookahead.latest_policy = Parks(ddp, misfits, apart)
+            engine.options.habits.notice = self.told.append
             self._ddps[engine.team.membership.member] = ddp
 
         def commit(membership: ThreadMembership, result: WindowResult) -> None:
@@ -144,7 +144,7 @@ def test_a_rank_dies_in_a_round_of_which_only_one_of_the_others_hears(
 ) -> None:
     # Rounds: 0, 1 plan; 2, 3 close windows 0, 1; 4 commits window 1, then rank 2 is parked. 5 to 7
     # close windows 2 to 4; 8 commits window 4, then it is called back. 9 closes window 5.
-    kill = Kill(member, "a meeting", skip=skip, when="inside", told=["w1", "w2"])
+    kill = Kill(member, "a round", skip=skip, when="inside", told=["w1", "w2"])
     found = Run(3, [kill], apart=1)
     assert [len(members) for members in found.members] == [3, 2]
 
@@ -158,7 +158,7 @@ def test_a_rank_is_lost_while_another_one_is_parked() -> None:
 
 
 def test_a_parked_rank_is_lost_and_only_the_window_under_way_is_done_again() -> None:
-    found = Run(3, [Kill("w2", "a meeting", skip=6)])
+    found = Run(3, [Kill("w2", "a round", skip=6)])
     assert found.members == [("w0", "w1", "w2"), ("w0", "w1")]
     assert found.team.formations[1].receivers == ()
     handed_out = sum(sum(one.handed_out) for one in found.trained.values())
@@ -210,7 +210,7 @@ def test_a_parked_rank_continues_where_it_was_when_all_others_are_lost() -> None
 
 
 def test_the_main_process_is_not_parked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parking, "NOTEWORTHY_S", 0.0)
+    monkeypatch.setattr(lookahead, "NOTEWORTHY_S", 0.0)
     found = Run(3, misfits=(0, 2))
     assert found.parked[2] == [2]
     assert any("rank 0 costs more than it contributes" in text for text in found.told)
@@ -220,10 +220,11 @@ def test_exchanges_of_a_rank_that_was_parked_have_the_numbers_of_the_others() ->
     heard: list[tuple[int, list[int]]] = []
 
     def tell(ddp: Ddp, membership: ThreadMembership, result: WindowResult) -> None:
-        told = ddp.assembly.engine.introduce(result.window)
+        asked = ddp.assembly.engine.collectives.ask("telling the window", result.window)
+        told = [*asked.values()]
         heard.append((result.window, told))
         if result.window == 5 and membership.member == "w1":
-            membership.team.kills.append(Kill("w1", "greetings"))
+            membership.team.kills.append(Kill("w1", "answers"))
 
     found = Run(3, apart=1, at_commit=tell)
     assert found.members[1] == ("w0", "w2")

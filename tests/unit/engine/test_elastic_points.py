@@ -29,7 +29,7 @@ def named(point: str, policy: str, members: int) -> Kill:
         "inside": Kill("w1", f"{what} of window 1", when="inside", told=TOLD[members]),
         "after": Kill("w1", f"{what} of window 1", when="after"),
         "mid-update": Kill("w1", STEP, skip=1),
-        "before publishing": Kill("w1", "a meeting", skip=APPLIED[policy]),
+        "before publishing": Kill("w1", "a round", skip=APPLIED[policy]),
         "mid-heal, the donor": Kill("w0", "of a recall"),
         "mid-heal, the receiver": Kill("j", "of a recall", when="after"),
         "mid-heal, another one": Kill("w1", "of a recall"),

@@ -66,31 +66,32 @@ def test_a_worker_that_joins_in_a_loop_over_range_is_told_what_to_write() -> Non
 
 
 @pytest.mark.parametrize(
-    ("member", "skip", "when"),
+    ("member", "what", "skip", "when"),
     [
-        ("w0", FIRST_MEAN, "inside"),
-        ("w1", BEGIN_EVALUATION, "before"),
-        ("w0", BEGIN_EVALUATION, "inside"),
-        ("w0", END_EVALUATION, "before"),
-        ("w1", AVERAGE_RESULTS, "inside"),
+        ("w0", "a round", FIRST_MEAN, "inside"),
+        ("w1", "a round", BEGIN_EVALUATION, "before"),
+        ("w0", "a round", BEGIN_EVALUATION, "inside"),
+        ("w0", "a round", END_EVALUATION, "before"),
+        ("w0", "answers", 0, "inside"),
+        ("w1", "answers", 5, "inside"),  # of the results
     ],
 )
-def test_a_rank_dies_in_an_evaluation(member: str, skip: int, when: str) -> None:
+def test_a_rank_dies_in_an_evaluation(member: str, what: str, skip: int, when: str) -> None:
     told = ["w2"] if when == "inside" else []
-    _, found = run_script(3, [Kill(member, "a meeting", skip=skip, when=when, told=told)])
+    _, found = run_script(3, [Kill(member, what, skip=skip, when=when, told=told)])
     check(found)
     assert len(found) == 2
 
 
 def test_an_average_without_a_lost_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    _, found = run_script(2, [Kill("w1", "a meeting", skip=AVERAGE_RESULTS)])
+    _, found = run_script(2, [Kill("w1", "a round", skip=AVERAGE_RESULTS)])
     assert sorted(found["w0"].losses) == [0, 1, 2, 3]
     told = capsys.readouterr().err
     assert "rank 1 was lost after its part of an evaluation" in told
     assert "elastic_scripts.py" in told
 
 
-@pytest.mark.parametrize(("member", "what"), [("w0", "a meeting"), ("w1", "rows of all ranks")])
+@pytest.mark.parametrize(("member", "what"), [("w0", "a round"), ("w1", "rows of all ranks")])
 @pytest.mark.parametrize("when", ["before", "inside", "after"])
 def test_every_row_is_gathered_once(what: str, when: str, member: str) -> None:
     kill = Kill(member, what, skip=2, when=when, told=["w2"] if when == "inside" else [])
@@ -114,7 +115,7 @@ def test_every_row_is_gathered_once(what: str, when: str, member: str) -> None:
 def test_functions_of_a_commit_average_on_all_ranks_that_remain(skip: int, told: list[str]) -> None:
     # 0 to 3 calibrate and plan, 4 closes window 0. 5 closes window 1 and tells that window 0 is
     # committed, after which 6 averages; and so on.
-    kill = Kill("w1", "a meeting", skip=skip, when="inside" if told else "before", told=told)
+    kill = Kill("w1", "a round", skip=skip, when="inside" if told else "before", told=told)
     means: dict[str, list[float]] = {}
 
     def mean(ddp: Ddp, result: WindowResult) -> None:
@@ -134,7 +135,7 @@ def test_the_next_main_rank_saves_where_the_first_is_lost(tmp_path: Path) -> Non
         with begin(membership, seed=1) as ddp:
             ddp.save(tmp_path)
 
-    team = ElasticThreads(3, kills=[Kill("w0", "greetings", skip=2)])
+    team = ElasticThreads(3, kills=[Kill("w0", "answers", skip=1)])
     team.run(body)
     assert [team.fate(name).error for name in ("w1", "w2")] == [None, None]
     assert len(team.formations) == 2
@@ -288,7 +289,7 @@ def test_all_leave_an_epoch_by_break_as_one_is_lost(*, by_result: bool) -> None:
             def split(window: int, size: int) -> list[float]:
                 return [3, 3, 2, 0, 0] if len(engine.team.members) == 3 else [4, 4, 0, 0, 0]
 
-            engine._policy = ScriptedPolicy(membership.most, split)
+            engine.lookahead.latest_policy = ScriptedPolicy(membership.most, split)
             loader = ddp.loader(DATA, batch_size=BATCH, seed=3, micro_batch_size=4)
             for epoch in range(3):
                 for x, y in loader.epoch(epoch):

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from evener import Ddp, WindowResult
 from evener.comm.base import Communicator
 from evener.comm.threads import ThreadTeam
-from evener.engine import exchanging
+from evener.engine import background
 from evener.errors import CollectiveMismatchError, EvenerError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
@@ -100,7 +100,7 @@ def test_handing_over_may_take_longer_than_an_exchange() -> None:
 
     def body(comm: Communicator) -> int:
         ddp, model, _ = frozen_bias(comm, "sync")
-        ddp.assembly.engine._policy = ParksMain()
+        ddp.assembly.engine.lookahead.latest_policy = ParksMain()
         ddp.assembly.team.call_on_handover(lambda: time.sleep(3.0))
         data = TensorDataset(torch.arange(80.0).unsqueeze(1) / 80)
         with ddp:
@@ -142,8 +142,8 @@ def test_a_replacement_on_another_machine_finds_its_own_memory_limit(
     def at_commit(ddp: Any, result: WindowResult) -> None:
         me = threading.current_thread().name
         if me == "w1":
-            ddp.assembly.engine.limits.shrink(4)
-        known[me] = [*ddp.assembly.engine.limits.known]
+            ddp.assembly.engine.run.limits.shrink(4)
+        known[me] = [*ddp.assembly.engine.run.limits.known]
 
     team = ElasticThreads(3, kills=[Kill("w1", "gradients of window 2")])
 
@@ -161,8 +161,8 @@ def test_a_replacement_on_another_machine_finds_its_own_memory_limit(
 
 
 def test_a_stale_exchange_hands_its_result_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanging, "_LIMIT_S", 0.0)
-    exchanger: exchanging.BackgroundExchanger[str] = exchanging.BackgroundExchanger("flight")
+    monkeypatch.setattr(background, "_LIMIT_S", 0.0)
+    exchanger: background.Job[str] = background.Job("flight")
     hangs, goes_on = threading.Event(), threading.Event()
 
     def stale() -> str:

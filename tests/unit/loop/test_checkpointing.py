@@ -82,7 +82,7 @@ def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path, failures: list[
             ddp.events.report_to([sink])
             checkpointer = checkpointer_of(ddp, tmp_path)
             for window in (2, 4, 6):
-                ddp.assembly.engine.progress = Progress(window=window)
+                ddp.assembly.engine.run.progress = Progress(window=window)
                 checkpointer.save(CURSOR)
                 checkpointer.finish(CURSOR)
             newest = checkpointer.path
@@ -108,11 +108,11 @@ def test_what_is_saved_has_been_compared_where_that_was_asked_for(tmp_path: Path
     def body(comm: Communicator) -> None:
         with team_of(comm, verify_every=1000) as ddp:
             checkpointer = checkpointer_of(ddp, tmp_path)
-            ddp.assembly.engine.progress = Progress(window=2)
+            ddp.assembly.engine.run.progress = Progress(window=2)
             checkpointer.save(CURSOR)
             if comm.rank == 1:
                 ddp.assembly.model.get_parameter("bias").data += 1e-3
-            ddp.assembly.engine.progress = Progress(window=4)
+            ddp.assembly.engine.run.progress = Progress(window=4)
             with pytest.raises(ReplicasDifferError, match="after window 3, parameter 'bias'"):
                 checkpointer.save(CURSOR)
             checkpointer.close()
@@ -137,7 +137,7 @@ def test_a_save_waits_for_nothing_and_its_checkpoint_for_the_events_before(tmp_p
     with team_of(SingleCommunicator()) as ddp:
         ddp.events.report_to([sink])
         checkpointer = checkpointer_of(ddp, tmp_path)
-        ddp.assembly.engine.progress = Progress(window=2)
+        ddp.assembly.engine.run.progress = Progress(window=2)
         checkpointer.save(CURSOR)
         time.sleep(0.3)  # more than it takes to write it
         assert checkpointer.path is None
@@ -252,7 +252,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_use(
         checkpointer.save(CURSOR)
         checkpointer.finish(CURSOR)
         with files_at_most(50_000):
-            ddp.assembly.engine.progress = Progress(window=1)
+            ddp.assembly.engine.run.progress = Progress(window=1)
             checkpointer.save(CURSOR)
             with pytest.raises(CheckpointError, match="step-1 could not be written"):
                 checkpointer.finish(CURSOR)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from evener.data.cursor import Cursor, Slice
 from evener.data.leases import LeaseBook
+from evener.errors import CollectiveMismatchError
 from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ElChe
 from evener.planning.guard import NoGuard
@@ -25,7 +26,7 @@ from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import machine
-from evener.protocol.machine import Do, Phase, Ruling, State
+from evener.protocol.machine import Action, Decision, Phase, State
 from evener.protocol.row import ALL, DATA_LENGTH, Purpose, Row, decode, encode, pack
 
 #: The rules that ranks go by; a test of the tests puts others in their place.
@@ -442,18 +443,18 @@ class Rank(ABC):
         self.point("row.received")
         return {rank: row if rank == self.me else _received(found[rank]) for rank in members}
 
-    def judged(self, state: State, rows: dict[int, Row], place: Hashable) -> Ruling:
+    def judged(self, state: State, rows: dict[int, Row], place: Hashable) -> Decision:
         """The verdict, which must be that of all others who judge this round."""
         verdict = RULES.judge(state, rows)
         self.check(verdict, rows, place)
         return verdict
 
-    def check(self, verdict: Ruling, rows: dict[int, Row], place: Hashable) -> None:
+    def check(self, verdict: Decision, rows: dict[int, Row], place: Hashable) -> None:
         """S1 and S3: what a rank is told is told to all, and not before all have done it."""
         self.net.agree(
             place,
             (
-                verdict.do,
+                verdict.actions,
                 verdict.part,
                 repr((verdict.weight, verdict.loss)),
                 verdict.skip,
@@ -465,14 +466,18 @@ class Rank(ABC):
             ),
             "S1",
         )
-        if {Do.APPLY, Do.TURN, Do.EXCHANGE, Do.LAND, Do.COMMIT} & set(verdict.do):
+        if {Action.APPLY, Action.TURN, Action.EXCHANGE, Action.LAND, Action.COMMIT} & set(
+            verdict.actions
+        ):
             assert set(rows) == set(self.state.members), "S3"
 
     def meet(
         self, purpose: Purpose, **said: Any
-    ) -> Generator[Any, Any, tuple[dict[int, Row], Ruling]]:
+    ) -> Generator[Any, Any, tuple[dict[int, Row], Decision]]:
         """A round of rows."""
         stop = self.wants_stop() or self.state.stopping
+        if purpose in (Purpose.REST, Purpose.IDLE) and not self.state.is_parked:
+            said["digest"] = float(hash(self.model) % 2**50)
         self.state = self.state.say(purpose, stop=stop, **said)
         assert self.state.own is not None
         channel, members = self.channel, self.state.members
@@ -485,21 +490,21 @@ class Rank(ABC):
         yield from self.follow(rows, verdict, (channel, number))
         return rows, verdict
 
-    def follow(self, rows: dict[int, Row], verdict: Ruling, place: Hashable) -> Steps:
+    def follow(self, rows: dict[int, Row], verdict: Decision, place: Hashable) -> Steps:
         """Carries a verdict out; see ``Engine._follow``."""
         after = verdict.state
         stopping = self.state.stopping or after.stopping
         self.state = self.state._replace(own=None, stopping=stopping)
-        for do in verdict.do:
-            if self.state.is_parked and do in (Do.VERIFY, Do.RATES):
+        for do in verdict.actions:
+            if self.state.is_parked and do in (Action.VERIFY, Action.RATES):
                 continue
-            if do is Do.COMMIT:
+            if do is Action.COMMIT:
                 yield from self.commit()
-            elif do is Do.VERIFY:
-                yield from self.verify()
-            elif do is Do.RATES:
+            elif do is Action.VERIFY:
+                raise AssertionError(f"S6: ranks hold different states: {rows}")
+            elif do is Action.RATES:
                 yield from self.agree_on_rates(rows)
-            elif do is not Do.CHANGE:
+            elif do is not Action.CHANGE:
                 yield from self.carry_out(do, rows, verdict)
         self.state = after._replace(stopping=self.state.stopping)
         if verdict.culprit is not None:
@@ -508,14 +513,14 @@ class Rank(ABC):
         if verdict.error is not None:
             self.tell(place, str(verdict.error))
             raise verdict.error
-        assert Do.CHANGE not in verdict.do, "the members of a fixed team do not change"
+        assert Action.CHANGE not in verdict.actions, "the members of a fixed team do not change"
 
     def tell(self, place: Hashable, words: str) -> None:
         """S10: an error from rows, on all ranks in the same round."""
         self.net.raised[self.me] = (place, words)
 
     @abstractmethod
-    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Ruling) -> Steps:
+    def carry_out(self, do: Action, rows: dict[int, Row], verdict: Decision) -> Steps:
         """Does one thing that a round has led to."""
 
     @abstractmethod
@@ -555,7 +560,7 @@ class Rank(ABC):
         self.point("commit.after")
         if applied.window in self.program.asks_at:
             self.committing = True
-            yield from self.meet(Purpose.VALUE, body=(1.0,))
+            yield from self.ask("averaging")
             self.committing = False
 
     def apply(self, window: int, content: Hashable) -> None:
@@ -565,11 +570,6 @@ class Rank(ABC):
         self.done = window
         self.net.agree(window, (content, self.model), "S6: the model after a window")
         self.point("apply.after")
-
-    def verify(self) -> Steps:
-        """S6: replicas are equal."""
-        found = yield from self.exchange(("verify", self.state.window), self.model)
-        assert len(set(found.values())) == 1, f"S6: {found}"
 
     def agree_on_rates(self, rows: dict[int, Row]) -> Steps:
         """Ranks without work take the learning rate of those that have some."""
@@ -593,11 +593,17 @@ class Rank(ABC):
         assert self.applied is None
         assert self.state.own is None
 
-    def ask(self, purpose: Purpose) -> Steps:
-        """A collective of the user's."""
+    def ask(self, what: str) -> Steps:
+        """A collective of the user's: ranks meet, and then say what each of them came for."""
         if self.state.phase is Phase.REST:
             yield from self.settle()
-        yield from self.meet(purpose, body=(1.0,))
+        _, verdict = yield from self.meet(Purpose.ASK)
+        found = yield from self.exchange(("ask", verdict.state.window), what)
+        if len(set(found.values())) > 1:
+            error = CollectiveMismatchError(f"ranks joined different collectives: {found}")
+            self.state = self.state.end()
+            self.tell(("ask", self.state.window), str(error))
+            raise error
 
     def body(self, micro_batch: int) -> Steps:
         """The user's loop, up to the gradient of a micro-batch."""
@@ -609,11 +615,11 @@ class Rank(ABC):
         if self.state.window in self.program.rates_at:
             self.rate = float(self.state.window)
         if script.evaluates == self.state.window and self.once("evaluates"):
-            yield from self.ask(Purpose.EVALUATE)
+            yield from self.ask("evaluating")
         if place == script.asks and self.once(("asks", place)):
-            yield from self.ask(Purpose.VALUE)
+            yield from self.ask("averaging")
         if self.state.window == self.program.saves_at and self.once("saves"):
-            yield from self.ask(Purpose.SAVE)
+            yield from self.ask("saving")
             yield from self.settle()
 
     def once(self, what: Hashable) -> bool:
@@ -818,22 +824,22 @@ class SyncRank(Rank):
 
     # ── what a round leads to ────────────────────────────────────────────────────────────────────
 
-    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Ruling) -> Steps:
+    def carry_out(self, do: Action, rows: dict[int, Row], verdict: Decision) -> Steps:
         """Does one thing that a round has led to."""
-        if do is Do.TURN and self.state.is_parked:
+        if do is Action.TURN and self.state.is_parked:
             return
-        if do is Do.APPLY:
+        if do is Action.APPLY:
             yield from self.finish(rows, verdict)
-        elif do is Do.TURN:
+        elif do is Action.TURN:
             yield from self.turn(verdict)
-        elif do is Do.DROP:
+        elif do is Action.DROP:
             self.content = []
             self.drop_plans()
             self.point("drop.after")
-        elif do is Do.RESTORE:
+        elif do is Action.RESTORE:
             self.content, self.turns = [], []
 
-    def finish(self, rows: dict[int, Row], verdict: Ruling) -> Steps:
+    def finish(self, rows: dict[int, Row], verdict: Decision) -> Steps:
         """A window is over."""
         self.point("apply.before")
         window, plan, leases = self.state.window, self.state.plan, []
@@ -858,7 +864,7 @@ class SyncRank(Rank):
         self.applied = Pending(window, leases)
         self.result = True
 
-    def turn(self, verdict: Ruling) -> Steps:
+    def turn(self, verdict: Decision) -> Steps:
         """One optimizer is stepped."""
         plan, part = self.state.plan, verdict.part
         yield from self.gather(("turn", self.state.window, len(self.turns), part), plan)
@@ -929,7 +935,7 @@ class SyncRank(Rank):
 
     # ── parking ──────────────────────────────────────────────────────────────────────────────────
 
-    def follow(self, rows: dict[int, Row], verdict: Ruling, place: Hashable) -> Steps:
+    def follow(self, rows: dict[int, Row], verdict: Decision, place: Hashable) -> Steps:
         """Carries a verdict out; then those are parked whom the plan of the next window names."""
         yield from super().follow(rows, verdict, place)
         if self.committing or self.state.due_to_park == self.state.parked:
@@ -974,7 +980,7 @@ class Outcome(NamedTuple):
 
     over: Any
     rows: dict[int, Row]
-    verdict: Ruling
+    verdict: Decision
     place: Hashable
     next_plan: tuple[float, ...] = ()
     retired: tuple[Slice, ...] = ()
@@ -1212,15 +1218,15 @@ class LocalRank(Rank):
             self.book.fill(self.state.plan.queues, hand_on=hands_on)
             self.go_by()
 
-    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Ruling) -> Steps:
+    def carry_out(self, do: Action, rows: dict[int, Row], verdict: Decision) -> Steps:
         """Does one thing that a round has led to."""
         yield from ()
         made = any(row.report.steps for row in rows.values())
-        if do is Do.LAND and made:
+        if do is Action.LAND and made:
             assert self.landing is not None
             self.apply(self.state.window, (verdict.skip, self.landing.content))
             self.applied = Pending(self.state.window, list(self.landing.retired))
-        elif do is Do.RESTORE:
+        elif do is Action.RESTORE:
             self.local, self.skipped, self.bad = [], 0, 0
 
     def go_by(self) -> None:

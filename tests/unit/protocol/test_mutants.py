@@ -24,17 +24,17 @@ from unit.protocol.test_protocol import (
 
 #: Function of the table, what it says, and what a mutant says instead.
 MACHINE = (
-    ("_commit", "(*before, Do.COMMIT) if state.applied else ()", "()"),
+    ("_commit", "(Action.COMMIT,) * state.applied", "()"),
     ("judge", "purpose in (Purpose.REST, Purpose.IDLE)", "purpose is Purpose.IDLE"),
     ("judge", "state.stopping or stops", "state.stopping"),
     ("_common_purpose", "len(busy) > 1", "len(busy) > 9"),
-    ("_judge_window", "do=(*do, Do.TURN)", "do=do"),
-    ("_judge_window", "state = state._replace(applied=False)", "state = state"),
+    ("_judge_window", "actions=(*actions, Action.TURN)", "actions=actions"),
+    ("judge", "_judge_window(state._replace(applied=False)", "_judge_window(state"),
     ("_judge_window", "if working[rank].part != part", "if False"),
     ("_judge_window", "bool(bad) or weight == 0.0", "weight == 0.0"),
     ("_settle", "state = state._replace(applied=False)", "state = state"),
     ("_settle", "any(row.busy for row in rows.values())", "False"),
-    ("_judge_window", "state.release(), do=(*do, Do.DROP)", "state, do=(*do, Do.DROP)"),
+    ("_judge_window", "state.release(), actions", "state, actions"),
     ("land", "applied=steps > 0", "applied=False"),
     ("land", "flight=None", "flight=state.flight"),
 )

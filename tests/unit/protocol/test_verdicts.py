@@ -12,7 +12,7 @@ from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import LOSS, NOTHING, Report
 from evener.protocol.formation import Formation
-from evener.protocol.machine import Do, Phase, Ruling, State, judge, land
+from evener.protocol.machine import Action, Decision, Phase, State, judge, land
 from evener.protocol.row import Purpose, Row, pack
 
 DATA = (600.0, 8.0, 7.0)
@@ -63,7 +63,7 @@ def row(purpose: Purpose = Purpose.WINDOW, **given: Any) -> Row:
     return Row(purpose=purpose, **fields | given)
 
 
-def both(state: State, *rows: Row) -> Ruling:
+def both(state: State, *rows: Row) -> Decision:
     """The verdict of one of two ranks."""
     return judge(state, dict(enumerate(rows)))
 
@@ -74,7 +74,7 @@ def both(state: State, *rows: Row) -> Ruling:
 def test_a_window_is_committed_and_the_next_one_applied() -> None:
     planned = row(body=THIRD)
     found = both(working(), planned, row())
-    assert found.do == (Do.COMMIT, Do.APPLY)
+    assert found.actions == (Action.COMMIT, Action.APPLY)
     assert (found.weight, found.loss, found.part, found.skip) == (4.0, 3.0, None, False)
     state = found.state
     assert state.window == 4
@@ -84,38 +84,15 @@ def test_a_window_is_committed_and_the_next_one_applied() -> None:
 
 
 def test_nothing_is_committed_where_nothing_was_applied() -> None:
-    assert both(working(applied=False), row(body=THIRD), row()).do == (Do.APPLY,)
-
-
-@pytest.mark.parametrize(
-    ("rows", "done"),
-    [
-        ([row(body=THIRD), row(late_non_finite=2, may_skip=True)], (Do.COMMIT, Do.APPLY)),
-        ([row(Purpose.REST, late_non_finite=LOSS, may_skip=True), row(Purpose.REST)], None),
-        ([row(Purpose.CHANGE), row(Purpose.CHANGE, late_non_finite=1, may_skip=True)], None),
-    ],
-)
-def test_an_update_that_a_device_left_out_is_undone_before_it_is_committed(
-    rows: list[Row], done: Any
-) -> None:
-    late, plain = (
-        both(working(), *rows),
-        both(working(), *(r._replace(late_non_finite=0) for r in rows)),
-    )
-    assert late.do == (Do.UNDO, *plain.do)
-    assert done is None or plain.do == done
-    assert late.state == plain.state
-    assert late.culprit is None
-    # Nothing was applied that could have been left out.
-    assert Do.UNDO not in both(working(applied=False), *rows).do
+    assert both(working(applied=False), row(body=THIRD), row()).actions == (Action.APPLY,)
 
 
 @pytest.mark.parametrize("purpose", [Purpose.WINDOW, Purpose.REST, Purpose.CHANGE])
-def test_an_update_that_may_not_be_left_out_is_an_error_and_not_committed(purpose: Purpose) -> None:
-    found = both(working(), row(purpose), row(purpose, late_non_finite=2))
-    assert (found.do, found.culprit) == ((Do.UNDO,), 1)
-    state = found.state
-    assert (state.window, state.plans, state.applied, state.phase) == (2, (), False, Phase.OUT)
+def test_states_that_differ_are_compared_before_a_commit(purpose: Purpose) -> None:
+    found = both(working(), row(purpose, digest=7.0), row(purpose, digest=8.0))
+    assert found.actions[:2] == (Action.VERIFY, Action.COMMIT)
+    alike = both(working(), row(purpose, digest=7.0), row(purpose, digest=7.0))
+    assert alike.actions == found.actions[1:]
 
 
 def test_the_last_plan_ends_the_epoch() -> None:
@@ -128,7 +105,7 @@ def test_the_last_plan_ends_the_epoch() -> None:
 def test_a_stop_ends_the_epoch_after_the_window_that_is_computed() -> None:
     for rows in ([row(body=THIRD, stop=True), row()], [row(body=THIRD), row(stop=True)]):
         found = both(working(), *rows)
-        assert found.do == (Do.COMMIT, Do.APPLY)
+        assert found.actions == (Action.COMMIT, Action.APPLY)
         assert found.state.stopping
         assert found.state.phase is Phase.OUT
 
@@ -145,16 +122,18 @@ def test_the_plan_is_that_of_the_planner() -> None:
 
 def test_a_change_of_the_members_comes_after_the_window() -> None:
     found = both(working(), row(body=THIRD, renew=True), row())
-    assert found.do[-2:] == (Do.APPLY, Do.CHANGE)
-    assert Do.CHANGE not in both(working(), row(body=THIRD), row(renew=True)).do
+    assert found.actions[-2:] == (Action.APPLY, Action.CHANGE)
+    assert Action.CHANGE not in both(working(), row(body=THIRD), row(renew=True)).actions
     # At its end an epoch has another place for it, and a stop ends the team.
-    assert Do.CHANGE not in both(working(plans=(FIRST,)), row(renew=True), row()).do
-    assert Do.CHANGE not in both(working(), row(body=THIRD, renew=True, stop=True), row()).do
+    assert Action.CHANGE not in both(working(plans=(FIRST,)), row(renew=True), row()).actions
+    assert (
+        Action.CHANGE not in both(working(), row(body=THIRD, renew=True, stop=True), row()).actions
+    )
 
 
 def test_an_optimizers_turn_leaves_the_window_open() -> None:
     found = both(working(), row(part=1), row(part=1))
-    assert found.do == (Do.COMMIT, Do.TURN)
+    assert found.actions == (Action.COMMIT, Action.TURN)
     assert found.part == 1
     state = found.state
     assert (state.window, state.applied) == (3, False)
@@ -164,7 +143,7 @@ def test_an_optimizers_turn_leaves_the_window_open() -> None:
 def test_without_a_plan_one_optimizers_step_closes_the_window() -> None:
     stream = working(plans=(), phase=Phase.OUT)
     found = both(stream, row(Purpose.STEP, part=1), row(Purpose.STEP, part=1))
-    assert found.do == (Do.COMMIT, Do.APPLY)
+    assert found.actions == (Action.COMMIT, Action.APPLY)
     assert found.part == 1
     assert found.state.window == 4
 
@@ -173,21 +152,21 @@ def test_unlike_optimizers_are_an_error_that_names_both_ranks() -> None:
     found = both(working(), row(part=1), row())
     assert isinstance(found.error, UsageError)
     assert "rank 0 steps optimizer 1, rank 1 all optimizers" in str(found.error)
-    assert found.do == (Do.COMMIT,)
+    assert found.actions == (Action.COMMIT,)
 
 
 def test_a_rank_without_a_share_has_no_say_in_which_optimizer_is_stepped() -> None:
     plan = replace(FIRST, shares=(0, 4))
     said = row(part=1, report=TWO._replace(samples=4))
     found = both(working(plans=(plan, SECOND)), row(Purpose.IDLE, report=NOTHING), said)
-    assert found.do == (Do.COMMIT, Do.TURN)
+    assert found.actions == (Action.COMMIT, Action.TURN)
     assert found.part == 1
 
 
 def test_a_window_without_weight_is_left_out() -> None:
     nothing = TWO._replace(weight=0.0, loss_sum=0.0)
     found = both(working(), row(body=THIRD, report=nothing), row(report=nothing))
-    assert found.do == (Do.COMMIT, Do.APPLY)
+    assert found.actions == (Action.COMMIT, Action.APPLY)
     assert found.skip
     assert math.isnan(found.loss)
 
@@ -196,12 +175,12 @@ def test_what_is_not_finite_stops_all_ranks_or_is_left_out_on_all() -> None:
     bad = TWO._replace(non_finite=LOSS)
     found = both(working(), row(), row(report=bad))
     assert found.culprit == 1
-    assert found.do == (Do.COMMIT, Do.RESTORE)
+    assert found.actions == (Action.COMMIT, Action.RESTORE)
     assert found.state.plans == (FIRST, SECOND)
     found = both(working(), row(body=THIRD), row(report=bad, may_skip=True))
     assert found.culprit is None
     assert found.skip
-    assert found.do == (Do.COMMIT, Do.APPLY)
+    assert found.actions == (Action.COMMIT, Action.APPLY)
     # Every rank on which something is not finite must allow it.
     found = both(working(), row(report=bad, may_skip=True), row(report=bad))
     assert found.culprit == 0
@@ -211,13 +190,13 @@ def test_samples_that_differ_from_the_plan_are_an_error() -> None:
     found = both(working(), row(), row(report=TWO._replace(samples=3)))
     assert isinstance(found.error, ProtocolError)
     assert "rank 1 computed 3 samples of window 3, planned were 2" in str(found.error)
-    assert found.do == (Do.COMMIT,)
+    assert found.actions == (Action.COMMIT,)
 
 
 def test_a_bad_weight_is_an_error_after_the_commit() -> None:
     found = both(working(), row(), row(report=TWO._replace(weight=-1.0)))
     assert isinstance(found.error, UsageError)
-    assert found.do == (Do.COMMIT,)
+    assert found.actions == (Action.COMMIT,)
 
 
 def test_unlike_numbers_of_trainable_parameters_are_an_error() -> None:
@@ -228,7 +207,7 @@ def test_unlike_numbers_of_trainable_parameters_are_an_error() -> None:
 
 def test_unlike_learning_rates_are_told_before_the_window_is_applied() -> None:
     found = both(working(), row(body=THIRD, rates=1.0), row(rates=2.0))
-    assert found.do == (Do.COMMIT, Do.RATES, Do.APPLY)
+    assert found.actions == (Action.COMMIT, Action.RATES, Action.APPLY)
 
 
 # ── windows that are dropped ─────────────────────────────────────────────────────────────────────
@@ -236,7 +215,7 @@ def test_unlike_learning_rates_are_told_before_the_window_is_applied() -> None:
 
 def test_a_stop_in_mid_window_drops_it_and_the_plans() -> None:
     found = both(working(winding=True), row(), row(drop=True))
-    assert found.do == (Do.COMMIT, Do.DROP)
+    assert found.actions == (Action.COMMIT, Action.DROP)
     state = found.state
     assert (state.window, state.plans, state.winding) == (3, (), False)
     assert state.phase is Phase.OUT
@@ -254,33 +233,33 @@ def test_a_row_tells_that_its_loop_was_left() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        row(Purpose.VALUE),
+        row(Purpose.REST),
         row(Purpose.IDLE),
-        row(Purpose.SAVE, window=4),
-        row(Purpose.SAVE, generation=1),
+        row(Purpose.ASK, window=4),
+        row(Purpose.ASK, generation=1),
     ],
     ids=["purpose", "idle", "window", "generation"],
 )
 def test_ranks_at_odds_end_with_the_same_error(other: Row) -> None:
-    for rows in ([row(Purpose.SAVE), other], [other, row(Purpose.SAVE)]):
+    for rows in ([row(Purpose.ASK), other], [other, row(Purpose.ASK)]):
         found = both(working(), *rows)
         assert isinstance(found.error, CollectiveMismatchError)
-        assert found.do == ()
+        assert found.actions == ()
         assert found.state.phase is Phase.ENDED
 
 
 def test_a_value_is_answered_by_the_rows_alone_and_may_tell_of_a_stop() -> None:
-    found = both(working(), row(Purpose.VALUE), row(Purpose.VALUE, stop=True))
-    assert found.do == ()
+    found = both(working(), row(Purpose.ASK), row(Purpose.ASK, stop=True))
+    assert found.actions == ()
     assert found.error is None
     assert found.state == working(stopping=True)
 
 
 def test_a_change_of_the_generation_commits_the_window_before() -> None:
     found = both(working(), row(Purpose.CHANGE), row(Purpose.CHANGE))
-    assert found.do == (Do.COMMIT,)
+    assert found.actions == (Action.COMMIT,)
     assert not found.state.applied
-    assert both(working(applied=False), row(Purpose.CHANGE), row(Purpose.CHANGE)).do == ()
+    assert both(working(applied=False), row(Purpose.CHANGE), row(Purpose.CHANGE)).actions == ()
 
 
 def test_an_epoch_begins_with_the_planners_plan() -> None:
@@ -320,7 +299,7 @@ def test_a_plan_of_local_steps_takes_the_place_of_the_one_before() -> None:
 
 def test_rest_commits_and_ends_what_was_left() -> None:
     found = both(working(phase=Phase.REST), row(Purpose.REST), row(Purpose.REST, left=True))
-    assert found.do == (Do.VERIFY, Do.COMMIT)
+    assert found.actions == (Action.COMMIT,)
     state = found.state
     assert (state.applied, state.plans, state.phase) == (False, (), Phase.OUT)
     assert not state.led_out
@@ -328,15 +307,15 @@ def test_rest_commits_and_ends_what_was_left() -> None:
 
 def test_rest_in_mid_epoch_goes_on_where_nobody_has_left() -> None:
     found = both(working(), row(Purpose.REST), row(Purpose.REST))
-    assert found.do == (Do.VERIFY, Do.COMMIT)
+    assert found.actions == (Action.COMMIT,)
     assert found.state == working(applied=False)
-    assert both(working(applied=False), row(Purpose.REST), row(Purpose.REST)).do == ()
+    assert both(working(applied=False), row(Purpose.REST), row(Purpose.REST)).actions == ()
 
 
 def test_rest_leads_a_rank_without_a_share_out() -> None:
     rows = row(Purpose.IDLE), row(Purpose.REST, left=True)
     found = both(working(), *rows)
-    assert found.do == (Do.VERIFY, Do.COMMIT)
+    assert found.actions == (Action.COMMIT,)
     assert found.state.led_out
     assert found.state.phase is Phase.OUT
     assert not both(working(), row(Purpose.IDLE), row(Purpose.REST)).state.led_out
@@ -346,7 +325,7 @@ def test_who_has_an_exchange_in_flight_lands_it_before_all_rest() -> None:
     for rows in ([row(Purpose.REST, busy=True), row(Purpose.REST)],
                  [row(Purpose.REST), row(Purpose.REST, busy=True)]):  # fmt: skip
         found = both(flying(), *rows)
-        assert found.do == ()
+        assert found.actions == ()
         assert found.state == flying()
 
 
@@ -357,7 +336,7 @@ def stepped(steps: int = 2, **given: Any) -> Row:
     return row(report=TWO._replace(steps=steps), **given)
 
 
-def landed(state: State, *rows: Row, plan: LocalPlan | None = None) -> Ruling:
+def landed(state: State, *rows: Row, plan: LocalPlan | None = None) -> Decision:
     numbers = () if plan is None else tuple(pack(plan))
     found = dict(enumerate(rows))
     return land(state, found, numbers, judge(state, found))
@@ -365,16 +344,16 @@ def landed(state: State, *rows: Row, plan: LocalPlan | None = None) -> Ruling:
 
 def test_a_window_of_local_steps_is_exchanged_and_lands() -> None:
     found = both(flying(), stepped(), stepped())
-    assert found.do == (Do.COMMIT, Do.EXCHANGE)
+    assert found.actions == (Action.COMMIT, Action.EXCHANGE)
     assert (found.weight, found.loss) == (4.0, 3.0)
     plan = local_plan(4)
     found = landed(flying(applied=False), stepped(), stepped(), plan=plan)
-    assert found.do == (Do.LAND,)
+    assert found.actions == (Action.LAND,)
     state = found.state
     assert (state.window, state.applied, state.flight, state.plans) == (4, True, None, (plan,))
     assert state.phase is Phase.WORK
     assert not state.winding
-    assert landed(flying(), stepped(), stepped(), plan=plan).do == (Do.COMMIT, Do.LAND)
+    assert landed(flying(), stepped(), stepped(), plan=plan).actions == (Action.COMMIT, Action.LAND)
 
 
 def test_a_window_in_which_nobody_stepped_is_no_window() -> None:
@@ -387,7 +366,7 @@ def test_what_is_not_finite_ends_the_epoch_of_local_steps() -> None:
     bad = row(report=TWO._replace(steps=2, non_finite=LOSS))
     found = both(flying(), stepped(), bad)
     assert found.culprit == 1
-    assert found.do == (Do.COMMIT, Do.RESTORE)
+    assert found.actions == (Action.COMMIT, Action.RESTORE)
     assert (found.state.flight, found.state.plans, found.state.phase) == (None, (), Phase.OUT)
 
 
@@ -475,15 +454,15 @@ def test_a_parked_rank_is_idle_whatever_the_others_do() -> None:
     plan = parked(2).plans[1]
     body = tuple(pack(replace(plan, window=5, start=20)))
     found = judge(parked(2), {0: row(body=body), 1: row(), 2: IDLE._replace(trainable=9, rates=7)})
-    assert found.do == (Do.COMMIT, Do.APPLY)
-    asked = judge(parked(2), {0: row(Purpose.VALUE), 1: row(Purpose.VALUE), 2: IDLE})
-    assert (asked.do, asked.error) == ((), None)
+    assert found.actions == (Action.COMMIT, Action.APPLY)
+    asked = judge(parked(2), {0: row(Purpose.ASK), 1: row(Purpose.ASK), 2: IDLE})
+    assert (asked.actions, asked.error) == ((), None)
     rest = judge(parked(2), {0: row(Purpose.REST), 1: row(Purpose.REST), 2: IDLE})
-    assert rest.do == (Do.VERIFY, Do.COMMIT)
+    assert rest.actions == (Action.COMMIT,)
 
 
 def test_a_parked_rank_stops_the_team_and_is_heard_when_it_leaves() -> None:
-    rows = {0: row(Purpose.VALUE), 1: row(Purpose.VALUE), 2: IDLE._replace(stop=True)}
+    rows = {0: row(Purpose.ASK), 1: row(Purpose.ASK), 2: IDLE._replace(stop=True)}
     assert judge(parked(2), rows).state.stopping
     leaving = {rank: one._replace(leaving=True, stop=False) for rank, one in rows.items()}
     assert judge(parked(2), {**leaving, 0: rows[0]}).state.leaving == (1, 2)

@@ -120,7 +120,7 @@ def test_a_resumed_session_counts_what_was_done_before(tmp_path: Path) -> None:
             ddp.events.window(result(window, (4,)))
     with team_of(SingleCommunicator()) as ddp:
         # Resumed after window 1: windows 2 and 3 are void.
-        ddp.assembly.engine.progress = Progress(window=2)
+        ddp.assembly.engine.run.progress = Progress(window=2)
         tally = start(ddp, tmp_path, resumed_from=Path("step-2"))
         ddp.events.window(result(2, (4,)))
     assert tally.sums.total.windows == 3

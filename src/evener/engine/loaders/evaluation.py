@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any, final
 
-from evener.engine.answers import AskingEngine
+from evener.engine.engine import Engine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Intake
@@ -14,8 +14,8 @@ from evener.errors import UsageError
 from evener.places import here
 from evener.planning.evaluation_slices import Parts, evaluation_slices
 from evener.protocol.formation import EVALUATING
-from evener.protocol.row import Purpose
 
+_EVALUATING = "starting an evaluation (iterating over its loader)"
 _AHEAD = 3  # batches that are asked for before they are needed
 
 
@@ -44,7 +44,7 @@ class EvaluationLoader(LikeDataLoader):
 
     num_samples = 0
 
-    def __init__(self, engine: AskingEngine, gatherer: Gatherer, intake: Intake) -> None:
+    def __init__(self, engine: Engine, gatherer: Gatherer, intake: Intake) -> None:
         super().__init__(intake)
         self.drop_last = False  # an evaluation leaves no sample out
         self.batch_size = intake.batch_size
@@ -78,12 +78,12 @@ class EvaluationLoader(LikeDataLoader):
             UsageError: Ranks have data sets of different length or order.
         """
         engine, count = self._engine, self._order.num_samples
-        if engine.is_alone:
+        if engine.generations.is_alone:
             yield from self._first_batch()
             return
         self._held, self._gathers = {}, False
         yield from self._evaluate(range(count))
-        while engine.team.is_elastic and not self.is_complete(engine.ask(Purpose.EVALUATE)):
+        while engine.team.is_elastic and not self.is_complete(engine.collectives.ask(_EVALUATING)):
             yield from self.make_up()
         self._gatherer.end(self._held)
 
@@ -104,9 +104,9 @@ class EvaluationLoader(LikeDataLoader):
         indices = self._order.of(0)
         first = [indices[p] for p in range(min(self.batch_size, self._order.num_samples))]
         if first:
-            habits = self._engine.habits
+            habits, rank = self._engine.options.habits, self._engine.rounds.rank
             habits.tell_once(
-                f"the evaluation at {here()} was made before rank {self._engine.rank} joined the "
+                f"the evaluation at {here()} was made before rank {rank} joined the "
                 "team: its loop sees one batch here, and ddp.weighted_mean returns what the team "
                 "has found"
             )
@@ -122,7 +122,7 @@ class EvaluationLoader(LikeDataLoader):
             for rank, size in zip(ranks, sizes, strict=True):
                 parts[rank].append(positions[start : start + size])
                 start += size
-        own = [part for part in parts[engine.rank] if part]
+        own = [part for part in parts[engine.rounds.rank] if part]
         # A rank without a sample has got rows in this loop before. It is given the last ones by the
         # same calls of gather, to which it comes by an echo of another rank's sample.
         echoes = self._gathers and not own
@@ -162,28 +162,28 @@ class EvaluationLoader(LikeDataLoader):
         engine = self._engine
         speeds = engine.policy.solo_speeds(self.batch_size)
         if not all(speed > 0 for speed in speeds):
-            speeds = (1.0,) * engine.world_size
-        rows = engine.ask(Purpose.EVALUATE, [count, fingerprint, self.batch_size, *speeds])
+            speeds = (1.0,) * engine.team.world_size
+        rows = engine.collectives.ask(_EVALUATING, [count, fingerprint, self.batch_size, *speeds])
         for rank, (samples, order, *_) in rows.items():
             if samples != count:
                 raise UsageError(
                     f"the data set for evaluation has {samples:.0f} samples on rank {rank} and "
-                    f"{count} on rank {engine.rank}; give every rank all of it, ddp.eval_loader "
-                    "splits it"
+                    f"{count} on rank {engine.rounds.rank}; give every rank all of it, "
+                    "ddp.eval_loader splits it"
                 )
             if order != fingerprint:
                 raise UsageError(
                     f"the sampler for evaluation draws other samples on rank {rank} than on rank "
-                    f"{engine.rank}; it must draw the same on every rank"
+                    f"{engine.rounds.rank}; it must draw the same on every rank"
                 )
         if 0 < count < len(rows):
-            engine.habits.tell_once(
+            engine.options.habits.tell_once(
                 f"an evaluation of {count} sample(s) on {len(rows)} ranks: the loop's body does "
                 f"not run on the last {len(rows) - count}, which ddp.gather gives no rows; compute "
                 f"what needs them on rank {next(iter(rows))}"
             )
         # Others may have been parked, and have missed windows. In an elastic team the first one
         # has planned; it may be lost by now, and others go by what it has said.
-        known = rows[next(iter(rows)) if engine.team.is_elastic else engine.state.planner]
+        known = rows[next(iter(rows)) if engine.team.is_elastic else engine.rounds.state.planner]
         sizes = [int(row[2]) for row in rows.values()]
         return [*rows], evaluation_slices(count, sizes, [known[3 + rank] for rank in rows])

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from evener.engine.answers import AskingEngine
+from evener.engine.engine import Engine
 from evener.errors import CollectiveError, CollectiveMismatchError, UsageError
 from evener.places import here
 from evener.planning.evaluation_slices import Parts
-from evener.protocol.row import Purpose, pack, room_of, unpack
+from evener.protocol.row import pack, unpack
 
 T = TypeVar("T")
 #: A round of an evaluation, and how often a rank has called ``gather`` in it before.
@@ -24,7 +24,8 @@ _DTYPES = (
     *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
 )
 _OUTSIDE = -1  # the round of a call outside of any evaluation
-_HEAD = 4  # numbers of an offer before its shape
+_MOST_DIMENSIONS = 16
+_GATHERING = "gathering rows (ddp.gather, or the end of an evaluation's loop)"
 
 
 class _Offer(NamedTuple):
@@ -79,7 +80,7 @@ class EvaluationPass:
 
     def __init__(
         self,
-        engine: AskingEngine,
+        engine: Engine,
         rounds: Sequence[Parts],
         delivered: dict[int, int],
         *,
@@ -101,7 +102,7 @@ class EvaluationPass:
         A rank that has no batch in the last round takes part at the end in what others gather in
         it. Where all have one, that exchanges nothing.
         """
-        place = self._ranks.index(self._engine.rank)
+        place = self._ranks.index(self._engine.rounds.rank)
         for number, parts in enumerate(self._rounds):
             if parts[place] or self._echoes:
                 self._round, self._turn = number, 0
@@ -121,7 +122,7 @@ class EvaluationPass:
                 raise UsageError(
                     f"ddp.gather number {turn + 1} of round {round_} gets rows of shape "
                     f"{tuple(gathered.shape[1:])} and {gathered.dtype}; in a round before, in "
-                    f"which rank {self._engine.rank} had no batch, they were of shape "
+                    f"which rank {self._engine.rounds.rank} had no batch, they were of shape "
                     f"{tuple(before.shape[1:])} and {before.dtype}. Pad rows to one length for "
                     "the whole data set (torch.nn.functional.pad)"
                 )
@@ -135,7 +136,7 @@ class EvaluationPass:
             own = _Offer(*place, on_device, _DTYPES.index(rows.dtype), tuple(rows.shape))
         front = None
         while front != place:
-            told = self._engine.ask(Purpose.GATHER, pack(own))
+            told = self._engine.collectives.ask(_GATHERING, pack(own))
             offers = {rank: unpack(_Offer, numbers) for rank, numbers in told.items()}
             front = min(offer.place for offer in offers.values())
             if not self._fits(front, offers):
@@ -172,7 +173,7 @@ class EvaluationPass:
             own: This rank's rows; the result lies where they do, or with ``None`` on the model's
                 device.
         """
-        home = self._engine.device
+        home = self._engine.flat.groups[0].data.device
         bringing = [offer for offer in offers.values() if offer.place == front]
         dtype, shape = bringing[0].kind
         counts = {
@@ -182,8 +183,10 @@ class EvaluationPass:
         # NCCL takes tensors of GPUs, and Gloo all others, so ranks must not differ in where theirs
         # lie.
         where = home if all(offer.on_device for offer in bringing) else torch.device("cpu")
-        brought = own if offers[self._engine.rank].place == front else None
-        ranks, rows = self._engine.gather_rows(brought, counts, shape, _DTYPES[dtype], where)
+        brought = own if offers[self._engine.rounds.rank].place == front else None
+        ranks, rows = self._engine.collectives.gather_rows(
+            brought, counts, shape, _DTYPES[dtype], where
+        )
         if bringing[0].shape:
             self._note_delivered(front, ranks)
         return rows.to(home if own is None else own.device)
@@ -203,7 +206,7 @@ class EvaluationPass:
                     "have no counterpart. Evaluate again"
                 )
             if self._delivered[rank] <= number:
-                engine.habits.tell_once(
+                engine.options.habits.tell_once(
                     f"rank {rank} was lost in an evaluation: in what ddp.gather returns, the rows "
                     "of its remaining samples come last, not in the order of the data set"
                 )
@@ -214,7 +217,7 @@ class EvaluationPass:
 class Gatherer:
     """Knows whether this rank is in the loop of an evaluation."""
 
-    def __init__(self, engine: AskingEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         # first: outside of any
         self._passes = [EvaluationPass(engine, (), {}, in_training=False)]
@@ -225,13 +228,13 @@ class Gatherer:
         """Note the ranks that have results of the evaluation that has just ended."""
         self._ended = self._engine.window, frozenset(ranks)
 
-    def check_complete(self) -> None:
+    def check_complete(self, summed: Collection[int]) -> None:
         """Warn where a rank was lost after an evaluation and before its results were averaged."""
         engine, (window, ranks) = self._engine, self._ended
-        lost = sorted(ranks - engine.summed_ranks)
-        if lost and window == engine.window and not engine.is_alone:
+        lost = sorted(ranks.difference(summed))
+        if lost and window == engine.window and not engine.generations.is_alone:
             self._ended = -1, frozenset()
-            engine.habits.notice(
+            engine.options.habits.notice(
                 f"rank {lost[0]} was lost after its part of an evaluation, and before the result "
                 f"was averaged at {here()}: the average is that of the other ranks' samples"
             )
@@ -252,7 +255,7 @@ class Gatherer:
     def gather(self, value: T) -> T:
         """See ``Ddp.gather``."""
         # An iterator that a script holds on to keeps its pass open after the evaluation.
-        allowed = self._passes[-1].in_training or self._engine.committing
+        allowed = self._passes[-1].in_training or self._engine.rounds.committing
         if self._engine.is_training and not allowed:
             raise UsageError(
                 "ddp.gather inside a training loop, in which ranks run different numbers of "
@@ -273,7 +276,7 @@ class Gatherer:
                 "or lists, tuples and dicts of them: torch.tensor(value) makes one of numbers, a "
                 "tokenizer one of texts"
             )
-        room = room_of(self._engine.world_size) - _HEAD
+        room = _MOST_DIMENSIONS
         if leaf.layout != torch.strided or leaf.dtype not in _DTYPES or leaf.dim() > room:
             raise UsageError(
                 f"ddp.gather was given a tensor of layout {leaf.layout}, dtype {leaf.dtype} and "

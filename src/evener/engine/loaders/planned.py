@@ -9,7 +9,7 @@ from typing import Any, Final, final
 from evener.data.cursor import Cursor
 from evener.data.fetching import Pending, Prefetch
 from evener.data.signature import sign
-from evener.engine.changing import ElasticEngine
+from evener.engine.engine import Engine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.intake import Indices, Intake
 from evener.engine.loaders.loops import UserLoop, closed_at_exit
@@ -43,7 +43,7 @@ class TeamLoader(LikeDataLoader):
 
     def __init__(
         self,
-        engine: ElasticEngine,
+        engine: Engine,
         intake: Intake,
         *,
         prefetch: Prefetch,
@@ -72,7 +72,7 @@ class TeamLoader(LikeDataLoader):
     @property
     def micro_batch_size(self) -> int:
         """Return the most samples in one forward and backward on this rank."""
-        limits = self._engine.limits
+        limits = self._engine.run.limits
         return min(self._most_samples, limits.own or self._most_samples)
 
     def __iter__(self) -> Iterator[Any]:
@@ -100,13 +100,13 @@ class TeamLoader(LikeDataLoader):
         self._next = epoch + 1
         loop = self.loop = UserLoop.here()
         engine, max_steps = self._engine, self._max_steps
-        if engine.has_left:  # by `break`, perhaps in the last window of this very epoch
+        if engine.rounds.has_left:  # by `break`, perhaps in the last window of this very epoch
             engine.settle()
         self._refuse_joining()
         if self.cursor.is_committed(epoch):
             loop.skip(f"epoch {epoch} had been committed before, so nothing was left to do")
             return
-        if engine.stopping or (max_steps is not None and engine.turns >= max_steps):
+        if engine.rounds.stopping or (max_steps is not None and engine.turns >= max_steps):
             loop.skip("the team had stopped, or reached max_steps, before this epoch")
             return
         loop.skip("this rank had no share of the windows of this epoch")
@@ -115,20 +115,20 @@ class TeamLoader(LikeDataLoader):
         # What is left of an epoch that was left by `break` is passed over.
         self.cursor.begin(epoch, abandon=self._left)
         indices = self._order.of(epoch)
-        if not engine.has_just_joined:
+        if not engine.generations.has_just_joined:
             self._compare(indices)
         with engine.epoch_open():
             try:
                 for work in engine.work():
                     yield from self._hand_out(work, indices)
-                if loop.skipped and engine.was_parked:
+                if loop.skipped and engine.generations.was_parked:
                     loop.skip("this rank was parked, as it cost more than it contributed")
-                if not engine.state.led_out:
+                if not engine.rounds.state.led_out:
                     engine.end_epoch()
                 # Where others have left by `break`, this rank has it from them, or from a change
                 # of the team that came meanwhile. If the team continues without this rank, it may
                 # still be in this epoch, which this rank must not pass over.
-                self._left = not (engine.is_joining or self.cursor.is_committed(epoch))
+                self._left = not (engine.generations.is_joining or self.cursor.is_committed(epoch))
             except BaseException:  # GeneratorExit, after `break`; or an error of this rank alone
                 self._left = True
                 engine.leave()
@@ -138,10 +138,10 @@ class TeamLoader(LikeDataLoader):
 
     def join(self) -> None:
         """Join the team and take its data position over, if that began before this rank came."""
-        self._engine.join(self.cursor, self.batch_size, self._max_steps)
+        self._engine.generations.join(self.cursor, self.batch_size, self._max_steps)
 
     def _refuse_joining(self) -> None:
-        if self._engine.is_joining:
+        if self._engine.generations.is_joining:
             raise UsageError(
                 "this worker joins a team that has begun before, and cannot tell in which epoch "
                 "its own loop has to begin. Write `for epoch in ddp.epochs(num_epochs):` in place "
@@ -178,10 +178,11 @@ class TeamLoader(LikeDataLoader):
         if not (own := self._order.fingerprint(indices)):
             return
         engine = self._engine
-        for rank, other in engine.introduce([engine.rank, own]):
+        for rank, other in engine.collectives.ask("comparing samplers", own).items():
             if other != own:
                 raise UsageError(
-                    f"the sampler draws other samples on rank {rank} than on rank {engine.rank}; "
+                    f"the sampler draws other samples on rank {rank} than on rank "
+                    f"{engine.rounds.rank}; "
                     "it must draw from torch's, NumPy's or Python's global generators, or be "
                     "seeded alike, and not split the data by rank"
                 )
@@ -228,7 +229,7 @@ class TeamLoader(LikeDataLoader):
                 engine.end_micro_batch()
             elif share.in_micro_batch:
                 raise share.not_ended()
-            if engine.window != window or not engine.is_working:
+            if engine.window != window or not engine.rounds.state.is_working:
                 return
 
     def _submit(

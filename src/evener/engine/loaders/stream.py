@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from evener.data.fetching import start_context
 from evener.devices import pins_memory
-from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.loops import UserLoop, closed_at_exit
+from evener.engine.sync import SyncEngine
 from evener.engine.team_change import cannot_join
 from evener.errors import CheckpointError, ConfigError
 from evener.parsing import Fields
@@ -39,7 +39,7 @@ class StreamLoader(LikeDataLoader):
 
     def __init__(
         self,
-        engine: ElasticEngine,
+        engine: SyncEngine,
         batches: DataLoader[Any],
         *,
         seed: int,
@@ -56,7 +56,7 @@ class StreamLoader(LikeDataLoader):
         self._next = 0
         iterable = isinstance(batches.dataset, IterableDataset)
         what = batches.dataset if iterable else batches.batch_sampler
-        engine.habits.tell_once(_REMARK.format(what=type(what).__name__))
+        engine.options.habits.tell_once(_REMARK.format(what=type(what).__name__))
 
     def __len__(self) -> int:
         """Return this rank's batches of an epoch; ``TypeError`` if the data set has no length."""
@@ -83,7 +83,7 @@ class StreamLoader(LikeDataLoader):
                 before this rank came.
         """
         engine = self._engine
-        if engine.is_joining:
+        if engine.generations.is_joining:
             raise cannot_join("a stream")
         self._next = epoch + 1
         loop = self.loop = UserLoop.here()
@@ -97,7 +97,7 @@ class StreamLoader(LikeDataLoader):
         try:
             yield from self._rounds(epoch)
             engine.end_epoch()
-            if not engine.stopping:
+            if not engine.rounds.stopping:
                 self._epoch = epoch + 1
         except BaseException:  # GeneratorExit, after `break`; or an error, which others may not see
             engine.leave()
@@ -133,14 +133,14 @@ class StreamLoader(LikeDataLoader):
     @property
     def _finished(self) -> bool:
         done = self._max_steps is not None and self._engine.turns >= self._max_steps
-        return self._engine.stopping or done
+        return self._engine.rounds.stopping or done
 
     def _rounds(self, epoch: int) -> Iterator[Any]:
         engine = self._engine
         asked_s = time.perf_counter()
         for batch in self._batches:
             engine.spans.receive(asked_s)
-            engine.seed_draws(self._seed, epoch, engine.window, engine.rank)
+            engine.seed_draws(self._seed, epoch, engine.window, engine.rounds.rank)
             share = engine.open_share(1)
             share.start_micro_batch(count_samples(batch))
             self.loop.skip("")

@@ -6,6 +6,7 @@ from typing import final
 
 from evener.engine.results import WindowResult
 from evener.engine.share import Share
+from evener.engine.sync import SyncEngine
 from evener.errors import UsageError
 from evener.loop.loop import Loop
 
@@ -77,6 +78,7 @@ class Accumulator:
         """
         share, self._share, self.num_batches = self._share, None, 0
         if share is None:
+            assert isinstance(self._engine, SyncEngine)
             return self._engine.join_unplanned()
         share.resume()
         return self._ddp.step()

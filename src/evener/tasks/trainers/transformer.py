@@ -204,7 +204,7 @@ class TransformerTrainer:
         try:
             with window.micro_batch(batch.num_sequences):
                 # Dropout is drawn from what the batch is, as everywhere else.
-                engine.seed_draws(self._seed, engine.window, engine.rank, window.num_batches)
+                engine.seed_draws(self._seed, engine.window, engine.rounds.rank, window.num_batches)
                 return float(self.backward(batch).item())
         finally:
             torch.set_rng_state(random_state)

@@ -342,18 +342,18 @@ def test_a_window_after_which_replicas_differ_is_not_counted() -> None:
     def body(comm: Communicator) -> list[int]:
         model, optimizer = line()
         windows = []
-        with setup(comm, model, optimizer, shares=(1, 1), verify_every=1) as ddp:
+        ddp = setup(comm, model, optimizer, shares=(1, 1), verify_every=1)
 
-            def train() -> None:
-                for _, x in ddp.loader(DATA, batch_size=5).epoch(0):
-                    if comm.rank and ddp.window == 1:
-                        model.bias.data.add_(1.0)
-                    step(ddp, model, x)
+        def train() -> None:
+            for _, x in ddp.loader(DATA, batch_size=5).epoch(0):
+                if comm.rank and ddp.window == 1:
+                    model.bias.data.add_(1.0)
+                step(ddp, model, x)
 
-            for _ in range(2):
-                with pytest.raises(ReplicasDifferError):
-                    train()
-                windows.append(ddp.window)
+        for end in (train, train, ddp.close):
+            with pytest.raises(ReplicasDifferError):
+                end()
+            windows.append(ddp.window)
         return windows
 
-    assert run_team(2, body) == [[1, 1]] * 2
+    assert run_team(2, body) == [[1, 1, 1]] * 2

@@ -28,14 +28,14 @@ def runs(
 
 @pytest.mark.parametrize("skip", [PLAN, NEXT_PLAN_OF_2])
 def test_the_planner_dies_before_a_round(runs: LocalRuns, skip: int) -> None:
-    team = runs.run(2, [Kill("w0", "a meeting", skip=skip)])
+    team = runs.run(2, [Kill("w0", "a round", skip=skip)])
     assert [formation.members for formation in team.formations] == [("w0", "w1"), ("w1",)]
 
 
 @pytest.mark.parametrize("told", ["w0", "w2"])
 def test_a_window_has_landed_on_some_ranks_when_another_dies(runs: LocalRuns, told: str) -> None:
     """The rank on which it has not receives the consensus."""
-    kill = Kill("w1", "a meeting", skip=NEXT_PLAN_OF_2, when="inside", told=[told])
+    kill = Kill("w1", "a round", skip=NEXT_PLAN_OF_2, when="inside", told=[told])
     team = runs.run(3, [kill])
     assert team.formations[-1].base == 3
     assert team.formations[-1].receivers == ({"w0": "w2", "w2": "w0"}[told],)
@@ -105,7 +105,7 @@ def test_a_value_is_asked_for_in_mid_batch_and_a_rank_dies(runs: LocalRuns) -> N
                 ddp.backward(loss)
                 ddp.step()
 
-    team = runs.run(3, [Kill("w1", "a meeting", skip=5)], body=script)
+    team = runs.run(3, [Kill("w1", "a round", skip=5)], body=script)
     assert len(team.formations) == 2
 
 
@@ -122,10 +122,10 @@ def test_a_void_batch_leaves_the_buffers_that_have_arrived(runs: LocalRuns) -> N
             step()
             is_changed = ddp.window == 2
             if is_changed:  # before the forward, as where a value is asked for here
-                engine._break_off()
+                engine.drop()
                 engine.buffers.agreed[0].add_(1)
-                engine._take_model()
-                engine._resume()
+                engine.recovered()
+                engine.generations._resume()
             ddp.backward(((model(x) - y) ** 2).mean())
             ddp.step()
             if is_changed:
@@ -160,7 +160,7 @@ def test_a_rank_dies_while_the_team_saves(runs: LocalRuns, tmp_path: Path) -> No
     def script(ddp: Ddp, step: Callable[[], None]) -> None:
         loop(ddp, step, at_end=lambda epoch: ddp.save(tmp_path / f"{epoch}"))
 
-    team = runs.run(3, [Kill("w0", "greetings", skip=3, when="inside", told=["w2"])], body=script)
+    team = runs.run(3, [Kill("w0", "answers", skip=3, when="inside", told=["w2"])], body=script)
     assert len(team.formations) == 2
     assert (tmp_path / "0").exists()
     assert (tmp_path / "1").exists()

@@ -77,7 +77,7 @@ class Walk:
 
     @property
     def in_flight(self) -> bool:
-        return self.ddp.assembly.engine.state.flight is not None
+        return self.ddp.assembly.engine.rounds.state.flight is not None
 
     def check(self) -> tuple[float, int]:
         """No step was lost: see ``test_no_local_step_is_lost``. Returns what ranks must share."""

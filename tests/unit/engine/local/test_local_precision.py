@@ -79,7 +79,7 @@ def test_an_overflow_leaves_out_one_step_of_one_rank(policy: str) -> None:
         with ddp:
             assert model(X[:2]).dtype == torch.float32
             scale_of(ddp).value = 256.0
-            ddp.assembly.engine.restored()
+            scale_of(ddp).reset()
 
             def overflow(module: nn.Module, grads: Any, _: Any) -> Any:
                 nonlocal number
@@ -141,7 +141,7 @@ def test_a_scale_changes_nothing_but_the_range(precisions: tuple[str, ...]) -> N
         ddp, model, loader = setup(comm, precision, "cadence", **LOCKSTEP)
         with ddp:
             scale_of(ddp).load_state_dict({"value": 256.0, "good_steps": 0})
-            ddp.assembly.engine.restored()
+            scale_of(ddp).reset()
             train(ddp, model, loader)
             return weights(model), ddp.progress.skipped
 
@@ -160,7 +160,7 @@ def test_at_the_smallest_scale_every_rank_stops_with_the_remedy(policy: str) -> 
             if comm.rank == 1:
                 model[0].weight.register_hook(lambda g: g * float("nan"))
             scale_of(ddp).value = 4.0
-            ddp.assembly.engine.restored()
+            scale_of(ddp).reset()
             with pytest.raises(NonFiniteGradientError) as caught:
                 train(ddp, model, loader)
             assert caught.value.rank == 1
@@ -202,7 +202,7 @@ def test_the_scale_goes_on_with_another_team_and_policy(policy: str, tmp_path: P
                 share = engine.open_share(1)
                 return scale_of(ddp).state_dict(), 1 / share.scale_of()
             scale_of(ddp).value = 512.0
-            engine.restored()
+            scale_of(ddp).reset()
             train(ddp, model, loader)
             ddp.save(tmp_path)
             return scale_of(ddp).state_dict(), 512.0

@@ -1,4 +1,4 @@
-"""One rank whose host is ahead of its device: the device decides about updates, and tells later."""
+"""One rank whose host is ahead of its device, and reads loss and norm of an update later."""
 
 import math
 import pickle
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from evener import Ddp, DdpConfig
 from evener.comm.base import SingleCommunicator
 from evener.devices import Cpu
-from evener.engine.loss_scale import FIRST_SCALE
+from evener.engine.device_update import LateResult
 from evener.engine.results import WindowResult
 from evener.errors import NonFiniteGradientError
 from helpers.models import mlp
@@ -161,7 +161,6 @@ def test_reading_a_result_waits_for_the_device(queue: Queue) -> None:
 @pytest.mark.parametrize("bad", [0, 2, WINDOWS - 1, 2 * WINDOWS - 1])
 def test_an_error_comes_a_window_late_and_before_the_commit(queue: Queue, bad: int) -> None:
     training = Training(bad=(bad,))
-    true = Training(bad=(bad,), non_finite="skip").run()
     with pytest.raises(NonFiniteGradientError) as caught:
         training.run()
     assert (caught.value.window, caught.value.rank) == (bad, 0)
@@ -170,9 +169,8 @@ def test_an_error_comes_a_window_late_and_before_the_commit(queue: Queue, bad: i
     assert [result.window for result in training.committed] == list(range(bad))
     assert training.ddp.progress.steps == bad
     assert training.ddp.window == bad
-    if bad == 2 * WINDOWS - 1:  # no step was made after it
-        for mine, other in zip(training.model.parameters(), true.model.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    # The device has made the step meanwhile.
+    assert all(parameter.isnan().any() for parameter in training.model.parameters())
 
 
 def test_the_error_names_the_parameter(queue: Queue) -> None:
@@ -181,28 +179,6 @@ def test_the_error_names_the_parameter(queue: Queue) -> None:
     weight.register_hook(lambda grad: grad * math.inf)
     with pytest.raises(NonFiniteGradientError, match=r"gradient of parameter '0\.0\.weight'"):
         training.run()
-
-
-def test_overflows_of_fp16_shrink_the_scale_a_window_late(queue: Queue) -> None:
-    model = mlp(4, 8, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    config = DdpConfig(quiet=True)
-    ddp = Ddp.setup(model, optimizer, devices="cpu", precision="fp16", config=config)
-    committed: list[WindowResult] = []
-    ddp.on_commit(committed.append)
-    with ddp:
-        for epoch in range(4):
-            for _, x in ddp.loader(Rows(), batch_size=BATCH).epoch(epoch):
-                ddp.backward(300.0 * model(x).square().mean())
-                ddp.step()
-        scale = ddp.assembly.engine.options.loss_scale.value
-    skipped = [result.skipped for result in committed]
-    first = skipped.index(False)
-    assert first >= 2
-    assert not any(skipped[first:])
-    # The window after an overflow was begun with the same scale, and does not halve it again.
-    assert scale == FIRST_SCALE / 2 ** math.ceil(first / 2)
-    assert ddp.progress.steps == skipped.count(False)
 
 
 def test_a_window_without_weight_is_known_at_once(queue: Queue) -> None:
@@ -219,7 +195,7 @@ def test_a_window_without_weight_is_known_at_once(queue: Queue) -> None:
         lambda p: torch.optim.RMSprop(p),
     ],
 )
-def test_other_optimizers_have_the_host_decide(queue: Queue, optimizer: Any) -> None:
+def test_it_makes_no_difference_which_optimizer_it_is(queue: Queue, optimizer: Any) -> None:
     model = mlp(4, 8, 1)
     ddp = setup(SingleCommunicator(), model, optimizer(model.parameters()))
     with ddp:
@@ -227,7 +203,7 @@ def test_other_optimizers_have_the_host_decide(queue: Queue, optimizer: Any) -> 
             ddp.backward(model(x).square().mean())
             result = ddp.step()
             assert result is not None
-            assert type(result) is WindowResult
+            assert type(result) is LateResult
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
 from evener.ddp import Ddp
-from evener.engine import parking as module
+from evener.engine import lookahead as module
 from evener.engine.memory import MicroBatchTooLarge
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Forecast, Parking
@@ -56,7 +56,7 @@ def begin(comm: Communicator, *, frozen: bool = False) -> tuple[Ddp, nn.Module, 
     model.get_parameter("bias").requires_grad_(not frozen)
     ddp = setup(comm, model, torch.optim.SGD(model.parameters(), lr=0.01))
     policy = ParksOnce()
-    ddp.assembly.engine._policy = policy
+    ddp.assembly.engine.lookahead.latest_policy = policy
     return ddp, model, policy
 
 
@@ -70,7 +70,7 @@ def test_a_parked_rank_is_named_and_tried_again_in_mid_epoch(
         told: list[str] = []
         seen: list[int] = []
         windows: list[int] = []
-        ddp.assembly.engine.habits.notice = told.append  # type: ignore[method-assign]
+        ddp.assembly.engine.options.habits.notice = told.append  # type: ignore[method-assign]
         with ddp:
             for (x,) in ddp.loader(DATA, batch_size=6).epoch(0):
                 seen += (x[:, 0] * SAMPLES).round().int().tolist()
@@ -97,7 +97,7 @@ def test_a_rank_that_is_parked_for_a_moment_is_not_worth_a_warning() -> None:
     def body(comm: Communicator) -> list[str]:
         ddp, model, _ = begin(comm)
         told: list[str] = []
-        ddp.assembly.engine.habits.notice = told.append  # type: ignore[method-assign]
+        ddp.assembly.engine.options.habits.notice = told.append  # type: ignore[method-assign]
         with ddp:
             for (x,) in ddp.loader(DATA, batch_size=6).epoch(0):
                 ddp.backward(model(x).square().mean())
@@ -118,7 +118,7 @@ def test_the_rank_that_plans_is_parked_while_another_one_is_already() -> None:
 
     def body(comm: Communicator) -> tuple[list[int], bool, list[float]]:
         ddp, model, _ = begin(comm)
-        ddp.assembly.engine._policy = ParksTwice()
+        ddp.assembly.engine.lookahead.latest_policy = ParksTwice()
         seen: list[int] = []
         with ddp:
             for (x,) in ddp.loader(DATA, batch_size=6).epoch(0):

@@ -580,7 +580,7 @@ def test_no_sample_is_lost_when_plans_are_replaced() -> None:
                     ddp.step()
                     parked.append(len(engine.team.parked))
                     if engine.team.parked and engine.window == 7:
-                        engine._recall_at = engine.window + 1  # called back in mid-epoch
+                        engine.lookahead.recall_at = engine.window + 1  # called back in mid-epoch
         return seen, parked
 
     (first, parked), (second, _) = run_team(2, body)

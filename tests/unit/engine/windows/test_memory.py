@@ -65,7 +65,7 @@ class Rank(EpochLoop):
 
     @property
     def known(self) -> list[int | None]:
-        return self.ddp.assembly.engine.limits.sizes
+        return self.ddp.assembly.engine.run.limits.sizes
 
 
 def train(

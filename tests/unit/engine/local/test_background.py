@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from evener.engine.exchanging import BackgroundExchanger
+from evener.engine.background import Job
 
 
 class Handle:
@@ -18,7 +18,7 @@ class LostError(Exception):
 
 @pytest.fixture
 def exchanger():
-    with_thread = BackgroundExchanger("test")
+    with_thread = Job("test")
     yield with_thread
     with_thread.close()
 

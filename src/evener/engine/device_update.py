@@ -1,0 +1,155 @@
+"""An update whose numbers the host reads when it closes the next window, so that it runs ahead."""
+
+import math
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, final
+
+import torch
+
+from evener.averaging.gradients import GradientAverager, Reading
+from evener.comm.flat import FlatBuffers
+from evener.devices import DeviceQueue
+from evener.engine.results import Progress, WindowResult
+from evener.engine.share import Lap, Share
+from evener.planning.plan import WindowPlan
+from evener.planning.report import LOSS
+
+
+class Values(NamedTuple):
+    """The numbers of an update that the host has read.
+
+    Attributes:
+        loss_sum: Σ weight · loss.
+        norm: 2-norm of the gradients as they were summed.
+        non_finite: See ``Report``.
+    """
+
+    loss_sum: float
+    norm: float
+    non_finite: int
+
+
+@final
+class DeviceUpdate:
+    """The update of one rank that a device makes while the host goes on.
+
+    The host waits for the device where it reads loss or norm, and before the window is committed.
+    If a number is not finite then, the update has been made all the same, and the team stops.
+
+    Args:
+        share: The rank's share, which is the whole window.
+        averager: Averages the gradients, which are still sums.
+        flat: Holds the gradients.
+        queue: Queue of the device that the gradients are on.
+        update: Time of the previous update, which counts as compute of this window.
+        before: The team's progress before it.
+
+    Attributes:
+        plan: The plan of its window; after ``apply``.
+        before: The team's progress before it.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        averager: GradientAverager,
+        flat: FlatBuffers,
+        queue: DeviceQueue,
+        update: Lap | None,
+        before: Progress,
+    ) -> None:
+        self._share, self._averager, self._update = share, averager, update
+        losses, norms = share.losses_of(), averager.gather(each=True)
+        self._num_losses, self._numbers = len(losses), flat.with_gradients()
+        self._reading = Reading([*losses, *norms], queue)
+        every = torch.cat([part.reshape(-1) for part in (*losses, *norms)])
+        self._norm = torch.linalg.vector_norm(every[len(losses) :])
+        self._factor = share.scale_of() / share.divisor_of()
+        self.plan, self.before = WindowPlan(0, 0, 0, 0, ()), before
+
+    def apply(self, plan: WindowPlan, max_norm: float | None) -> None:
+        """Divide the gradients by their divisor, and clip them; set ``plan``."""
+        self.plan = plan
+        self._averager.multiply(self._factor)
+        if max_norm is not None:
+            clip = max_norm / (self._norm * self._factor + 1e-6)
+            self._averager.multiply(clip.clamp(max=1.0))
+
+    @cached_property
+    def _values(self) -> Values:
+        read = self._reading.read()
+        losses, norms = read[: self._num_losses], read[self._num_losses :]
+        loss_sum = self._share.loss_sum_of(None, (value for (value,) in losses))
+        squares, non_finite = 0.0, 0
+        for number, norm in zip(self._numbers, (n for own in norms for n in own), strict=True):
+            squares += norm * norm
+            if not (non_finite or math.isfinite(norm)):
+                non_finite = number + 1
+        non_finite = non_finite if math.isfinite(loss_sum) else LOSS
+        return Values(loss_sum, math.sqrt(squares), non_finite)
+
+    @property
+    def non_finite(self) -> int:
+        """Return what is not finite, as in ``Report``; waits for the device."""
+        return self._values.non_finite
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss per unit of weight."""
+        return self._values.loss_sum / self._share.weight
+
+    @property
+    def grad_norm(self) -> float:
+        """Return the 2-norm of the mean gradient, before clipping."""
+        return self._values.norm * self._factor
+
+    def show(self, result: WindowResult, progress: Progress) -> WindowResult:
+        """Return the window's result, whose late numbers are read when they are asked for."""
+        made = object.__new__(LateResult)
+        vars(made).update(vars(result), progress=progress, update=self)
+        return made
+
+    def complete(self, result: WindowResult) -> WindowResult:
+        """Return the window's result with the numbers that its report lacks."""
+        share, values = self._share, self._values
+        update_s = 0.0 if self._update is None else self._update.seconds
+        own = result.ranks[0]._replace(
+            loss_sum=values.loss_sum,
+            own_norm=values.norm,
+            non_finite=values.non_finite,
+            compute_s=share.compute_s + update_s,
+            update_s=update_s,
+            warmup_s=share.warmup_s,
+        )
+        return replace(result, ranks=(own,))
+
+
+@final
+class LateResult(WindowResult):
+    """The result of a window whose numbers a device is computing.
+
+    Attributes:
+        update: The update.
+    """
+
+    update: ClassVar[DeviceUpdate]  # of each instance: no field
+
+    def __new__(cls, **values: Any) -> WindowResult:  # type: ignore[misc]
+        """Make a plain result of values, as where ``dataclasses.replace`` has read them."""
+        return WindowResult(**values)
+
+    @property
+    def loss(self) -> float:
+        """See ``DeviceUpdate``."""
+        return self.update.loss
+
+    @property
+    def grad_norm(self) -> float:
+        """See ``DeviceUpdate``."""
+        return self.update.grad_norm
+
+    def __reduce__(self) -> Any:
+        """Return plain values, for pickle."""
+        return copy, (replace(self),)

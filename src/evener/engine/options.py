@@ -1,0 +1,29 @@
+"""Options of an engine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from evener.engine.emulate import Slowdown
+from evener.engine.habits import Habits
+from evener.engine.loss_scale import LossScale
+from evener.engine.slowness import Slowness
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineOptions:
+    """Options of an engine; see ``DdpConfig`` for the meaning."""
+
+    max_grad_norm: float | None
+    non_finite: str
+    verify_every: int
+    lr_factor: float
+    unlike_devices: bool
+    avoid_ones: bool
+    dtype: torch.dtype
+    loss_scale: LossScale
+    slowdown: Slowdown
+    stop_requested: Callable[[], bool] | None
+    habits: Habits
+    slowness: Slowness
