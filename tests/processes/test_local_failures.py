@@ -63,7 +63,7 @@ def harm_of(rank: Rank, ddp: Ddp, kind: str) -> Callable[[], None]:
     engine: Any = ddp.assembly.engine
 
     def cut() -> None:
-        for comm in {engine.team.comm, (engine._background or engine.team).comm}:
+        for comm in {engine.team.comm, engine.team.background or engine.team.comm}:
             comm._wires.cut()
 
     def harm() -> None:

@@ -333,7 +333,7 @@ class Generations:
         rounds, team = self.rounds, self._team
         if rounds.is_main:
             team.hand_over()
-        team.leave()
+        team.membership.leave(finished=False)
         rounds.state = rounds.state.end()._replace(planner=-1)
         window = self._run.progress.window
         raise KeyboardInterrupt(f"rank {team.rank} has left the team in window {window}")
@@ -393,7 +393,7 @@ class Generations:
         takes_joiners = is_planning and not (self.rounds.committing or self.rounds.is_asking)
         window = self._run.progress.window
         return Standing(
-            member=self._team.name,
+            member=self._team.membership.member,
             generation=self.rounds.state.generation,
             applied=window,
             committed=window - (self._run.applied is not None),
@@ -408,7 +408,7 @@ class Generations:
             Whether all are about to do the same.
         """
         team, windows, latest = self._team, self.windows, self.rounds.latest
-        own = next(one for one in team.people if one.member == team.name)
+        own = next(one for one in team.people if one.member == team.membership.member)
         rows = latest.rows
         told = team.introduce(
             {
@@ -457,7 +457,7 @@ class Generations:
         """Send the state of the source to the ranks that need it; return its size in bytes."""
         windows, run, rounds = self.windows, self._run, self.rounds
         source = formation.members.index(formation.donor)
-        receives = self._team.name in formation.receivers
+        receives = self._team.membership.member in formation.receivers
         pending = run.applied
         if receives and pending is not None and pending.result.window + 1 < formation.base:
             windows.commits.commit(

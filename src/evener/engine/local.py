@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, NoReturn, final
 from torch import Tensor
 
 from evener.averaging.weights import power_of_two_near
+from evener.comm.base import Communicator
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
 from evener.engine.background import Job
@@ -24,7 +25,7 @@ from evener.engine.options import EngineOptions
 from evener.engine.results import Applied, CadenceRecord, WindowResult, Work
 from evener.engine.rounds import Round
 from evener.engine.schedule import agree_on_rates
-from evener.engine.share import Share, WindowSpans, needs_plans
+from evener.engine.share import Share, needs_plans
 from evener.engine.state import OptimizerState, TrainingState
 from evener.engine.steps import LocalSteps
 from evener.engine.team import Team
@@ -74,8 +75,6 @@ class LocalEngine(Engine):
         policy: Plans; only the planner's counts.
         training: What this rank trains with: the model is its working copy.
         options: What the engine is told.
-        background: For ASYNC: a second communicator of the same ranks, for the thread that
-            exchanges.
     """
 
     def __init__(
@@ -84,18 +83,14 @@ class LocalEngine(Engine):
         policy: CadencePolicy,
         training: TrainingState,
         options: EngineOptions,
-        *,
-        background: Team | None = None,
     ) -> None:
-        way = ApplyPolicy.CADENCE if background is None else ApplyPolicy.ASYNC
+        way = ApplyPolicy.CADENCE if team.background is None else ApplyPolicy.ASYNC
         consensus = LocalConsensus(training, options.verify_every, team.comm)
         super().__init__(team, training, options, way, consensus)
         self._policy = policy
         policy.set_absent(team.absent)
-        self._background = background
-        self._job: Job[Exchanged] = Job(f"average-{team.rank}" if background else "")
-        if background is not None:
-            self.spans = WindowSpans(team, background)
+        #: In ASYNC, averages are formed in a thread.
+        self._job: Job[Exchanged] = Job(f"average-{team.rank}" if team.background else "")
         self._consensus, self._replica = consensus, consensus.replica
         self._steps = LocalSteps(training, options)
         self._book: LeaseBook | None = None
@@ -195,7 +190,7 @@ class LocalEngine(Engine):
         if self.rounds.has_left:
             return flies or bool(state.plans)
         in_loop = self.in_epoch and state.is_working
-        if self._background is None or not in_loop or self.rounds.is_lost:
+        if self.team.background is None or not in_loop or self.rounds.is_lost:
             return flies
         # In mid-epoch this rank or others may have begun an exchange: all land theirs first.
         return any(row.busy for row in self._rest(busy=flies).rows.values())
@@ -299,10 +294,10 @@ class LocalEngine(Engine):
             UsageError: Learning rates differ between ranks.
             ReplicasDifferError: So does the consensus.
         """
-        wire, plan, own = self._background or self.team, state.flight, state.own
+        comm, plan, own = self.team.background or self.team.comm, state.flight, state.own
         assert plan is not None
         assert own is not None
-        found = self.rounds.exchange(state, wire.comm, wire.members)
+        found = self.rounds.exchange(state, comm, self.team.members)
         rows, decision = found.rows, found.decision
         if decision.error is not None:
             raise decision.error
@@ -312,10 +307,10 @@ class LocalEngine(Engine):
         if unlike is not None and (was_unlike or plan.blocking):
             raise unlike
         if Action.RATES in decision.actions:
-            rates = wire.introduce(self.training.schedule.agreed_rates)
-            agree_on_rates(dict(zip(wire.members, rates, strict=True)))
+            rates = comm.all_gather_json(self.training.schedule.agreed_rates, what="learning rates")
+            agree_on_rates(dict(zip(rows, rates, strict=True)))
         if Action.VERIFY in decision.actions:
-            self._consensus.compare(wire.comm, plan.window - 1)
+            self._consensus.compare(comm, plan.window - 1)
         if Action.EXCHANGE not in decision.actions:
             return Exchanged(plan, found)
         differences = None
@@ -325,12 +320,12 @@ class LocalEngine(Engine):
             if any(row.report.buffers_changed for row in rows.values()):
                 differences = packed
             self._replica.exchange(
-                wire.comm, differences, weight, decision.weight, trainable=trainable, what=what
+                comm, differences, weight, decision.weight, trainable=trainable, what=what
             )
-        return Exchanged(plan, found, self._plan_next(wire, state, found, limit), differences)
+        return Exchanged(plan, found, self._plan_next(comm, state, found, limit), differences)
 
     def _plan_next(
-        self, wire: Team, state: State, found: Round, limit: int | None
+        self, comm: Communicator, state: State, found: Round, limit: int | None
     ) -> tuple[float, ...]:
         """Let the planner plan with what it has just heard; return the plan as numbers.
 
@@ -351,7 +346,7 @@ class LocalEngine(Engine):
                 stop=any(row.stop or row.left for row in rows),
             )
         said = state.say(Purpose.PLAN, body=(*self.run.data(self.batch_size), *draft))
-        planned = self.rounds.exchange(said, wire.comm, wire.members)
+        planned = self.rounds.exchange(said, comm, self.team.members)
         if planned.decision.error is not None:
             raise planned.decision.error
         return planned.rows[state.planner].body[DATA_LENGTH:]
@@ -372,7 +367,7 @@ class LocalEngine(Engine):
         self._landing, found = outcome, outcome.found
         if found.decision.culprit is None:
             decision = land(rounds.state, found.rows, outcome.next_plan, found.decision)
-            wait_s = found.wait_s if self._background is None else took_s
+            wait_s = found.wait_s if self.team.background is None else took_s
             found = Round(found.rows, decision, wait_s)
         self.spans.begin_sync(found.wait_s)
         rounds.state = rounds.state._replace(flight=None)
@@ -519,7 +514,6 @@ class LocalEngine(Engine):
         # generation's memory, so the tensors move out of it.
         self.buffers.move(self.team.comm)
         self._replica.move(self.team.comm)
-        self.team.form_beside()
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 

@@ -92,11 +92,11 @@ class WindowSpans:
     for data before each micro-batch, the first piece counts as its begin.
 
     Args:
-        *teams: The communicators through which this rank sends.
+        team: The ranks to which this rank sends.
     """
 
-    def __init__(self, *teams: Team) -> None:
-        self._teams = teams
+    def __init__(self, team: Team) -> None:
+        self._team = team
         self._applied_s = time.perf_counter()
         self._sent_bytes = 0
         self._work = OwnWork()
@@ -142,9 +142,7 @@ class WindowSpans:
         if self._finished is None:
             self.finish_work()
         work, self._finished, self._applied_s = self._finished or OwnWork(), None, now_s
-        sent_bytes = 0
-        for team in self._teams:
-            sent_bytes += team.sent_before + sum(c.sent_bytes for c in {team.comm, team.whole})
+        sent_bytes = self._team.sent_bytes
         sent_before, self._sent_bytes = self._sent_bytes, sent_bytes
         return {
             "elapsed_s": now_s - before_s,

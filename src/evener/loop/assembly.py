@@ -314,7 +314,7 @@ class Assembly:
             precision=self.precision,
         )
         if team.is_elastic:
-            own = replace(own, member=team.name)
+            own = replace(own, member=team.membership.member)
         greetings = team.introduce({**asdict(own), "training": training})
         check_consistency([greeting.pop("training") for greeting in greetings])
         taken: Counter[str] = Counter()
@@ -350,11 +350,10 @@ class Assembly:
             planner = self._plan_shares(speeds, avoid_ones=options.avoid_ones)
             engine = SyncEngine(team, planner, self.state, options)
         else:
-            background = None
             if self.apply_policy is ApplyPolicy.ASYNC and team.world_size > 1:
-                background = team.beside()
-            cadence = self._plan_steps(speeds, in_background=background is not None)
-            engine = LocalEngine(team, cadence, self.state, options, background=background)
+                team.open_background()
+            cadence = self._plan_steps(speeds, in_background=team.background is not None)
+            engine = LocalEngine(team, cadence, self.state, options)
         return engine
 
     def _plan_shares(self, speeds: Sequence[float] | None, *, avoid_ones: bool) -> Policy:

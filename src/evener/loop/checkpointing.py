@@ -113,7 +113,7 @@ class Checkpointer:
             return
         if self._write is None:
             # The team may have continued without this rank, if it was stopped in a commit.
-            self._ddp.assembly.team.await_lease()
+            self._ddp.assembly.team.membership.await_lease()
             self._begin(cursor_state)
         elif not self._is_of_present():
             assert self._snapshot is not None

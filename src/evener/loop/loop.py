@@ -248,7 +248,7 @@ class Loop(DataSide):
             own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
             share.backward(loss, weight, self.assembly.part_of(optimizer), own, summed=summed)
         habits.after_backward(share)
-        engine.team.declare(TRAINING, done=1)
+        engine.team.membership.declare(TRAINING, done=1)
         engine.plan_ahead()
 
     def step(self, optimizer: Optimizer | None = None) -> WindowResult | None:
@@ -408,8 +408,8 @@ class Loop(DataSide):
                 loader.close()
             self.events.end(failed=failed, error=error)
             # Members that were all told to leave have ended no run: others may continue it.
-            if not (failed or (engine.rounds.stopping and engine.team.is_leaving)):
-                engine.team.finish()
+            if not (failed or (engine.rounds.stopping and engine.team.membership.is_leaving)):
+                engine.team.membership.leave(finished=True)
             self.assembly.close()
 
     def _is_lost(self, error: BaseException | None) -> bool:

@@ -246,7 +246,7 @@ class Job(EpochLoop):
         with self._lock:
             if is_main:
                 self._lock.require()
-            self.team.announce(RUN_FOLDER, str(self.folder))
+            self.team.membership.announce(RUN_FOLDER, str(self.folder))
             try:
                 self._prepare()
             except BaseException:
@@ -303,7 +303,7 @@ class Job(EpochLoop):
         )
         self.ddp.assembly.state.carry("evener/job", self)
         self._engine.generations.call_on_cold_restart(self._load_newest)
-        if self.team.is_joining:
+        if self.team.membership.is_joining:
             self.loader.join()
         elif self.resumed is not None:
             task.resume(self, self.resumed)

@@ -44,7 +44,7 @@ def find_run(
         ConfigError: The folder cannot be made, or is not to be found here.
     """
     parent, name = options.out, str(config.name)
-    if team.is_joining and (told := _hear_folder(team)) is not None:
+    if team.membership.is_joining and (told := _hear_folder(team)) is not None:
         return told, None
     if options.resume:
         found = choose_checkpoint(team, runs_of(parent, name), say=say)
@@ -71,7 +71,7 @@ def find_run(
 def _hear_folder(team: Team) -> Path | None:
     """Return the folder of the run that this rank joins; ``None`` where nobody can tell it."""
     timeout_s = team.comm.timeout_s
-    told = team.announced(RUN_FOLDER, timeout_s)
+    told = team.membership.announced(RUN_FOLDER, timeout_s)
     if told is None:
         return None
     if not told:

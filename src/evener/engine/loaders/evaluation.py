@@ -135,7 +135,7 @@ class EvaluationLoader(LikeDataLoader):
             for _ in self._gatherer.evaluate(rounds, delivered, echoes=echoes):
                 batch = self._received(fetched.popleft())
                 fetched.extend(islice(wanted, 1))
-                engine.team.declare(EVALUATING, done=1)
+                engine.team.membership.declare(EVALUATING, done=1)
                 self.num_samples = next(own_sizes)
                 yield batch
         finally:

@@ -156,7 +156,7 @@ class TeamLoader(LikeDataLoader):
         """
         team = self._engine.team
         if team.is_elastic:
-            team.describe(sign(self._fetcher, self._num_items))
+            team.membership.describe(sign(self._fetcher, self._num_items))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data position; no rank count."""
@@ -205,9 +205,11 @@ class TeamLoader(LikeDataLoader):
         while micro_batches:
             first, samples, pending = micro_batches.popleft()
             asked_s = time.perf_counter()
-            engine.team.declare(_LOADING)
+            engine.team.membership.declare(_LOADING)
             batch = self._received(pending)
-            engine.team.declare(TRAINING if samples in engine.known_sizes else _BEGINNING)
+            engine.team.membership.declare(
+                TRAINING if samples in engine.known_sizes else _BEGINNING
+            )
             engine.spans.receive(asked_s)
             self.loop.skip("")
             # Dropout is drawn from what a micro-batch is, not from a state.

@@ -43,7 +43,7 @@ def prepare_text(
     """
     team, environment = job.team, job.ddp.assembly.environment
     checkpoint = job.resumed
-    if tokenizer is None and team.is_joining:
+    if tokenizer is None and team.membership.is_joining:
         checkpoint = find_newest(job.folder / CHECKPOINTS)
     if tokenizer is None and checkpoint is not None:
         tokenizer = load_tokenizer(checkpoint.path)
@@ -51,7 +51,7 @@ def prepare_text(
     cache = job.options.out.absolute() / ".cache"
     if config.data.cache is not None:
         cache = Path(config.data.cache).expanduser()
-    is_first = environment.local_rank == 0 or team.is_joining
+    is_first = environment.local_rank == 0 or team.membership.is_joining
     prepared = None
     if is_first:
         prepared = _prepare(config, cache, tokenizer, records, quiet=job.options.quiet)
