@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from evener.errors import ConfigError
 from evener.planning.apportion import apportion
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
@@ -18,20 +17,11 @@ class FixedShares(Policy):
         members: Member ids, by rank.
         ratios: Proportions, by rank; 0 gives a rank nothing to do.
         avoid_ones: Give no rank a micro-batch of one sample where that can be avoided.
-
-    Raises:
-        ConfigError: Not one ratio for each member, or no positive one.
     """
 
     def __init__(
         self, members: Sequence[str], ratios: Sequence[float], *, avoid_ones: bool = False
     ) -> None:
-        if len(ratios) != len(members):
-            raise ConfigError(
-                f"partition_ratios has {len(ratios)} numbers for a team of {len(members)}; give "
-                "one per rank"
-            )
-        apportion(1, ratios)  # refuses impossible ratios before the first window does
         super().__init__(members)
         self._ratios = tuple(ratios)
         self._idle = frozenset(rank for rank, ratio in enumerate(ratios) if ratio == 0)

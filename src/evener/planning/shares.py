@@ -5,9 +5,9 @@ Pure functions of predicted costs.
 
 from collections.abc import Collection, Sequence
 from heapq import heapify, heapreplace
+from itertools import chain
 from typing import Final
 
-from evener.errors import ConfigError
 from evener.planning.apportion import apportion
 from evener.planning.speed import CostModel
 
@@ -53,17 +53,13 @@ def fastest_shares(
         total: Samples to share out.
         costs: Cost by rank; ``per_sample_s`` above 0.
         micro_batch_sizes: Most samples in one micro-batch by rank, ``None`` for all in one.
-        min_shares: Samples that each rank gets at least; none unless given.
+        min_shares: Samples that each rank gets at least, ``total`` or less in all; none unless
+            given.
 
     Returns:
         Shares by rank; they sum to ``total``.
-
-    Raises:
-        ConfigError: ``min_shares`` sum to more than ``total``.
     """
     least = [0] * len(costs) if min_shares is None else list(min_shares)
-    if sum(least) > total:
-        raise ConfigError(f"shares of at least {least} do not fit into {total} samples")
     if total == 0:
         return tuple(least)
     sizes = [size or total for size in micro_batch_sizes]
@@ -116,10 +112,7 @@ def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
 
 
 def without_ones(
-    shares: Sequence[int],
-    micro_batch_sizes: Sequence[int | None],
-    idle: Collection[int] = (),
-    min_share: int = 0,
+    shares: Sequence[int], micro_batch_sizes: Sequence[int | None], idle: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Move single samples so that no rank computes a micro-batch of one, where that is possible.
 
@@ -130,33 +123,27 @@ def without_ones(
         shares: Shares by rank.
         micro_batch_sizes: Most samples in one micro-batch by rank, ``None`` for all in one.
         idle: Ranks that must stay without work.
-        min_share: Samples that a rank with work keeps at least.
 
     Returns:
         Shares of the same sum.
     """
     result = list(shares)
-    active = [rank for rank in range(len(result)) if rank not in idle]
-    ones = [rank for rank in active if _has_one(result[rank], micro_batch_sizes[rank])]
 
-    def move(rank: int, other: int) -> bool:
-        """Move a sample between two ranks, if both can do without a micro-batch of one then."""
-        for step in (1, -1):
-            after = ((rank, result[rank] + step), (other, result[other] - step))
-            if all(
-                share >= min(min_share, result[one]) and not _has_one(share, micro_batch_sizes[one])
-                for one, share in after
-            ):
-                result[rank], result[other] = after[0][1], after[1][1]
-                return True
-        return False
+    def has_one(rank: int, step: int = 0) -> bool:
+        return _has_one(result[rank] + step, micro_batch_sizes[rank])
 
-    unpaired = ones[-1:] if len(ones) % 2 else []
-    for rank, other in zip(ones[::2], ones[1::2], strict=False):
-        unpaired += [] if move(rank, other) else [rank, other]
-    for rank in unpaired:
-        others = sorted((other for other in active if other != rank), key=lambda r: -result[r])
-        any(move(rank, other) for other in others)
+    by_size = sorted((r for r in range(len(result)) if r not in idle), key=lambda r: -result[r])
+    ones = [rank for rank in reversed(by_size) if has_one(rank)]
+    while ones:
+        rank = ones.pop()
+        if not has_one(rank):
+            continue  # another one has helped it
+        for other, step in ((r, step) for r in chain(ones[-1:], by_size) for step in (1, -1)):
+            is_possible = other != rank and result[other] >= step
+            if is_possible and not (has_one(rank, step) or has_one(other, -step)):
+                result[rank] += step
+                result[other] -= step
+                break
     return tuple(result)
 
 
