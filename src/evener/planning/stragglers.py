@@ -20,7 +20,8 @@ FACTOR: Final = 1.3
 """A rank is slow in a window in which it needs so many times the expected seconds."""
 
 IN_A_ROW: Final = 3
-"""So many windows more than others it must be slow; in as many not slow until the episode is over."""
+"""A rank is named after so many more slow windows than others; as many later ones that are not slow
+end the episode."""
 
 _PAST: Final = 15
 _LEAST_PAST: Final = 8
