@@ -51,11 +51,11 @@ class CadencePolicy(Planner):
         self._micro_batch_size = 1
         self._samples_per_step = [0.0] * len(members)
         self._last_anchor = 0
-        self._present: Sequence[int] = range(len(members))
+        self._absent: frozenset[int] = frozenset()
 
     def set_absent(self, ranks: frozenset[int]) -> None:
         """Give these ranks nothing to do, and forget how fast they were."""
-        self._present = [r for r in range(len(self.members)) if r not in ranks]
+        self._absent = ranks
         if ranks:
             self.elche.forget(ranks)
 
@@ -105,14 +105,16 @@ class CadencePolicy(Planner):
         counts: Sequence[int] = elche.batch_counts
         if not elche.is_calibrated and not elche.has_speed_hint:
             counts = [1] * len(self.members)
-        slowest = min(counts[rank] for rank in self._present)
+        slowest = min(count for rank, count in enumerate(counts) if rank not in self._absent)
         steps = self._bounded(counts, slowest)
         most = self._bounded([c + max(2, c // 2) for c in steps], slowest)
         available = left if limit is None else min(left, limit)
         is_tail = available <= sum(most)
         window_ms = elche.anchor_wall_ms
         if is_tail:
-            steps = most = self._last_steps(available)
+            num_present = len(self.members) - len(self._absent)
+            least = 0 if self._max_batch_diff is None else available // num_present
+            steps = most = self._bounded(self._split(available, least), max(1, least))
             window_ms = max(1.0, *(c * ms for c, ms in zip(steps, self._ms(), strict=True)))
             rest = self._split(left - sum(steps))
             queues = tuple(s + r for s, r in zip(steps, rest, strict=True))
@@ -158,7 +160,7 @@ class CadencePolicy(Planner):
         Another team, or a run of another policy, starts its cadence over: a wrong one costs more
         than one window of a step each.
         """
-        saved = list(state["members"])
+        saved = list(state.get("members", ()))
         if sorted(saved) != sorted(self.members) or "cadence" not in state:
             return
         order = [saved.index(member) for member in self.members]
@@ -203,10 +205,10 @@ class CadencePolicy(Planner):
     def _bounded(self, counts: Sequence[int], slowest: int) -> tuple[int, ...]:
         """Return counts as far ahead of the slowest as allowed, and 0 for ranks that are absent."""
         furthest = math.inf if self._max_batch_diff is None else slowest + self._max_batch_diff
-        bounded = [0] * len(counts)
-        for rank in self._present:
-            bounded[rank] = int(min(counts[rank], furthest))
-        return tuple(bounded)
+        return tuple(
+            0 if rank in self._absent else int(min(count, furthest))
+            for rank, count in enumerate(counts)
+        )
 
     def _ms(self) -> list[float]:
         """Return milliseconds a step by rank; a rank that was never timed counts as the slowest."""
@@ -216,20 +218,7 @@ class CadencePolicy(Planner):
             return [ms or slowest for ms in known]
         return [1.0 / count for count in self.elche.batch_counts]
 
-    def _last_steps(self, available: int) -> tuple[int, ...]:
-        if self._max_batch_diff is None:
-            return self._split(available)
-        least = available // len(self._present)
-        if least == 0:
-            some = self._present[:available]
-            return tuple(int(rank in some) for rank in range(len(self.members)))
-        extra = self._split(available - least * len(self._present))
-        return self._bounded([least + more for more in extra], least)
-
-    def _split(self, total: int) -> tuple[int, ...]:
-        """Return steps by rank that sum to ``total``, with the earliest finish."""
-        ms = self._ms()
-        costs = [CostModel(0.0, ms[rank]) for rank in self._present]
-        parts = fastest_shares(total, costs, [None] * len(costs))
-        by_rank = dict(zip(self._present, parts, strict=True))
-        return tuple(by_rank.get(rank, 0) for rank in range(len(self.members)))
+    def _split(self, total: int, least: int = 0) -> tuple[int, ...]:
+        """Return steps by rank, ``least`` or more, that sum to ``total``; the earliest finish."""
+        costs = [CostModel(0.0, ms) for ms in self._ms()]
+        return fastest_shares(total, costs, [None] * len(costs), least=least, idle=self._absent)

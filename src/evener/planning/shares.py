@@ -14,9 +14,6 @@ from evener.planning.speed import CostModel
 _MOST_DEADLINES: Final = 64
 """Deadlines tried at most; after that more samples are handed out one by one."""
 
-_Ranks = tuple[Sequence[CostModel], Sequence[int], Sequence[int]]
-"""Costs, most samples in a micro-batch, and least shares, each by rank."""
-
 
 def finish_s(
     shares: Sequence[int], costs: Sequence[CostModel], micro_batch_sizes: Sequence[int | None]
@@ -40,7 +37,9 @@ def fastest_shares(
     total: int,
     costs: Sequence[CostModel],
     micro_batch_sizes: Sequence[int | None],
-    min_shares: Sequence[int] | None = None,
+    *,
+    least: int = 0,
+    idle: Collection[int] = (),
 ) -> tuple[int, ...]:
     """Return the whole shares of ``total`` whose latest finish is earliest.
 
@@ -53,35 +52,40 @@ def fastest_shares(
         total: Samples to share out.
         costs: Cost by rank; ``per_sample_s`` above 0.
         micro_batch_sizes: Most samples in one micro-batch by rank, ``None`` for all in one.
-        min_shares: Samples that each rank gets at least, ``total`` or less in all; none unless
-            given.
+        least: Samples that each rank that is not idle gets at least, ``total`` or less in all.
+        idle: Ranks that get nothing.
 
     Returns:
         Shares by rank; they sum to ``total``.
     """
-    least = [0] * len(costs) if min_shares is None else list(min_shares)
-    if total == 0:
-        return tuple(least)
-    sizes = [size or total for size in micro_batch_sizes]
-    shares = _nearly(total, (costs, sizes, least))
-    ends = all_seconds([share + 1 for share in shares], costs, sizes)
-    first = [(end, rank) for rank, end in enumerate(ends)]
+    present = [rank for rank in range(len(costs)) if rank not in idle]
+    ranks = (
+        [costs[rank] for rank in present],
+        [micro_batch_sizes[rank] or total for rank in present],
+    )
+    shares = _nearly(total, least, *ranks) if total else [0] * len(present)
+    ends = all_seconds([share + 1 for share in shares], *ranks)
+    first = [(end, place) for place, end in enumerate(ends)]
     heapify(first)
     for _ in range(total - sum(shares)):
-        rank = first[0][1]
-        shares[rank] += 1
-        heapreplace(first, (costs[rank].seconds(shares[rank] + 1, sizes[rank]), rank))
-    return tuple(shares)
+        place = first[0][1]
+        shares[place] += 1
+        end_s = ranks[0][place].seconds(shares[place] + 1, ranks[1][place])
+        heapreplace(first, (end_s, place))
+    result = [0] * len(costs)
+    for rank, share in zip(present, shares, strict=True):
+        result[rank] = share
+    return tuple(result)
 
 
-def _nearly(total: int, ranks: _Ranks) -> list[int]:
+def _nearly(total: int, least: int, costs: Sequence[CostModel], sizes: Sequence[int]) -> list[int]:
     """Return shares by a deadline at which no more than a sample a rank of ``total`` is left.
 
     The deadline lies between 0 and when one rank could do it all. It is guessed from what ranks do
     by these two, which nearly always takes one or two guesses. Every third one halves the interval,
     because guesses alone do not see steps of many ranks at once.
     """
-    costs, sizes, shares = ranks
+    shares = [least] * len(costs)
     alone_s = all_seconds([total] * len(costs), costs, sizes)
     early_s, late_s = 0.0, min(alone_s)
     early, late = float(sum(shares)), sum(total * late_s / seconds for seconds in alone_s)
@@ -90,16 +94,18 @@ def _nearly(total: int, ranks: _Ranks) -> list[int]:
             break
         part = 0.5 if attempt % 3 == 0 else (total - 0.3 * len(costs) - early) / (late - early)
         deadline_s = early_s + part * (late_s - early_s)
-        reached = _by_deadline(deadline_s, ranks)
+        reached = _by_deadline(deadline_s, least, costs, sizes)
         if sum(reached) > total:
             late_s, late = deadline_s, sum(reached)
         else:
             early_s, early, shares = deadline_s, sum(reached), reached
-    return list(shares)
+    return shares
 
 
-def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
-    """Return samples that each rank finishes by the deadline, but its least share."""
+def _by_deadline(
+    deadline_s: float, least: int, costs: Sequence[CostModel], sizes: Sequence[int]
+) -> list[int]:
+    """Return samples that each rank finishes by the deadline, but ``least``."""
     return [
         max(
             least,
@@ -107,7 +113,7 @@ def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
             * size
             + max(int((left_s % full_s - fixed_s) / per_sample_s), 0),
         )
-        for (fixed_s, per_sample_s, window_s), size, least in zip(*ranks, strict=True)
+        for (fixed_s, per_sample_s, window_s), size in zip(costs, sizes, strict=True)
     ]
 
 

@@ -63,13 +63,14 @@ class SyncPolicy(Policy):
         self._divides_updates = False
         #: Seconds of exchanges, by the number of ranks that took part.
         self._exchanges_s: dict[int, list[float]] = {}
-        self._absent = self._parked = self._away = frozenset[int]()
         #: Windows in a row in which a rank cost more than it contributed.
         self._useless_windows: dict[int, int] = {}
         #: Shares in use, by size of the window (the last one of an epoch is shorter).
         self._in_use: dict[int, tuple[int, ...]] = {}
         self._last_size = 0
-        self._begin_again("the shares are equal until speeds are known")
+        self._parked: frozenset[int] = frozenset()
+        self.set_absent(frozenset())
+        self._occasion = "the shares are equal until speeds are known"
 
     @property
     def is_calibrated(self) -> bool:
@@ -94,6 +95,7 @@ class SyncPolicy(Policy):
     def set_parked(self, ranks: frozenset[int]) -> None:
         """Give these ranks nothing to do until further notice; see ``Policy``."""
         self._parked, self._away = ranks, ranks | self._absent
+        self._present = [rank for rank in range(len(self.members)) if rank not in self._away]
         self._useless_windows = {}
         names = ", ".join(map(str, sorted(ranks)))
         self._begin_again(
@@ -117,7 +119,7 @@ class SyncPolicy(Policy):
             )
         self._divides_updates = any(report.update_parts > 1 for report in reports)
         if 0.0 <= sync_s < math.inf:
-            known = self._exchanges_s.setdefault(len(self._present(self._away)), [])
+            known = self._exchanges_s.setdefault(len(self._present), [])
             known.append(sync_s)
             del known[:-_MEMORY]
         self._predict()
@@ -166,7 +168,7 @@ class SyncPolicy(Policy):
     def forecast(self, batch_size: int, away: frozenset[int]) -> Forecast:
         """Return what a window takes if these ranks are away; see ``Policy``."""
         shares, compute_s = self._best_shares(batch_size, away)
-        exchanges_s = self._exchanges_with(len(self._present(away)))
+        exchanges_s = self._exchanges_without(away)
         exchange_s = median_low(exchanges_s) if exchanges_s else 0.0
         busiest = self._speeds[shares.index(max(shares))]
         error_s = math.hypot(
@@ -206,21 +208,20 @@ class SyncPolicy(Policy):
         self._in_use.clear()
         self._predict()
 
-    def _present(self, away: frozenset[int]) -> list[int]:
-        return [rank for rank in range(len(self.members)) if rank not in away]
-
-    def _exchanges_with(self, num_ranks: int) -> Sequence[float]:
-        """Return seconds of exchanges of so many ranks, or of the nearest number above one."""
+    def _exchanges_without(self, away: frozenset[int]) -> Sequence[float]:
+        """Return seconds of exchanges of the others, or of the nearest number of ranks above 1."""
+        num_ranks = len(self.members) - len(away)
         if num_ranks in self._exchanges_s or num_ranks == 1:
             return self._exchanges_s.get(num_ranks, ())
         others = [n for n in self._exchanges_s if n > 1]
         return self._exchanges_s[min(others, key=lambda n: abs(n - num_ranks))] if others else ()
 
-    def _costs_with(self, num_ranks: int) -> Sequence[CostModel]:
-        """Return the costs where so many ranks are present, which may divide the update."""
+    def _costs_without(self, away: frozenset[int]) -> Sequence[CostModel]:
+        """Return the costs where the others are present, which may divide the update."""
         if not self._divides_updates:
             return self.costs
-        return [cost._replace(window_s=cost.window_s / num_ranks) for cost in self.costs]
+        parts = len(self.members) - len(away)
+        return [cost._replace(window_s=cost.window_s / parts) for cost in self.costs]
 
     def _best_shares(self, size: int, away: frozenset[int]) -> tuple[tuple[int, ...], float]:
         """Return the shares of those present with the earliest finish, and that in seconds."""
@@ -232,15 +233,9 @@ class SyncPolicy(Policy):
         self, size: int, away: frozenset[int], least: int
     ) -> tuple[tuple[int, ...], float]:
         """Return the shares with the earliest finish, of ``least`` samples or more; and that."""
-        present = self._present(away)
-        all_costs = self._costs_with(len(present))
-        costs = [all_costs[rank] for rank in present]
-        sizes = [self.micro_batch_sizes[rank] for rank in present]
-        best = fastest_shares(size, costs, sizes, [least] * len(present))
-        shares = [0] * len(self.members)
-        for rank, share in zip(present, best, strict=True):
-            shares[rank] = share
-        return tuple(shares), finish_s(best, costs, sizes)
+        costs, sizes = self._costs_without(away), self.micro_batch_sizes
+        shares = fastest_shares(size, costs, sizes, least=least, idle=away)
+        return shares, finish_s(shares, costs, sizes)
 
     # ── shares ───────────────────────────────────────────────────────────────────────────────────
 
@@ -265,7 +260,7 @@ class SyncPolicy(Policy):
         reason, self._occasion = self._occasion, ""
         best, best_s = self._best_shares(size, self._away)
         held = self._in_use.setdefault(size, best)
-        costs = self._costs_with(len(self._present(self._away)))
+        costs = self._costs_without(self._away)
         held_s = finish_s(held, costs, self.micro_batch_sizes)
         # A rank that is hardly measured gets work at once where the best shares have some for it.
         learns = any(
@@ -281,7 +276,7 @@ class SyncPolicy(Policy):
     def _with_work_for_all(self, shares: tuple[int, ...], affordable: float) -> tuple[int, ...]:
         """Return shares with work for each present rank, if they cost little."""
         least = 2 if self._avoid_ones else 1
-        size, present = sum(shares), self._present(self._away)
+        size, present = sum(shares), self._present
         if least * len(present) > size or min(shares[rank] for rank in present) >= least:
             return shares
         raised, raised_s = self._fastest(size, self._away, least)
@@ -307,12 +302,11 @@ class SyncPolicy(Policy):
         that is hardly measured counts while it has no work: it contributes nothing then, and each
         exchange costs.
         """
-        present = self._present(self._away)
         shares, _ = self._best_shares(batch_size, self._away)
         useless: Collection[int] = ()
-        if all(self._speeds[rank].is_settled or not shares[rank] for rank in present):
+        if all(self._speeds[rank].is_settled or not shares[rank] for rank in self._present):
             kept = self._better_alone(batch_size, main)
-            useless = [r for r in present if (not shares[r] if kept is None else r != kept)]
+            useless = [r for r in self._present if (not shares[r] if kept is None else r != kept)]
         self._useless_windows = {r: self._useless_windows.get(r, 0) + 1 for r in useless}
         ranks = [rank for rank, n in self._useless_windows.items() if n >= _PATIENCE]
         if not ranks:
@@ -333,9 +327,9 @@ class SyncPolicy(Policy):
             main: The rank that stays unless another one is clearly faster.
         """
         everyone = frozenset(range(len(self.members)))
-        costs = self._costs_with(1)
+        costs = self._costs_without(everyone - {main})
         each_s = all_seconds([batch_size] * len(costs), costs, self.micro_batch_sizes)
-        fastest = min(self._present(self._away), key=lambda rank: each_s[rank])
+        fastest = min(self._present, key=lambda rank: each_s[rank])
         alone, of_main = (self.forecast(batch_size, everyone - {r}) for r in (fastest, main))
         kept = fastest
         if not alone.is_clearly_below(of_main):
