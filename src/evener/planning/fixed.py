@@ -24,13 +24,7 @@ class FixedShares(Policy):
     ) -> None:
         super().__init__(members)
         self._ratios = tuple(ratios)
-        self._idle = frozenset(rank for rank, ratio in enumerate(ratios) if ratio == 0)
         self._avoid_ones = avoid_ones
-        self._micro_batch_sizes: Sequence[int | None] = (None,) * len(members)
-
-    def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
-        """Set how shares are computed; it matters only if single samples are avoided."""
-        self._micro_batch_sizes = tuple(sizes)
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
         """Return zeros: nothing is measured."""
@@ -42,7 +36,8 @@ class FixedShares(Policy):
         """Plan a window; ``work_for_all`` is ignored: the user has said what each rank does."""
         shares = apportion(size, self._ratios)
         if self._avoid_ones:
-            shares = without_ones(shares, self._micro_batch_sizes, self._idle)
+            idle = [rank for rank, ratio in enumerate(self._ratios) if not ratio]
+            shares = without_ones(shares, self.micro_batch_sizes, idle)
         self._give_reason(window, "partition_ratios set the shares")
         return WindowPlan(window, epoch, start, size, shares)
 

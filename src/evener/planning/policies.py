@@ -89,10 +89,13 @@ class Planner(ABC):
 
     Attributes:
         members: Member ids, by rank.
+        micro_batch_sizes: Most samples in one forward and backward, by rank; ``None`` for a whole
+            share in one.
     """
 
     def __init__(self, members: Sequence[str]) -> None:
         self.members = tuple(members)
+        self.micro_batch_sizes: Sequence[int | None] = (None,) * len(members)
         self._reasons: deque[tuple[int, str]] = deque(maxlen=_MOST_REASONS)
 
     def why(self, window: int) -> str:
@@ -116,13 +119,8 @@ class Planner(ABC):
         return True
 
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
-        """Set how shares are computed, if that matters.
-
-        Args:
-            sizes: Most samples in one forward and backward, by rank; ``None`` for a whole share in
-                one.
-        """
-        return
+        """Set how shares are computed; see ``micro_batch_sizes``."""
+        self.micro_batch_sizes = tuple(sizes)
 
     @abstractmethod
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import median, median_low
 from typing import Any, Final, final
 
-from evener.errors import CheckpointError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import LEAST_APART, ApplyPolicy, Forecast, Parking, Policy
 from evener.planning.report import Report
@@ -84,7 +83,7 @@ class SyncPolicy(Policy):
 
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
         """Set how shares are computed; see ``Policy``. Shares in use are forgotten."""
-        self.micro_batch_sizes = tuple(sizes)
+        super().set_micro_batch_sizes(sizes)
         self._begin_again("the limits of micro-batches have changed")
 
     def set_absent(self, ranks: frozenset[int]) -> None:
@@ -133,10 +132,9 @@ class SyncPolicy(Policy):
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
         """Return the predicted samples per second of each rank alone; see ``Policy``."""
-        return tuple(
-            0.0 if speed.cost is None else speed.cost.samples_per_s(batch_size, size)
-            for speed, size in zip(self._speeds, self.micro_batch_sizes, strict=True)
-        )
+        seconds = all_seconds([batch_size] * len(self.costs), self.costs, self.micro_batch_sizes)
+        known = zip(self._speeds, seconds, strict=True)
+        return tuple(0.0 if speed.cost is None else batch_size / s for speed, s in known)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learnt, by member id, as plain JSON types."""
@@ -147,20 +145,14 @@ class SyncPolicy(Policy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, even of another team: members that are not here are ignored.
 
-        Members of which the state says nothing keep what is known of them. The time of an exchange
-        is not part of it, as that belongs to a team and not to a member. See ``Policy``.
+        A run of another policy, or with fixed shares, has learnt nothing. Members of which the
+        state says nothing keep what is known of them. The time of an exchange is not part of it,
+        as that belongs to a team and not to a member. See ``Policy``.
         """
-        policy = state["policy"]
-        if policy == "fixed":
-            return  # that run had fixed shares and learnt nothing
-        if policy != ApplyPolicy.SYNC.value:
-            raise CheckpointError(
-                f"the checkpoint's planner has {policy=}, this run has "
-                f"{ApplyPolicy.SYNC.value!r}: give the policy of that run"
-            )
+        saved = state["members"] if state["policy"] == ApplyPolicy.SYNC else {}
         for member, speed in zip(self.members, self._speeds, strict=True):
-            if member in state["members"]:
-                speed.load_state_dict(state["members"][member])
+            if member in saved:
+                speed.load_state_dict(saved[member])
         self._begin_again("the first shares by speed")
 
     # ── what is predicted ────────────────────────────────────────────────────────────────────────
@@ -195,8 +187,8 @@ class SyncPolicy(Policy):
             cost if speed.is_settled else cost.scaled(min(1.0, slowest_s / cost.per_sample_s))
             for speed, cost in zip(self._speeds, costs, strict=True)
         )
-        #: By size and the ranks that are away, the best shares and their finish.
-        self._best: dict[tuple[int, frozenset[int]], tuple[tuple[int, ...], float]] = {}
+        #: What ``_best_shares`` has found, by its arguments.
+        self._best: dict[tuple[int, frozenset[int], int], tuple[tuple[int, ...], float]] = {}
 
     def _begin_again(self, occasion: str) -> None:
         """Forget the shares in use.
@@ -223,19 +215,21 @@ class SyncPolicy(Policy):
         parts = len(self.members) - len(away)
         return [cost._replace(window_s=cost.window_s / parts) for cost in self.costs]
 
-    def _best_shares(self, size: int, away: frozenset[int]) -> tuple[tuple[int, ...], float]:
-        """Return the shares of those present with the earliest finish, and that in seconds."""
-        if (size, away) not in self._best:
-            self._best[size, away] = self._fastest(size, away, 0)
-        return self._best[size, away]
-
-    def _fastest(
-        self, size: int, away: frozenset[int], least: int
+    def _best_shares(
+        self, size: int, away: frozenset[int], least: int = 0
     ) -> tuple[tuple[int, ...], float]:
-        """Return the shares with the earliest finish, of ``least`` samples or more; and that."""
-        costs, sizes = self._costs_without(away), self.micro_batch_sizes
-        shares = fastest_shares(size, costs, sizes, least=least, idle=away)
-        return shares, finish_s(shares, costs, sizes)
+        """Return the shares of the others with the earliest finish, and that in seconds.
+
+        Args:
+            size: Samples over all ranks.
+            away: Ranks that get nothing.
+            least: Samples that each of the others gets at least.
+        """
+        if (size, away, least) not in self._best:
+            costs, sizes = self._costs_without(away), self.micro_batch_sizes
+            shares = fastest_shares(size, costs, sizes, least=least, idle=away)
+            self._best[size, away, least] = shares, finish_s(shares, costs, sizes)
+        return self._best[size, away, least]
 
     # ── shares ───────────────────────────────────────────────────────────────────────────────────
 
@@ -262,12 +256,9 @@ class SyncPolicy(Policy):
         held = self._in_use.setdefault(size, best)
         costs = self._costs_without(self._away)
         held_s = finish_s(held, costs, self.micro_batch_sizes)
-        # A rank that is hardly measured gets work at once where the best shares have some for it.
-        learns = any(
-            share and not own and not speed.is_settled
-            for share, own, speed in zip(best, held, self._speeds, strict=True)
-        )
-        if learns or best_s < (1.0 - _DEAD_BAND) * held_s:
+        # Until all speeds are settled, any gain counts, so that each rank with work is measured.
+        is_settled = all(self._speeds[rank].is_settled for rank in self._present)
+        if best != held and best_s <= (1.0 - _DEAD_BAND * is_settled) * held_s:
             sooner = f"the window is predicted to end {1.0 - best_s / held_s:.1%} sooner"
             reason = f"{sooner}, by the speeds that are known now"
             held = self._in_use[size] = best
@@ -279,7 +270,7 @@ class SyncPolicy(Policy):
         size, present = sum(shares), self._present
         if least * len(present) > size or min(shares[rank] for rank in present) >= least:
             return shares
-        raised, raised_s = self._fastest(size, self._away, least)
+        raised, raised_s = self._best_shares(size, self._away, least)
         window_s = self.forecast(size, self._away).window_s
         longer_s = raised_s - self._best_shares(size, self._away)[1]
         return raised if longer_s <= affordable * window_s else shares
@@ -327,9 +318,8 @@ class SyncPolicy(Policy):
             main: The rank that stays unless another one is clearly faster.
         """
         everyone = frozenset(range(len(self.members)))
-        costs = self._costs_without(everyone - {main})
-        each_s = all_seconds([batch_size] * len(costs), costs, self.micro_batch_sizes)
-        fastest = min(self._present, key=lambda rank: each_s[rank])
+        speeds = self.solo_speeds(batch_size)
+        fastest = max(self._present, key=lambda rank: speeds[rank])
         alone, of_main = (self.forecast(batch_size, everyone - {r}) for r in (fastest, main))
         kept = fastest
         if not alone.is_clearly_below(of_main):
