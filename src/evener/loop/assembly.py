@@ -362,7 +362,7 @@ class Assembly:
             return FixedShares(self.names, ratios, avoid_ones=avoid_ones)
         planner = SyncPolicy(self.names, [None] * len(self.members), avoid_ones=avoid_ones)
         if speeds is not None:
-            planner.hint(list(speeds))
+            planner.calibrate(speeds)
         return planner
 
     def _plan_steps(self, speeds: Sequence[float] | None, *, in_background: bool) -> CadencePolicy:

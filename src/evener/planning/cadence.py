@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from evener.errors import CheckpointError, ConfigError
 from evener.planning.elche import ElChe
 from evener.planning.guard import DivergenceGuard, Verdict, ask_guard
 from evener.planning.local_plan import LocalPlan
@@ -12,9 +11,6 @@ from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import Report
 from evener.planning.shares import fastest_shares
 from evener.planning.speed import CostModel
-
-_TAIL = 1.5
-"""A window is planned as the last one when no more than so many windows' work is left."""
 
 _OF_WHAT_OTHERS_BRING = 0.5
 """Part of the contribution of all ranks but the fastest that averaging may take."""
@@ -35,9 +31,6 @@ class CadencePolicy(Planner):
         max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
             lockstep, ``None`` no limit.
         in_background: Averages are formed while ranks continue.
-
-    Raises:
-        ConfigError: The cadence is for another number of ranks.
     """
 
     def __init__(
@@ -49,8 +42,6 @@ class CadencePolicy(Planner):
         max_batch_diff: int | None = None,
         in_background: bool = False,
     ) -> None:
-        if len(elche.batch_counts) != len(members):
-            raise ConfigError(f"{len(elche.batch_counts)} batch counts for {len(members)} members")
         super().__init__(members)
         self.elche = elche
         self._guard = guard
@@ -60,11 +51,11 @@ class CadencePolicy(Planner):
         self._micro_batch_size = 1
         self._samples_per_step = [0.0] * len(members)
         self._last_anchor = 0
-        self._present: Sequence[int] = range(len(members))
+        self._absent: frozenset[int] = frozenset()
 
     def set_absent(self, ranks: frozenset[int]) -> None:
         """Give these ranks nothing to do, and forget how fast they were."""
-        self._present = [r for r in range(len(self.members)) if r not in ranks]
+        self._absent = ranks
         if ranks:
             self.elche.forget(ranks)
 
@@ -92,9 +83,9 @@ class CadencePolicy(Planner):
                 self._samples_per_step[rank] = report.samples / report.steps
         busy_ms = [1000.0 * (r.busy_s - r.warmup_busy_s) for r in reports]
         # Without a sync time the anchor stays as it is.
-        sync_ms = 1000.0 * sync_s if self._verdict is Verdict.STABLE else 0.0
-        sync_ms *= self._part_of_a_window(busy_ms, steps) * self._weight_of_averaging()
-        self.elche.report_timing(busy_ms, steps, sync_ms)
+        if self._verdict is not Verdict.STABLE:
+            sync_s = 0.0
+        self.elche.report_timing(busy_ms, steps, 1000.0 * sync_s * self._weight(busy_ms, steps))
         if self._verdict is Verdict.NUDGE_DOWN:
             self.elche.nudge_anchor_down(factor)
 
@@ -110,31 +101,39 @@ class CadencePolicy(Planner):
             limit: Local steps that the run may still do; ``None`` for any number.
             stop: The team stops with this window.
         """
-        counts = self._counts()
+        elche = self.elche
+        counts: Sequence[int] = elche.batch_counts
+        if not elche.is_calibrated and not elche.has_speed_hint:
+            counts = [1] * len(self.members)
+        slowest = min(count for rank, count in enumerate(counts) if rank not in self._absent)
+        steps = self._bounded(counts, slowest)
+        most = self._bounded([c + max(2, c // 2) for c in steps], slowest)
         available = left if limit is None else min(left, limit)
-        most = self._bounded([c + max(2, c // 2) for c in counts], self._slowest(counts))
-        is_tail = available <= max(_TAIL * sum(counts), sum(most))
+        is_tail = available <= sum(most)
+        window_ms = elche.anchor_wall_ms
         if is_tail:
-            steps = most = self._last_steps(available)
+            num_present = len(self.members) - len(self._absent)
+            least = 0 if self._max_batch_diff is None else available // num_present
+            steps = most = self._bounded(self._split(available, least), max(1, least))
+            window_ms = max(1.0, *(c * ms for c, ms in zip(steps, self._ms(), strict=True)))
             rest = self._split(left - sum(steps))
             queues = tuple(s + r for s, r in zip(steps, rest, strict=True))
         else:
-            steps = counts
-            if not self.elche.is_calibrated:  # no clock ends this window
-                most = counts
+            if not elche.is_calibrated:  # no clock ends this window
+                most = steps
             # Enough for this window, and in ASYNC for the beginning of the next.
             queues = tuple(2 * m for m in most)
         self._give_reason(window, self._reason(is_tail=is_tail))
-        self._last_anchor = self.elche.anchor
+        self._last_anchor = elche.anchor
         return LocalPlan(
             window=window,
             epoch=epoch,
-            window_s=self._window_s(steps, is_tail=is_tail),
+            window_s=window_ms / 1000.0 if elche.is_calibrated else math.inf,
             blocking=(
                 stop
                 or is_tail
                 or not self._in_background
-                or not self.elche.is_calibrated
+                or not elche.is_calibrated
                 # Until this window's average has landed, ranks may do as much of the next one.
                 or (limit is not None and limit < 2 * sum(most))
             ),
@@ -143,7 +142,7 @@ class CadencePolicy(Planner):
             queues=queues,
             # Without these a rank would fall too far behind a rank that makes all of its steps.
             least=0 if self._max_batch_diff is None else max(0, max(most) - self._max_batch_diff),
-            anchor=self.elche.anchor,
+            anchor=elche.anchor,
             verdict=self._verdict,
         )
 
@@ -160,46 +159,34 @@ class CadencePolicy(Planner):
 
         Another team, or a run of another policy, starts its cadence over: a wrong one costs more
         than one window of a step each.
-
-        Raises:
-            CheckpointError: The state is damaged.
         """
-        saved = state.get("members")
-        if not isinstance(saved, list) or sorted(map(str, saved)) != sorted(self.members):
+        saved = list(state.get("members", ()))
+        if sorted(saved) != sorted(self.members) or "cadence" not in state:
             return
-        cadence = state.get("cadence")
-        if not isinstance(cadence, Mapping):
-            raise CheckpointError(
-                "the checkpoint's planner state is damaged (no cadence): resume from an older "
-                "checkpoint"
-            )
         order = [saved.index(member) for member in self.members]
-        by_rank = {k: [cadence[k][i] for i in order] for k in ("counts", "ms") if k in cadence}
-        self.elche.load_state_dict({**cadence, **by_rank})
+        by_rank = {key: [state["cadence"][key][i] for i in order] for key in ("counts", "ms")}
+        self.elche.load_state_dict({**state["cadence"], **by_rank})
 
-    def _part_of_a_window(self, busy_ms: Sequence[float], steps: Sequence[int]) -> float:
-        """Return how much of a window in which the slowest rank makes its anchor this one was.
+    def _weight(self, busy_ms: Sequence[float], steps: Sequence[int]) -> float:
+        """Return what El Che's time of averaging is multiplied by.
 
         Averaging takes as long after a short window, such as the last of an epoch, as after a full
         one; and its time is known only when the window after it is reported. What the anchor can
-        change is its part of a full window, so that is what El Che is told.
-        """
-        slowest_ms = max(ms / n for ms, n in zip(busy_ms, steps, strict=True) if n)
-        full_ms = self.elche.anchor * slowest_ms
-        return max(busy_ms) / full_ms if full_ms > 0 else 1.0
-
-    def _weight_of_averaging(self) -> float:
-        """Return what El Che's time of averaging is multiplied by, 1 or more.
+        change is its part of a window in which the slowest rank makes its anchor, so that is what
+        El Che is told.
 
         If averaging takes more of the time than all ranks but the fastest contribute, the fastest
         would be faster alone. So half of their contribution limits averaging, like
         ``overhead_target``.
         """
-        speeds = [1.0 / ms for ms in self.elche.ms_per_batch if ms > 0]
+        elche = self.elche
+        slowest_ms = max(ms / n for ms, n in zip(busy_ms, steps, strict=True) if n)
+        part = max(busy_ms) / (elche.anchor * slowest_ms) if slowest_ms > 0 else 1.0
+        speeds = [1.0 / ms for ms in elche.ms_per_batch if ms > 0]
         if len(speeds) < 2:
-            return 1.0
+            return part
         brought = 1.0 - max(speeds) / math.fsum(speeds)
-        return max(1.0, self.elche.overhead_target / (_OF_WHAT_OTHERS_BRING * brought))
+        return part * max(1.0, elche.overhead_target / (_OF_WHAT_OTHERS_BRING * brought))
 
     def _reason(self, *, is_tail: bool) -> str:
         """Return why the next plan has another anchor than the last one, or is short."""
@@ -208,39 +195,20 @@ class CadencePolicy(Planner):
             return "the ranks' speeds are not known yet"
         if elche.anchor < before and self._verdict is Verdict.NUDGE_DOWN:
             return "the ranks drifted apart, so they average more often"
-        if elche.anchor > before:
-            return f"averaging took more than {elche.overhead_target:.0%} of the time"
-        if elche.anchor < before:
-            return f"averaging took less than half of {elche.overhead_target:.0%} of the time"
+        if elche.anchor != before:
+            took = "more than" if elche.anchor > before else "less than half of"
+            return f"averaging took {took} {elche.overhead_target:.0%} of the time"
         return "it is the last window of the epoch" if is_tail else ""
 
     # ── counts ───────────────────────────────────────────────────────────────────────────────────
 
-    def _counts(self) -> tuple[int, ...]:
-        elche = self.elche
-        counts = elche.batch_counts
-        if not elche.is_calibrated and not elche.has_speed_hint:
-            counts = (1,) * len(self.members)
-        return self._bounded(counts, self._slowest(counts))
-
     def _bounded(self, counts: Sequence[int], slowest: int) -> tuple[int, ...]:
         """Return counts as far ahead of the slowest as allowed, and 0 for ranks that are absent."""
         furthest = math.inf if self._max_batch_diff is None else slowest + self._max_batch_diff
-        bounded = [0] * len(counts)
-        for rank in self._present:
-            bounded[rank] = int(min(counts[rank], furthest))
-        return tuple(bounded)
-
-    def _slowest(self, counts: Sequence[int]) -> int:
-        return min(counts[rank] for rank in self._present)
-
-    def _window_s(self, steps: Sequence[int], *, is_tail: bool) -> float:
-        if not self.elche.is_calibrated:
-            return math.inf
-        if is_tail:
-            needs = [c * ms for c, ms in zip(steps, self._ms(), strict=True)]
-            return max([1.0, *needs]) / 1000.0
-        return self.elche.anchor_wall_ms / 1000.0
+        return tuple(
+            0 if rank in self._absent else int(min(count, furthest))
+            for rank, count in enumerate(counts)
+        )
 
     def _ms(self) -> list[float]:
         """Return milliseconds a step by rank; a rank that was never timed counts as the slowest."""
@@ -250,20 +218,7 @@ class CadencePolicy(Planner):
             return [ms or slowest for ms in known]
         return [1.0 / count for count in self.elche.batch_counts]
 
-    def _last_steps(self, available: int) -> tuple[int, ...]:
-        if self._max_batch_diff is None:
-            return self._split(available)
-        least = available // len(self._present)
-        if least == 0:
-            some = self._present[:available]
-            return tuple(int(rank in some) for rank in range(len(self.members)))
-        extra = self._split(available - least * len(self._present))
-        return self._bounded([least + more for more in extra], least)
-
-    def _split(self, total: int) -> tuple[int, ...]:
-        """Return steps by rank that sum to ``total``, with the earliest finish."""
-        ms = self._ms()
-        costs = [CostModel(0.0, ms[rank]) for rank in self._present]
-        parts = fastest_shares(total, costs, [None] * len(costs))
-        by_rank = dict(zip(self._present, parts, strict=True))
-        return tuple(by_rank.get(rank, 0) for rank in range(len(self.members)))
+    def _split(self, total: int, least: int = 0) -> tuple[int, ...]:
+        """Return steps by rank, ``least`` or more, that sum to ``total``; the earliest finish."""
+        costs = [CostModel(0.0, ms) for ms in self._ms()]
+        return fastest_shares(total, costs, [None] * len(costs), least=least, idle=self._absent)

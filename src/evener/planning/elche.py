@@ -56,7 +56,6 @@ class ElChe:
 
     Attributes:
         anchor: Batches of the slowest rank.
-        is_calibrated: Whether a report has come.
         has_speed_hint: Whether speeds were given by hand.
         overhead_target: Part of the time that averaging may take.
 
@@ -73,8 +72,8 @@ class ElChe:
     """
 
     def __init__(self, world_size: int, anchor: int) -> None:
-        _require_whole("world_size", world_size, least=1)
-        _require_whole("anchor", anchor, least=1)
+        _check_whole("world_size", world_size, least=1)
+        _check_whole("anchor", anchor, least=1)
         self._world_size = world_size
         self.anchor = anchor
         self._min_anchor = anchor
@@ -83,7 +82,6 @@ class ElChe:
         self._max_batch_diff: int | None = None
         self._counts = [anchor] * world_size
         self._ms = [0.0] * world_size
-        self.is_calibrated = False
         self.has_speed_hint = False
 
     def __repr__(self) -> str:
@@ -105,11 +103,7 @@ class ElChe:
             ConfigError: There is no such rank, or the ratio is below 1.
         """
         self._check_rank(slow_rank)
-        _require(
-            1.0 <= ratio < math.inf,
-            f"ratio is {ratio}: it is how many times as fast the other ranks are as rank "
-            f"{slow_rank}; give a finite number of 1 or more, or name another rank as the slow one",
-        )
+        _check("ratio", ratio, least=1.0)  # to name a fast rank, name another one as the slow one
         ratios = [1.0 if r == slow_rank else ratio for r in range(self._world_size)]
         return self.with_speeds(ratios)
 
@@ -125,11 +119,9 @@ class ElChe:
         Raises:
             ConfigError: Not one finite speed above 0 for each rank.
         """
-        _require(
-            len(speeds) == self._world_size and all(0 < s < math.inf for s in speeds),
-            f"speeds are {list(speeds)} for {self._world_size} ranks; give one finite number above "
-            "0 for each, relative to one another",
-        )
+        self._check_each("speeds", speeds)
+        if not all(speeds):
+            raise ConfigError(f"speeds is {list(speeds)}; give numbers above 0")
         least = min(speeds)
         self._counts = [max(1, _round(self.anchor * s / least)) for s in speeds]
         self.has_speed_hint = True
@@ -147,11 +139,7 @@ class ElChe:
         Raises:
             ConfigError: It is not within these limits.
         """
-        _require(
-            LEAST_OVERHEAD <= target <= MOST_OVERHEAD,
-            f"overhead_target is {target}; give a part of the time from {LEAST_OVERHEAD} to "
-            f"{MOST_OVERHEAD}",
-        )
+        _check("overhead_target", target, least=LEAST_OVERHEAD, most=MOST_OVERHEAD)
         self.overhead_target = target
         return self
 
@@ -168,7 +156,7 @@ class ElChe:
         Raises:
             ConfigError: It is below 0.
         """
-        _require_whole("max_anchor", max_anchor, least=0)
+        _check_whole("max_anchor", max_anchor, least=0)
         max_anchor = max_anchor or self.anchor
         self._max_anchor = max_anchor
         if self.anchor > max_anchor:
@@ -187,7 +175,7 @@ class ElChe:
             ConfigError: It is below 0.
         """
         if max_batch_diff is not None:
-            _require_whole("max_batch_diff", max_batch_diff, least=0)
+            _check_whole("max_batch_diff", max_batch_diff, least=0)
         self._max_batch_diff = max_batch_diff
         return self
 
@@ -211,6 +199,11 @@ class ElChe:
     def total_batches(self) -> int:
         """Return the batches until the next averaging, over all ranks."""
         return sum(self._counts)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Return whether a report has come."""
+        return any(self._ms)
 
     @property
     def anchor_wall_ms(self) -> float:
@@ -240,7 +233,7 @@ class ElChe:
         Raises:
             ConfigError: ``n`` is negative.
         """
-        _require(n >= 0, f"{n} batches cannot be shared out; give 0 or more")
+        _check("n", n, least=0)
         total = self.total_batches
         if total <= n:
             return self.batch_counts
@@ -270,28 +263,24 @@ class ElChe:
             ConfigError: Not one number for each rank, a negative or infinite one, or no batch at
                 all.
         """
-        for name, values in (("wall_ms", wall_ms), ("actual_batches", actual_batches)):
-            are_times = len(values) == self._world_size and all(0 <= v < math.inf for v in values)
-            given = f"{name} is {list(values)} for {self._world_size} ranks"
-            _require(are_times, f"{given}; give one finite number of 0 or more a rank")
-        _require(any(actual_batches), "no rank did a batch; report windows with work only")
-        _require(0 <= sync_ms < math.inf, f"sync_ms is {sync_ms}; give milliseconds of 0 or more")
+        self._check_each("wall_ms", wall_ms)
+        self._check_each("actual_batches", actual_batches)
+        _check("sync_ms", sync_ms, least=0.0)
+        if not any(actual_batches):
+            raise ConfigError("no rank did a batch; report windows with work only")
+        is_first = not self.is_calibrated
         for rank, (wall, batches) in enumerate(zip(wall_ms, actual_batches, strict=True)):
             if batches and wall > 0:
                 self._ms[rank] = self._smoothed(self._ms[rank], wall / batches)
-        slow_ms = max(self._ms)
-        if slow_ms <= 0:
-            return
-        self._tune_anchor(max(wall_ms), sync_ms)
-        self._recount(slow_ms)
-        self.is_calibrated = True
+        if self.is_calibrated:
+            self._tune_anchor(max(wall_ms), sync_ms)
+            self._recount(is_first=is_first)
 
     def forget(self, ranks: Collection[int]) -> None:
         """Forget the speeds of some ranks, such as those that have left."""
         self._ms = [0.0 if rank in ranks else ms for rank, ms in enumerate(self._ms)]
-        self.is_calibrated = any(self._ms)
         if self.is_calibrated:
-            self._recount(max(self._ms))
+            self._recount()
 
     def nudge_anchor_down(self, factor: float) -> None:
         """Average more often, as when ranks drift apart.
@@ -306,11 +295,12 @@ class ElChe:
         Raises:
             ConfigError: It is not a number.
         """
-        _require(not math.isnan(factor), "factor is nan; give a part such as 0.5")
+        if math.isnan(factor):
+            raise ConfigError("factor is nan; give a part such as 0.5")
         part = min(max(factor, 0.1), 1.0)
         self.anchor = min(self.anchor, max(1, math.ceil(self.anchor * part)))
-        if any(self._ms):
-            self._recount(max(self._ms))
+        if self.is_calibrated:
+            self._recount()
 
     def _smoothed(self, known: float, new: float) -> float:
         if known <= 0:
@@ -328,20 +318,21 @@ class ElChe:
         elif overhead < self.overhead_target / 2 and self.anchor > self._min_anchor:
             self.anchor -= 1
 
-    def _recount(self, slow_ms: float) -> None:
+    def _recount(self, *, is_first: bool = False) -> None:
+        slow_ms = max(self._ms)
         for rank, (ms, count) in enumerate(zip(self._ms, self._counts, strict=True)):
             if abs(ms - slow_ms) < _SAME_MS:
                 self._counts[rank] = self.anchor
                 continue
-            exact = self.anchor if ms <= 0 else self.anchor * slow_ms / ms
+            exact = self.anchor * slow_ms / (ms or slow_ms)
             target = max(1, _round(exact))
-            settled = abs(target - count) <= _DEAD_ZONE * count
-            if self.is_calibrated and (settled or abs(exact - count) <= _BEYOND_ROUNDING):
-                continue
-            limit = self._max_batch_diff
-            if limit is not None and self.is_calibrated:
-                target = min(max(target, count - limit), count + limit)
-            self._counts[rank] = max(1, target)
+            if not is_first:
+                is_near = abs(target - count) <= _DEAD_ZONE * count
+                if is_near or abs(exact - count) <= _BEYOND_ROUNDING:
+                    continue
+                limit = math.inf if self._max_batch_diff is None else self._max_batch_diff
+                target = int(max(1, min(max(target, count - limit), count + limit)))
+            self._counts[rank] = target
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 
@@ -351,35 +342,37 @@ class ElChe:
             "anchor": self.anchor,
             "counts": list(self._counts),
             "ms": list(self._ms),
-            "calibrated": self.is_calibrated,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``.
 
         Raises:
-            CheckpointError: It is damaged, or of another number of ranks.
+            CheckpointError: It is of another number of ranks.
         """
-        try:
-            anchor, calibrated = int(state["anchor"]), bool(state["calibrated"])
-            counts, ms = [int(c) for c in state["counts"]], [float(m) for m in state["ms"]]
-            if {len(counts), len(ms)} != {self._world_size}:
-                raise ValueError(f"{len(counts)} counts for {self._world_size} ranks")
-            if min([anchor, *counts]) < 1 or not all(0 <= m < math.inf for m in ms):
-                raise ValueError(f"anchor {anchor}, counts {counts}, ms {ms}")
-        except (KeyError, TypeError, ValueError) as error:
+        counts, ms = list(state["counts"]), list(state["ms"])
+        if len(counts) != self._world_size:
             raise CheckpointError(
-                f"the cadence in the checkpoint does not fit ({error}): resume from an older "
-                "checkpoint, or start a new run"
-            ) from error
-        self.anchor = min(anchor, self._max_anchor)
-        self._counts, self._ms, self.is_calibrated = counts, ms, calibrated
+                f"the checkpoint has {len(counts)} counts for {self._world_size} ranks; resume "
+                f"with {len(counts)} ranks, or start with a new cadence"
+            )
+        self.anchor = min(state["anchor"], self._max_anchor)
+        self._counts, self._ms = counts, ms
 
     def _check_rank(self, rank: int) -> None:
-        _require(
-            0 <= rank < self._world_size,
-            f"there is no rank {rank} among {self._world_size}; give 0 to {self._world_size - 1}",
-        )
+        if not 0 <= rank < self._world_size:
+            raise ConfigError(
+                f"there is no rank {rank} among {self._world_size}; give 0 to "
+                f"{self._world_size - 1}"
+            )
+
+    def _check_each(self, name: str, values: Sequence[float]) -> None:
+        """Check that there is a finite number of 0 or more for each rank."""
+        if len(values) != self._world_size or not all(0 <= value < math.inf for value in values):
+            raise ConfigError(
+                f"{name} is {list(values)} for {self._world_size} ranks; give one finite number of "
+                "0 or more a rank"
+            )
 
 
 def _round(value: float) -> int:
@@ -387,12 +380,13 @@ def _round(value: float) -> int:
     return math.floor(min(value, _MOST_BATCHES) + 0.5)
 
 
-def _require_whole(name: str, value: object, *, least: int) -> None:
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    fits = is_whole and value >= least  # type: ignore[operator]
-    _require(fits, f"{name} is {value!r}; give a whole number of {least} or more")
+def _check_whole(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, Integral):
+        raise ConfigError(f"{name} is {value!r}; give a whole number of {least} or more")
+    _check(name, int(value), least=least)
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
+def _check(name: str, value: float, *, least: float, most: float = math.inf) -> None:
+    if not least <= value <= most or value == math.inf:
+        limits = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
+        raise ConfigError(f"{name} is {value!r}; give a finite number {limits}")

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from evener.errors import ConfigError
 from evener.planning.apportion import apportion
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
@@ -18,29 +17,14 @@ class FixedShares(Policy):
         members: Member ids, by rank.
         ratios: Proportions, by rank; 0 gives a rank nothing to do.
         avoid_ones: Give no rank a micro-batch of one sample where that can be avoided.
-
-    Raises:
-        ConfigError: Not one ratio for each member, or no positive one.
     """
 
     def __init__(
         self, members: Sequence[str], ratios: Sequence[float], *, avoid_ones: bool = False
     ) -> None:
-        if len(ratios) != len(members):
-            raise ConfigError(
-                f"partition_ratios has {len(ratios)} numbers for a team of {len(members)}; give "
-                "one per rank"
-            )
-        apportion(1, ratios)  # refuses impossible ratios before the first window does
         super().__init__(members)
         self._ratios = tuple(ratios)
-        self._idle = frozenset(rank for rank, ratio in enumerate(ratios) if ratio == 0)
         self._avoid_ones = avoid_ones
-        self._micro_batch_sizes: Sequence[int | None] = (None,) * len(members)
-
-    def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
-        """Set how shares are computed; it matters only if single samples are avoided."""
-        self._micro_batch_sizes = tuple(sizes)
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
         """Return zeros: nothing is measured."""
@@ -52,7 +36,8 @@ class FixedShares(Policy):
         """Plan a window; ``work_for_all`` is ignored: the user has said what each rank does."""
         shares = apportion(size, self._ratios)
         if self._avoid_ones:
-            shares = without_ones(shares, self._micro_batch_sizes, self._idle)
+            idle = [rank for rank, ratio in enumerate(self._ratios) if not ratio]
+            shares = without_ones(shares, self.micro_batch_sizes, idle)
         self._give_reason(window, "partition_ratios set the shares")
         return WindowPlan(window, epoch, start, size, shares)
 

@@ -10,9 +10,6 @@ from evener.errors import ConfigError
 _RISES = 2
 """Rises in a row after which growth is suppressed: the third of three rising values shows them."""
 
-GUARD_NAMES = ("none", "level")
-"""Names of the guards, for configurations."""
-
 THRESHOLD = 0.05
 """Divergence below which ``LevelGuard`` does nothing, unless told otherwise."""
 
@@ -81,17 +78,9 @@ class LevelGuard(DivergenceGuard):
     Args:
         threshold: Divergence below which nothing is done.
         factor: From the fourth rising value on, multiplies the anchor; ``None`` leaves it alone.
-
-    Raises:
-        ConfigError: The threshold is not a finite number above 0.
     """
 
     def __init__(self, threshold: float = THRESHOLD, factor: float | None = None) -> None:
-        if not 0 < threshold < math.inf:
-            raise ConfigError(
-                f"divergence_threshold is {threshold}; give a finite number above 0, such as 0.05, "
-                "or divergence_guard='none'"
-            )
         self._threshold = threshold
         self._factor = factor
         self._last = math.inf
@@ -121,19 +110,17 @@ def make_guard(
         factor: That of ``"level"``.
 
     Raises:
-        ConfigError: The name is unknown, or the threshold is out of range.
+        ConfigError: The name is unknown.
     """
-    # Made whatever the guard is, so that a bad threshold is refused.
-    level = LevelGuard(THRESHOLD if threshold is None else threshold, factor)
     if isinstance(guard, DivergenceGuard):
         return guard
     if guard == "level":
-        return level
-    if guard in ("none", None) or guard is False:
+        return LevelGuard(threshold or THRESHOLD, factor)
+    if guard in ("none", None, False):
         return NoGuard()
     raise ConfigError(
-        f"divergence_guard is {guard!r}; choose one of {', '.join(GUARD_NAMES)}, or give an object "
-        "of a class derived from evener.DivergenceGuard"
+        f"divergence_guard is {guard!r}; choose one of none, level, or give an object of a class "
+        "derived from evener.DivergenceGuard"
     )
 
 
@@ -144,9 +131,8 @@ def ask_guard(guard: DivergenceGuard, divergence: float) -> tuple[Verdict, float
         ConfigError: It returned something that is not a verdict, or a factor that is out of range.
     """
     answer: Any = guard.report(divergence)
-    pair = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, _FACTOR)
-    verdict, factor = pair
     try:
+        verdict, factor = answer if isinstance(answer, tuple) else (answer, _FACTOR)
         if not LEAST_FACTOR <= float(factor) < 1:
             raise ValueError
         return Verdict(verdict), float(factor)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from evener.notebook import html_table
 from evener.planning.guard import Verdict
 
 
@@ -40,11 +39,3 @@ class LocalPlan:
     def total_steps(self) -> int:
         """Return the local steps expected of all ranks."""
         return sum(self.steps)
-
-    def _repr_html_(self) -> str:
-        title = (
-            f"window {self.window:,} of epoch {self.epoch}: {self.window_s:.3g} s, anchor "
-            f"{self.anchor:,}, {self.verdict}"
-        )
-        rows = zip(range(len(self.steps)), self.steps, self.most, self.queues, strict=True)
-        return html_table(title, ["rank", "local steps", "at most", "batches in queue"], [*rows])

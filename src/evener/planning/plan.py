@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-from evener.errors import ProtocolError
-from evener.notebook import html_table
-
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
@@ -44,28 +41,6 @@ class WindowPlan:
 
         Args:
             rank: Rank of the generation that the plan is for.
-
-        Raises:
-            ProtocolError: The plan has no such rank.
         """
-        if not 0 <= rank < len(self.shares):
-            raise ProtocolError(
-                f"plan of window {self.window} is for {len(self.shares)} ranks; rank {rank} has no "
-                "place in it"
-            )
         first = self.start + sum(self.shares[:rank])
         return range(first, first + self.shares[rank])
-
-    def _repr_html_(self) -> str:
-        parts = ((rank, self.positions(rank)) for rank in range(len(self.shares)))
-        rows = [
-            (
-                rank,
-                f"{len(own):,}",
-                f"{len(own) / self.size if self.size else 0:.1%}",
-                f"[{own.start:,}, {own.stop:,})",
-            )
-            for rank, own in parts
-        ]
-        title = f"window {self.window:,}: {self.size:,} samples of epoch {self.epoch}"
-        return html_table(title, ["rank", "samples", "share", "positions"], rows)

@@ -6,6 +6,7 @@ on other machines, but it is deterministic, as a run that is replayed should be.
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
@@ -88,11 +89,14 @@ class Planner(ABC):
 
     Attributes:
         members: Member ids, by rank.
+        micro_batch_sizes: Most samples in one forward and backward, by rank; ``None`` for a whole
+            share in one.
     """
 
     def __init__(self, members: Sequence[str]) -> None:
         self.members = tuple(members)
-        self._reasons: dict[int, str] = {}
+        self.micro_batch_sizes: Sequence[int | None] = (None,) * len(members)
+        self._reasons: deque[tuple[int, str]] = deque(maxlen=_MOST_REASONS)
 
     def why(self, window: int) -> str:
         """Return why the plan of a window differs from the previous one, for people.
@@ -103,14 +107,11 @@ class Planner(ABC):
         Returns:
             A clause; empty where nothing changed, or another rank has planned the window.
         """
-        return self._reasons.get(window, "")
+        return dict(self._reasons).get(window, "")
 
     def _give_reason(self, window: int, reason: str) -> None:
         """Keep why a window is planned as it is; see ``why``."""
-        self._reasons.pop(window, None)  # it may be planned again
-        self._reasons[window] = reason
-        if len(self._reasons) > _MOST_REASONS:
-            del self._reasons[next(iter(self._reasons))]
+        self._reasons.append((window, reason))
 
     @property
     def is_calibrated(self) -> bool:
@@ -118,16 +119,8 @@ class Planner(ABC):
         return True
 
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
-        """Set how shares are computed, if that matters.
-
-        Args:
-            sizes: Most samples in one forward and backward, by rank; ``None`` for a whole share in
-                one.
-
-        Raises:
-            ConfigError: Not one size a member, or a size below 1.
-        """
-        return
+        """Set how shares are computed; see ``micro_batch_sizes``."""
+        self.micro_batch_sizes = tuple(sizes)
 
     @abstractmethod
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
@@ -153,7 +146,7 @@ class Planner(ABC):
         """Continue from ``state``, even of another team: members that are not here are ignored.
 
         Raises:
-            CheckpointError: The state is damaged or of another policy.
+            CheckpointError: The state is of another policy.
         """
 
     def set_absent(self, ranks: frozenset[int]) -> None:
@@ -183,9 +176,6 @@ class Policy(Planner):
             reports: One report a rank, in rank order.
             plan: The plan that the window was computed by.
             sync_s: Seconds that the exchange took, without waiting for the slowest rank.
-
-        Raises:
-            ProtocolError: Reports or plan are of another team.
         """
         return
 

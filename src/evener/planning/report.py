@@ -85,12 +85,6 @@ class Report(NamedTuple):
     wait_ago_s: float = 0.0
     sync_ago_s: float = 0.0
 
-    @property
-    def per_sample_s(self) -> float | None:
-        """Return seconds of compute for each sample, without updates; ``None`` if unknown."""
-        timed = self.samples - self.warmup_samples
-        return (self.compute_s - self.update_s - self.warmup_s) / timed if timed > 0 else None
-
 
 #: Fields of a window that ranks report only with the next one.
 TOLD_LATER: Final = Report._fields[Report._fields.index("wait_s") :]

@@ -5,17 +5,14 @@ Pure functions of predicted costs.
 
 from collections.abc import Collection, Sequence
 from heapq import heapify, heapreplace
+from itertools import chain
 from typing import Final
 
-from evener.errors import ConfigError
 from evener.planning.apportion import apportion
 from evener.planning.speed import CostModel
 
 _MOST_DEADLINES: Final = 64
 """Deadlines tried at most; after that more samples are handed out one by one."""
-
-_Ranks = tuple[Sequence[CostModel], Sequence[int], Sequence[int]]
-"""Costs, most samples in a micro-batch, and least shares, each by rank."""
 
 
 def finish_s(
@@ -40,7 +37,9 @@ def fastest_shares(
     total: int,
     costs: Sequence[CostModel],
     micro_batch_sizes: Sequence[int | None],
-    min_shares: Sequence[int] | None = None,
+    *,
+    least: int = 0,
+    idle: Collection[int] = (),
 ) -> tuple[int, ...]:
     """Return the whole shares of ``total`` whose latest finish is earliest.
 
@@ -53,39 +52,40 @@ def fastest_shares(
         total: Samples to share out.
         costs: Cost by rank; ``per_sample_s`` above 0.
         micro_batch_sizes: Most samples in one micro-batch by rank, ``None`` for all in one.
-        min_shares: Samples that each rank gets at least; none unless given.
+        least: Samples that each rank that is not idle gets at least, ``total`` or less in all.
+        idle: Ranks that get nothing.
 
     Returns:
         Shares by rank; they sum to ``total``.
-
-    Raises:
-        ConfigError: ``min_shares`` sum to more than ``total``.
     """
-    least = [0] * len(costs) if min_shares is None else list(min_shares)
-    if sum(least) > total:
-        raise ConfigError(f"shares of at least {least} do not fit into {total} samples")
-    if total == 0:
-        return tuple(least)
-    sizes = [size or total for size in micro_batch_sizes]
-    shares = _nearly(total, (costs, sizes, least))
-    ends = all_seconds([share + 1 for share in shares], costs, sizes)
-    first = [(end, rank) for rank, end in enumerate(ends)]
+    present = [rank for rank in range(len(costs)) if rank not in idle]
+    ranks = (
+        [costs[rank] for rank in present],
+        [micro_batch_sizes[rank] or total for rank in present],
+    )
+    shares = _nearly(total, least, *ranks) if total else [0] * len(present)
+    ends = all_seconds([share + 1 for share in shares], *ranks)
+    first = [(end, place) for place, end in enumerate(ends)]
     heapify(first)
     for _ in range(total - sum(shares)):
-        rank = first[0][1]
-        shares[rank] += 1
-        heapreplace(first, (costs[rank].seconds(shares[rank] + 1, sizes[rank]), rank))
-    return tuple(shares)
+        place = first[0][1]
+        shares[place] += 1
+        end_s = ranks[0][place].seconds(shares[place] + 1, ranks[1][place])
+        heapreplace(first, (end_s, place))
+    result = [0] * len(costs)
+    for rank, share in zip(present, shares, strict=True):
+        result[rank] = share
+    return tuple(result)
 
 
-def _nearly(total: int, ranks: _Ranks) -> list[int]:
+def _nearly(total: int, least: int, costs: Sequence[CostModel], sizes: Sequence[int]) -> list[int]:
     """Return shares by a deadline at which no more than a sample a rank of ``total`` is left.
 
     The deadline lies between 0 and when one rank could do it all. It is guessed from what ranks do
     by these two, which nearly always takes one or two guesses. Every third one halves the interval,
     because guesses alone do not see steps of many ranks at once.
     """
-    costs, sizes, shares = ranks
+    shares = [least] * len(costs)
     alone_s = all_seconds([total] * len(costs), costs, sizes)
     early_s, late_s = 0.0, min(alone_s)
     early, late = float(sum(shares)), sum(total * late_s / seconds for seconds in alone_s)
@@ -94,16 +94,18 @@ def _nearly(total: int, ranks: _Ranks) -> list[int]:
             break
         part = 0.5 if attempt % 3 == 0 else (total - 0.3 * len(costs) - early) / (late - early)
         deadline_s = early_s + part * (late_s - early_s)
-        reached = _by_deadline(deadline_s, ranks)
+        reached = _by_deadline(deadline_s, least, costs, sizes)
         if sum(reached) > total:
             late_s, late = deadline_s, sum(reached)
         else:
             early_s, early, shares = deadline_s, sum(reached), reached
-    return list(shares)
+    return shares
 
 
-def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
-    """Return samples that each rank finishes by the deadline, but its least share."""
+def _by_deadline(
+    deadline_s: float, least: int, costs: Sequence[CostModel], sizes: Sequence[int]
+) -> list[int]:
+    """Return samples that each rank finishes by the deadline, but ``least``."""
     return [
         max(
             least,
@@ -111,15 +113,12 @@ def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
             * size
             + max(int((left_s % full_s - fixed_s) / per_sample_s), 0),
         )
-        for (fixed_s, per_sample_s, window_s), size, least in zip(*ranks, strict=True)
+        for (fixed_s, per_sample_s, window_s), size in zip(costs, sizes, strict=True)
     ]
 
 
 def without_ones(
-    shares: Sequence[int],
-    micro_batch_sizes: Sequence[int | None],
-    idle: Collection[int] = (),
-    min_share: int = 0,
+    shares: Sequence[int], micro_batch_sizes: Sequence[int | None], idle: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Move single samples so that no rank computes a micro-batch of one, where that is possible.
 
@@ -130,33 +129,27 @@ def without_ones(
         shares: Shares by rank.
         micro_batch_sizes: Most samples in one micro-batch by rank, ``None`` for all in one.
         idle: Ranks that must stay without work.
-        min_share: Samples that a rank with work keeps at least.
 
     Returns:
         Shares of the same sum.
     """
     result = list(shares)
-    active = [rank for rank in range(len(result)) if rank not in idle]
-    ones = [rank for rank in active if _has_one(result[rank], micro_batch_sizes[rank])]
 
-    def move(rank: int, other: int) -> bool:
-        """Move a sample between two ranks, if both can do without a micro-batch of one then."""
-        for step in (1, -1):
-            after = ((rank, result[rank] + step), (other, result[other] - step))
-            if all(
-                share >= min(min_share, result[one]) and not _has_one(share, micro_batch_sizes[one])
-                for one, share in after
-            ):
-                result[rank], result[other] = after[0][1], after[1][1]
-                return True
-        return False
+    def has_one(rank: int, step: int = 0) -> bool:
+        return _has_one(result[rank] + step, micro_batch_sizes[rank])
 
-    unpaired = ones[-1:] if len(ones) % 2 else []
-    for rank, other in zip(ones[::2], ones[1::2], strict=False):
-        unpaired += [] if move(rank, other) else [rank, other]
-    for rank in unpaired:
-        others = sorted((other for other in active if other != rank), key=lambda r: -result[r])
-        any(move(rank, other) for other in others)
+    by_size = sorted((r for r in range(len(result)) if r not in idle), key=lambda r: -result[r])
+    ones = [rank for rank in reversed(by_size) if has_one(rank)]
+    while ones:
+        rank = ones.pop()
+        if not has_one(rank):
+            continue  # another one has helped it
+        for other, step in ((r, step) for r in chain(ones[-1:], by_size) for step in (1, -1)):
+            is_possible = other != rank and result[other] >= step
+            if is_possible and not (has_one(rank, step) or has_one(other, -step)):
+                result[rank] += step
+                result[other] -= step
+                break
     return tuple(result)
 
 

@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
-from evener.errors import CheckpointError
-
 _MEMORY = 15
 """Windows remembered. More make a steadier estimate; a lasting change does not wait for them."""
 
@@ -28,9 +26,6 @@ _CHANGED = 1.3
 
 _LASTING = 3
 """Windows in a row by which a change is told from noise."""
-
-_CLEARLY_FASTER = 2.0
-"""Times faster than predicted that need no repetition: noise makes windows slower, not faster."""
 
 _LEAST_SLOPE = 0.01
 """Least part of a measured time that grows with the samples: a rank is never free of charge."""
@@ -79,12 +74,8 @@ def num_micro_batches(samples: int, micro_batch_size: int | None) -> int:
     return -(-samples // (micro_batch_size or samples or 1))
 
 
-class _Timed(NamedTuple):
-    """A window that was timed, without its update."""
-
-    samples: int
-    micro_batches: int
-    seconds: float
+_Point = tuple[float, float]
+"""Of a window without its update, micro-batches per sample and seconds per sample."""
 
 
 class SpeedModel:
@@ -96,7 +87,7 @@ class SpeedModel:
 
     def __init__(self) -> None:
         self.cost: CostModel | None = None
-        self._recent: list[_Timed] = []
+        self._recent: list[_Point] = []
         self._updates_s: list[float] = []
 
     @property
@@ -121,36 +112,24 @@ class SpeedModel:
             update_s: Seconds of a whole update of the optimizer; 0 if none was made.
         """
         if 0.0 < update_s < math.inf:
-            self._updates_s = [*self._updates_s, update_s][-_MEMORY:]
+            self._updates_s.append(update_s)
+            del self._updates_s[:-_MEMORY]
         if samples > 0 and micro_batches > 0 and _LEAST_SECONDS <= compute_s < math.inf:
-            newest = _Timed(samples, micro_batches, compute_s)
-            self._recent = [*self._recent, newest][-_MEMORY:]
+            self._recent.append((micro_batches / samples, compute_s / samples))
+            if self.cost is not None:
+                ratios = _ratios(self._recent[-_LASTING:], self.cost)
+                has_changed = min(ratios) > _CHANGED or max(ratios) < 1.0 / _CHANGED
+                del self._recent[: -_LASTING if has_changed else -_MEMORY]
         self._fit()
-        if self.cost is not None and _has_changed(self._recent[-_LASTING:], self.cost):
-            self._recent = self._recent[-_LASTING:]
-            self._fit()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, as plain JSON types."""
-        return {"recent": [list(one) for one in self._recent], "updates_s": list(self._updates_s)}
+        return {"recent": [*map(list, self._recent)], "updates_s": list(self._updates_s)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``.
-
-        Raises:
-            CheckpointError: The state is damaged.
-        """
-        try:
-            recent = [_Timed(int(n), int(k), float(s)) for n, k, s in state["recent"]]
-            updates_s = [float(s) for s in state.get("updates_s", [])]
-            if not all(0.0 < s < math.inf for row in (*recent, updates_s) for s in row):
-                raise ValueError(f"{recent=}, {updates_s=}")
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint's speed model is damaged ({error!r}): resume from an older "
-                "checkpoint"
-            ) from error
-        self._recent, self._updates_s = recent, updates_s
+        """Continue from ``state``."""
+        self._recent = [(batches, seconds) for batches, seconds in state["recent"]]
+        self._updates_s = list(state["updates_s"])
         self._fit()
 
     def _fit(self) -> None:
@@ -168,27 +147,19 @@ def relative_error(times: Sequence[float]) -> float:
     return 1.25 * spread / math.sqrt(len(times)) / middle
 
 
-def _ratios(windows: Sequence[_Timed], cost: CostModel) -> list[float]:
+def _ratios(points: Sequence[_Point], cost: CostModel) -> list[float]:
     """Return measured over predicted seconds of each window."""
-    return [s / (cost.fixed_s * k + cost.per_sample_s * n) for n, k, s in windows]
+    return [seconds / (cost.fixed_s * batches + cost.per_sample_s) for batches, seconds in points]
 
 
-def _has_changed(newest: Sequence[_Timed], cost: CostModel) -> bool:
-    """Return whether the newest windows show another speed than all of them together."""
-    ratios = _ratios(newest, cost)
-    is_faster = ratios[-1] < 1.0 / _CLEARLY_FASTER or max(ratios) < 1.0 / _CHANGED
-    return is_faster or min(ratios) > _CHANGED
-
-
-def _fitted(windows: Sequence[_Timed]) -> CostModel:
+def _fitted(points: Sequence[_Point]) -> CostModel:
     """Return the cost that explains the windows, of which there is one at least.
 
     A sample takes ``y = fixed_s * x + per_sample_s`` seconds, with ``x`` micro-batches per sample.
     The line goes through the medians of the windows with few and with many micro-batches per
     sample. Lower medians: where two values share the middle, the disturbed one is the larger.
     """
-    points = [(micro_batches / n, seconds / n) for n, micro_batches, seconds in windows]
-    usual_s = median_low(y for _, y in points)
+    usual_s = median_low([y for _, y in points])
     least, most = min(points)[0], max(points)[0]
     if most < _LEAST_SPREAD * least:
         return CostModel(0.0, usual_s)
@@ -197,9 +168,9 @@ def _fitted(windows: Sequence[_Timed]) -> CostModel:
     if min(len(few), len(many)) < 2:
         return CostModel(0.0, usual_s)
     (left, low_s), (right, high_s) = (
-        (median_low(x for x, _ in group), median_low(y for _, y in group)) for group in (few, many)
+        map(median_low, zip(*side, strict=True)) for side in (few, many)
     )
     steepest = (1.0 - _LEAST_SLOPE) * min(low_s / left, high_s / right)
     fixed_s = min(max((high_s - low_s) / (right - left), 0.0), steepest)
-    per_sample_s = median_low(y - fixed_s * x for x, y in points)
+    per_sample_s = median_low([y - fixed_s * x for x, y in points])
     return CostModel(fixed_s, max(per_sample_s, _LEAST_SLOPE * usual_s))

@@ -1,13 +1,12 @@
 """Find the rank that has become slow, from the reports of committed windows. Pure.
 
 A rank is judged by its seconds before it meets the others: compute and waiting for data, compared
-with the median of its own past. The first micro-batch of each size and updates do not count,
-because they say nothing about speed. Times are noisy, with a heavy tail, so one slow window means
-nothing: a rank is named after three in a row, and once the others have waited for it for a
-noteworthy time.
+with the median of its own past. Updates do not count, nor do windows with the first micro-batch of
+a size, because they say nothing about speed. Times are noisy, with a heavy tail, so one slow window
+means nothing: a rank is named after three more slow windows than others, and once the others have
+waited for it for a noteworthy time.
 """
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
@@ -21,7 +20,8 @@ FACTOR: Final = 1.3
 """A rank is slow in a window in which it needs so many times the expected seconds."""
 
 IN_A_ROW: Final = 3
-"""In so many windows in a row it must be slow; in as many not slow until the episode is over."""
+"""A rank is named after so many more slow windows than others; as many later ones that are not slow
+end the episode."""
 
 _PAST: Final = 15
 _LEAST_PAST: Final = 8
@@ -61,27 +61,29 @@ class Straggler(NamedTuple):
     is_over: bool
 
 
-class _Done(NamedTuple):
-    """A rank's work in a window, as far as it shows its speed."""
-
-    samples: int
-    micro_batches: int
-    seconds: float
-    data_s: float
-
-
 class _Pace:
     """The last usual windows of one rank, and its present episode."""
 
     def __init__(self) -> None:
-        self.past: deque[_Done] = deque(maxlen=_PAST)
-        self.end_episode()
-
-    def end_episode(self) -> None:
-        """Suspect nothing any more."""
-        self.since = self.slow = self.calm = 0
+        self.past: deque[Report] = deque(maxlen=_PAST)
+        #: Slow windows less others, from 0 to ``IN_A_ROW``; since when, and what they cost.
+        self.slow = self.since = 0
         self.delay_s = 0.0
         self.named: Straggler | None = None
+
+    def expected_s(self, record: Report) -> float:
+        """Return the usual seconds for the work of a window; 0 while too little is known.
+
+        With another share than usual, the longest that it could explain: all of the cost may be
+        fixed, or none of it.
+        """
+        if len(self.past) < _LEAST_PAST:
+            return 0.0
+        return median(
+            _seconds(one)
+            * max(record.samples / one.samples, record.micro_batches / one.micro_batches)
+            for one in self.past
+        )
 
 
 @final
@@ -108,87 +110,51 @@ class StragglerWatch:
         Returns:
             Ranks that have just become stragglers, and those that have stopped being one.
         """
-        work = {rank: done for rank, r in enumerate(records) if (done := _done(r)) is not None}
-        expected_s = {rank: self._expected_s(rank, done) for rank, done in work.items()}
-        ratios = {rank: work[rank].seconds / s for rank, s in expected_s.items() if s > 0}
+        # A first micro-batch of its size tells nothing of a rank's speed.
+        timed = {rank: r for rank, r in enumerate(records) if r.samples and not r.warmup_samples}
+        expected_s = {rank: self._paces[rank].expected_s(r) for rank, r in timed.items()}
+        ratios = {rank: _seconds(timed[rank]) / s for rank, s in expected_s.items() if s > 0}
         found = []
-        for rank, done in work.items():
+        for rank, record in timed.items():
+            pace, ratio = self._paces[rank], ratios.get(rank, 0.0)
             others = [its for other, its in ratios.items() if other != rank]
-            # What slows the team as a whole is no rank's, and stays out of its past.
-            common = max(1.0, median(others) if others else 1.0)
-            ratio = ratios.get(rank, 0.0)
-            factor = ratio / common
-            if factor < FACTOR:
-                usual = done._replace(seconds=done.seconds / max(1.0, min(ratio, common)))
-                event = self._acquit(rank, window, usual)
-            else:
-                event = self._strike(rank, window, done, factor, records)
-            found += [] if event is None else [event]
+            # What slows the team as a whole is no rank's.
+            factor = ratio / max(1.0, median(others or [1.0]))
+            if factor >= FACTOR:
+                pace.since = pace.since if pace.slow else window
+                pace.slow = min(pace.slow + 1, IN_A_ROW)
+                pace.delay_s += _delay_s(rank, records)
+                # Not one that is alone, as nobody waits for it.
+                is_costly = pace.slow == IN_A_ROW and pace.delay_s >= NOTEWORTHY_S
+                if is_costly and pace.named is None:
+                    pace.named = _name(rank, window, record, factor, pace)
+                    found.append(pace.named)
+                continue
+            pace.slow = max(pace.slow - 1, 0)
+            if pace.slow == 0:
+                if ratio < FACTOR:
+                    pace.past.append(record)
+                if pace.named is not None:
+                    over = pace.named._replace(window=window, delay_s=pace.delay_s, is_over=True)
+                    found.append(over)
+                pace.named, pace.delay_s = None, 0.0
         return tuple(found)
 
-    def _expected_s(self, rank: int, done: _Done) -> float:
-        """Return a rank's usual seconds for the work of a window; 0 while too little is known.
 
-        With another share than usual, the longest that it could explain: all of the cost may be
-        fixed, or none of it. Once the rank is slow, a smaller share may be the planner's answer to
-        that, so half of the cost is taken for fixed.
-        """
-        pace, expected_s = self._paces[rank], []
-        if len(pace.past) < _LEAST_PAST:
-            return 0.0
-        for one in pace.past:
-            more = done.samples / one.samples, done.micro_batches / one.micro_batches
-            times = math.sqrt(math.prod(more)) if pace.slow else max(more)
-            expected_s.append(one.seconds * times)
-        return median(expected_s)
-
-    def _strike(
-        self, rank: int, window: int, done: _Done, factor: float, records: Sequence[Report]
-    ) -> Straggler | None:
-        pace = self._paces[rank]
-        pace.since = pace.since if pace.slow else window
-        pace.slow, pace.calm = pace.slow + 1, 0
-        pace.delay_s += _delay_s(rank, records)
-        # Also of one that is alone, as nobody waits for it.
-        if pace.named or pace.slow < IN_A_ROW or pace.delay_s < NOTEWORTHY_S:
-            return None
-        expected_s = done.seconds / factor
-        usual_data_s = median(one.data_s for one in pace.past)
-        waits = done.data_s - usual_data_s >= 0.5 * (done.seconds - expected_s)
-        pace.named = Straggler(
-            rank=rank,
-            since=pace.since,
-            window=window,
-            factor=factor,
-            compute_s=done.seconds,
-            expected_s=expected_s,
-            cause=SlowCause.DATA if waits else SlowCause.UNKNOWN,
-            delay_s=pace.delay_s,
-            is_over=False,
-        )
-        return pace.named
-
-    def _acquit(self, rank: int, window: int, done: _Done) -> Straggler | None:
-        pace = self._paces[rank]
-        named, pace.calm = pace.named, pace.calm + 1
-        if named is None:
-            pace.past.append(done)
-        elif pace.calm < IN_A_ROW:
-            return None
-        else:
-            named = named._replace(window=window, delay_s=pace.delay_s, is_over=True)
-        pace.end_episode()
-        return named
+def _name(rank: int, window: int, record: Report, factor: float, pace: _Pace) -> Straggler:
+    seconds = _seconds(record)
+    expected_s = seconds / factor
+    more_data_s = record.data_s - median(one.data_s for one in pace.past)
+    waits = more_data_s >= 0.5 * (seconds - expected_s)
+    cause = SlowCause.DATA if waits else SlowCause.UNKNOWN
+    return Straggler(
+        rank, pace.since, window, factor, seconds, expected_s, cause, pace.delay_s, is_over=False
+    )
 
 
-def _done(record: Report) -> _Done | None:
-    """Return what tells of a rank's speed in a window; ``None`` where nothing does."""
-    samples = record.samples - record.warmup_samples
-    micro_batches = record.micro_batches - record.warmup_micro_batches
-    compute_s = record.compute_s - record.update_s - record.warmup_s
-    if samples <= 0 or micro_batches <= 0 or not 0.0 < compute_s < math.inf:
-        return None
-    return _Done(samples, micro_batches, compute_s + record.data_s, record.data_s)
+def _seconds(record: Report) -> float:
+    """Return the seconds of a window in which a rank waited for no other one."""
+    return record.compute_s - record.update_s + record.data_s
 
 
 def _delay_s(rank: int, records: Sequence[Report]) -> float:

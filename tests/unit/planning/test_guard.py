@@ -1,7 +1,5 @@
 """When ranks drift apart: nothing, hold the anchor, bring it down."""
 
-import math
-
 import pytest
 
 from evener.errors import ConfigError
@@ -39,6 +37,3 @@ def test_guards_by_name():
     assert isinstance(make_guard("level", 0.05), LevelGuard)
     with pytest.raises(ConfigError, match="choose one of none, level"):
         make_guard("trend", 0.05)
-    for bad in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ConfigError, match="divergence_threshold"):
-            make_guard("none", bad)

@@ -6,12 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.errors import ConfigError
 from evener.planning.cadence import CadencePolicy
 from evener.planning.clock import WindowClock
 from evener.planning.elche import ElChe
 from evener.planning.guard import LevelGuard, NoGuard, Verdict
-from evener.planning.local_plan import LocalPlan
 from evener.planning.report import Report
 
 # ── the planner ──────────────────────────────────────────────────────────────────────────────────
@@ -147,11 +145,6 @@ def test_the_state_fits_the_same_members_in_another_order_and_no_others():
     assert not fresh.elche.is_calibrated
 
 
-def test_a_cadence_of_another_size_is_refused():
-    with pytest.raises(ConfigError, match="3 batch counts for 2 members"):
-        CadencePolicy(["a", "b"], ElChe(3, 1), NoGuard())
-
-
 # ── the clock ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -193,16 +186,6 @@ def test_the_first_step_is_always_made_and_never_more_than_allowed():
     assert not clock.wants_another(0.0)
     clock.open(0)
     assert not clock.wants_another(0.0)
-
-
-def test_a_notebook_shows_the_steps_of_each_rank():
-    plan = LocalPlan(
-        window=2, epoch=1, window_s=math.inf, blocking=True,
-        steps=(23, 10), most=(30, 15), queues=(2, 3), anchor=10,
-    )  # fmt: skip
-    shown = plan._repr_html_()
-    assert "window 2 of epoch 1: inf s, anchor 10, stable" in shown
-    assert "<tr><td>1</td><td>10</td><td>15</td><td>3</td></tr>" in shown
 
 
 def test_a_cadence_says_what_it_counts():

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.errors import CheckpointError, ConfigError, ProtocolError
 from evener.planning import sync as sync_module
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
@@ -59,7 +58,7 @@ class Team:
         )
         self.ranks = [Disturbed(cost, micro_batch_size, noise, source) for cost in costs]
         if hint:
-            self.policy.hint([1.0 / cost.seconds(8, None) for cost in costs])
+            self.policy.calibrate([1.0 / cost.seconds(8, None) for cost in costs])
         self.team = SimulatedSync(
             self.ranks, Link(), self.policy, batch_size=batch_size, num_samples=10**9
         )
@@ -169,7 +168,7 @@ def test_a_wrong_hint_comes_to_light(micro_batch_size, factor):
     """Also of a rank whose share is then so small that it tells its fixed cost and no more."""
     cost = CostModel(0.008, 0.0002)
     team = Team([cost] * 2, 64, micro_batch_size=micro_batch_size, noise=0.03, hint=False)
-    team.policy.hint((factor, 1.0))
+    team.policy.calibrate((factor, 1.0))
     team.run(50)
     seconds, shares = team.run(50)
     assert abs(shares[-1][0] - 32) <= 2
@@ -177,17 +176,15 @@ def test_a_wrong_hint_comes_to_light(micro_batch_size, factor):
 
 
 def test_a_rank_without_work_is_tried_again_but_rarely():
-    team = Team(at_speeds(1.0, 0.01), 32, noise=0.0)
-    shares = team.run(2000)[1][1:]
-    tried = [window for window, share in enumerate(shares) if share[1] > 0]
-    assert tried[3] - tried[0] < 10, "the first windows are believed when there are three of them"
+    team = Team(at_speeds(1.0, 0.01), 32, noise=0.0, planned=0)
+    windows = team.team.run(5000)
+    tried = [window for window, one in enumerate(windows) if one.reports[1].samples]
+    assert tried[2] < 10, "the first windows are believed when there are three of them"
     tried = tried[3:]
-    assert 5 <= len(tried) <= 40
-    assert all(after - before > 40 for before, after in itertools.pairwise(tried))
-    assert team.efficiency(2000) >= 0.94
+    assert 2 <= len(tried) <= 40
+    assert sum(window.length_s for window in windows) <= 1.05 * 5000 * 0.32
     team.set_cost(1, team.ranks[0].cost)
-    team.run(800)
-    assert team.run(1)[1][0] == (16, 16)
+    assert [report.samples for report in team.team.run(1500)[-1].reports] == [16, 16]
 
 
 def test_fewer_samples_than_ranks():
@@ -203,7 +200,6 @@ def test_fewer_samples_than_ranks():
 
 def test_equal_split_until_speeds_are_known():
     policy = SyncPolicy(["a", "b", "c"], [None, None, None])
-    assert policy.costs is None
     assert not policy.is_calibrated
     assert policy.plan(4, 2, 10, 8) == WindowPlan(4, 2, 10, 8, (3, 3, 2))
     assert policy.solo_speeds(8) == (0.0, 0.0, 0.0)
@@ -268,7 +264,7 @@ def test_the_first_micro_batch_of_a_size_has_no_vote():
 
 def test_hint_decides_the_first_shares_and_measurements_the_next():
     policy = SyncPolicy(["a", "b"], [8, 8])
-    policy.hint((1.0, 1 / 3))
+    policy.calibrate((1.0, 1 / 3))
     assert policy.is_calibrated
     plan = policy.plan(0, 0, 0, 32)
     assert plan.shares == (24, 8)
@@ -280,7 +276,7 @@ def test_hint_decides_the_first_shares_and_measurements_the_next():
 
 def test_a_hint_is_put_on_the_scale_of_what_is_measured():
     policy = SyncPolicy(["a", "b", "c"], [None, None, None])
-    policy.hint((1.0, 0.5, 0.25))
+    policy.calibrate((1.0, 0.5, 0.25))
     plan = WindowPlan(0, 0, 0, 10, (10, 0, 0))
     idle = Report()
     policy.observe([Report(samples=10, micro_batches=1, compute_s=0.2), idle, idle], plan, 0.0)
@@ -291,7 +287,6 @@ def test_an_unknown_rank_is_taken_for_a_middling_one():
     policy = SyncPolicy(["a", "b", "c", "new"], [None] * 4)
     for rank, per_sample_s in enumerate((0.01, 0.02, 0.08)):
         measure(policy, rank, per_sample_s)
-    assert policy.costs is not None
     assert policy.costs[3].per_sample_s == pytest.approx(0.02)
     assert not policy.is_calibrated
     assert policy.plan(0, 0, 0, 64).shares[3] > 0
@@ -367,18 +362,18 @@ def test_micro_batch_sizes_can_change():
 def test_exchange_is_the_usual_one():
     policy = SyncPolicy(["a"], [None])
     plan = policy.plan(0, 0, 0, 1)
-    assert policy.exchange_s == 0.0
+    assert policy.forecast(1, frozenset()).exchange_s == 0.0
     for sync_s in (0.01, 0.01, 5.0, 0.02, 0.01, float("nan"), -1.0):
         policy.observe([Report()], plan, sync_s)
-    assert policy.exchange_s == 0.01
+    assert policy.forecast(1, frozenset()).exchange_s == 0.01
 
 
 def test_a_decision_looks_for_the_best_shares_once(monkeypatch):
     asked = []
 
-    def counted(total, *others):
-        asked.append(total)
-        return fastest_shares(total, *others)
+    def counted(total, *others, idle=(), **options):
+        asked.append((total, idle))
+        return fastest_shares(total, *others, idle=idle, **options)
 
     fastest_shares = sync_module.fastest_shares
     monkeypatch.setattr(sync_module, "fastest_shares", counted)
@@ -390,7 +385,7 @@ def test_a_decision_looks_for_the_best_shares_once(monkeypatch):
         team.run(1)  # its plan is that of before; then it reports
         assert team.policy.decide_parking(64, 0) is None
         assert team.policy.plan(0, 0, 0, 64).size == 64
-    assert asked == [64] * 5
+    assert asked.count((64, frozenset())) == 5
 
 
 def test_a_trial_of_an_elastic_team_is_not_planned_for_numbers_that_nobody_has():
@@ -481,38 +476,11 @@ def test_what_is_known_is_not_forgotten_by_a_state_that_does_not_know_it():
     assert policy.solo_speeds(8) == (pytest.approx(10.0),)
 
 
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"policy": "cadence", "members": {}}, "policy='cadence'"),
-        ({}, "policy=None"),
-        ({"policy": "sync"}, "damaged"),
-        ({"policy": "sync", "members": {"a": {}}}, "damaged"),
-        ({"policy": "sync", "members": {"a": 3}}, "damaged"),
-    ],
-)
-def test_bad_state_is_refused(state, message):
-    with pytest.raises(CheckpointError, match=message):
-        SyncPolicy(["a"], [8]).load_state_dict(state)
-
-
-# ── arguments ────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SyncPolicy([], []), "members"),
-        (lambda: SyncPolicy(["a", "a"], [1, 1]), "different ids"),
-        (lambda: SyncPolicy(["a"], [1, 1]), "2 micro-batch sizes were given for 1 members"),
-        (lambda: SyncPolicy(["a", "b"], [1, 0]), "micro_batch_size=0 of member 'b'"),
-        (lambda: SyncPolicy(["a", "b"], [1, 1]).hint((1.0,)), "1 speeds for a team of 2"),
-        (lambda: SyncPolicy(["a", "b"], [1, 1]).hint((1.0, 0.0)), "speed_hint"),
-    ],
-)
-def test_bad_arguments_are_named(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()
+@pytest.mark.parametrize("state", [{"policy": "cadence", "members": ["a"]}, {"policy": "fixed"}])
+def test_the_state_of_another_policy_says_nothing(state):
+    policy = SyncPolicy(["a"], [8])
+    policy.load_state_dict(state)
+    assert not policy.is_calibrated
 
 
 @pytest.mark.parametrize("hint", [False, True])
@@ -525,12 +493,6 @@ def test_a_rank_that_is_forgotten_counts_as_new_until_it_is_measured(hint):
     assert list(team.policy.state_dict()["members"]) == ["member-0"]
     team.set_cost(1, CostModel(0.0, 0.02))
     assert team.run(40)[1][-1] == (40, 20)
-
-
-def test_reports_of_another_team_are_refused():
-    policy = SyncPolicy(["a", "b"], [8, 8])
-    with pytest.raises(ProtocolError, match="1 reports and 2 shares for a team of 2"):
-        policy.observe([Report()], policy.plan(0, 0, 0, 4), 0.0)
 
 
 # ── why plans change ─────────────────────────────────────────────────────────────────────────────
