@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from evener.averaging.gradients import Reading
 from evener.averaging.weights import power_of_two_near
-from evener.checkpoint import flatten_optimizer
 from evener.data.cursor import Slice
 from evener.engine.drafts import DraftingEngine
 from evener.engine.engine import EngineOptions
@@ -623,8 +622,7 @@ class SyncEngine(DraftingEngine):
         """Gather optimizer states on the rank that saves; all ranks call it together."""
         if self._sharded.is_on:
             every = range(len(self.optimizers))
-            whole = self._sharded.state_dicts(every, keeps=self.is_main)
-            self._gathered = [flatten_optimizer(one) for one in whole]
+            self._gathered = self._sharded.state_dicts(every, keeps=self.is_main)
 
     def optimizer_states(self) -> list[OptimizerState]:
         """Return the states that every rank has, or those of the last ``prepare_save``."""
