@@ -520,7 +520,7 @@ class LocalEngine(ElasticEngine):
         super()._use_team()
         # A rank of an earlier generation that was stopped and continues may write into that
         # generation's memory, so the tensors move out of it.
-        self.buffers.move(self.comm)
+        self.buffers.use(self.comm)
         self._replica.move(self.comm)
         self.team.form_beside()
 

@@ -232,7 +232,6 @@ class ParkingEngine(ElasticEngine):
             # generation's memory, so the tensors move out of it.
             self._home = self.team.whole
             self.flat.move(self._home)
-            self.buffers.move(self._home)
         self._averager.use(self.comm)
         self.buffers.use(self.comm)
         if not self.state.is_parked:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.optimizer_state import FAST_BACKENDS, LEAST_DIVIDED, why_replicated
-from evener.averaging.replicas import ReplicaAverager
+from evener.averaging.replicas import copy_from_first
 from evener.averaging.sharded_update import ShardedUpdate
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
@@ -57,9 +56,6 @@ from evener.team.members import Member, describe_self, team_lines
 from evener.team.membership import Membership, begin_generation
 from evener.team.placement import Devices, choose_device
 from evener.team.terminal import say, warn
-
-#: Bytes of a model that are copied at once.
-_PIECE_BYTES = 1 << 26
 
 
 class Assembly:
@@ -330,15 +326,7 @@ class Assembly:
     def _start_alike(self) -> None:
         """Give every rank rank 0's parameters (frozen ones too) and buffers."""
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        layout = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items())
-        copies = ReplicaAverager(self.comm, self.device)
-        ends = accumulate(tensor.nbytes for tensor in named.values())
-        # In pieces, as there may be no room for the whole model twice.
-        pieces = groupby(zip(layout, ends, strict=True), key=lambda entry: entry[1] // _PIECE_BYTES)
-        for _, piece in pieces:
-            copies.copy_from_first(
-                [named], tuple(entry for entry, _ in piece), what="initial model"
-            )
+        copy_from_first(self.comm, [named], what="initial model")
 
     # ── what runs the windows ────────────────────────────────────────────────────────────────
 
