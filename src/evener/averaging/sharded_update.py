@@ -193,11 +193,9 @@ class ShardedUpdate:
                 group.grad_values, what=f"gradients of {what}", have_met=True
             )
         own = [[group.grad_values[self._parts[group]]] for group in groups]
-        norm = norm_of(own)
-        norm = norm if math.isfinite(norm) else norm_of(own, torch.float64)
         had = self._flat.have_gradients()  # the buffer's flags would have to be waited for
         numbers = [number for group in groups for number in group.indices]
-        row = [norm, *(had[number] for number in numbers)]
+        row = [norm_of(own), *(had[number] for number in numbers)]
         norms, *columns = zip(
             *comm.all_gather_rows(row, what=f"gradient norms of {what}"), strict=True
         )

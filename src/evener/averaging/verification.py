@@ -20,15 +20,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 17
 # Odd numbers near 2**64 divided by the golden ratio, and others without a pattern, as int64.
 _STEP, _MIX, _FOLD = -7046029254386353131, -4658895280553007687, 1181783497276652981
-_WHY_PARAMETER = (
+_WHY = (
     "Ranks that start alike and apply the same averages stay alike, so something else has written "
-    "to the weights of one rank, an optimizer steps by rank-dependent rules, or its memory is "
-    "faulty. Remedy: change weights on all ranks alike or not at all"
-)
-_WHY_BUFFER = (
-    "A buffer that PyTorch marks as written is averaged at the end of the window, so something has "
-    "written to this one without a mark (through .data, or F.batch_norm on statistics of one's own "
-    "without a counter), or memory is faulty. Remedy: write to buffers in place, or assign them"
+    "to it on one rank (to a buffer: without a mark of PyTorch's, as through .data), an optimizer "
+    "steps by rank-dependent rules, or memory is faulty. Remedy: change weights on all ranks alike "
+    "or not at all, write to buffers in place, and resume from the last checkpoint"
 )
 
 
@@ -123,12 +119,10 @@ class ReplicaCheck:
             if not odd:
                 continue
             other = next(rank for rank, value in found.items() if value == usual)
-            is_buffer = name in self._buffers.names
+            kind = "buffer" if name in self._buffers.names else "parameter"
             raise ReplicasDifferError(
-                f"{_after(window)}, {'buffer' if is_buffer else 'parameter'} {name!r} of rank "
-                f"{odd[0]} is not that of rank {other}. "
-                f"{_WHY_BUFFER if is_buffer else _WHY_PARAMETER}, and resume from the last "
-                "checkpoint",
+                f"{_after(window)}, {kind} {name!r} of rank {odd[0]} is not that of rank {other}. "
+                f"{_WHY}",
                 rank=odd[0],
                 parameter=name,
                 window=window,
@@ -146,11 +140,9 @@ class ReplicaCheck:
         for group, data in zip(groups, parameters or [g.data for g in groups], strict=True):
             pieces += [data[start:stop] for start, stop in group.spans()]
         pieces += self._buffers.committed() if buffers is None else buffers
-        if not pieces:
-            return []
-        device = pieces[0].device
-        found: list[int] = torch.stack([_hash(piece).to(device) for piece in pieces]).tolist()
-        return found
+        found = [_hash(piece) for piece in pieces]
+        # In one transfer, unless the model lies on several devices.
+        return torch.stack([one.to(found[0].device) for one in found]).tolist() if found else []
 
 
 @cache
