@@ -33,14 +33,9 @@ class _Kind(NamedTuple):
         parts: The same, buffer by buffer.
     """
 
-    numbers: tuple[int, ...]
+    numbers: Sequence[int]
     agreed: Tensor
     parts: list[Tensor]
-
-    @classmethod
-    def of(cls, numbers: Sequence[int], buffers: Sequence[Tensor]) -> "_Kind":
-        agreed = _flat(buffers, buffers[0])
-        return cls(tuple(numbers), agreed, _cut(agreed, buffers))
 
 
 class BufferAverager:
@@ -77,15 +72,18 @@ class BufferAverager:
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, buffer in enumerate(buffers):
             by_kind.setdefault((buffer.device, buffer.dtype), []).append(number)
-        #: Floating-point ones come first.
-        self._kinds = [
-            _Kind.of(numbers, [buffers[n] for n in numbers])
-            for _, numbers in sorted(by_kind.items(), key=lambda k: not k[0][1].is_floating_point)
-        ]
-        self._num_floats = sum(
-            kind.agreed.numel() for kind in self._kinds if kind.agreed.is_floating_point()
-        )
-        parts = {n: p for k in self._kinds for n, p in zip(k.numbers, k.parts, strict=True)}
+        self._kinds: list[_Kind] = []
+        self._num_floats = 0
+        parts: dict[int, Tensor] = {}
+        for numbers in sorted(
+            by_kind.values(), key=lambda numbers: not buffers[numbers[0]].is_floating_point()
+        ):
+            own = [buffers[number] for number in numbers]
+            flat = _flat(own, own[0])
+            kind = _Kind(numbers, flat, _cut(flat, own))
+            self._kinds.append(kind)  # floating-point ones come first
+            self._num_floats += flat.numel() * flat.is_floating_point()
+            parts |= zip(numbers, kind.parts, strict=True)
         self.agreed = [parts[number] for number in range(len(buffers))]
         #: The buffers and their versions at the last agreement; a version of -1 is never found.
         self._marks = _marks(buffers)

@@ -9,9 +9,6 @@ from torch.nn import Parameter
 
 from evener.comm.base import Communicator
 
-#: What is summed in its own precision; all else in float32, or as complex numbers of two.
-_WIDE = (torch.float64, torch.complex64, torch.complex128)
-
 #: One tensor of a layout: name, shape, dtype.
 Entry = tuple[str, tuple[int, ...], torch.dtype]
 
@@ -69,21 +66,20 @@ def sum_gradients(
     """
     by_dtype: dict[torch.dtype, list[Entry]] = {}
     for entry in layout:
-        by_dtype.setdefault(_widened(entry[2]), []).append(entry)
+        by_dtype.setdefault(torch.promote_types(entry[2], torch.float32), []).append(entry)
     sums: dict[str, Tensor | None] = {}
     are_finite = True
     for dtype, entries in by_dtype.items():
         sizes = [math.prod(shape) for _, shape, _ in entries]
         flat = torch.zeros(sum(sizes) + len(entries), dtype=dtype, device=device)
         *parts, counts = torch.split(flat, [*sizes, len(entries)])
-        found = []
-        for (name, shape, _), part in zip(entries, parts, strict=True):
-            pairs = zip(replicas, factors, strict=True)
-            gradients = [(replica[name].grad, factor) for replica, factor in pairs if factor]
-            own = [(gradient, factor) for gradient, factor in gradients if gradient is not None]
-            for gradient, factor in own:
-                part.view(shape).add_(gradient.to(device, dtype), alpha=factor)
-            found.append(len(own))
+        found = [0.0] * len(entries)
+        for replica, factor in zip(replicas, factors, strict=True):
+            for number, (name, shape, _) in enumerate(entries):
+                gradient = replica[name].grad
+                if factor and gradient is not None:
+                    parts[number].view(shape).add_(gradient.to(device, dtype), alpha=factor)
+                    found[number] += 1
         counts.copy_(torch.tensor(found))
         comm.all_reduce(flat, what=what)
         are_finite = are_finite and bool(flat.isfinite().all())
@@ -106,9 +102,3 @@ def hand_out(
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(total)
-
-
-def _widened(dtype: torch.dtype) -> torch.dtype:
-    if dtype in _WIDE:
-        return dtype
-    return torch.complex64 if dtype.is_complex else torch.float32

@@ -150,22 +150,21 @@ class ShardedUpdate:
         self._comm, self.can_blame = None, False
         self._places, self._parts, self._own = {}, {}, []
 
-    def state_dicts(self, numbers: Sequence[int], *, keeps: bool) -> list[dict[str, Any]]:
-        """Return what ``state_dict()`` of optimizers is with the parts of all ranks.
+    def state_dict(self, number: int, *, keeps: bool) -> dict[str, Any]:
+        """Return what ``state_dict()`` of an optimizer is with the parts of all ranks.
 
         All ranks call it together. The tensors are copies.
 
         Args:
-            numbers: The optimizers'.
+            number: The optimizer's.
             keeps: Whether this rank wants the result; otherwise it is empty here.
         """
-        found = []
-        for number in numbers:
-            states, optimizer = self._gather(number, keeps=keeps), self._optimizers[number]
-            if keeps:
-                vars(optimizer)["state"] = states
-                found.append(type(optimizer).state_dict(optimizer))
-                vars(optimizer)["state"] = self._face
+        states, optimizer = self._gather(number, keeps=keeps), self._optimizers[number]
+        if not keeps:
+            return {}
+        vars(optimizer)["state"] = states
+        found = type(optimizer).state_dict(optimizer)
+        vars(optimizer)["state"] = self._face
         return found
 
     # ── the update ───────────────────────────────────────────────────────────────────────────────

@@ -621,8 +621,8 @@ class SyncEngine(DraftingEngine):
     def prepare_save(self) -> None:
         """Gather optimizer states on the rank that saves; all ranks call it together."""
         if self._sharded.is_on:
-            every = range(len(self.optimizers))
-            self._gathered = self._sharded.state_dicts(every, keeps=self.is_main)
+            sharded, every = self._sharded, range(len(self.optimizers))
+            self._gathered = [sharded.state_dict(n, keeps=self.is_main) for n in every]
 
     def optimizer_states(self) -> list[OptimizerState]:
         """Return the states that every rank has, or those of the last ``prepare_save``."""

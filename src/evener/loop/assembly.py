@@ -245,7 +245,7 @@ class Assembly:
             return type(optimizer).state_dict(optimizer)
         try:
             self.engine.ask(Purpose.STATE)
-            return sharded.state_dicts([number], keeps=True)[0]
+            return sharded.state_dict(number, keeps=True)
         except CollectiveError as error:
             raise type(error)(
                 f"{error}. optimizer.state_dict() was called, and its state is divided among ranks "

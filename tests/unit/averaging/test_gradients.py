@@ -59,7 +59,7 @@ def test_a_part_that_ranks_cannot_divide_keeps_its_state() -> None:
         model[1].requires_grad_(True)
         flat.attach_grads()
         assert flat.groups[-1].data.numel() % comm.world_size
-        assert sharded.state_dicts([0], keeps=True)[0]["state"].keys() == {0, 1}
+        assert sharded.state_dict(0, keeps=True)["state"].keys() == {0, 1}
         sharded.join_if_needed([])
         assert not sharded.is_on
         return optimizer.state[model[1].weight]["sum"]
