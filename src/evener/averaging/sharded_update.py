@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from evener.averaging.gradients import clip, mean_factor, norm_of
+from evener.averaging.gradients import clip, norm_of
 from evener.averaging.optimizer_state import DIVIDED, ELEMENTWISE, LOST, DividedState
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
@@ -183,8 +183,7 @@ class ShardedUpdate:
         All ranks call it together. See ``GradientAverager.average``; the other parts are of no use
         afterwards.
         """
-        factor = mean_factor(scale, divisor)
-        comm, groups = self._catch_up(), self._flat.groups_of(part)
+        factor, comm, groups = scale / divisor, self._catch_up(), self._flat.groups_of(part)
         self.can_blame = True
         for group in groups:
             # Ranks have exchanged rows, and none touches its gradients between that and this.
