@@ -165,32 +165,29 @@ class TrainingState:
         """
         # First load the parts that may be refused: loading a registered object runs the user's
         # code.
-        self._waiting = self._restore_registered(content.registered)
-        self.schedule.load_state_dict(content.schedule)
-        for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
-            optimizer.load_state_dict(state)
-
-    def _restore_registered(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Hand out states; return those of objects that are not registered yet."""
-        waiting = dict(states)
-        for name, one in {**self._carried, **self._registered}.items():
-            if name not in states and name in self._carried:
-                continue
-            if name not in states:
-                raise CheckpointError(
-                    f"the checkpoint holds no state of {name!r}, which is registered; it holds "
-                    f"{sorted(map(str, states))}: register it after ddp.load, or resume with "
-                    "another one"
-                )
+        states = content.registered
+        missing = self._registered.keys() - states.keys()
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint holds no state of {min(missing)!r}, which is registered; it holds "
+                f"{sorted(map(str, states))}: register it after ddp.load, or resume with another "
+                "one"
+            )
+        objects = {**self._carried, **self._registered}
+        known = {name: one for name, one in objects.items() if name in states}
+        for name, one in known.items():
             try:
-                one.load_state_dict(waiting.pop(name))
+                one.load_state_dict(states[name])
             except Exception as error:
                 raise CheckpointError(
                     f"the checkpoint's state of {name!r} is refused by its load_state_dict "
                     f"({error!r}): resume with the object that it was written from, or from an "
                     "older checkpoint"
                 ) from error
-        return waiting
+        self._waiting = {name: one for name, one in states.items() if name not in known}
+        self.schedule.load_state_dict(content.schedule)
+        for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
+            optimizer.load_state_dict(state)
 
     def send(
         self,
