@@ -33,17 +33,15 @@ class _Place(NamedTuple):
         number: Its flat number.
         group: Its flat group.
         offset: Its first element there.
-        start: First element of the piece there.
-        stop: Last-plus-one element of the piece there.
-        piece: ``(stop - start,)``; ``None`` where other ranks own all of the parameter.
-        grad: Its gradient.
+        where: The elements of this rank's piece there.
+        piece: Those elements; ``None`` where other ranks own all of the parameter.
+        grad: The piece's gradient.
     """
 
     number: int
     group: FlatGroup
     offset: int
-    start: int
-    stop: int
+    where: slice
     piece: Parameter | None
     grad: Tensor
 
@@ -298,11 +296,11 @@ class ShardedUpdate:
         size = group.data.numel() // comm.world_size
         part = self._parts[group] = slice(size * comm.rank, size * (comm.rank + 1))
         for number, (first, end) in zip(group.indices, group.spans(), strict=True):
-            start, stop = max(first, part.start), min(end, part.stop)
+            where = slice(max(first, part.start), min(end, part.stop))
             piece = None
-            if start < stop or first == end:  # one without elements has a state, too
-                piece = Parameter(group.data[start:stop], requires_grad=False)
-            place = _Place(number, group, first, start, stop, piece, group.grad_values[start:stop])
+            if where.start < where.stop or first == end:  # one without elements has a state, too
+                piece = Parameter(group.data[where], requires_grad=False)
+            place = _Place(number, group, first, where, piece, group.grad_values[where])
             self._places[self._flat.parameters[number]] = place
 
     @torch.no_grad()
@@ -326,7 +324,7 @@ class ShardedUpdate:
         """Return this rank's piece of what is kept for each element of a parameter."""
         flat = torch.empty(value.numel(), dtype=place.grad.dtype, device=value.device)
         view_like(flat, 0, self._flat.order_of(place.number)).copy_(value)
-        return flat[place.start - place.offset : max(0, place.stop - place.offset)].clone()
+        return flat[place.where.start - place.offset :][: place.grad.numel()].clone()
 
     @torch.no_grad()
     def _gather(self, number: int, *, keeps: bool) -> _States:
@@ -358,8 +356,8 @@ class ShardedUpdate:
                 continue
             buffer = torch.zeros_like(group.data)
             for piece, place in pieces.items():
-                if place.number in members and place.start < place.stop:
-                    buffer[place.start : place.stop] = own[piece][name]
+                if place.number in members:
+                    buffer[place.where] = own[piece][name]
             comm.all_gather_parts(buffer, what=f"optimizer state {name}")
             for i in members if keeps else ():
                 parameter, order = self._flat.parameters[i], self._flat.order_of(i)
