@@ -3,22 +3,91 @@
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, product
-from typing import Any, NamedTuple, final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, NoReturn, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from evener.averaging.gradients import clip, norm_of
-from evener.averaging.optimizer_state import DIVIDED, ELEMENTWISE, LOST, DividedState
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.comm.flat_groups import FlatGroup, view_like
 from evener.errors import UsageError
+
+#: By optimizer that updates each element from this element's gradient and state alone: what it
+#: keeps for each element. All else that it keeps for a parameter is one number.
+ELEMENTWISE: Final[Mapping[type[Optimizer], frozenset[str]]] = MappingProxyType(
+    {
+        optim.ASGD: frozenset({"ax"}),
+        optim.Adadelta: frozenset({"square_avg", "acc_delta"}),
+        optim.Adagrad: frozenset({"sum"}),
+        optim.Adam: frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        optim.AdamW: frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        optim.Adamax: frozenset({"exp_avg", "exp_inf"}),
+        optim.NAdam: frozenset({"exp_avg", "exp_avg_sq"}),
+        optim.RAdam: frozenset({"exp_avg", "exp_avg_sq"}),
+        optim.RMSprop: frozenset({"square_avg", "momentum_buffer", "grad_avg"}),
+        optim.Rprop: frozenset({"prev", "step_size"}),
+        optim.SGD: frozenset({"momentum_buffer"}),
+    }
+)
+
+#: Backends over which ``sharded_update="auto"`` divides the update.
+FAST_BACKENDS: Final = frozenset({"shared", "nccl"})
+LEAST_DIVIDED: Final = 2**19
+"""From how many trainable elements on it does so. To divide the update of fewer takes more of a CPU
+than it saves, and ranks meet twice more in each window; state of so few takes little memory."""
+
+_DIVIDED: Final = (
+    "the state of this optimizer is divided among {} ranks (sharded_update), and each holds its "
+    "part of it: call optimizer.state_dict() on all ranks, save with ddp.save, or use "
+    "DdpConfig(sharded_update='off')"
+)
+_LOST: Final = (
+    "the state of this optimizer was divided among ranks (sharded_update), and the team ended "
+    "before all ranks came to ddp.close(), so the other parts are lost: make a new optimizer and "
+    "resume from a checkpoint, or give it a state with optimizer.load_state_dict"
+)
+
+
+def why_replicated(optimizers: Sequence[Optimizer]) -> str:
+    """Return why the update of these optimizers cannot be divided; empty where it can."""
+    for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer)
+        if kind not in ELEMENTWISE:
+            known = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
+            return (
+                f"optimizer {number} is {kind.__module__}.{kind.__qualname__}, and a part of a "
+                f"parameter can be updated alone by torch.optim's {known} only, not by their "
+                "subclasses or others"
+            )
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            return f"optimizer {number} ({kind.__name__}) is differentiable"
+    return ""
+
+
+@final
+class _DividedState(MutableMapping[Any, Any]):
+    """Stands for an optimizer's state while that is divided: reading it says what to do instead.
+
+    Args:
+        reason: The message.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UsageError(self._reason)
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse
+
 
 #: What an optimizer keeps for each parameter.
 _States = dict[Any, dict[str, Any]]
@@ -53,8 +122,8 @@ class ShardedUpdate:
     The user's own optimizer object makes the step. Outside of the step its groups hold the user's
     parameters; for the step each holds the pieces of those that some rank had a gradient of.
 
-    While it is *on*, ``optimizer.state`` is a ``DividedState``. A state that an optimizer is given
-    (by ``load_state_dict``) is divided before the next step.
+    While it is *on*, ``optimizer.state`` is a mapping that refuses to be read. A state that an
+    optimizer is given (by ``load_state_dict``) is divided before the next step.
 
     Args:
         flat: The parameters.
@@ -88,7 +157,7 @@ class ShardedUpdate:
         self._touched: set[int] = set()
         #: By optimizer, the states of this rank's pieces, and those of parameters without a place.
         self._own: list[_States] = []
-        self._face = DividedState("")
+        self._face = _DividedState("")
         self.can_blame = False
 
     @property
@@ -107,7 +176,7 @@ class ShardedUpdate:
         is_possible = self._is_wanted and comm.world_size > 1
         if is_possible and _has_equal_parts(self._flat.groups, comm):
             self._comm = comm
-            self._face = DividedState(DIVIDED.format(comm.world_size))
+            self._face = _DividedState(_DIVIDED.format(comm.world_size))
             self._own = [defaultdict(dict) for _ in self._optimizers]
             self._catch_up()
 
@@ -140,7 +209,7 @@ class ShardedUpdate:
     def abandon(self) -> None:
         """End without the other ranks: their parts of the state are lost; idempotent."""
         if self._comm is not None:
-            self._end([DividedState(LOST)] * len(self._optimizers))
+            self._end([_DividedState(_LOST)] * len(self._optimizers))
 
     def _end(self, states: Sequence[Any]) -> None:
         for optimizer, state in zip(self._optimizers, states, strict=True):

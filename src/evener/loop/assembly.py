@@ -13,9 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.optimizer_state import FAST_BACKENDS, LEAST_DIVIDED, why_replicated
 from evener.averaging.replicas import copy_from_first
-from evener.averaging.sharded_update import ShardedUpdate
+from evener.averaging.sharded_update import (
+    FAST_BACKENDS,
+    LEAST_DIVIDED,
+    ShardedUpdate,
+    why_replicated,
+)
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.config.settings import DdpConfig

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evener.averaging.optimizer_state import ELEMENTWISE
+from evener.averaging.sharded_update import ELEMENTWISE
 from evener.checkpoint import (
     Checkpoint,
     Snapshot,
