@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from evener.engine.engine import Engine, EngineOptions
-from evener.engine.state import TrainingState
 from evener.engine.team import Team
+from evener.engine.training_state import TrainingState
 from evener.errors import CollectiveError
 from evener.places import here
 from evener.planning.policies import ApplyPolicy

@@ -16,9 +16,9 @@ from evener.engine.answers import AskingEngine
 from evener.engine.engine import EngineOptions, Superseded
 from evener.engine.positions import Positions
 from evener.engine.results import Progress, Round, WindowResult, pack_applied, unpack_applied
-from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.engine.team_change import Change, describe_loss_of_state
+from evener.engine.training_state import TrainingState
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,

@@ -9,8 +9,8 @@ from evener.engine.calibration import time_slices
 from evener.engine.engine import EngineOptions
 from evener.engine.late import LateEngine
 from evener.engine.results import WindowResult, Work
-from evener.engine.state import TrainingState
 from evener.engine.team import Team
+from evener.engine.training_state import TrainingState
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.protocol.row import DATA_LENGTH, Purpose

@@ -23,8 +23,8 @@ from evener.engine.results import Applied, Progress, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates, rates_of, set_rates
 from evener.engine.share import Share, WindowSpans, needs_plans
 from evener.engine.slowness import Slowness
-from evener.engine.state import OptimizerState, TrainingState
 from evener.engine.team import PARKED_TIMEOUT_S, Team
+from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,

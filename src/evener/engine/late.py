@@ -22,8 +22,8 @@ from evener.engine.engine import EngineOptions
 from evener.engine.parking import ParkingEngine
 from evener.engine.results import Progress, Round, WindowResult
 from evener.engine.share import Lap, Share, Stopwatch
-from evener.engine.state import TrainingState
 from evener.engine.team import Team
+from evener.engine.training_state import TrainingState
 from evener.planning.plan import WindowPlan
 from evener.planning.report import LOSS, Report
 

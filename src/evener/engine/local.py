@@ -19,16 +19,16 @@ from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
 from evener.engine.changing import ElasticEngine
+from evener.engine.consensus import Replica
 from evener.engine.engine import EngineOptions
 from evener.engine.exchanging import BackgroundExchanger, Exchanged, Exchanger
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.replica import Replica
 from evener.engine.results import Applied, CadenceRecord, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates
 from evener.engine.share import Share, WindowSpans, needs_plans
-from evener.engine.state import OptimizerState, TrainingState
 from evener.engine.steps import LocalSteps
 from evener.engine.team import Team
+from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import CollectiveError
 from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan

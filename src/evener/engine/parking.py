@@ -12,8 +12,8 @@ from evener.engine.answers import Heard
 from evener.engine.changing import ElasticEngine
 from evener.engine.engine import EngineOptions
 from evener.engine.results import Progress, Round
-from evener.engine.state import TrainingState
 from evener.engine.team import Team
+from evener.engine.training_state import TrainingState
 from evener.planning.policies import NOTEWORTHY_S, ApplyPolicy, Parking, Policy
 from evener.planning.report import Report
 from evener.protocol.row import Purpose

@@ -18,8 +18,8 @@ from evener.engine.engine import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.results import Applied, Round, WindowResult
 from evener.engine.share import Share, Stopwatch
-from evener.engine.state import OptimizerState, TrainingState
 from evener.engine.team import Team
+from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import CollectiveError, LeftOutError, UsageError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy

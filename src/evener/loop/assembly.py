@@ -33,9 +33,9 @@ from evener.engine.local import LocalEngine
 from evener.engine.loss_scale import LossScale
 from evener.engine.schedule import Schedule
 from evener.engine.slowness import Slowness
-from evener.engine.state import TrainingState
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
+from evener.engine.training_state import TrainingState
 from evener.errors import CollectiveError, ConfigError, UsageError
 from evener.loop.arguments import (
     Models,

@@ -16,7 +16,7 @@ from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Collate, Given, is_stream, read
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.loaders.stream import StreamLoader, stream_of
-from evener.engine.state import Stateful
+from evener.engine.training_state import Stateful
 from evener.errors import CheckpointError, ConfigError, EvenerError
 from evener.loop.assembly import Assembly
 from evener.loop.event_stream import EventStream

@@ -26,7 +26,7 @@ from evener.checkpoint import (
     open_checkpoint,
 )
 from evener.engine.results import Progress
-from evener.engine.state import TrainingContent, unpack
+from evener.engine.training_state import TrainingContent, unpack
 from evener.errors import CheckpointError
 from evener.loop.assembly import Assembly
 from evener.team.terminal import warn
