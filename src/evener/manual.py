@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from evener.averaging.replicas import Entry, ReplicaAverager
+from evener.averaging.replicas import Entry, copy_from_first, hand_out, sum_gradients
 from evener.closing import Closing
 from evener.comm.base import Communicator
 from evener.devices import count_accelerators, move
@@ -132,7 +132,6 @@ class Replicas(Closing):
         self._line: _Line | None = line
         self._comm = line.comm
         self._non_finite = non_finite
-        self._averager = ReplicaAverager(line.comm, self.devices[0])
         self._num_averages = 0
         self._agree(self._tensors(), "Ddp.wrap")
 
@@ -230,15 +229,14 @@ class Replicas(Closing):
     def _tensors(self) -> list[_Named]:
         return [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in self.models]
 
-    def _agree(self, replicas: Sequence[_Named], what: str) -> tuple[Entry, ...]:
-        """Refuse replicas of which one differs; return what all hold."""
+    def _agree(self, replicas: Sequence[_Named], what: str) -> None:
+        """Refuse replicas of which one differs."""
         layout, problem = _read_layout(replicas, self.first)
         self._meet(what, problem, layout, [])
-        return layout
 
     def _copy(self, replicas: Sequence[_Named], what: str) -> None:
-        layout = self._agree(replicas, what)
-        self._averager.copy_from_first(replicas, layout, what=what)
+        self._agree(replicas, what)
+        copy_from_first(self._comm, replicas, what=what)
 
     def _average(self, what: str, counts: Sequence[float]) -> None:
         replicas = [
@@ -255,12 +253,13 @@ class Replicas(Closing):
             what, problem, layout, [0.0 if problem else _sum(counts)], everyone=everyone
         )
         total = self._total("batch_counts", [row[0] for row in rows])
-        averaged = self._averager.sum_gradients(
-            replicas, layout, [count / total for count in counts], what=what
+        factors = [count / total for count in counts]
+        sums, are_finite = sum_gradients(
+            self._comm, self.devices[0], replicas, layout, factors, what=what
         )
-        if self._non_finite == "raise" and not averaged.is_finite():
+        if self._non_finite == "raise" and not are_finite:
             raise self._non_finite_error(what, replicas, counts)
-        averaged.hand_out(replicas)
+        hand_out(replicas, sums)
         self._num_averages += 1
 
     def _meet(

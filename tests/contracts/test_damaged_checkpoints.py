@@ -216,7 +216,7 @@ MISFITS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a weight that is missing": (lacks("model", "0.weight"), "lacks '0.weight'"),
     "another number of optimizers": (state("optimizers", value=[]), "holds 0 optimizers"),
     "a moment of another shape": (
-        retype("optimizer", "state.0.exp_avg", lambda t: t[:1]),
+        retype("training", "optimizers.0.state.0.exp_avg", lambda t: t[:1]),
         "state.0.exp_avg has shape",
     ),
     "no schedulers": (state("schedule", value=[]), "0 schedulers"),

@@ -34,8 +34,8 @@ WINDOW = 3  # in which harm is done
 POINTS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "before the snapshot": (lambda engine: engine, "_start", False),
     "before the exchange": (lambda engine: engine, "_exchange", False),
-    "before the reduce": (lambda engine: engine.consensus.replica, "exchange", False),
-    "after the reduce": (lambda engine: engine.consensus.replica, "exchange", True),
+    "before the reduce": (lambda engine: engine.consensus, "exchange", False),
+    "after the reduce": (lambda engine: engine.consensus, "exchange", True),
     "before it lands": (lambda engine: engine, "_apply", False),
 }
 

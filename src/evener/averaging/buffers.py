@@ -25,25 +25,17 @@ _ByNumber = Sequence[Tensor] | Mapping[int, Tensor]
 
 
 class _Kind(NamedTuple):
-    """Buffers of one dtype and device, whose copies lie side by side: few calls move them all.
+    """Buffers of one dtype and device: few calls move them all.
 
     Attributes:
         numbers: Of the buffers.
-        start: First element in what is exchanged.
-        stop: Last-plus-one element there.
-        agreed: ``(stop - start,)``; what all ranks have agreed on.
-        agreed_parts: The same, buffer by buffer.
-        now: ``(stop - start,)``; the buffers as they were when differences were taken.
-        now_parts: The same, buffer by buffer.
+        agreed: ``(n,)``; what all ranks have agreed on, side by side.
+        parts: The same, buffer by buffer.
     """
 
-    numbers: tuple[int, ...]
-    start: int
-    stop: int
+    numbers: Sequence[int]
     agreed: Tensor
-    agreed_parts: list[Tensor]
-    now: Tensor
-    now_parts: list[Tensor]
+    parts: list[Tensor]
 
 
 class BufferAverager:
@@ -55,6 +47,9 @@ class BufferAverager:
     such as ``num_batches_tracked``) add their differences instead: a counter then reads what one
     process would have counted. Complex and empty buffers are left alone.
 
+    An average has three steps, so that a rank can continue meanwhile: ``snapshot``, ``exchange``,
+    ``agree``.
+
     Attributes:
         names: Of the buffers, in the order of the model; those that the model had at the start.
         is_empty: Whether there are none, so that no window has to look at them.
@@ -62,7 +57,7 @@ class BufferAverager:
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self.comm = comm
+        self._comm = comm
         places: dict[int, tuple[str, nn.Module, str]] = {}
         for prefix, module in model.named_modules():
             for key, buffer in module.named_buffers(recurse=False):
@@ -74,29 +69,39 @@ class BufferAverager:
         # By place, not by object: a module may assign a new tensor instead of writing in place.
         self._places = [(module, key) for _, module, key in places.values()]
         buffers = self._buffers
-        # Where differences are summed, in float64.
-        self._device = float64_device(buffers[0].device) if buffers else torch.device("cpu")
-        self._kinds = _lay_out(buffers)
-        self._num_floats = max(
-            (k.stop for k in self._kinds if k.agreed.is_floating_point()), default=0
-        )
-        size = sum(buffer.numel() for buffer in buffers)
-        self._packed = comm.allocate(size, torch.float64, self._device)
-        self.agreed: list[Tensor] = list(buffers)
-        for kind in self._kinds:
-            for number, part in zip(kind.numbers, kind.agreed_parts, strict=True):
-                self.agreed[number] = part
+        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for number, buffer in enumerate(buffers):
+            by_kind.setdefault((buffer.device, buffer.dtype), []).append(number)
+        self._kinds: list[_Kind] = []
+        self._num_floats = 0
+        parts: dict[int, Tensor] = {}
+        for numbers in sorted(
+            by_kind.values(), key=lambda numbers: not buffers[numbers[0]].is_floating_point()
+        ):
+            own = [buffers[number] for number in numbers]
+            flat = _flat(own, own[0])
+            kind = _Kind(numbers, flat, _cut(flat, own))
+            self._kinds.append(kind)  # floating-point ones come first
+            self._num_floats += flat.numel() * flat.is_floating_point()
+            parts |= zip(numbers, kind.parts, strict=True)
+        self.agreed = [parts[number] for number in range(len(buffers))]
         #: The buffers and their versions at the last agreement; a version of -1 is never found.
-        self._marks = [_mark(b) for b in buffers]
+        self._marks = _marks(buffers)
         # As they were at the last ``keep``; what was never written is in the consensus.
         self._kept: dict[int, Tensor] = {}
-        self._kept_marks = [_mark(b) for b in buffers]
-        with torch.no_grad():
-            self._copy(self.agreed, buffers)
+        self._kept_marks = _marks(buffers)
+        #: As they were at the last ``snapshot``, by kind.
+        self._taken: list[Tensor] = []
 
     @property
     def _buffers(self) -> list[Tensor]:
         return [module._buffers[key] for module, key in self._places]  # type: ignore[misc]  # never None
+
+    def use(self, comm: Communicator) -> None:
+        """Continue with other ranks."""
+        self._comm = comm
+
+    # ── one rank's buffers ───────────────────────────────────────────────────────────────────────
 
     def committed(self) -> Sequence[Tensor]:
         """Return the same as the model holds it, where nothing has written to it since."""
@@ -110,31 +115,22 @@ class BufferAverager:
     def keep(self) -> None:
         """Remember the buffers as they are, for ``rewind``; copy only what has been written."""
         buffers = self._buffers
-        for number in (written := self._written(buffers)):
-            if number not in self._kept:
-                self._kept[number] = torch.empty_like(buffers[number])
-            self._kept_marks[number] = _mark(buffers[number])
+        written = self._written(buffers)
+        for number in written - self._kept.keys():
+            self._kept[number] = torch.empty_like(buffers[number])
         self._copy(self._kept, buffers, written)
+        self._kept_marks = _marks(buffers)
 
     @torch.no_grad()
     def rewind(self) -> None:
         """Restore the buffers of the last ``keep``, because a batch is skipped."""
         buffers = self._buffers
         written = self._written(buffers)
-        kept = {number: self._kept.get(number, self.agreed[number]) for number in written}
-        self._copy(buffers, kept, written)
-        for number in written:
-            self._kept_marks[number] = _mark(buffers[number])
-
-    def _copy(self, targets: _ByNumber, sources: _ByNumber, chosen: set[int] | None = None) -> None:
-        """Copy buffers, or those chosen, in one call for each kind."""
-        for kind in self._kinds:
-            numbers = [n for n in kind.numbers if chosen is None or n in chosen]
-            if numbers:
-                torch._foreach_copy_([targets[n] for n in numbers], [sources[n] for n in numbers])
+        self._copy(buffers, {n: self._kept.get(n, self.agreed[n]) for n in written}, written)
+        self._kept_marks = _marks(buffers)
 
     def _written(self, buffers: Sequence[Tensor]) -> set[int]:
-        """Return the numbers of buffers whose modules have written to one since the last mark.
+        """Return the numbers of buffers whose modules have written to one since the last ``keep``.
 
         Those of a module go together: batch normalisation raises the version of its counter, but
         not of its statistics.
@@ -143,24 +139,44 @@ class BufferAverager:
         modules = {id(module) for (module, _), b, mark in marked if _is_written(b, mark)}
         return {n for n, (module, _) in enumerate(self._places) if id(module) in modules}
 
-    def use(self, comm: Communicator) -> None:
-        """Continue with other ranks."""
-        self.comm = comm
+    def _copy(self, targets: _ByNumber, sources: _ByNumber, chosen: set[int] | None = None) -> None:
+        """Copy buffers, or those chosen, in one call for each kind."""
+        for kind in self._kinds:
+            numbers = [n for n in kind.numbers if chosen is None or n in chosen]
+            if numbers:
+                torch._foreach_copy_([targets[n] for n in numbers], [sources[n] for n in numbers])
 
-    def move(self, comm: Communicator) -> None:
-        """Continue with other ranks, and move exchanged tensors into their memory."""
-        self.use(comm)
-        size, dtype = self._packed.numel(), self._packed.dtype
-        self._packed = comm.allocate(size, dtype, self._packed.device)
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Take the present buffers as the new consensus (after a broadcast or a load)."""
+        self._copy(self.agreed, self._buffers)
+        self._marks = _marks(self._buffers)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the last consensus back, as after timing runs or a discarded window."""
+        self._copy(self._buffers, self.agreed)
+        self._marks = _marks(self._buffers)
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Show the last consensus in the model for the length of the block."""
+        working = [b.detach().clone() for b in self._buffers] if self.changed() else None
+        if working is not None:
+            self.restore()
+        try:
+            yield
+        finally:
+            if working is not None:
+                with torch.no_grad():
+                    self._copy(self._buffers, working)
+                self._marks = _marks(self._buffers, are_written=True)
+
+    # ── averages ─────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def average(
-        self,
-        weight: float,
-        total_weight: float,
-        *,
-        what: str,
-        unless: torch.Tensor | None = None,
+        self, weight: float, total_weight: float, *, what: str, unless: Tensor | None = None
     ) -> None:
         """Agree on the buffers; all ranks call it together.
 
@@ -171,40 +187,29 @@ class BufferAverager:
             unless: Shape ``()``: where it is not 0, the buffers become those of the last agreement.
         """
         if not self.is_empty:
-            packed = self._packed
-            self._take_differences(packed)
-            self.exchange(packed, self.comm, weight, total_weight, what=what)
+            packed = self.snapshot()
+            self.exchange(packed, self._comm, weight, total_weight, what=what)
             if unless is not None:
                 packed.masked_fill_(unless.bool().to(packed.device), 0.0)
             self.agree(packed, moved_on=False)
 
-    # ── in three steps, so that a rank can continue meanwhile ────────────────────────────────────
-
     @torch.no_grad()
     def snapshot(self) -> Tensor:
         """Return this rank's present differences from the consensus, as one float64 tensor."""
-        packed = torch.empty_like(self._packed)
-        self._take_differences(packed)
-        return packed
-
-    def _take_differences(self, packed: Tensor) -> None:
         buffers = self._buffers
-        for kind in self._kinds:
-            torch._foreach_copy_(kind.now_parts, [buffers[n] for n in kind.numbers])
-            is_bool = kind.agreed.dtype == torch.bool
-            difference = kind.now ^ kind.agreed if is_bool else kind.now - kind.agreed
+        self._taken = [_flat([buffers[n] for n in k.numbers], k.agreed) for k in self._kinds]
+        differences = []
+        for kind, taken in zip(self._kinds, self._taken, strict=True):
+            is_bool = taken.dtype == torch.bool
+            difference = taken ^ kind.agreed if is_bool else taken - kind.agreed
             # In two steps: a device without float64 cannot convert on its way.
-            packed[kind.start : kind.stop].copy_(difference.to(packed.device))
+            wide = difference.to(float64_device(buffers[0].device)).to(torch.float64)
+            differences.append(wide)
+        return torch.cat(differences) if differences else torch.empty(0, dtype=torch.float64)
 
     @torch.no_grad()
     def exchange(
-        self,
-        packed: Tensor,
-        comm: Communicator,
-        weight: float,
-        total_weight: float,
-        *,
-        what: str,
+        self, packed: Tensor, comm: Communicator, weight: float, total_weight: float, *, what: str
     ) -> None:
         """Sum snapshots over ranks, by weight (counters by 1); all ranks call it together.
 
@@ -232,93 +237,52 @@ class BufferAverager:
             moved_on: Whether this rank has gone on since the snapshot. What it has changed stays,
                 and float buffers come half of the way to the average.
         """
-        for kind in self._kinds:
-            self._move(kind.agreed, packed[kind.start : kind.stop])
         buffers = self._buffers
-        for kind in self._kinds:
+        sums = torch.split(packed, [kind.agreed.numel() for kind in self._kinds])
+        for kind, taken, total in zip(self._kinds, self._taken, sums, strict=True):
+            _move(kind.agreed, total)
             own = [buffers[n] for n in kind.numbers]
-            if not moved_on:
-                torch._foreach_copy_(own, kind.agreed_parts)
-            elif kind.agreed.dtype == torch.bool:
-                for buffer, kept, agreed in zip(
-                    own, kind.now_parts, kind.agreed_parts, strict=True
-                ):
-                    buffer.copy_(torch.where(buffer == kept, agreed, buffer))
+            if moved_on:
+                late = _come_closer(_flat(own, taken), taken, kind.agreed)
+                torch._foreach_copy_(own, _cut(late, own))
             else:
-                kind.now.sub_(kind.agreed)
-                if kind.agreed.is_floating_point():
-                    kind.now.mul_(_LATE_GAIN)
-                torch._foreach_sub_(own, kind.now_parts)
-        self._marks = [(b, -1) if moved_on else _mark(b) for b in self._buffers]
-
-    def _move(self, agreed: Tensor, part: Tensor) -> None:
-        """Add an exchanged sum to the consensus; keep its bits where that is zero."""
-        if agreed.dtype == torch.bool:
-            agreed.logical_xor_((part > 0).to(agreed.device))
-        elif agreed.is_floating_point():
-            wide = agreed.to(part.device).to(torch.float64)
-            agreed.copy_(torch.where(part == 0, wide, wide + part).to(agreed.dtype))
-        else:
-            agreed.add_(part.round().to(agreed.dtype).to(agreed.device))
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Take the present buffers as the new consensus (after a broadcast or a load)."""
-        self._copy(self.agreed, self._buffers)
-        self._marks = [_mark(b) for b in self._buffers]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the last consensus back, as after timing runs or a discarded window."""
-        self._copy(self._buffers, self.agreed)
-        self._marks = [_mark(b) for b in self._buffers]
-
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        """Show the last consensus in the model for the length of the block."""
-        if not self.changed():
-            yield
-            return
-        working = [b.detach().clone() for b in self._buffers]
-        self.restore()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                self._copy(self._buffers, working)
-            self._marks = [(b, -1) for b in self._buffers]
+                torch._foreach_copy_(own, kind.parts)
+        self._marks = _marks(buffers, are_written=moved_on)
 
 
-def _mark(buffer: Tensor) -> tuple[Tensor, int]:
-    return buffer, buffer._version
+def _marks(buffers: Sequence[Tensor], *, are_written: bool = False) -> list[tuple[Tensor, int]]:
+    return [(buffer, -1 if are_written else buffer._version) for buffer in buffers]
 
 
 def _is_written(buffer: Tensor, mark: tuple[Tensor, int]) -> bool:
     return buffer is not mark[0] or buffer._version != mark[1]
 
 
-def _lay_out(buffers: Sequence[Tensor]) -> list[_Kind]:
-    """Give the copies of buffers their places; floating-point ones come first."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for number, buffer in enumerate(buffers):
-        by_kind.setdefault((buffer.device, buffer.dtype), []).append(number)
-    kinds, start = [], 0
-    for (device, dtype), numbers in sorted(
-        by_kind.items(), key=lambda item: not item[0][1].is_floating_point
-    ):
-        sizes = [buffers[number].numel() for number in numbers]
-        flats = [torch.zeros(sum(sizes), dtype=dtype, device=device) for _ in range(2)]
-        (agreed, agreed_parts), (now, now_parts) = (
-            (
-                flat,
-                [
-                    part.view(buffers[number].shape)
-                    for part, number in zip(torch.split(flat, sizes), numbers, strict=True)
-                ],
-            )
-            for flat in flats
-        )
-        stop = start + sum(sizes)
-        kinds.append(_Kind(tuple(numbers), start, stop, agreed, agreed_parts, now, now_parts))
-        start = stop
-    return kinds
+def _flat(buffers: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return a copy of buffers side by side, of the dtype and on the device of ``like``."""
+    return torch.cat([buffer.detach().to(like).reshape(-1) for buffer in buffers])
+
+
+def _cut(flat: Tensor, buffers: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of what ``_flat`` has returned, in the shapes of the buffers."""
+    parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+    return [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
+
+
+def _move(agreed: Tensor, total: Tensor) -> None:
+    """Add an exchanged sum to the consensus; keep its bits where that is zero."""
+    if agreed.dtype == torch.bool:
+        agreed.logical_xor_((total > 0).to(agreed.device))
+    elif agreed.is_floating_point():
+        wide = agreed.to(total.device).to(torch.float64)
+        agreed.copy_(torch.where(total == 0, wide, wide + total).to(agreed.dtype))
+    else:
+        agreed.add_(total.round().to(agreed.dtype).to(agreed.device))
+
+
+def _come_closer(present: Tensor, taken: Tensor, agreed: Tensor) -> Tensor:
+    """Return buffers that were written since they were ``taken``, moved on with the consensus."""
+    if agreed.dtype == torch.bool:
+        return torch.where(present == taken, agreed, present)
+    gain = _LATE_GAIN if agreed.is_floating_point() else 1
+    return present - (taken - agreed) * gain

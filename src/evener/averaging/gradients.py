@@ -8,7 +8,6 @@ same bits on all ranks, however their devices round: only the owner computes, th
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -17,12 +16,10 @@ import torch
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.devices import DeviceQueue, float64_device
-from evener.errors import UsageError
-from evener.protocol.machine import check_weight
 
-_LONG, _ROW = 2**20, 2**16
-"""From how many elements on a norm is taken row by row, and a row's. On a CPU, one sum of squares
-in float32 over 50 million elements is 0.8 % too small."""
+_LONG, _PIECE = 2**20, 2**16
+"""From how many elements on a norm is taken piece by piece, and a piece's. On a CPU, one sum of
+squares in float32 over 50 million elements is 0.8 % too small."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -38,26 +35,22 @@ class Reading:
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], queue: DeviceQueue | None = None) -> None:
-        self._parts = list(parts)
+        self._sizes = [part.numel() for part in parts]
+        devices = {part.device for part in parts}
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        own = [part.reshape(-1).to(device) for part in parts]
+        self._numbers = torch.cat(own) if own else torch.empty(0)
         self._arrival = None
-        if queue is not None and parts:
-            whole = torch.cat([part.reshape(-1) for part in parts])
-            host = queue.fetch(whole)
-            self._parts = list(torch.split(host, [part.numel() for part in parts]))
+        if queue is not None:
+            self._numbers = queue.fetch(self._numbers)
             self._arrival = queue.mark()
 
     def read(self) -> list[list[float]]:
         """Return the numbers of each part; wait until they are there."""
         if self._arrival is not None:
             self._arrival.wait()
-        if all(part.is_cpu for part in self._parts):
-            return [part.reshape(-1).tolist() for part in self._parts]
-        by_device = defaultdict(list)
-        for part in self._parts:
-            by_device[part.device].append(part.reshape(-1))
-        # One transfer from each device.
-        numbers = {device: iter(torch.cat(own).tolist()) for device, own in by_device.items()}
-        return [list(islice(numbers[part.device], part.numel())) for part in self._parts]
+        numbers = iter(self._numbers.tolist())
+        return [list(islice(numbers, size)) for size in self._sizes]
 
 
 class GradientAverager:
@@ -83,7 +76,6 @@ class GradientAverager:
         self._flat = flat
         self.comm = comm
         self.own_norm = 0.0
-        self._is_known = False
         self.has_measured = True
 
     def use(self, comm: Communicator) -> None:
@@ -104,7 +96,7 @@ class GradientAverager:
             Norms of gradients, one tensor for each group that has some, on the group's device.
             ``judge`` takes their values: the caller reads them together with others.
         """
-        self._is_known, self.has_measured = False, not unmeasured
+        self.has_measured = not unmeasured
         if not self._flat.gather(part) or unmeasured:
             return []
         return [
@@ -124,10 +116,9 @@ class GradientAverager:
             Flat number of the first parameter whose gradient holds an inf or a NaN, if any.
         """
         # One pass tells both: with one rank this norm is the one that average returns.
-        self.own_norm, self._is_known = _root(norms), True
-        if math.isfinite(self.own_norm):
-            return None
-        self.own_norm = self._exact_norm(part)
+        self.own_norm = _root(norms)
+        if not math.isfinite(self.own_norm):
+            self.own_norm = self._norm(part)
         return None if math.isfinite(self.own_norm) else self._flat.first_non_finite(part)
 
     def average(
@@ -154,11 +145,8 @@ class GradientAverager:
         Returns:
             The 2-norm of the averaged gradient, over all parameters, before clipping. Not finite
             when the sum over ranks overflowed; the gradients are then of no use.
-
-        Raises:
-            UsageError: The total is not finite or not above 0: such a window is not applied.
         """
-        factor = mean_factor(scale, divisor)
+        factor = scale / divisor
         if self.comm.world_size > 1:
             self.comm.all_reduce_each(
                 [
@@ -169,9 +157,8 @@ class GradientAverager:
                     for group, bucket in self._flat.buckets_of(part)
                 ]
             )
-            self._is_known = False
-        norm = factor * (self.own_norm if self._is_known else self._norm(part))
-        self._is_known = False
+        is_known = self.comm.world_size == 1 and self.has_measured
+        norm = factor * (self.own_norm if is_known else self._norm(part))
         if math.isfinite(norm):
             self.multiply(clip(factor, norm, max_norm), part)
         return norm
@@ -187,14 +174,7 @@ class GradientAverager:
                 torch._foreach_mul_(tensors, own)
 
     def _norm(self, part: int | None) -> float:
-        """Return the 2-norm of the gradients as they are; finite whenever they are."""
-        norm = norm_of([self._flat.gradients(group) for group in self._flat.groups_of(part)])
-        return norm if math.isfinite(norm) else self._exact_norm(part)
-
-    def _exact_norm(self, part: int | None) -> float:
-        """Return it from sums in float64, which do not overflow."""
-        groups = [self._flat.gradients(group) for group in self._flat.groups_of(part)]
-        return norm_of(groups, torch.float64)
+        return norm_of([self._flat.gradients(group) for group in self._flat.groups_of(part)])
 
     @torch.no_grad()
     def unify(self, part: int | None, *, what: str, have_met: bool = False) -> None:
@@ -215,53 +195,37 @@ class GradientAverager:
                 self.comm.broadcast(group.data, 0, what=what)
 
 
-def mean_factor(scale: float, divisor: float) -> float:
-    """Return what turns a sum of gradients into their mean; see ``GradientAverager.average``.
-
-    Raises:
-        UsageError: The total is not finite or not above 0: such a window is not applied.
-    """
-    if not 0.0 < divisor < math.inf:
-        check_weight(divisor, owner="the window")
-        raise UsageError("a window of weight 0 has no mean gradient: it must not be applied")
-    return scale / divisor
-
-
 def clip(factor: float, norm: float, max_norm: float | None) -> float:
     """Return ``factor``, made smaller so that a gradient of 2-norm ``norm`` gets ``max_norm``."""
     return factor if max_norm is None else factor * min(1.0, max_norm / (norm + 1e-6))
 
 
-def norm_of(groups: Sequence[list[torch.Tensor]], dtype: torch.dtype | None = None) -> float:
-    """Return the 2-norm of groups of tensors of one device and dtype; half ones in float32."""
-    norms = [_norms(tensors, dtype) for tensors in groups if tensors]
-    return _root(Reading(norms).read())
+def norm_of(groups: Sequence[list[torch.Tensor]]) -> float:
+    """Return the 2-norm of groups of tensors of one device and dtype; finite whenever they are."""
+    norm = 0.0
+    for dtype in (None, torch.float64):  # whose sums do not overflow
+        norm = _root(Reading([_norms(tensors, dtype) for tensors in groups if tensors]).read())
+        if math.isfinite(norm):
+            break
+    return norm
 
 
 def _norms(
     tensors: list[torch.Tensor], dtype: torch.dtype | None = None, *, each: bool = False
 ) -> torch.Tensor:
-    """Return the 2-norm of tensors of one device and dtype, or that of each of them."""
+    """Return the 2-norm of tensors of one device and dtype, or that of each; half in float32."""
     own = tensors[0].dtype
     if dtype is torch.float64:
         tensors = [t.to(float64_device(t.device)) for t in tensors]
     wide = dtype or (torch.float32 if own in _HALF else own)
-    long = [t for t in tensors if t.is_cpu and t.numel() >= _LONG and t.is_contiguous()]
     if each:
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide))
-    norms = [row for tensor in long for row in _norms_by_row(tensor.detach().view(-1), wide)]
-    short = [t for t in tensors if not any(t is one for one in long)] if long else tensors
-    if short:
-        norms += torch._foreach_norm(short, 2, dtype=wide)
+    pieces: list[torch.Tensor] = []
+    for t in tensors:
+        is_long = t.is_cpu and t.numel() >= _LONG and t.is_contiguous()
+        pieces += torch.split(t.detach().view(-1), _PIECE) if is_long else [t]
+    norms = torch._foreach_norm(pieces, 2, dtype=wide)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _norms_by_row(flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the norms of all whole rows together, and of what is left."""
-    end = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:end].view(-1, _ROW), dim=1, dtype=dtype)
-    rest = torch.linalg.vector_norm(flat[end:], dtype=dtype)
-    return [torch.linalg.vector_norm(rows), rest]
 
 
 def _root(norms: Iterable[Iterable[float]]) -> float:

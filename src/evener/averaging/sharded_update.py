@@ -1,33 +1,118 @@
 """The sharded update: each rank steps its part of the parameters, and keeps the state of it."""
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from operator import is_
-from typing import Any, final
+from itertools import chain, product
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, NoReturn, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from evener.averaging.gradients import clip, mean_factor, norm_of
-from evener.averaging.optimizer_state import (
-    DIVIDED,
-    ELEMENTWISE,
-    LOST,
-    DividedState,
-    Portion,
-    States,
-    gather,
-    part_of,
-)
+from evener.averaging.gradients import clip, norm_of
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.comm.flat_groups import FlatGroup
+from evener.comm.flat_groups import FlatGroup, view_like
 from evener.errors import UsageError
+
+#: By optimizer that updates each element from this element's gradient and state alone: what it
+#: keeps for each element. All else that it keeps for a parameter is one number.
+ELEMENTWISE: Final[Mapping[type[Optimizer], frozenset[str]]] = MappingProxyType(
+    {
+        optim.ASGD: frozenset({"ax"}),
+        optim.Adadelta: frozenset({"square_avg", "acc_delta"}),
+        optim.Adagrad: frozenset({"sum"}),
+        optim.Adam: frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        optim.AdamW: frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        optim.Adamax: frozenset({"exp_avg", "exp_inf"}),
+        optim.NAdam: frozenset({"exp_avg", "exp_avg_sq"}),
+        optim.RAdam: frozenset({"exp_avg", "exp_avg_sq"}),
+        optim.RMSprop: frozenset({"square_avg", "momentum_buffer", "grad_avg"}),
+        optim.Rprop: frozenset({"prev", "step_size"}),
+        optim.SGD: frozenset({"momentum_buffer"}),
+    }
+)
+
+#: Backends over which ``sharded_update="auto"`` divides the update.
+FAST_BACKENDS: Final = frozenset({"shared", "nccl"})
+LEAST_DIVIDED: Final = 2**19
+"""From how many trainable elements on it does so. To divide the update of fewer takes more of a CPU
+than it saves, and ranks meet twice more in each window; state of so few takes little memory."""
+
+_DIVIDED: Final = (
+    "the state of this optimizer is divided among {} ranks (sharded_update), and each holds its "
+    "part of it: call optimizer.state_dict() on all ranks, save with ddp.save, or use "
+    "DdpConfig(sharded_update='off')"
+)
+_LOST: Final = (
+    "the state of this optimizer was divided among ranks (sharded_update), and the team ended "
+    "before all ranks came to ddp.close(), so the other parts are lost: make a new optimizer and "
+    "resume from a checkpoint, or give it a state with optimizer.load_state_dict"
+)
+
+
+def why_replicated(optimizers: Sequence[Optimizer]) -> str:
+    """Return why the update of these optimizers cannot be divided; empty where it can."""
+    for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer)
+        if kind not in ELEMENTWISE:
+            known = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
+            return (
+                f"optimizer {number} is {kind.__module__}.{kind.__qualname__}, and a part of a "
+                f"parameter can be updated alone by torch.optim's {known} only, not by their "
+                "subclasses or others"
+            )
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            return f"optimizer {number} ({kind.__name__}) is differentiable"
+    return ""
+
+
+@final
+class _DividedState(MutableMapping[Any, Any]):
+    """Stands for an optimizer's state while that is divided: reading it says what to do instead.
+
+    Args:
+        reason: The message.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UsageError(self._reason)
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse
+
+
+#: What an optimizer keeps for each parameter.
+_States = dict[Any, dict[str, Any]]
+#: What an index of states says of a value that is kept for each element.
+_BY_ELEMENT = "by element"
+
+
+class _Place(NamedTuple):
+    """Where a parameter lies, and which piece of it is this rank's.
+
+    Attributes:
+        number: Its flat number.
+        group: Its flat group.
+        offset: Its first element there.
+        where: The elements of this rank's piece there.
+        piece: Those elements; ``None`` where other ranks own all of the parameter.
+        grad: The piece's gradient.
+    """
+
+    number: int
+    group: FlatGroup
+    offset: int
+    where: slice
+    piece: Parameter | None
+    grad: Tensor
 
 
 @final
@@ -37,8 +122,8 @@ class ShardedUpdate:
     The user's own optimizer object makes the step. Outside of the step its groups hold the user's
     parameters; for the step each holds the pieces of those that some rank had a gradient of.
 
-    While it is *on*, ``optimizer.state`` is a ``DividedState``, and ``optimizer.load_state_dict``
-    keeps this rank's part of what it is given.
+    While it is *on*, ``optimizer.state`` is a mapping that refuses to be read. A state that an
+    optimizer is given (by ``load_state_dict``) is divided before the next step.
 
     Args:
         flat: The parameters.
@@ -47,7 +132,6 @@ class ShardedUpdate:
         is_must: Whether the user has asked for it, so that a reason against it is an error.
 
     Attributes:
-        is_on: Whether the update is divided now.
         can_blame: Whether the last exchange has left what each rank has given to the others' parts,
             in which ``blame`` looks.
     """
@@ -66,19 +150,20 @@ class ShardedUpdate:
         self._is_must = is_must
         #: The ranks among which the update is divided; ``None`` while it is not.
         self._comm: Communicator | None = None
-        self._places: dict[Tensor, Portion] = {}
-        self._num_groups = 0
-        #: By flat group, this rank's part of its gradients.
-        self._parts: dict[FlatGroup, Tensor] = {}
-        #: By optimizer and parameter group: its parameters, and what is shown in their place.
-        self._shown: dict[tuple[int, int], tuple[list[Tensor], list[Portion]]] = {}
-        #: By flat number, whether some rank had a gradient of the parameter.
-        self._touched: list[bool] = []
-        #: By optimizer, the states of this rank's pieces, and those of parameters that are frozen.
-        self._own: list[States] = []
-        self._rest: list[States] = []
-        self._faces: list[DividedState] = []
-        self.is_on = self.can_blame = False
+        self._places: dict[Tensor, _Place] = {}
+        #: By flat group that is divided, this rank's part of it.
+        self._parts: dict[FlatGroup, slice] = {}
+        #: Flat numbers of the parameters that some rank had a gradient of, at the last ``average``.
+        self._touched: set[int] = set()
+        #: By optimizer, the states of this rank's pieces, and those of parameters without a place.
+        self._own: list[_States] = []
+        self._face = _DividedState("")
+        self.can_blame = False
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the update is divided now."""
+        return self._comm is not None
 
     # ── dividing, and putting together ───────────────────────────────────────────────────────────
 
@@ -88,23 +173,12 @@ class ShardedUpdate:
         Nothing is exchanged, as all hold the same state. Without effect where one rank is alone, or
         the buffers cannot be cut into equal parts: then each rank continues with the whole state.
         """
-        if (
-            not self._is_wanted
-            or comm.world_size == 1
-            or not _has_equal_parts(self._flat.groups, comm)
-        ):
-            return
-        self._comm, self.is_on = comm, True
-        self._own = [defaultdict(dict) for _ in self._optimizers]
-        self._rest = [{} for _ in self._optimizers]
-        self._faces = [
-            DividedState(DIVIDED.format(type(optimizer).__name__, comm.world_size))
-            for optimizer in self._optimizers
-        ]
-        self._make_places()
-        for number, optimizer in enumerate(self._optimizers):
-            self._take_over(number)
-            vars(optimizer)["load_state_dict"] = partial(self._load, number)
+        is_possible = self._is_wanted and comm.world_size > 1
+        if is_possible and _has_equal_parts(self._flat.groups, comm):
+            self._comm = comm
+            self._face = _DividedState(_DIVIDED.format(comm.world_size))
+            self._own = [defaultdict(dict) for _ in self._optimizers]
+            self._catch_up()
 
     def join_if_needed(self, hooked: Sequence[int]) -> None:
         """Gather the state if the next update cannot be divided; all ranks call it together.
@@ -130,44 +204,34 @@ class ShardedUpdate:
     def join(self) -> None:
         """Give the optimizers back their whole state; all ranks call it together."""
         if self._comm is not None:
-            whole = self._gather(range(len(self._optimizers)), keeps=True)
-            for optimizer, states in zip(self._optimizers, whole, strict=True):
-                _set_state(optimizer, states)
-            self._end()
+            self._end([self._gather(n, keeps=True) for n, _ in enumerate(self._optimizers)])
 
     def abandon(self) -> None:
         """End without the other ranks: their parts of the state are lost; idempotent."""
         if self._comm is not None:
-            for optimizer in self._optimizers:
-                vars(optimizer)["state"] = DividedState(LOST.format(type(optimizer).__name__))
-            self._end()
+            self._end([_DividedState(_LOST)] * len(self._optimizers))
 
-    def _end(self) -> None:
-        for optimizer in self._optimizers:
-            vars(optimizer).pop("load_state_dict", None)
-        self._comm, self._num_groups = None, 0
-        self.is_on = self.can_blame = False
-        self._places, self._own, self._rest, self._faces = {}, [], [], []
-        self._parts, self._shown = {}, {}
+    def _end(self, states: Sequence[Any]) -> None:
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            vars(optimizer)["state"] = state
+        self._comm, self.can_blame = None, False
+        self._places, self._parts, self._own = {}, {}, []
 
-    def state_dicts(self, numbers: Sequence[int], *, keeps: bool) -> list[dict[str, Any]]:
-        """Return what ``state_dict()`` of optimizers is with the parts of all ranks.
+    def state_dict(self, number: int, *, keeps: bool) -> dict[str, Any]:
+        """Return what ``state_dict()`` of an optimizer is with the parts of all ranks.
 
         All ranks call it together. The tensors are copies.
 
         Args:
-            numbers: The optimizers'.
+            number: The optimizer's.
             keeps: Whether this rank wants the result; otherwise it is empty here.
         """
-        found = []
-        for number, states in zip(numbers, self._gather(numbers, keeps=keeps), strict=True):
-            if keeps:
-                optimizer = self._optimizers[number]
-                _set_state(optimizer, states)
-                try:
-                    found.append(type(optimizer).state_dict(optimizer))
-                finally:
-                    vars(optimizer)["state"] = self._faces[number]
+        states, optimizer = self._gather(number, keeps=keeps), self._optimizers[number]
+        if not keeps:
+            return {}
+        vars(optimizer)["state"] = states
+        found = type(optimizer).state_dict(optimizer)
+        vars(optimizer)["state"] = self._face
         return found
 
     # ── the update ───────────────────────────────────────────────────────────────────────────────
@@ -186,24 +250,21 @@ class ShardedUpdate:
         All ranks call it together. See ``GradientAverager.average``; the other parts are of no use
         afterwards.
         """
-        factor = mean_factor(scale, divisor)
-        self._make_places()
-        comm, groups = self._comm, self._flat.groups_of(part)
-        assert comm is not None
+        factor, comm, groups = scale / divisor, self._catch_up(), self._flat.groups_of(part)
         self.can_blame = True
         for group in groups:
             # Ranks have exchanged rows, and none touches its gradients between that and this.
             self.can_blame &= comm.reduce_scatter_parts(
                 group.grad_values, what=f"gradients of {what}", have_met=True
             )
-        own = [[self._parts[group]] for group in groups]
+        own = [[group.grad_values[self._parts[group]]] for group in groups]
         had = self._flat.have_gradients()  # the buffer's flags would have to be waited for
-        flags = [flag for group in groups for flag in had[group.indices.start : group.indices.stop]]
-        norm = norm_of(own)
-        norm = norm if math.isfinite(norm) else norm_of(own, torch.float64)
-        rows = comm.all_gather_rows([norm, *flags], what=f"gradient norms of {what}")
-        norms, *columns = zip(*rows, strict=True)
-        self._touch(groups, list(map(any, columns)))
+        numbers = [number for group in groups for number in group.indices]
+        row = [norm_of(own), *(had[number] for number in numbers)]
+        norms, *columns = zip(
+            *comm.all_gather_rows(row, what=f"gradient norms of {what}"), strict=True
+        )
+        self._touched = {n for n, column in zip(numbers, columns, strict=True) if any(column)}
         norm = factor * math.hypot(*norms)
         if math.isfinite(norm) and (factor := clip(factor, norm, max_norm)) != 1.0:
             with torch.no_grad():
@@ -225,167 +286,184 @@ class ShardedUpdate:
             Number of the rank and flat number of the parameter; ``None`` where the sum of finite
             gradients has overflowed, or the exchange has left nothing to look at.
         """
-        comm, groups = self._comm, self._flat.groups_of(part)
+        comm = self._comm
         assert comm is not None
         if not self.can_blame:
             return None
         given = summed = largest = 0.0
-        for place in self._places.values():
-            if place.group not in groups:
-                continue
-            whole = place.group.grad_values[place.offset :][: place.order.numel()]
-            split = (0, 0) if place.piece is None else (place.start, place.stop)
-            others = torch.cat([whole[: split[0]], whole[split[1] :]])
-            if not given and not bool(others.isfinite().all()):
-                given = place.number + 1.0
-            if not summed and not bool(whole[split[0] : split[1]].isfinite().all()):
-                summed = place.number + 1.0
-            if others.numel() and not given:
-                most = torch.finfo(others.dtype).max / (2 * comm.world_size)
-                largest = max(largest, float(others.abs().max()) / most)
+        for group in self._flat.groups_of(part):
+            values, own = group.grad_values, torch.zeros_like(group.grad_values)
+            own[self._parts[group]] = values[self._parts[group]]
+            others = values.clone()
+            others[self._parts[group]] = 0.0
+            given = given or _first_non_finite(group, others)
+            summed = summed or _first_non_finite(group, own)
+            most = torch.finfo(values.dtype).max / (2 * comm.world_size)
+            largest = max(largest, float(others.nan_to_num(0.0, 0.0, 0.0).abs().max()) / most)
         rows = comm.all_gather_rows([given, summed, largest], what=f"who is to blame for {what}")
-        blamed = [(rank, row[0]) for rank, row in zip(comm.numbers, rows, strict=True) if row[0]]
-        if not blamed and all(row[2] < 1.0 for row in rows):  # else sums may well overflow
-            blamed = [
-                (rank, row[1]) for rank, row in zip(comm.numbers, rows, strict=True) if row[1]
-            ]
-        return (blamed[0][0], int(blamed[0][1]) - 1) if blamed else None
-
-    def _touch(self, groups: Iterable[FlatGroup], flags: Sequence[bool]) -> None:
-        """Remember which parameters of some groups have a gradient on some rank."""
-        for group in groups:
-            size, place = len(group.parameters), slice(group.indices.start, group.indices.stop)
-            if self._touched[place] != flags[:size]:
-                self._touched[place] = flags[:size]
-                self._shown.clear()
-            flags = flags[size:]
+        may_overflow = any(row[2] >= 1.0 for row in rows)
+        for column in (0,) if may_overflow else (0, 1):
+            for rank, row in zip(comm.numbers, rows, strict=True):
+                if row[column]:
+                    return rank, int(row[column]) - 1
+        return None
 
     @contextmanager
     def stepping(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Show optimizers this rank's pieces, with their states, for the length of a block."""
-        numbers = [n for n, one in enumerate(self._optimizers) if any(one is o for o in optimizers)]
-        for number in numbers:
-            self._take_over(number)
-        before = []
+        shown = [
+            (optimizer, own)
+            for optimizer, own in zip(self._optimizers, self._own, strict=True)
+            if any(optimizer is one for one in optimizers)
+        ]
+        before = [(group, group["params"]) for one, _ in shown for group in one.param_groups]
         try:
-            for number in numbers:
-                optimizer = self._optimizers[number]
-                for place, group in enumerate(optimizer.param_groups):
-                    before.append((group, group["params"]))
-                    group["params"] = self._show((number, place), group["params"])
-                vars(optimizer)["state"] = self._own[number]
+            for group, parameters in before:
+                group["params"] = self._pieces_of(parameters)
+            for optimizer, own in shown:
+                vars(optimizer)["state"] = own
             yield
         finally:
             for group, parameters in before:
                 group["params"] = parameters
-            for number in numbers:
-                vars(self._optimizers[number])["state"] = self._faces[number]
+            for optimizer, _ in shown:
+                vars(optimizer)["state"] = self._face
 
-    def _show(self, of: tuple[int, int], parameters: list[Tensor]) -> list[Parameter]:
-        """Return this rank's pieces of parameters that some rank had a gradient of, with it.
-
-        Args:
-            of: Numbers of the optimizer and of its parameter group.
-            parameters: Those of the group.
-        """
-        known, portions = self._shown.get(of, ([], []))
-        if len(known) != len(parameters) or not all(map(is_, known, parameters)):
-            places = [self._places.get(parameter) for parameter in parameters]
-            portions = [p for p in places if p is not None and self._touched[p.number]]
-            self._shown[of] = list(parameters), portions
+    def _pieces_of(self, parameters: Iterable[Tensor]) -> list[Parameter]:
+        """Return this rank's pieces of those that some rank had a gradient of, with it."""
         pieces = []
-        for portion in portions:
-            if (piece := portion.piece) is not None:
-                if piece.grad is not portion.grad:  # also a hook may have dropped it
-                    piece.grad = portion.grad
-                pieces.append(piece)
+        for parameter in parameters:
+            place = self._places.get(parameter)
+            if place and place.piece is not None and place.number in self._touched:
+                place.piece.grad = place.grad
+                pieces.append(place.piece)
         return pieces
 
     # ── pieces and their states ──────────────────────────────────────────────────────────────────
 
-    def _make_places(self) -> None:
-        """Make pieces of the groups that are new, as parameters were made trainable.
+    def _catch_up(self) -> Communicator:
+        """Divide the groups that are new, as parameters were thawed, and states that were given.
 
-        The state of a group without equal parts stays whole on each rank: it lies in ``_rest``, and
+        A group without equal parts gets no places, so each rank keeps the whole state of it until
         ``join_if_needed`` ends the sharded update before the group's first update.
         """
-        if self._num_groups == len(self._flat.groups):
-            return
         comm = self._comm
         assert comm is not None
-        for group in self._flat.groups[self._num_groups :]:
-            if not _has_equal_parts([group], comm):
-                continue
-            size = group.data.numel() // comm.world_size
-            first, last = size * comm.rank, size * (comm.rank + 1)
-            self._parts[group] = group.grad_values[first:last]
-            for i, (a, b) in zip(group.indices, group.spans(), strict=True):
-                start, stop = max(a, first), min(b, last)
-                piece = None
-                # A parameter without elements has a state, too: on the first rank.
-                if start < stop or (a == b and comm.rank == 0):
-                    piece = Parameter(group.data[start:stop], requires_grad=False)
-                grad, order = group.grad_values[start:stop], self._flat.order_of(i)
-                place = Portion(i, group, a, start - a, stop - a, piece, grad, order)
-                self._places[self._flat.parameters[i]] = place
-        self._num_groups = len(self._flat.groups)
-        self._shown.clear()
-        self._touched += [False] * (len(self._flat.parameters) - len(self._touched))
-        for number, rest in enumerate(self._rest):
-            self._rest[number] = {}
-            self._cut(number, rest)
+        groups = [group for group in self._flat.groups if group not in self._parts]
+        new = [group for group in groups if _has_equal_parts([group], comm)]
+        for group in new:
+            self._make_places(group, comm)
+        for number, optimizer in enumerate(self._optimizers):
+            is_given = optimizer.state is not self._face
+            if is_given or new:
+                states = optimizer.state if is_given else self._own[number]
+                self._own[number] = self._cut(ELEMENTWISE[type(optimizer)], states)
+                vars(optimizer)["state"] = self._face
+        return comm
 
-    def _take_over(self, number: int) -> None:
-        """Cut the state that an optimizer was given since the last step, if any."""
-        optimizer, face = self._optimizers[number], self._faces[number]
-        if optimizer.state is not face:
-            self._own[number], self._rest[number] = defaultdict(dict), {}
-            self._cut(number, optimizer.state)
-            vars(optimizer)["state"] = face
-
-    def _load(self, number: int, state_dict: Mapping[str, Any]) -> None:
-        """Do what ``optimizer.load_state_dict`` does, and keep this rank's part."""
-        optimizer = self._optimizers[number]
-        type(optimizer).load_state_dict(optimizer, dict(state_dict))
-        self._take_over(number)
+    def _make_places(self, group: FlatGroup, comm: Communicator) -> None:
+        size = group.data.numel() // comm.world_size
+        part = self._parts[group] = slice(size * comm.rank, size * (comm.rank + 1))
+        for number, (first, end) in zip(group.indices, group.spans(), strict=True):
+            where = slice(max(first, part.start), min(end, part.stop))
+            piece = None
+            if where.start < where.stop or first == end:  # one without elements has a state, too
+                piece = Parameter(group.data[where], requires_grad=False)
+            place = _Place(number, group, first, where, piece, group.grad_values[where])
+            self._places[self._flat.parameters[number]] = place
 
     @torch.no_grad()
-    def _cut(self, number: int, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Keep this rank's part of the states of parameters; all of those that are frozen."""
-        by_element = ELEMENTWISE[type(self._optimizers[number])]
+    def _cut(self, by_element: frozenset[str], states: Mapping[Any, dict[str, Any]]) -> _States:
+        """Return this rank's pieces of states; all of those of parameters without a place."""
+        own: _States = defaultdict(dict)
         for parameter, state in states.items():
             place = self._places.get(parameter)
             if place is None:
-                self._rest[number][parameter] = state
-            elif place.piece is not None and state:
-                self._own[number][place.piece] = {
-                    name: part_of(value, place)
+                own[parameter] = state
+            elif place.piece is not None:
+                own[place.piece] = {
+                    name: self._part_of(value, place)
                     if name in by_element and value is not None
                     else value
                     for name, value in state.items()
                 }
+        return own
 
-    def _gather(self, numbers: Sequence[int], *, keeps: bool) -> list[States]:
-        """Gather the parts of all ranks: the states of each of these optimizers."""
-        assert self._comm is not None
-        self._make_places()
-        for number in numbers:
-            self._take_over(number)
-        found = []
-        for number in numbers:
-            optimizer, rest = self._optimizers[number], self._rest[number]
-            whole = gather(self._comm, optimizer, self._own[number], self._places, keeps=keeps)
-            # As a plain optimizer has them: in the order of its groups.
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            whole |= rest if keeps else {}
-            order = dict.fromkeys([*(p for p in parameters if p in whole), *rest])
-            found.append({key: whole[key] for key in order if keeps})
-        return found
+    def _part_of(self, value: Tensor, place: _Place) -> Tensor:
+        """Return this rank's piece of what is kept for each element of a parameter."""
+        flat = torch.empty(value.numel(), dtype=place.grad.dtype, device=value.device)
+        view_like(flat, 0, self._flat.order_of(place.number)).copy_(value)
+        return flat[place.where.start - place.offset :][: place.grad.numel()].clone()
+
+    @torch.no_grad()
+    def _gather(self, number: int, *, keeps: bool) -> _States:
+        """Gather an optimizer's state from the pieces of all ranks, which call it together.
+
+        Returns:
+            What the optimizer would hold alone: new tensors, as the parameters lie. Of no use where
+            this rank does not keep it.
+        """
+        comm, optimizer, own = self._catch_up(), self._optimizers[number], self._own[number]
+        by_element = ELEMENTWISE[type(optimizer)]
+        pieces = {place.piece: place for place in self._places.values() if place.piece is not None}
+        rest = {key: state for key, state in own.items() if key not in pieces}
+        told = [
+            (place.number, {name: _describe(v, name in by_element) for name, v in state.items()})
+            for piece, place in pieces.items()
+            if (state := own.get(piece)) is not None
+        ]
+        notes = comm.all_gather_json(told, what="index of optimizer state")
+        # All ranks that own pieces of a parameter say the same of it.
+        index: dict[int, dict[str, Any]] = dict(chain.from_iterable(notes))
+        whole: _States = dict(rest)
+        for i, entries in index.items():
+            parameter = self._flat.parameters[i]
+            whole[parameter] = {n: _read(value, parameter.device) for n, value in entries.items()}
+        for group, name in product(self._parts, sorted(by_element)):
+            members = [i for i in group.indices if index.get(i, {}).get(name) == _BY_ELEMENT]
+            if not members:
+                continue
+            buffer = torch.zeros_like(group.data)
+            for piece, place in pieces.items():
+                if place.number in members:
+                    buffer[place.where] = own[piece][name]
+            comm.all_gather_parts(buffer, what=f"optimizer state {name}")
+            for i in members if keeps else ():
+                parameter, order = self._flat.parameters[i], self._flat.order_of(i)
+                value = torch.empty_like(parameter, dtype=buffer.dtype, requires_grad=False)
+                offset = self._places[parameter].offset
+                whole[parameter][name] = value.copy_(view_like(buffer, offset, order))
+        # As a plain optimizer has them: in the order of its groups.
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        order_of_keys = dict.fromkeys([*parameters, *rest])
+        return defaultdict(dict, {key: whole[key] for key in order_of_keys if key in whole})
 
 
 def _has_equal_parts(groups: Iterable[FlatGroup], comm: Communicator) -> bool:
     return all(group.data.numel() % comm.world_size == 0 for group in groups)
 
 
-def _set_state(optimizer: Optimizer, states: States) -> None:
-    vars(optimizer)["state"] = defaultdict(dict, states)
+def _first_non_finite(group: FlatGroup, values: Tensor) -> float:
+    """Return 1 + the flat number of the first parameter with an inf or a NaN; 0 for none."""
+    found = values.isfinite().logical_not().nonzero()
+    if not found.numel():
+        return 0.0
+    return float(group.indices.start + bisect_right(group.offsets, int(found[0])))
+
+
+def _describe(value: Any, is_element: bool) -> Any:
+    """Return what is kept for a parameter in JSON."""
+    if not isinstance(value, Tensor):
+        return value
+    if is_element:
+        return _BY_ELEMENT
+    return [value.tolist(), str(value.dtype).removeprefix("torch."), value.device.type]
+
+
+def _read(told: Any, device: torch.device) -> Any:
+    """Undo ``_describe`` of a number; what is kept for each element follows."""
+    if not isinstance(told, list):
+        return told
+    number, dtype, kind = told
+    where = "cpu" if kind == "cpu" else device
+    return torch.tensor(number, dtype=getattr(torch, dtype), device=where)

@@ -11,8 +11,6 @@ All sums run from the left in rank order: the built-in ``sum()`` rounds differen
 
 import math
 
-from evener.protocol.machine import check_weight
-
 _LARGEST_EXPONENT = 126
 """Powers of two up to here, and their inverses, are normal numbers in float32 and bfloat16."""
 
@@ -26,11 +24,7 @@ def power_of_two_near(weight: float) -> float:
 
     Returns:
         An exact power of two within 2**-126..2**126; 1.0 for a weight of 0.
-
-    Raises:
-        UsageError: The weight is negative or not finite.
     """
-    check_weight(weight, owner="the planned window")
     if weight == 0.0:
         return 1.0
     mantissa, exponent = math.frexp(weight)

@@ -22,8 +22,8 @@ from evener.engine.rounds import Round, Rounds
 from evener.engine.run_state import RunState
 from evener.engine.schedule import agree_on_rates, rates_of, set_rates
 from evener.engine.share import Share, WindowSpans
-from evener.engine.state import OptimizerState, TrainingState
 from evener.engine.team import Team
+from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import UsageError
 from evener.planning.local_plan import LocalPlan
 from evener.planning.plan import WindowPlan
@@ -312,7 +312,7 @@ class Engine(ABC):
         """Continue from ``RunState.state_dict``, with the model as it is; of a team of any size."""
         self.run.load_state_dict(state, self.policy, members, self.rounds.rank)
         self.policy.set_micro_batch_sizes(self.run.limits.sizes)
-        self.consensus.restored()
+        self.consensus.accept()
         self.rounds.state = self.rounds.state._replace(window=self.window)
 
     def verify(self) -> None:
@@ -360,7 +360,7 @@ class Engine(ABC):
 
     def recovered(self) -> None:
         """Continue with the state that has arrived."""
-        self.consensus.recovered()
+        self.consensus.reset_model()
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 

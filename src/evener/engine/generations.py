@@ -15,8 +15,8 @@ from evener.engine.options import EngineOptions
 from evener.engine.results import WindowResult
 from evener.engine.rounds import CollectiveResult, Round, Rounds
 from evener.engine.run_state import RunState
-from evener.engine.state import TrainingState
 from evener.engine.team_change import Change, describe_loss_of_state
+from evener.engine.training_state import TrainingState
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,

@@ -18,17 +18,17 @@ from evener.comm.base import Communicator
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
 from evener.engine.background import Job
-from evener.engine.consensus import LocalConsensus
 from evener.engine.engine import Engine
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.options import EngineOptions
+from evener.engine.replica import Replica
 from evener.engine.results import Applied, CadenceRecord, WindowResult, Work
 from evener.engine.rounds import Round
 from evener.engine.schedule import agree_on_rates
 from evener.engine.share import Share, needs_plans
-from evener.engine.state import OptimizerState, TrainingState
 from evener.engine.steps import LocalSteps
 from evener.engine.team import Team
+from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import CollectiveError
 from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan
@@ -85,13 +85,12 @@ class LocalEngine(Engine):
         options: EngineOptions,
     ) -> None:
         way = ApplyPolicy.CADENCE if team.background is None else ApplyPolicy.ASYNC
-        consensus = LocalConsensus(training, options.verify_every, team.comm)
-        super().__init__(team, training, options, way, consensus)
+        self._replica = Replica(training, options.verify_every, team.comm)
+        super().__init__(team, training, options, way, self._replica)
         self._policy = policy
         policy.set_absent(team.absent)
         #: In ASYNC, averages are formed in a thread.
         self._job: Job[Exchanged] = Job(f"average-{team.rank}" if team.background else "")
-        self._consensus, self._replica = consensus, consensus.replica
         self._steps = LocalSteps(training, options)
         self._book: LeaseBook | None = None
         #: The rest of this rank's queue, without the batch that is open.
@@ -112,7 +111,7 @@ class LocalEngine(Engine):
 
     def _begin(self) -> None:
         if self._steps.next_window(0).steps:  # an error has kept them from being averaged
-            self._replica.restore()
+            self._replica.reset_model()
         self.flat.zero_()
         self.training.schedule.accept()
         self.training.schedule.agree(self.progress, 0)
@@ -310,7 +309,7 @@ class LocalEngine(Engine):
             rates = comm.all_gather_json(self.training.schedule.agreed_rates, what="learning rates")
             agree_on_rates(dict(zip(rows, rates, strict=True)))
         if Action.VERIFY in decision.actions:
-            self._consensus.compare(comm, plan.window - 1)
+            self._replica.compare(comm, plan.window - 1)
         if Action.EXCHANGE not in decision.actions:
             return Exchanged(plan, found)
         differences = None
@@ -389,7 +388,7 @@ class LocalEngine(Engine):
             self._apply(found)
         elif action is Action.RESTORE:
             self._steps.next_window(0)
-            self._replica.restore()
+            self._replica.reset_model()
 
     def _apply(self, found: Round) -> None:
         """Move the consensus on, and this rank with it."""
@@ -512,7 +511,7 @@ class LocalEngine(Engine):
         super().use_team()
         # A rank of an earlier generation that was stopped and continues may write into that
         # generation's memory, so the tensors move out of it.
-        self.buffers.move(self.team.comm)
+        self.buffers.use(self.team.comm)
         self._replica.move(self.team.comm)
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────

@@ -8,12 +8,11 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from evener.averaging.buffers import BufferAverager
 from evener.averaging.gradients import norm_of
-from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
-from evener.comm.flat import FlatBuffers
 from evener.comm.flat_groups import FlatGroup
+from evener.engine.consensus import Consensus
+from evener.engine.training_state import TrainingState
 
 
 class Drift(NamedTuple):
@@ -31,8 +30,8 @@ class Drift(NamedTuple):
 
 
 @final
-class Replica:
-    """Parameters and buffers of one rank, which its local steps move away from the consensus.
+class Replica(Consensus):
+    """The consensus of CADENCE and ASYNC, beside a rank's working copy: the model.
 
     An average goes through three steps. ``snapshot`` takes this rank's difference from the
     consensus into a scratch buffer; ``exchange`` sums ``weight / Σ weight`` of the differences over
@@ -45,9 +44,8 @@ class Replica:
     bit-identical on all of them, also on different kinds of devices.
 
     Args:
-        flat: The trainable parameters, the same on every rank when this is made.
-        buffers: Keeps the consensus of buffers.
-        check: Compares the ranks' consensus.
+        training: Holds the model, whose parameters are the same on every rank when this is made.
+        verify_every: Windows after which ranks compare the consensus; 0 for never.
         comm: Over which, or over a split of which, differences are exchanged: they lie in its
             memory.
 
@@ -55,12 +53,8 @@ class Replica:
         consensus: Parameters that all ranks have agreed on, as ``FlatGroup.data`` of each group.
     """
 
-    def __init__(
-        self, flat: FlatBuffers, buffers: BufferAverager, check: ReplicaCheck, comm: Communicator
-    ) -> None:
-        self._flat = flat
-        self._buffers = buffers
-        self._check = check
+    def __init__(self, training: TrainingState, verify_every: int, comm: Communicator) -> None:
+        super().__init__(training, verify_every)
         self._comm = comm
         self.consensus: list[Tensor] = []
         self._scratch: list[Tensor] = []
@@ -68,28 +62,13 @@ class Replica:
         #: Groups that are exchanged: more may become trainable meanwhile.
         self._num_taken = 0
         #: How often this rank has gone back to the consensus.
-        self._num_restores = 0
+        self._num_resets = 0
         self.adopt()
 
     def move(self, comm: Communicator) -> None:
         """Put exchanged tensors into memory that other ranks can map."""
         self._comm = comm
         self._scratch = [comm.allocate(s.numel(), s.dtype, s.device) for s in self._scratch]
-
-    def verify(self, comm: Communicator, window: int) -> None:
-        """Compare the ranks' consensus where that is due; all ranks call it together.
-
-        It reads the consensus, which no thread writes to while a window is exchanged.
-
-        Args:
-            comm: The ranks.
-            window: The one that is being exchanged.
-
-        Raises:
-            ReplicasDifferError: The consensus after the previous window differs.
-        """
-        if window and self._check.is_due(window - 1):
-            self._check.compare(comm, window - 1, self.consensus, self._buffers.agreed)
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -174,30 +153,53 @@ class Replica:
             self._buffers.agree(differences, moved_on=moved_on)
         return self._relative(self._snapshots)
 
-    def restore(self) -> None:
+    def reset_model(self) -> None:
         """Go back to the consensus: what this rank has done since is dropped."""
-        self._num_restores += 1
+        self._num_resets += 1
         self._show(self.consensus)
         self._buffers.restore()
+        self._buffers.keep()  # a void batch goes back to these
         self._flat.zero_()
 
     @torch.no_grad()
-    def reset(self) -> None:
+    def accept(self) -> None:
         """Take the model as it is for the consensus (after a load or a broadcast)."""
         for group, agreed, *_ in self._groups():
             agreed.copy_(group.data)
         self._buffers.reset()
 
+    def digest(self) -> int:
+        """Return a hash of it, without showing it.
+
+        The loop may be between a forward and its backward.
+        """
+        self.adopt()
+        return self.check.digest(self.consensus, self._buffers.agreed)
+
+    def compare(self, comm: Communicator, window: int) -> None:
+        """Find out in what the ranks' states differ, while a window is exchanged.
+
+        It reads what no thread writes to meanwhile.
+        """
+        self.check.name_difference(comm, window, self.consensus, self._buffers.agreed)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the consensus."""
+        self.adopt()
+        yield from (("parameters", agreed) for agreed in self.consensus)
+        yield from (("buffers", agreed) for agreed in self._buffers.agreed)
+        yield from self._training.frozen()
+
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the consensus in the model for the length of the block; do not change it there."""
-        working, num_restores = [g.data.clone() for g in self._flat.groups], self._num_restores
+        working, num_resets = [g.data.clone() for g in self._flat.groups], self._num_resets
         self._show(self.consensus)
         try:
             with self._buffers.consensus():
                 yield
         finally:
-            if self._num_restores == num_restores:
+            if self._num_resets == num_resets:
                 self._show(working)
             else:  # the working copy was dropped meanwhile
                 self._show(self.consensus)

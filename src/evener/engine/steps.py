@@ -11,7 +11,7 @@ from evener.comm.base import SingleCommunicator
 from evener.engine.options import EngineOptions
 from evener.engine.results import Progress
 from evener.engine.share import Share, Stopwatch
-from evener.engine.state import TrainingState
+from evener.engine.training_state import TrainingState
 from evener.planning.clock import WindowClock
 from evener.planning.local_plan import LocalPlan
 from evener.planning.report import LOSS, NOTHING, Report

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from evener.averaging.gradients import GradientAverager, Reading
 from evener.averaging.weights import power_of_two_near
-from evener.checkpoint import flatten_optimizer
 from evener.data.cursor import Slice
 from evener.engine.calibration import time_slices
 from evener.engine.consensus import SyncConsensus
@@ -22,8 +21,8 @@ from evener.engine.options import EngineOptions
 from evener.engine.results import Applied, WindowResult, Work
 from evener.engine.rounds import Round
 from evener.engine.share import Lap, Share, Stopwatch
-from evener.engine.state import OptimizerState, TrainingState
 from evener.engine.team import Team
+from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import CollectiveError, NonFiniteGradientError, UsageError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Policy
@@ -617,7 +616,6 @@ class SyncEngine(Engine):
             # generation's memory, so the tensors move out of it.
             self._home = self.team.whole
             self.flat.move(self._home)
-            self.buffers.move(self._home)
         self._averager.use(self.team.comm)
         self.buffers.use(self.team.comm)
         if not self.rounds.state.is_parked:
@@ -628,9 +626,9 @@ class SyncEngine(Engine):
     def prepare_save(self) -> None:
         """Gather optimizer states on the rank that saves; all ranks call it together."""
         if self._sharded.is_on:
+            sharded, is_main = self._sharded, self.rounds.is_main
             every = range(len(self.optimizers))
-            whole = self._sharded.state_dicts(every, keeps=self.rounds.is_main)
-            self._gathered = [flatten_optimizer(one) for one in whole]
+            self._gathered = [sharded.state_dict(n, keeps=is_main) for n in every]
 
     def optimizer_states(self) -> list[OptimizerState]:
         """Return the states that every rank has, or those of the last ``prepare_save``."""

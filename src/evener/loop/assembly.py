@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -14,9 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.optimizer_state import FAST_BACKENDS, LEAST_DIVIDED, why_replicated
-from evener.averaging.replicas import ReplicaAverager
-from evener.averaging.sharded_update import ShardedUpdate
+from evener.averaging.replicas import copy_from_first
+from evener.averaging.sharded_update import (
+    FAST_BACKENDS,
+    LEAST_DIVIDED,
+    ShardedUpdate,
+    why_replicated,
+)
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.config.settings import DdpConfig
@@ -30,9 +33,9 @@ from evener.engine.loss_scale import LossScale
 from evener.engine.options import EngineOptions
 from evener.engine.schedule import Schedule
 from evener.engine.slowness import Slowness
-from evener.engine.state import TrainingState
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
+from evener.engine.training_state import TrainingState
 from evener.errors import CollectiveError, ConfigError, UsageError
 from evener.loop.arguments import (
     Models,
@@ -56,9 +59,6 @@ from evener.team.members import Member, describe_self, team_lines
 from evener.team.membership import Membership, begin_generation
 from evener.team.placement import Devices, choose_device
 from evener.team.terminal import say, warn
-
-#: Bytes of a model that are copied at once.
-_PIECE_BYTES = 1 << 26
 
 
 class Assembly:
@@ -248,7 +248,7 @@ class Assembly:
             return type(optimizer).state_dict(optimizer)
         try:
             self.engine.collectives.ask("gathering optimizer state (optimizer.state_dict)")
-            return sharded.state_dicts([number], keeps=True)[0]
+            return sharded.state_dict(number, keeps=True)
         except CollectiveError as error:
             raise type(error)(
                 f"{error}. optimizer.state_dict() was called, and its state is divided among ranks "
@@ -329,15 +329,7 @@ class Assembly:
     def _start_alike(self) -> None:
         """Give every rank rank 0's parameters (frozen ones too) and buffers."""
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        layout = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items())
-        copies = ReplicaAverager(self.comm, self.device)
-        ends = accumulate(tensor.nbytes for tensor in named.values())
-        # In pieces, as there may be no room for the whole model twice.
-        pieces = groupby(zip(layout, ends, strict=True), key=lambda entry: entry[1] // _PIECE_BYTES)
-        for _, piece in pieces:
-            copies.copy_from_first(
-                [named], tuple(entry for entry, _ in piece), what="initial model"
-            )
+        copy_from_first(self.comm, [named], what="initial model")
 
     # ── what runs the windows ────────────────────────────────────────────────────────────────
 

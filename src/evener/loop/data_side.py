@@ -17,8 +17,8 @@ from evener.engine.loaders.intake import Collate, Given, is_stream, read
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.loaders.stream import StreamLoader, stream_of
 from evener.engine.share import needs_plans
-from evener.engine.state import Stateful
 from evener.engine.sync import SyncEngine
+from evener.engine.training_state import Stateful
 from evener.errors import CheckpointError, ConfigError, EvenerError
 from evener.loop.assembly import Assembly
 from evener.loop.event_stream import EventStream

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evener.averaging.optimizer_state import ELEMENTWISE
+from evener.averaging.sharded_update import ELEMENTWISE
 from evener.checkpoint import (
     Checkpoint,
     Snapshot,
@@ -26,13 +26,15 @@ from evener.checkpoint import (
     open_checkpoint,
 )
 from evener.engine.results import Progress
-from evener.engine.state import REGISTERED, TrainingContent, stem_of, unpack
+from evener.engine.training_state import TrainingContent, unpack
 from evener.errors import CheckpointError
 from evener.loop.assembly import Assembly
 from evener.team.terminal import warn
 
 STATE: Final = "state.json"
 """Document with progress, data position, planner and schedule; no rank count."""
+TRAINING: Final = "training"
+"""Stem of the file with the tensors of optimizers and registered objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,8 @@ def capture(
         into: An earlier snapshot that is not read any more; its memory is used again.
     """
     engine, started_s = assembly.engine, time.perf_counter()
-    training, groups = assembly.state.collect(engine.optimizer_states())
-    groups = {"model": assembly.model.state_dict(), **groups}
+    training, tensors = assembly.state.collect(engine.optimizer_states())
+    groups = {"model": assembly.model.state_dict(), TRAINING: tensors}
     old = into.tensors if into is not None else {}
     state = {
         **engine.run.state_dict(engine.policy, assembly.names),
@@ -145,14 +147,11 @@ def _read(checkpoint: Checkpoint) -> SavedState:
     """Read what ``capture`` has saved."""
     try:
         state = checkpoint.document(STATE)
-        stems = [stem_of(number) for number, _ in enumerate(state["optimizers"])]
-        if f"{REGISTERED}.safetensors" in checkpoint.manifest.files:
-            stems.append(REGISTERED)
         return SavedState(
             path=checkpoint.path,
             positions=tuple(state["positions"]),
             model=checkpoint.tensors("model"),
-            training=unpack(state, {stem: checkpoint.tensors(stem) for stem in stems}),
+            training=unpack(state, checkpoint.tensors(TRAINING)),
             engine=state,
         )
     except (LookupError, TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ from evener.averaging.buffers import BufferAverager
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.flat import FlatBuffers
-from evener.errors import ProtocolError, ReplicasDifferError
+from evener.errors import ReplicasDifferError
 from helpers.teams import run_team
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
@@ -118,8 +118,8 @@ def test_ranks_that_agree_go_on_and_one_rank_has_nobody_to_ask() -> None:
             nn.init.ones_(p)
         model.register_buffer("count", torch.zeros((), dtype=torch.int64))
         check = check_of(model, comm, comm.world_size)
-        check.compare(comm, 0)
-        check.compare(comm, 1)
+        check.name_difference(comm, 0)
+        check.name_difference(comm, 1)
 
     run_team(3, program)
     with SingleCommunicator() as comm:
@@ -133,7 +133,7 @@ def test_two_that_differ_are_named_with_rank_0_as_the_measure() -> None:
         nn.init.constant_(model.bias, float(comm.rank))
         check = check_of(model, comm)
         with pytest.raises(ReplicasDifferError) as caught:
-            check.compare(comm, 7)
+            check.name_difference(comm, 7)
         return caught.value
 
     for error in run_team(2, program):
@@ -156,14 +156,14 @@ class Nested(nn.Module):
 @pytest.mark.parametrize(
     ("spoilt", "first"),
     [
-        (("head.weight", "norm.running_mean"), "norm.running_mean"),
+        (("head.weight", "norm.running_mean"), "head.weight"),
         (("norm.num_batches_tracked", "norm.bias"), "norm.bias"),
-        (("norm.weight", "mask"), "mask"),
+        (("norm.running_mean", "mask"), "mask"),
         (("mask", "weight"), "weight"),
         (("norm.running_var", "norm.num_batches_tracked"), "norm.running_var"),
     ],
 )
-def test_the_first_of_the_model_is_named_whichever_kind_it_is(
+def test_the_first_parameter_is_named_or_else_the_first_buffer(
     spoilt: tuple[str, ...], first: str
 ) -> None:
     def program(comm: Communicator) -> ReplicasDifferError:
@@ -174,7 +174,7 @@ def test_the_first_of_the_model_is_named_whichever_kind_it_is(
                 if name in spoilt:
                     tensor.data.copy_(tensor == 0)
         with pytest.raises(ReplicasDifferError) as caught:
-            check.compare(comm, 4)
+            check.name_difference(comm, 4)
         return caught.value
 
     kind = "parameter" if first in dict(Nested().named_parameters()) else "buffer"
@@ -192,15 +192,23 @@ def test_what_a_rank_writes_after_the_agreement_is_its_own() -> None:
         check = check_of(model, comm)
         if comm.rank == 1:
             model(torch.randn(4, 3))
-        check.compare(comm, 0)
+        check.name_difference(comm, 0)
 
     run_team(2, program)
 
 
-def test_ranks_that_compare_different_numbers_of_tensors_say_so() -> None:
-    def program(comm: Communicator) -> None:
+def test_a_parameter_that_one_rank_lacks_differs() -> None:
+    def program(comm: Communicator) -> ReplicasDifferError:
         model = nn.Linear(2, 1, bias=comm.rank == 0)
-        with pytest.raises(ProtocolError, match=r"different numbers .* \(2, 1\)"):
-            check_of(model, comm).compare(comm, 0)
+        nn.init.ones_(model.weight)
+        with pytest.raises(ReplicasDifferError) as caught:
+            check_of(model, comm).name_difference(comm, 0)
+        return caught.value
 
-    run_team(2, program)
+    assert [error.parameter for error in run_team(2, program)] == ["bias", "bias"]
+
+
+def test_a_digest_fits_into_a_row() -> None:
+    with SingleCommunicator() as comm:
+        digest = check_of(nn.Linear(3, 2), comm).digest()
+    assert 0 <= digest == int(float(digest)) < 2**53

@@ -12,7 +12,7 @@ from evener.averaging.sharded_update import ShardedUpdate
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.engine.schedule import Schedule
-from evener.engine.state import TrainingState
+from evener.engine.training_state import TrainingState
 from helpers.teams import run_team
 
 LOCK = threading.Lock()

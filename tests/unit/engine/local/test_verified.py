@@ -33,7 +33,7 @@ def train(comm: Communicator, policy: str, *, spoil: bool) -> int:
         def on_commit(result: WindowResult) -> None:
             committed.append(result.window)
             if spoil and comm.rank == 1 and result.window == 0:
-                replica = ddp.assembly.engine.consensus.replica  # type: ignore[attr-defined]
+                replica = ddp.assembly.engine.consensus  # type: ignore[attr-defined]
                 replica.consensus[0][0] += 1e-3
 
         ddp.on_commit(on_commit)
@@ -61,7 +61,7 @@ def normed() -> nn.Module:
 
 
 def replica_of(ddp: Ddp) -> Replica:
-    replica = ddp.assembly.engine.consensus.replica  # type: ignore[attr-defined]
+    replica = ddp.assembly.engine.consensus  # type: ignore[attr-defined]
     assert isinstance(replica, Replica)
     return replica
 

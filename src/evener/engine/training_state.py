@@ -1,14 +1,14 @@
 """A rank's training state beside the model's weights: one form for disk and for other ranks.
 
-It is a *document* of plain values, and the tensors that it names, in groups: ``optimizer``,
-``optimizer-1`` and so on, and ``registered``. A checkpoint holds it with the weights; a rank that
-was away receives it with the flat buffers.
+It is a *document* of plain values, and the tensors that it names. A checkpoint holds it with the
+weights; a rank that was away receives it with the flat buffers.
 """
 
 import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +16,14 @@ from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.sharded_update import ShardedUpdate
-from evener.checkpoint import flatten_optimizer, unflatten_optimizer
 from evener.checkpoint.codec import decode, encode
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.engine.schedule import Schedule
 from evener.errors import CheckpointError, ConfigError, UsageError
-from evener.parsing import Fields
 
-#: What a saved state calls the states of registered objects, and the group of their tensors.
-REGISTERED: Final = "registered"
-
-#: Tensors by name, and the document that puts them in their places.
-OptimizerState = tuple[dict[str, Tensor], dict[str, Any]]
-
-#: Tensors by group and name.
-Groups = Mapping[str, Mapping[str, Tensor]]
+#: What ``optimizer.state_dict()`` returns.
+OptimizerState = dict[str, Any]
 
 
 class Stateful(Protocol):
@@ -47,7 +39,7 @@ class Stateful(Protocol):
 
 
 class TrainingContent(NamedTuple):
-    """A training state that was read, and is not loaded yet.
+    """A training state as plain values and tensors.
 
     Attributes:
         optimizers: The argument of each optimizer's ``load_state_dict``.
@@ -55,38 +47,22 @@ class TrainingContent(NamedTuple):
         registered: The argument of each registered object's ``load_state_dict``, by name.
     """
 
-    optimizers: tuple[dict[str, Any], ...]
+    optimizers: Sequence[OptimizerState]
     schedule: list[Any]
     registered: dict[str, Any]
 
 
-def stem_of(number: int) -> str:
-    """Name of an optimizer's group of tensors."""
-    return "optimizer" if number == 0 else f"optimizer-{number}"
-
-
-def unpack(document: Any, groups: Groups) -> TrainingContent:
+def unpack(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TrainingContent:
     """Undo ``TrainingState.collect``; further entries of the document are ignored.
 
     Raises:
-        ValueError: The document lacks something, or holds something else.
+        LookupError: The document lacks something.
         CheckpointError: It names a tensor that is not there.
     """
-    state = Fields(document)
-    registered = Fields(state.values.get(REGISTERED, {}), REGISTERED).values
-    return TrainingContent(
-        optimizers=tuple(
-            unflatten_optimizer(groups.get(stem_of(number), {}), one)
-            for number, one in enumerate(state.items("optimizers"))
-        ),
-        schedule=state.items("schedule"),
-        registered={
-            name: decode(one, tensors=groups.get(REGISTERED, {}))
-            for name, one in registered.items()
-        },
-    )
+    return TrainingContent(*(decode(document[k], tensors=tensors) for k in TrainingContent._fields))
 
 
+@dataclass(eq=False)
 class TrainingState:
     """What a rank trains with.
 
@@ -100,28 +76,19 @@ class TrainingState:
         num_bytes: Tensors that ``send`` has sent last.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        flat: FlatBuffers,
-        buffers: BufferAverager,
-        optimizers: Sequence[Optimizer],
-        schedule: Schedule,
-        sharded: ShardedUpdate,
-    ) -> None:
-        self.model = model
-        self.flat = flat
-        self.buffers = buffers
-        self.optimizers = optimizers
-        self.schedule = schedule
-        self.sharded = sharded
-        #: Objects of the user, by name, in the order in which they were registered.
-        self._registered: dict[str, Stateful] = {}
-        #: Objects whose state other ranks receive, and checkpoints do not hold.
-        self._carried: dict[str, Stateful] = {}
-        #: Restored states whose objects have not been registered yet.
-        self._waiting: dict[str, Any] = {}
-        self.num_bytes = 0
+    model: nn.Module
+    flat: FlatBuffers
+    buffers: BufferAverager
+    optimizers: Sequence[Optimizer]
+    schedule: Schedule
+    sharded: ShardedUpdate
+    num_bytes: int = 0
+    #: Objects of the user, by name, in the order in which they were registered.
+    _registered: dict[str, Stateful] = field(default_factory=dict)
+    #: Objects whose state other ranks receive, and checkpoints do not hold.
+    _carried: dict[str, Stateful] = field(default_factory=dict)
+    #: Restored states whose objects have not been registered yet.
+    _waiting: dict[str, Any] = field(default_factory=dict)
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Add an object whose state belongs to the run's; restore it where its state is waiting.
@@ -169,34 +136,26 @@ class TrainingState:
 
     def own_states(self) -> list[OptimizerState]:
         """Return the states of the optimizers as they are on this rank."""
-        return [flatten_optimizer(optimizer.state_dict()) for optimizer in self.optimizers]
+        return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def collect(
         self, optimizers: Sequence[OptimizerState], *, travels: bool = False
-    ) -> tuple[dict[str, Any], dict[str, Mapping[str, Tensor]]]:
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the state as a document and the tensors that it names, which are no copies.
 
         Args:
             optimizers: The optimizers' states, which need not be those of this rank.
             travels: Whether it is for another rank, not for a checkpoint.
         """
-        groups: dict[str, Mapping[str, Tensor]] = {
-            stem_of(number): tensors for number, (tensors, _) in enumerate(optimizers)
+        objects = {**self._registered, **(self._carried if travels else {})}
+        registered = {name: dict(one.state_dict()) for name, one in objects.items()}
+        content = TrainingContent(list(optimizers), self.schedule.state_dict(), registered)
+        tensors: dict[str, Tensor] = {}
+        document = {
+            key: encode(value, path=key, tensors=tensors)
+            for key, value in content._asdict().items()
         }
-        registered_tensors: dict[str, Tensor] = {}
-        registered = {
-            name: encode(dict(one.state_dict()), path=name, tensors=registered_tensors)
-            for name, one in {**self._registered, **(self._carried if travels else {})}.items()
-        }
-        if registered_tensors:
-            groups[REGISTERED] = registered_tensors
-        document: dict[str, Any] = {
-            "schedule": self.schedule.state_dict(),
-            "optimizers": [document for _, document in optimizers],
-        }
-        if registered:
-            document[REGISTERED] = registered
-        return document, groups
+        return document, tensors
 
     def restore(self, content: TrainingContent) -> None:
         """Take a state over, which fits.
@@ -206,33 +165,29 @@ class TrainingState:
         """
         # First load the parts that may be refused: loading a registered object runs the user's
         # code.
-        self._waiting = self._restore_registered(content.registered)
-        self.schedule.load_state_dict(content.schedule)
-        for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
-            optimizer.load_state_dict(state)
-
-    def _restore_registered(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Hand out states; return those of objects that are not registered yet."""
-        waiting = dict(states)
-        for name in self._carried.keys() & waiting.keys():
-            self._carried[name].load_state_dict(waiting.pop(name))
-        for name in self._registered:
-            if name not in waiting:
-                raise CheckpointError(
-                    f"the checkpoint holds no state of {name!r}, which is registered; it holds "
-                    f"{sorted(map(str, states))}: register it after ddp.load, or resume with "
-                    "another one"
-                )
-        for name, one in self._registered.items():
+        states = content.registered
+        missing = self._registered.keys() - states.keys()
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint holds no state of {min(missing)!r}, which is registered; it holds "
+                f"{sorted(map(str, states))}: register it after ddp.load, or resume with another "
+                "one"
+            )
+        objects = {**self._carried, **self._registered}
+        known = {name: one for name, one in objects.items() if name in states}
+        for name, one in known.items():
             try:
-                one.load_state_dict(waiting.pop(name))
+                one.load_state_dict(states[name])
             except Exception as error:
                 raise CheckpointError(
                     f"the checkpoint's state of {name!r} is refused by its load_state_dict "
                     f"({error!r}): resume with the object that it was written from, or from an "
                     "older checkpoint"
                 ) from error
-        return waiting
+        self._waiting = {name: one for name, one in states.items() if name not in known}
+        self.schedule.load_state_dict(content.schedule)
+        for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
+            optimizer.load_state_dict(state)
 
     def send(
         self,
@@ -262,42 +217,35 @@ class TrainingState:
         Raises:
             UsageError: This rank takes over, and trains other parameters.
         """
-        sends = comm.rank == source
-        document, groups = self.collect(self.own_states(), travels=True) if sends else ({}, {})
-        index = [
-            [group, name, list(tensor.shape), str(tensor.dtype), tensor.device.type]
-            for group, tensors in groups.items()
-            for name, tensor in tensors.items()
-        ]
-        told = {"state": document, "counters": counters, "index": index}
-        note = encode({**told, "trained": self.flat.describe()}, path="state")
-        said = json.dumps(note).encode() if sends else b""
-        note = decode(json.loads(comm.all_gather_bytes(said, what="state index")[source]))
+        tensors: dict[str, Tensor] = {}
+        said = b""
+        if comm.rank == source:
+            document, tensors = self.collect(self.own_states(), travels=True)
+            index = [[n, [*t.shape], str(t.dtype), t.device.type] for n, t in tensors.items()]
+            note = [document, encode(counters, path="counters"), index, self.flat.describe()]
+            said = json.dumps(note).encode()
+        notes = comm.all_gather_bytes(said, what="state index")
+        document, counters, index, trained = json.loads(notes[source])
         if receives:
-            self.flat.follow(note["trained"])
+            self.flat.follow(trained)
         self.num_bytes = 0
         model = [
-            (own, self._transfer(comm, own, source, receives, what=f"{what} of a recall"))
+            (own, self._transfer(comm, torch.empty_like(own) if receives else own, source, what))
             for what, own in held or self.held()
         ]
-        arrived: dict[str, dict[str, Tensor]] = {}
-        for group, name, shape, dtype, kind in note["index"]:
-            device = "cpu" if kind == "cpu" else self.flat.groups[0].data.device
-            number = getattr(torch, dtype.removeprefix("torch."))
-            tensor = torch.empty(shape, dtype=number, device=device)
-            if sends:
-                tensor.copy_(groups[group][name])
-            what = "optimizer state of a recall"
-            tensor = self._transfer(comm, tensor, source, receives, what=what)
-            if receives:
-                arrived.setdefault(group, {})[name] = tensor
+        for name, shape, dtype, kind in index:
+            if comm.rank != source:
+                device = "cpu" if kind == "cpu" else self.flat.groups[0].data.device
+                number = getattr(torch, dtype.removeprefix("torch."))
+                tensors[name] = torch.empty(shape, dtype=number, device=device)
+            tensors[name] = self._transfer(comm, tensors[name], source, "optimizer state")
         if receives:
             with torch.no_grad():
                 for own, received in model:
                     own.copy_(received)
-            self._take_over(unpack(note["state"], arrived))
-        counters = note["counters"]
-        return counters
+            self._take_over(unpack(document, tensors))
+        found: dict[str, Any] = decode(counters)
+        return found
 
     def _take_over(self, content: TrainingContent) -> None:
         try:
@@ -318,10 +266,8 @@ class TrainingState:
         """Return the parameters that no rank trains: a rank that is new may have others."""
         return [("frozen parameters", parameter.detach()) for parameter in self.flat.outside]
 
-    def _transfer(
-        self, comm: Communicator, own: Tensor, source: int, receives: bool, *, what: str
-    ) -> Tensor:
-        travels = torch.empty_like(own.contiguous()) if receives else own.contiguous()
-        comm.broadcast(travels, source, what=what)
+    def _transfer(self, comm: Communicator, tensor: Tensor, source: int, what: str) -> Tensor:
+        travels = tensor.contiguous()
+        comm.broadcast(travels, source, what=f"{what} of a recall")
         self.num_bytes += travels.nbytes
         return travels
