@@ -54,6 +54,10 @@ class Standing:
     digest: str
     phase: str = TRAINING
 
+    def is_as(self, other: "Standing") -> bool:
+        """Return whether both hold the same bits."""
+        return (self.applied, self.digest) == (other.applied, other.digest)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formation:

@@ -16,6 +16,7 @@ commit: each has left, its process has ended, or its lease has run out.
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from evener.planning.silence import silence_deadline_s
@@ -31,7 +32,6 @@ from evener.protocol.formation import (
 )
 from evener.protocol.seats import Place, Seat, Trouble
 
-_MOST_PACES: Final = 64
 #: Workers that start together arrive within so long; nothing is printed before.
 _SILENT_S: Final = 5.0
 
@@ -75,13 +75,13 @@ class Roster:
     _seats: dict[str, Seat] = field(default_factory=dict)
     _outgoing: list[Outgoing] = field(default_factory=list)
     _looked_s: float = 0.0
-    _over: str = ""  # why the newest generation is over
+    _over: str = "it has not begun"  # why the newest generation is over; empty while it is not
     _over_s: float = 0.0
     _forgotten_lease_s: float = 0.0  # no worker that was forgotten commits later
     _arrival_s: float = 0.0  # when a worker became ready
     _short_s: float = 0.0  # the value of _arrival_s when the terminal was told of too few workers
     _has_formed: bool = False  # a generation that this coordinator has formed
-    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_PACES))
+    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
     @property
     def generation(self) -> int:
@@ -119,9 +119,8 @@ class Roster:
         they could not tell any more.
         """
         living = self.living(now_s)
-        if self.formation is None or any(self.is_member(one) for one in living):
-            return False
-        return living[:1] == [member]
+        has_begun = self.formation is not None
+        return has_begun and living[:1] == [member] and not any(map(self.is_member, living))
 
     def take(self) -> list[Outgoing]:
         """Return the messages since the last call."""
@@ -152,15 +151,11 @@ class Roster:
         Returns:
             Why it is refused; empty if it is not.
         """
-        new = Seat(member, session, wish, knows=held.generation if held else 0, advanced_s=now_s)
-        new.facts = facts
+        new = Seat(member, session, wish, facts=facts, advanced_s=now_s)
         before = self._seats.get(member, new)
         is_another = before.session not in ("", session)
         if is_another and before.is_connected:
-            return (
-                f"another worker of this team is called {member!r}; give each worker a name of "
-                "its own (EVENER_MEMBER)"
-            )
+            return f"another worker of this team is called {member!r}; set another EVENER_MEMBER"
         if why := self._difference(new):
             return why
         if is_another:
@@ -169,6 +164,7 @@ class Roster:
                 self._end(now_s, f"{member} is another process now")
         seat = self._seats.setdefault(member, new)
         seat.session, seat.facts, seat.heard_s = session, facts, now_s
+        seat.knows = held.generation if held else 0
         for ended in (Trouble.DISCONNECTED, Trouble.GONE):
             seat.troubles.pop(ended, None)
         seat.told.clear()  # messages may not have reached it
@@ -194,9 +190,8 @@ class Roster:
                 self._seats[member] = Seat(member, advanced_s=now_s)
                 # It may take as long to come back as generations take to form again.
                 since_s = max(now_s, self.started_s + self.deadlines.lease_s)
-                self._seats[member].suffer(
-                    Trouble.DISCONNECTED, since_s, self.deadlines.reconnect_s
-                )
+                patience_s = self.deadlines.reconnect_s
+                self._seats[member].suffer(Trouble.DISCONNECTED, since_s, patience_s)
             seat = self._seats[member]
             seat.number = seat.wish = number
             seat.lease_end_s = now_s + self.deadlines.lease_s
@@ -261,9 +256,9 @@ class Roster:
 
     def process(self, now_s: float, member: str, state: ProcessState, reason: str = "") -> None:
         """Note what a supervisor reports of a worker's process."""
-        seat = self._seats.get(member)
-        if seat is None:
+        if member not in self._seats:
             return
+        seat = self._seats[member]
         if state is ProcessState.CONTINUED:
             seat.troubles.pop(Trouble.STOPPED, None)
         elif state is ProcessState.STOPPED:
@@ -330,13 +325,11 @@ class Roster:
 
         The first message may not have reached them.
         """
-        # A coordinator that was started again may still learn of the generation in which they were.
-        is_known = self.is_open(now_s) or self.formation is not None
         for seat in self._seats.values():
             if seat.place is not Place.READY:
                 continue
             if not self.is_member(seat.member):
-                if seat.standing is not None and is_known:
+                if seat.standing is not None:
                     seat.place = Place.WORKING  # it asks again
                     self._send(seat.member, "left_out", {"generation": self.generation})
             elif seat.knows >= self.generation:
@@ -371,23 +364,19 @@ class Roster:
 
     def _inform(self, now_s: float) -> None:
         """Tell workers whether their generation is to end, and that it is over."""
-        members = self._members()
-        waits = any(
-            seat.can_join and not self.is_member(seat.member) for seat in self._seats.values()
-        )
+        members = {*self._members()}
+        waits = any(seat.can_join and seat not in members for seat in self._seats.values())
         # If a team left its generation before the next one may form, it would only wait.
         wanted = self.is_open(now_s) and len(members) < (self.most if waits else self.least)
         # Members that leave a generation together need not be told.
         is_lost = any(seat.why_lost(now_s) for seat in members)
         is_due = self._over and (is_lost or now_s - self._over_s >= self.deadlines.gather_s)
-        for seat in members:
-            self._tell(seat, "wanted", {"value": wanted})
-            if is_due and seat.place is Place.WORKING:
-                self._tell(seat, "over", {"generation": self.generation, "why": self._over})
         for seat in self._seats.values():
-            is_behind = seat.place is Place.WORKING and 0 < seat.knows < self.generation
-            if is_behind and not self.is_member(seat.member):
-                why = f"the team continued without {seat.member}, to generation {self.generation}"
+            why = f"the team continued without {seat.member}, to generation {self.generation}"
+            if seat in members:
+                self._tell(seat, "wanted", {"value": wanted})
+                why = self._over if is_due else ""
+            if seat.knows and why and seat.place is Place.WORKING:
                 self._tell(seat, "over", {"generation": seat.knows, "why": why})
 
     def _name_late(self, now_s: float) -> None:
@@ -424,18 +413,17 @@ class Roster:
         return [seat for seat in self._seats.values() if seat.can_join]
 
     def _may_form(self, now_s: float) -> bool:
-        ready, has_begun = self._ready(), self.formation is not None
-        if not ready or not self.is_open(now_s) or (has_begun and not self._over):
+        ready = self._ready()
+        if not (ready and self._over and self.is_open(now_s)):
             return False
         is_patient = now_s - self._over_s < self.deadlines.timeout_s
-        if has_begun and is_patient and self._awaited(now_s):
+        if is_patient and self._awaited(now_s):
             return False
         if self.run_has_ended and not any(self.is_member(seat.member) for seat in ready):
             # They would train a finished run once more. A script of its members may begin another.
             why = (
                 f"the team's run has ended, in generation {self.generation}: it was done to its "
-                "end, or stopped. Nothing is left to do for workers that come later; to train "
-                "another run, restart its coordinator"
+                "end, or stopped; to train another run, restart its coordinator"
             )
             self._refuse(ready, "ended", why)
             return False
@@ -492,17 +480,9 @@ class Roster:
             # that was parked and holds an older state, and its replacement would send a new one.
             joiners.sort(key=lambda m: ready[m].number % (self.most + 1))
         members = tuple([*standings, *joiners][: self.most])
-        donor = max(
-            standings,
-            key=lambda m: (standings[m].applied, standings[m].committed),
-            default=members[0],
-        )
-        given = standings.get(donor)
-        same = [
-            m
-            for m, held in standings.items()
-            if given and (held.applied, held.digest) == (given.applied, given.digest)
-        ]
+        best = max(standings.values(), key=attrgetter("applied", "committed"), default=None)
+        donor = next((m for m, held in standings.items() if held is best), members[0])
+        same = [m for m, held in standings.items() if best and held.is_as(best)]
         if before and not standings and not self.run_has_ended:
             self._say(
                 f"no member is left that holds the state of generation {self.generation}, so the "
@@ -514,8 +494,8 @@ class Roster:
             generation=self.generation + 1,
             members=members,
             numbers=tuple(ready[member].number for member in members),
-            base=given.applied if given else 0,
-            has_state=given is not None,
+            base=best.applied if best else 0,
+            has_state=best is not None,
             donor=donor,
             receivers=tuple(m for m in members if m not in same and m != donor),
             lease_s=self.deadlines.lease_s,
@@ -526,14 +506,13 @@ class Roster:
             self._enter(ready[member])
 
     def _difference(self, seat: Seat) -> str:
-        others = [
-            one
-            for one in self._seats.values()
-            if one.facts and one.member != seat.member and one.place is not Place.REFUSED
-        ]
         # The facts of the team's members count; before there is a team, those of the first workers.
-        others.sort(key=lambda other: not self.is_member(other.member))
-        return next((why for other in others if (why := seat.difference(other))), "")
+        others = sorted(self._seats.values(), key=lambda one: not self.is_member(one.member))
+        for other in others:
+            is_compared = other.member != seat.member and other.place is not Place.REFUSED
+            if is_compared and (why := seat.difference(other)):
+                return why
+        return ""
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 

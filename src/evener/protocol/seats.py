@@ -4,22 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
-from typing import Any, Final
+from typing import Any
 
 from evener.parsing import short
 from evener.protocol.formation import NO_NUMBER, Standing
-
-#: What to do where workers differ in a fact, by the first word of its name.
-_REMEDIES: Final = {
-    "evener": "install the same version of evener on every machine",
-    "torch": "install the same version of torch on every machine",
-    "model": "build the same model with the same settings on every worker",
-    "data": "give every worker the same data, in the same order",
-    "option": "give Ddp.setup and DdpConfig the same options on every worker",
-    "optimizers": "make the same optimizers and schedulers on every worker",
-    "backend": "start every worker with the same backend",
-    "nccl": "install the same version of NCCL on every machine",
-}
 
 
 class Place(Enum):
@@ -124,10 +112,9 @@ class Seat:
         for name in sorted(self.facts.keys() & other.facts.keys()):
             mine, theirs = self.facts[name], other.facts[name]
             if mine != theirs:
-                kind = name.partition(" ")[0]
-                remedy = _REMEDIES.get(kind, "start every worker in the same way")
                 return (
                     f"{name} of {self.member} is {short(mine)}, and that of {other.member} in the "
-                    f"team is {short(theirs)}; {remedy}"
+                    f"team is {short(theirs)}; start every worker with the same code, options, "
+                    "data and versions"
                 )
         return ""

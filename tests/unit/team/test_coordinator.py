@@ -393,7 +393,7 @@ def test_a_worker_has_the_number_that_it_wishes_if_that_is_free() -> None:
 
 def test_differences_and_names_are_refused_with_what_to_do() -> None:
     with serving() as address, link(address, "a", model="one"):
-        with pytest.raises(TeamRefusedError, match=r"model of b is 'two'.* build the same model"):
+        with pytest.raises(TeamRefusedError, match=r"model of b is 'two'.* with the same code"):
             link(address, "b", model="two")
         with pytest.raises(TeamRefusedError, match="another worker of this team is called 'a'"):
             link(address, "a")
