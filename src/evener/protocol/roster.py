@@ -201,7 +201,7 @@ class Roster:
         seat = self._seats[member]
         seat.facts = {**seat.facts, **facts}
         if why := self._difference(seat):
-            self._refuse([seat], "failed", why)
+            self._refuse([member], "failed", why)
         self.tick(now_s)
 
     def depart(self, now_s: float, member: str) -> None:
@@ -284,11 +284,9 @@ class Roster:
             if why := seat.why_lost(now_s):
                 self._end(now_s, f"{seat.member} is lost: {why}")
         self._answer(now_s)
-        if self._may_form(now_s):
-            self._form(now_s)
-            self._answer(now_s)
+        self._consider_forming(now_s)
         self._sweep(now_s)
-        self._number(now_s, {*self._members()})
+        self._number(now_s, {seat.member for seat in self._members()})
         self._inform(now_s)
         self._name_late(now_s)
 
@@ -304,17 +302,17 @@ class Roster:
         """
         was_stopped = now_s - self._looked_s > self.deadlines.lease_s  # this coordinator itself
         self._looked_s = now_s
+        patience_s = self.deadlines.host_lease_s
         for seat in self._seats.values():
             if was_stopped:
                 seat.heard_s = now_s  # what was sent meanwhile is yet to be heard
-            if now_s - max(seat.heard_s, seat.attended_s) < self.deadlines.host_lease_s:
+            if now_s - max(seat.heard_s, seat.attended_s) < patience_s:
                 seat.troubles.pop(Trouble.SILENT, None)
-            elif Trouble.SILENT not in seat.troubles:
-                lived = seat.lives(now_s)
-                last_s = now_s - self.deadlines.host_lease_s
-                seat.suffer(Trouble.SILENT, last_s, self.deadlines.host_lease_s)
-                if lived:
-                    self._say(f"{seat.member} is lost: {seat.why_lost(now_s)}")
+                continue
+            lived = seat.lives(now_s)
+            seat.suffer(Trouble.SILENT, now_s - patience_s, patience_s)
+            if lived:
+                self._say(f"{seat.member} is lost: {seat.why_lost(now_s)}")
 
     def _end(self, now_s: float, why: str) -> None:
         if not self._over:
@@ -348,15 +346,15 @@ class Roster:
             self._forgotten_lease_s = max(self._forgotten_lease_s, seat.lease_end_s)
         del self._seats[seat.member]
 
-    def _number(self, now_s: float, first: set[Seat]) -> None:
+    def _number(self, now_s: float, first: set[str]) -> None:
         """Give every living worker a number of its own, as far as they reach.
 
         Those in ``first`` come before others, and those that have a number before those without.
         """
         free = set(range(self.most))
-        for seat in sorted(
-            self._seats.values(), key=lambda one: (one not in first, one.number == NO_NUMBER)
-        ):
+        seats = [*self._seats.values()]
+        seats.sort(key=lambda seat: (seat.member not in first, seat.number == NO_NUMBER))
+        for seat in seats:
             seat.number = NO_NUMBER
             if free and seat.lives(now_s):
                 seat.number = seat.wish = seat.wish if seat.wish in free else min(free)
@@ -409,49 +407,37 @@ class Roster:
 
     # ── the next generation ──────────────────────────────────────────────────────────────────────
 
-    def _ready(self) -> list[Seat]:
-        return [seat for seat in self._seats.values() if seat.can_join]
-
-    def _may_form(self, now_s: float) -> bool:
-        ready = self._ready()
-        if not (ready and self._over and self.is_open(now_s)):
-            return False
+    def _consider_forming(self, now_s: float) -> None:
+        """Form the next generation, or refuse workers that wait for it in vain."""
+        ready = [seat.member for seat in self._seats.values() if seat.can_join]
+        is_due = self._over and self.is_open(now_s)
         is_patient = now_s - self._over_s < self.deadlines.timeout_s
-        if is_patient and self._awaited(now_s):
-            return False
-        if self.run_has_ended and not any(self.is_member(seat.member) for seat in ready):
+        if not (ready and is_due) or (is_patient and self._awaited(now_s)):
+            return
+        if self.run_has_ended and not any(map(self.is_member, ready)):
             # They would train a finished run once more. A script of its members may begin another.
             why = (
                 f"the team's run has ended, in generation {self.generation}: it was done to its "
                 "end, or stopped; to train another run, restart its coordinator"
             )
             self._refuse(ready, "ended", why)
-            return False
-        if len(ready) < self.least and self._takes_joiners:
+            return
+        members = [seat for seat in self._members() if seat.can_join]
+        standings = {seat.member: seat.standing for seat in members if seat.standing is not None}
+        if any(held.phase != TRAINING for held in standings.values()):
+            # No joiner can follow, as in an evaluation. Those who remain continue alone, even if
+            # they are fewer than the least: their next window ends the generation.
+            ready = [*standings]
+        elif len(ready) < self.least:
             self._wait_for_more(now_s, ready)
-            return False
-        if self._standings():
-            return True
-        has_gathered = now_s - self._arrival_s >= self.deadlines.gather_s
+            return
+        is_gathered = len(ready) >= self.most or now_s >= self._arrival_s + self.deadlines.gather_s
         leases_s = [seat.lease_end_s for seat in self._seats.values() if seat.may_commit]
-        has_expired = now_s >= max([self._forgotten_lease_s, *leases_s])
-        return has_expired and (has_gathered or len(ready) >= self.most)
+        are_expired = now_s >= max([self._forgotten_lease_s, *leases_s])
+        if standings or (is_gathered and are_expired):
+            self._form(now_s, ready, standings)
 
-    def _standings(self) -> dict[str, Standing]:
-        """Return what ready members hold, in the order of ranks."""
-        ready = [seat for seat in self._members() if seat.can_join]
-        return {seat.member: seat.standing for seat in ready if seat.standing is not None}
-
-    @property
-    def _takes_joiners(self) -> bool:
-        """Return whether a joiner can follow all members that hold state.
-
-        Elsewhere, such as in an evaluation, those who remain continue alone, even where they are
-        fewer than the least: their next window ends the generation.
-        """
-        return all(standing.phase == TRAINING for standing in self._standings().values())
-
-    def _wait_for_more(self, now_s: float, ready: list[Seat]) -> None:
+    def _wait_for_more(self, now_s: float, ready: list[str]) -> None:
         waited_s, timeout_s = now_s - self._arrival_s, self.deadlines.timeout_s
         few = f"{len(ready)} of at least {self.least} workers"
         if waited_s >= timeout_s:
@@ -465,20 +451,19 @@ class Roster:
             self._short_s = self._arrival_s
             self._say(f"{few} are ready; the team waits {timeout_s:g} s for more (timeout_s)")
 
-    def _refuse(self, seats: Iterable[Seat], kind: str, why: str) -> None:
-        for seat in seats:
-            seat.place = Place.REFUSED
-            self._send(seat.member, kind, {"why": why})
+    def _refuse(self, members: Iterable[str], kind: str, why: str) -> None:
+        for member in members:
+            self._seats[member].place = Place.REFUSED
+            self._send(member, kind, {"why": why})
 
-    def _form(self, now_s: float) -> None:
-        before, standings = self._members(), self._standings()
-        ready = {seat.member: seat for seat in self._ready()}
-        joiners = [m for m in ready if m not in standings and self._takes_joiners]
+    def _form(self, now_s: float, ready: list[str], standings: dict[str, Standing]) -> None:
+        before = self._members()
+        joiners = [member for member in ready if member not in standings]
         if self.formation is None:
             # By number, so that rank 0 is the main process; workers without one come last. Later
             # the order is that of arrival: if no member holds state, the first worker may be one
             # that was parked and holds an older state, and its replacement would send a new one.
-            joiners.sort(key=lambda m: ready[m].number % (self.most + 1))
+            joiners.sort(key=lambda m: self._seats[m].number % (self.most + 1))
         members = tuple([*standings, *joiners][: self.most])
         best = max(standings.values(), key=attrgetter("applied", "committed"), default=None)
         donor = next((m for m, held in standings.items() if held is best), members[0])
@@ -488,12 +473,12 @@ class Roster:
                 f"no member is left that holds the state of generation {self.generation}, so the "
                 "next one begins with what its first worker loads, or anew"
             )
-        self._number(now_s, {ready[member] for member in members})
+        self._number(now_s, {*members})
         unheard_s = [self._over_s - seat.heard_s for seat in before if seat.why_lost(now_s)]
         self.formation = Formation(
             generation=self.generation + 1,
             members=members,
-            numbers=tuple(ready[member].number for member in members),
+            numbers=tuple(self._seats[member].number for member in members),
             base=best.applied if best else 0,
             has_state=best is not None,
             donor=donor,
@@ -502,8 +487,8 @@ class Roster:
             detect_s=max([0.0, *unheard_s]),
         )
         self._has_formed, self.run_has_ended, self._over = True, False, ""
-        for member in members:
-            self._enter(ready[member])
+        for seat in self._members():
+            self._enter(seat)
 
     def _difference(self, seat: Seat) -> str:
         # The facts of the team's members count; before there is a team, those of the first workers.

@@ -86,8 +86,7 @@ class Seat:
     @property
     def may_commit(self) -> bool:
         """Return whether it may commit until its lease ends: it has not said that it has left."""
-        is_there = self.place in (Place.WORKING, Place.REFUSED)
-        return is_there and Trouble.GONE not in self.troubles
+        return self.place in (Place.WORKING, Place.REFUSED) and Trouble.GONE not in self.troubles
 
     @property
     def is_connected(self) -> bool:
