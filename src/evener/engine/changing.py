@@ -333,8 +333,6 @@ class ElasticEngine(AskingEngine):
 
     def _standing(self) -> Standing:
         return Standing(
-            member=self.team.name,
-            generation=self.state.generation,
             applied=self.window,
             committed=self.window - (self._applied is not None),
             digest=self._digest(),

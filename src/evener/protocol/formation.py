@@ -38,8 +38,6 @@ class Standing:
     """The state of a member that has left its generation.
 
     Attributes:
-        member: Its id.
-        generation: The last generation that it was in.
         applied: Windows that it has applied.
         committed: Windows that it has committed; at most ``applied``.
         digest: Of its state after ``applied``, in hexadecimal; members with the same digest hold
@@ -47,8 +45,6 @@ class Standing:
         phase: Its phase then: ``TRAINING``, or a text of its own.
     """
 
-    member: str
-    generation: int
     applied: int
     committed: int
     digest: str

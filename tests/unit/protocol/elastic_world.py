@@ -253,8 +253,6 @@ class World:
         standing = None
         if worker.state is not None:
             standing = Standing(
-                member=worker.member,
-                generation=generation,
                 applied=worker.applied,
                 committed=worker.committed,
                 digest=str(hash(worker.state[-1])),

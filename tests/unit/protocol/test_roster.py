@@ -129,8 +129,6 @@ class Team:
         self, member: str, applied: int, digest: str = "same", phase: str = TRAINING
     ) -> list[Outgoing]:
         standing = Standing(
-            member=member,
-            generation=self.roster.generation,
             applied=applied,
             committed=applied,
             digest=digest,
@@ -228,7 +226,7 @@ def test_a_stopped_worker_is_lost_after_stopped_s_and_left_out_when_it_continues
     team.report("a", 2)
     assert team.formation.members == ("a",)
     team.end("b", ProcessState.CONTINUED)
-    standing = Standing(member="b", generation=1, applied=2, committed=1, digest="same")
+    standing = Standing(applied=2, committed=1, digest="same")
     team.roster.report(team.now_s, "b", 1, standing)
     assert told(team.roster.take(), "left_out") == {"b"}
 
