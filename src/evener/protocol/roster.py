@@ -178,7 +178,7 @@ class Roster:
     _over_s: float = 0.0
     _forgotten_lease_s: float = 0.0  # no worker that was forgotten commits later
     _arrival_s: float = 0.0  # when a worker became ready
-    _short_s: float = 0.0  # the value of _arrival_s when the terminal was told of too few workers
+    _short_s: float = 0.0  # since when too few workers are ready, as the terminal was told
     _has_formed: bool = False  # a generation that this coordinator has formed
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
@@ -537,17 +537,17 @@ class Roster:
             self._form(now_s, ready, standings)
 
     def _wait_for_more(self, now_s: float, ready: list[str]) -> None:
-        waited_s, timeout_s = now_s - self._arrival_s, self.deadlines.timeout_s
+        since_s, timeout_s = max(self._arrival_s, self._over_s), self.deadlines.timeout_s
         few = f"{len(ready)} of at least {self.least} workers"
-        if waited_s >= timeout_s:
+        if now_s - since_s >= timeout_s:
             why = (
                 f"only {few} came within {timeout_s:g} s (timeout_s); start more workers, or "
                 "allow fewer (--elastic MIN:MAX)"
             )
             self._say(why)
             self._refuse(ready, "failed", why)
-        elif waited_s >= _SILENT_S and self._short_s != self._arrival_s:
-            self._short_s = self._arrival_s
+        elif now_s - since_s >= _SILENT_S and self._short_s != since_s:
+            self._short_s = since_s
             self._say(f"{few} are ready; the team waits {timeout_s:g} s for more (timeout_s)")
 
     def _refuse(self, members: Iterable[str], kind: str, why: str) -> None:

@@ -536,6 +536,20 @@ def test_too_few_workers_are_told_after_timeout_s() -> None:
     assert "1 of at least 2 workers came within 60 s" in str(failed[0].content["why"])
 
 
+def test_a_spare_worker_that_has_waited_for_long_waits_for_another_when_the_team_is_lost() -> None:
+    team = Team("a", "b", least=2, most=2)
+    team.join("spare")
+    team.pass_(2 * DEADLINES.timeout_s)
+    team.end("a")
+    team.end("b")
+    said = [message for _ in range(50) for message in team.pass_(1.0)]
+    assert told(said, "say") == {""}
+    assert not told(said, "failed")
+    team.join("other")
+    team.pass_(1.0)
+    assert team.formation.members == ("spare", "other")
+
+
 @pytest.mark.parametrize("name", ["model", "data", "torch"])
 def test_a_worker_that_differs_is_refused_with_both_values(name: str) -> None:
     team = Team("a")
