@@ -77,7 +77,7 @@ class Seat:
         knows: The last generation that it was in, as it or a message to it said.
         standing: What it held when it became ready.
         told: By type, the last message to it, of those that are sent once.
-        lease_end_s: The last time at which it may commit.
+        lease_end_s: The last time at which it may commit; 0 once it has left its generation.
         micro_batches: How many it has done.
         phase: What it is doing, in its own words.
         advanced_s: When one of the two changed.
@@ -110,11 +110,6 @@ class Seat:
     def can_join(self) -> bool:
         """Return whether it may be in the next generation."""
         return self.place is Place.READY and not self.troubles
-
-    @property
-    def may_commit(self) -> bool:
-        """Return whether it may commit until its lease ends: it has not said that it has left."""
-        return self.place in (Place.WORKING, Place.REFUSED) and Trouble.GONE not in self.troubles
 
     @property
     def is_connected(self) -> bool:
@@ -324,6 +319,7 @@ class Roster:
         if seat.place is not Place.READY:
             self._arrival_s = now_s
         seat.place, seat.knows, seat.standing = Place.READY, generation, standing
+        seat.lease_end_s = 0.0
         self.tick(now_s)
 
     def leave(self, now_s: float, member: str, *, finished: bool = False) -> None:
@@ -334,7 +330,8 @@ class Roster:
             member: Its id.
             finished: Whether the run has ended: it was done to its end, or the team was stopped.
         """
-        self._seats[member].place = Place.LEFT
+        seat = self._seats[member]
+        seat.place, seat.lease_end_s = Place.LEFT, 0.0
         if self.is_member(member):
             self.run_has_ended |= finished
             self._end(now_s, f"{member} left the team")
@@ -364,6 +361,7 @@ class Roster:
             seat.suffer(Trouble.STOPPED, now_s, self.deadlines.stopped_s)
         else:
             seat.troubles[Trouble.GONE] = (now_s, reason or Trouble.GONE.value)
+            seat.lease_end_s = 0.0
             # The worker has told so itself, unless that was to a coordinator before this one.
             self.run_has_ended |= state is ProcessState.FINISHED and self.is_member(member)
         self.tick(now_s)
@@ -441,8 +439,7 @@ class Roster:
                 self._forget(seat)
 
     def _forget(self, seat: Seat) -> None:
-        if seat.may_commit:
-            self._forgotten_lease_s = max(self._forgotten_lease_s, seat.lease_end_s)
+        self._forgotten_lease_s = max(self._forgotten_lease_s, seat.lease_end_s)
         del self._seats[seat.member]
 
     def _number(self, now_s: float, first: set[str]) -> None:
@@ -531,7 +528,7 @@ class Roster:
             self._wait_for_more(now_s, ready)
             return
         is_gathered = len(ready) >= self.most or now_s >= self._arrival_s + self.deadlines.gather_s
-        leases_s = [seat.lease_end_s for seat in self._seats.values() if seat.may_commit]
+        leases_s = [seat.lease_end_s for seat in self._seats.values()]
         are_expired = now_s >= max([self._forgotten_lease_s, *leases_s])
         if standings or (is_gathered and are_expired):
             self._form(now_s, ready, standings)
