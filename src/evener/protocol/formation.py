@@ -105,8 +105,9 @@ class Deadlines:
         stopped_s: A worker whose process is stopped (state T) is lost after so long.
         host_lease_s: A worker is lost after so long without a sign of life from it and from its
             launcher.
-        gather_s: So long after the last arrival the first generation forms with fewer than the
-            most workers. Also how long members may take to leave a generation together.
+        gather_s: So long after the last arrival the first generation, or one that starts over
+            without any state, forms with fewer than the most workers. Also how long members may
+            take to leave a generation together.
         connect_s: So long members of a new generation may take to connect to one another, and a
             worker may wait for a number that becomes free.
         hello_s: A connection that has not identified itself is closed after so long.
