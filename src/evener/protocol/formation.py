@@ -69,7 +69,6 @@ class Formation:
             or not, and ``base`` is 0.
         donor: The member whose state all members adopt.
         receivers: Members that must receive the donor's state; the others hold the same bits.
-        lease_s: So long after a heartbeat a member may commit.
         detect_s: Seconds from the last heartbeat of the lost member to the end of the previous
             generation; 0 if none was lost.
     """
@@ -81,7 +80,6 @@ class Formation:
     has_state: bool
     donor: str
     receivers: tuple[str, ...]
-    lease_s: float
     detect_s: float = 0.0
 
     def __post_init__(self) -> None:

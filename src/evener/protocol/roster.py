@@ -15,7 +15,7 @@ commit: each has left, its process has ended, or its lease has run out.
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from math import inf
 from operator import attrgetter
@@ -277,8 +277,7 @@ class Roster:
         """
         if held is None or held.generation <= self.generation or self._has_formed:
             return
-        self.formation = replace(held, lease_s=self.deadlines.lease_s)
-        self._over, self.run_has_ended = "", False
+        self.formation, self._over, self.run_has_ended = held, "", False
         for member, number in zip(held.members, held.numbers, strict=True):
             if member not in self._seats:
                 self._seats[member] = Seat(member, advanced_s=now_s)
@@ -579,7 +578,6 @@ class Roster:
             has_state=best is not None,
             donor=donor,
             receivers=tuple(m for m in members if m not in same and m != donor),
-            lease_s=self.deadlines.lease_s,
             detect_s=max([0.0, *unheard_s]),
         )
         self._has_formed, self.run_has_ended, self._over = True, False, ""

@@ -334,8 +334,8 @@ class CoordinatorLink(CoordinatorConnection):
             is_own = self._held is not None and self._generation == self._held.generation
             if not is_own:
                 self._number = fields.whole("number", least=NO_NUMBER)
-            if fields.flag("renewed") and is_own and self._asking is None and self._held:
-                self._lease_end_s = fields.number("at") + self._held.lease_s
+            if fields.flag("renewed") and is_own and self._asking is None:
+                self._lease_end_s = fields.number("at") + self.deadlines.lease_s
         elif kind == "formed":
             formation = read_message(Formation, fields)
             self._generation = formation.generation
