@@ -37,7 +37,7 @@ from evener.config.options import (
 )
 from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
-from evener.protocol.formation import Deadlines, parse_team_limits
+from evener.protocol.formation import Deadlines, read_team_limits
 from evener.team.address import check_port
 from evener.team.child import apply_threads, die_with, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
@@ -390,7 +390,7 @@ def coordinator(options: CoordinateOptions, _arguments: Sequence[str]) -> int:
     from evener.team.coordinator import CoordinatorOptions, coordinate
     from evener.team.token_files import read_token
 
-    least, most = parse_team_limits(options.team)
+    least, most = read_team_limits(options.team, "--elastic")
     return coordinate(
         CoordinatorOptions(
             host=options.host,
@@ -557,7 +557,9 @@ def _launch_task(
 
 
 def _check_emulation(options: TaskOptions, nproc: int) -> None:
-    world_size = nproc if options.elastic is None else parse_team_limits(options.elastic)[1]
+    world_size = (
+        nproc if options.elastic is None else read_team_limits(options.elastic, "--elastic")[1]
+    )
     parse_emulation(options.emulate_slow, world_size)
 
 

@@ -393,8 +393,6 @@ class Generations:
         takes_joiners = is_planning and not (self.rounds.committing or self.rounds.is_asking)
         window = self._run.progress.window
         return Standing(
-            member=self._team.membership.member,
-            generation=self.rounds.state.generation,
             applied=window,
             committed=window - (self._run.applied is not None),
             digest=f"{self.windows.consensus.digest():x}",

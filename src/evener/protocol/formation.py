@@ -4,14 +4,16 @@ A *standing* is the state that a member reports when it has left its generation.
 the next generation.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from evener.errors import ConfigError
 from evener.parsing import Fields, short, whole
+
+_Kind = TypeVar("_Kind")
 
 NO_NUMBER: Final = -1
 """The number of a worker that has none, because other workers have all numbers."""
@@ -36,8 +38,6 @@ class Standing:
     """The state of a member that has left its generation.
 
     Attributes:
-        member: Its id.
-        generation: The last generation that it was in.
         applied: Windows that it has applied.
         committed: Windows that it has committed; at most ``applied``.
         digest: Of its state after ``applied``, in hexadecimal; members with the same digest hold
@@ -45,12 +45,14 @@ class Standing:
         phase: Its phase then: ``TRAINING``, or a text of its own.
     """
 
-    member: str
-    generation: int
     applied: int
     committed: int
     digest: str
     phase: str = TRAINING
+
+    def is_as(self, other: "Standing") -> bool:
+        """Return whether both hold the same bits."""
+        return (self.applied, self.digest) == (other.applied, other.digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,6 @@ class Formation:
             or not, and ``base`` is 0.
         donor: The member whose state all members adopt.
         receivers: Members that must receive the donor's state; the others hold the same bits.
-        lease_s: So long after a heartbeat a member may commit.
         detect_s: Seconds from the last heartbeat of the lost member to the end of the previous
             generation; 0 if none was lost.
     """
@@ -79,8 +80,11 @@ class Formation:
     has_state: bool
     donor: str
     receivers: tuple[str, ...]
-    lease_s: float
     detect_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.members) != len(self.numbers):
+            raise ValueError(f"members are {short(self.members)}, numbers {short(self.numbers)}")
 
     def number_of(self, member: str) -> int:
         """Return the number of a member."""
@@ -99,8 +103,9 @@ class Deadlines:
         stopped_s: A worker whose process is stopped (state T) is lost after so long.
         host_lease_s: A worker is lost after so long without a sign of life from it and from its
             launcher.
-        gather_s: So long after the last arrival the first generation forms with fewer than the
-            most workers. Also how long members may take to leave a generation together.
+        gather_s: So long after the last arrival the first generation, or one that starts over
+            without any state, forms with fewer than the most workers. Also how long members may
+            take to leave a generation together.
         connect_s: So long members of a new generation may take to connect to one another, and a
             worker may wait for a number that becomes free.
         hello_s: A connection that has not identified itself is closed after so long.
@@ -131,93 +136,45 @@ class ProcessState(StrEnum):
     CONTINUED = "continued"
 
 
-def parse_team_limits(text: str) -> tuple[int, int]:
-    """Return the fewest and the most members of a team from ``MIN:MAX``.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    limits = _limits_of(text.split(":"))
-    if limits is None:
-        raise ConfigError(
-            f"--elastic is {short(text)}; give the fewest and the most workers as MIN:MAX, such as "
-            "2:4, with 9999 at most"
-        )
-    return limits
-
-
-def read_team_limits(given: object) -> tuple[int, int]:
+def read_team_limits(given: object, option: str = "elastic") -> tuple[int, int]:
     """Return the fewest and the most members of a team from ``"MIN:MAX"`` or ``(MIN, MAX)``.
+
+    Args:
+        given: What the user gave.
+        option: Its name, for the message.
 
     Raises:
         ConfigError: It is something else.
     """
     parts = given.split(":") if isinstance(given, str) else given
-    limits = _limits_of(parts) if isinstance(parts, tuple | list) else None
-    if limits is None:
-        raise ConfigError(
-            f"elastic is {short(given)}; give the fewest and the most workers, such as (2, 4) or "
-            "'2:4', with 9999 at most"
-        )
-    return limits
-
-
-def _limits_of(parts: Sequence[object]) -> tuple[int, int] | None:
-    """Return two numbers of workers; ``None`` if these are not such numbers."""
-    digits = [str(part) for part in parts]
+    digits = [str(part) for part in parts] if isinstance(parts, tuple | list) else []
     # A team keeps lists with a place for each number, and int() refuses thousands of digits.
-    if len(digits) != 2 or not all(each.isdecimal() and len(each) <= 4 for each in digits):
-        return None
-    least, most = map(int, digits)
-    return (least, most) if 1 <= least <= most else None
+    if len(digits) == 2 and all(each.isdecimal() and len(each) <= 4 for each in digits):
+        least, most = map(int, digits)
+        if 1 <= least <= most:
+            return least, most
+    raise ConfigError(
+        f"{option} is {short(given)}; give the fewest and the most workers as MIN:MAX, such as "
+        "2:4, with 9999 at most"
+    )
 
 
-def read_deadlines(fields: Fields) -> Deadlines:
-    """Return deadlines from their JSON.
+#: By the type of an attribute, what reads it from JSON.
+_READERS: Final[Mapping[Any, Callable[[Fields, str], Any]]] = {
+    bool: Fields.flag,
+    int: Fields.whole,
+    float: lambda fields, name: fields.number(name, least=0.0),
+    str: Fields.text,
+    tuple[str, ...]: lambda fields, name: tuple(fields.texts(name)),
+    tuple[int, ...]: lambda fields, name: tuple(whole(n, name) for n in fields.items(name)),
+}
+
+
+def read_message(kind: type[_Kind], fields: Fields) -> _Kind:
+    """Return a ``Standing``, ``Formation`` or ``Deadlines`` from the JSON of its attributes.
 
     Raises:
         ValueError: It is something else.
     """
-    return Deadlines(
-        **{one.name: fields.number(one.name, least=0.0) for one in dataclass_fields(Deadlines)}
-    )
-
-
-def formation_fields(formation: Formation) -> dict[str, Any]:
-    """Return a generation as JSON."""
-    return asdict(formation)
-
-
-def read_formation(fields: Fields) -> Formation:
-    """Return a generation from its JSON.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    return Formation(
-        generation=fields.whole("generation", least=1),
-        members=tuple(fields.texts("members")),
-        numbers=tuple(whole(number, "a number of a member") for number in fields.items("numbers")),
-        base=fields.whole("base"),
-        has_state=fields.flag("has_state"),
-        donor=fields.text("donor"),
-        receivers=tuple(fields.texts("receivers")),
-        lease_s=fields.number("lease_s", least=0.0),
-        detect_s=fields.number("detect_s", least=0.0),
-    )
-
-
-def read_standing(fields: Fields) -> Standing:
-    """Return what a member holds from its JSON.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    return Standing(
-        member=fields.text("member"),
-        generation=fields.whole("generation"),
-        applied=fields.whole("applied"),
-        committed=fields.whole("committed"),
-        digest=fields.text("digest"),
-        phase=fields.text("phase"),
-    )
+    attributes = dataclass_fields(kind)  # type: ignore[arg-type]
+    return kind(**{one.name: _READERS[one.type](fields, one.name) for one in attributes})

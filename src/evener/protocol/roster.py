@@ -1,7 +1,8 @@
 """The members of an elastic team, and when its next generation may form. Pure: time is a number.
 
 The coordinator owns a ``Roster``. It reports events with their time to the roster, and sends the
-messages that ``take`` returns. Terms:
+messages that ``take`` returns. An event changes attributes of one worker; ``tick`` then does
+everything that is due, whatever has happened. Terms:
 
 - A worker is *ready* when it waits for a generation: a joiner, or a member that has left its own.
 - A generation is *over* when one of its members has left it or is lost. It then renews no lease.
@@ -14,9 +15,13 @@ commit: each has left, its process has ended, or its lease has run out.
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from enum import Enum, auto
+from math import inf
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from evener.parsing import short
 from evener.planning.silence import silence_deadline_s
 from evener.protocol.formation import (
     NO_NUMBER,
@@ -27,13 +32,102 @@ from evener.protocol.formation import (
     Formation,
     ProcessState,
     Standing,
-    formation_fields,
 )
-from evener.protocol.seats import Seat
 
-_MOST_PACES: Final = 64
 #: Workers that start together arrive within so long; nothing is printed before.
 _SILENT_S: Final = 5.0
+
+
+class Place(Enum):
+    """What a worker does, by its own messages."""
+
+    WORKING = auto()
+    """It is set up, or is at work in a generation. Only here its lease is renewed."""
+    READY = auto()
+    """It waits for a generation, and commits nothing in the one that it was in."""
+    REFUSED = auto()
+    """It was told why it cannot be in the team."""
+    LEFT = auto()
+    """It has left for good."""
+
+
+class Trouble(Enum):
+    """What a worker is lost for, unless it ends in time. The value is the reason, for a message."""
+
+    GONE = "its process has ended"
+    STOPPED = "its process has been stopped for {:g} s (stopped_s)"
+    DISCONNECTED = "its connection has ended and did not come back within {:g} s (reconnect_s)"
+    SILENT = (
+        "neither it nor its launcher has been heard of for {:g} s (host_lease_s): both are "
+        "stopped, or their machine or the network to it is gone"
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A worker. The roster writes the attributes.
+
+    Attributes:
+        member: Its id.
+        session: A text that only this process of that id has; empty until it has connected.
+        wish: The number that it gets if that is free: its last one, or its place on its launcher.
+        number: Its number in the team.
+        facts: What must be the same on all workers.
+        place: What it does.
+        knows: The last generation that it was in, as it or a message to it said.
+        standing: What it held when it became ready.
+        told: By type, the last message to it, of those that are sent once.
+        lease_end_s: The last time at which it may commit; 0 once it has left its generation.
+        micro_batches: How many it has done.
+        phase: What it is doing, in its own words.
+        advanced_s: When one of the two changed.
+        named_s: The value of ``advanced_s`` when the terminal named it as late.
+        heard_s: When its last heartbeat came, or it arrived.
+        attended_s: When its supervisor last reported that its process runs; infinite without one:
+            a worker alone may be silent for long, as in a call that holds the interpreter's lock.
+        troubles: From when on it is lost, and why.
+    """
+
+    member: str
+    session: str = ""
+    wish: int = NO_NUMBER
+    number: int = NO_NUMBER
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    place: Place = Place.WORKING
+    knows: int = 0
+    standing: Standing | None = None
+    told: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    lease_end_s: float = 0.0
+    micro_batches: int = 0
+    phase: str = "joining"
+    advanced_s: float = 0.0
+    named_s: float | None = None
+    heard_s: float = 0.0
+    attended_s: float = inf
+    troubles: dict[Trouble, tuple[float, str]] = field(default_factory=dict)
+
+    @property
+    def can_join(self) -> bool:
+        """Return whether it may be in the next generation."""
+        return self.place is Place.READY and not self.troubles
+
+    @property
+    def is_connected(self) -> bool:
+        """Return whether it has a connection, and its host has been heard of lately."""
+        return self.troubles.keys() <= {Trouble.STOPPED}
+
+    def suffer(self, trouble: Trouble, since_s: float, patience_s: float = 0.0) -> None:
+        """Note a trouble that it has since ``since_s``, and is lost for after ``patience_s``."""
+        why = trouble.value.format(patience_s)
+        self.troubles.setdefault(trouble, (since_s + patience_s, why))
+
+    def why_lost(self, now_s: float) -> str:
+        """Return why it is lost; empty while it is not."""
+        return next((why for since_s, why in self.troubles.values() if now_s >= since_s), "")
+
+    def lives(self, now_s: float) -> bool:
+        """Return whether it neither left nor is lost."""
+        return self.place is not Place.LEFT and not self.why_lost(now_s)
 
 
 class Outgoing(NamedTuple):
@@ -63,6 +157,7 @@ class Roster:
         deadlines: Those of the team.
         started_s: When the coordinator started.
         formation: The newest generation; ``None`` before the first.
+        run_has_ended: Whether a member has left it because the run had ended.
     """
 
     least: int
@@ -70,23 +165,17 @@ class Roster:
     deadlines: Deadlines
     started_s: float
     formation: Formation | None = None
+    run_has_ended: bool = False
     _seats: dict[str, Seat] = field(default_factory=dict)
     _outgoing: list[Outgoing] = field(default_factory=list)
     _looked_s: float = 0.0
-    _awake_s: float = 0.0  # since when the coordinator has not been stopped itself
-    _over: str = ""  # why the newest generation is over
+    _over: str = "it has not begun"  # why the newest generation is over; empty while it is not
     _over_s: float = 0.0
-    _older_lease_s: float = 0.0  # no member of an older generation commits later
-    _was_told: bool = False  # members were told that it is over
-    _named: set[str] = field(default_factory=set)  # those that were named at the terminal
-    _wanted: bool = False
-    _arrival_s: float = 0.0
-    _short_s: float | None = None  # since when too few workers are ready
-    _said_short: bool = False
+    _forgotten_lease_s: float = 0.0  # no worker that was forgotten commits later
+    _arrival_s: float = 0.0  # when a worker became ready
+    _short_s: float = 0.0  # since when too few workers are ready, as the terminal was told
     _has_formed: bool = False  # a generation that this coordinator has formed
-    #: Members of a generation that one of them has left because the run had ended.
-    _finished: frozenset[str] = frozenset()
-    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_PACES))
+    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
     @property
     def generation(self) -> int:
@@ -111,8 +200,7 @@ class Roster:
 
     def living(self, now_s: float) -> list[str]:
         """Return the ids of the workers that have come, and neither left nor are lost."""
-        seats = self._seats.values()
-        return [s.member for s in seats if not (s.has_left or s.why_lost(now_s, self.deadlines))]
+        return [seat.member for seat in self._seats.values() if seat.lives(now_s)]
 
     def is_member(self, member: str) -> bool:
         """Return whether a worker is in the newest generation."""
@@ -124,10 +212,9 @@ class Roster:
         It is the first one that lives. What members have told remains known: this is for what
         they could not tell any more.
         """
-        seats = {seat.member: seat for seat in self._all() if not self._is_lost(now_s, seat)}
-        if self.formation is None or not seats.keys().isdisjoint(self.formation.members):
-            return False
-        return member == next(iter(seats), "")
+        living = self.living(now_s)
+        has_begun = self.formation is not None
+        return has_begun and living[:1] == [member] and not any(map(self.is_member, living))
 
     def take(self) -> list[Outgoing]:
         """Return the messages since the last call."""
@@ -158,35 +245,27 @@ class Roster:
         Returns:
             Why it is refused; empty if it is not.
         """
-        seat = self._seats.get(member)
-        is_another = seat is not None and seat.session not in ("", session)
-        if seat is not None and is_another and seat.is_connected:
-            return (
-                f"another worker of this team is called {member!r}; give each worker a name of "
-                "its own (EVENER_MEMBER)"
-            )
-        new = Seat(member, session, wish=wish, facts=facts, advanced_s=now_s)
+        new = Seat(member, session, wish, facts=facts, advanced_s=now_s)
+        before = self._seats.get(member, new)
+        is_another = before.session not in ("", session)
+        if is_another and before.is_connected:
+            return f"another worker of this team is called {member!r}; set another EVENER_MEMBER"
         if why := self._difference(new):
             return why
-        if seat is None or is_another:
-            if seat is not None and self.is_member(member):  # its process has been replaced
-                self._older_lease_s = max(self._older_lease_s, seat.lease_end_s)
-                self._end(now_s, f"{member} is another process now", tell=True)
-            self._seats.pop(member, None)  # so that the new worker is the last in the order
-            self._seats[member] = new
-        seat = self._seats[member]
-        seat.connect(now_s, session, facts)
+        if is_another:
+            self._forget(before)  # so that the new worker is the last in the order
+            if self.is_member(member):
+                self._end(now_s, f"{member} is another process now")
+        seat = self._seats.setdefault(member, new)
+        seat.session, seat.facts, seat.heard_s = session, facts, now_s
+        seat.knows = held.generation if held else 0
+        for ended in (Trouble.DISCONNECTED, Trouble.GONE):
+            seat.troubles.pop(ended, None)
+        seat.told.clear()  # messages may not have reached it
+        if seat.place is Place.REFUSED:
+            seat.place = Place.WORKING
         self.remember(now_s, held)
-        if seat.number == NO_NUMBER:
-            seat.give_number(self._free_number(seat.wish))
-        if self.is_member(member):
-            self._send(member, "wanted", {"value": self._wanted})
-            if self._was_told:
-                self._send(member, "over", self._why_over())
-        elif held is not None:
-            why = f"the team continued without {member}, to generation {self.generation}"
-            self._send(member, "over", {"generation": held.generation, "why": why})
-        self._consider(now_s)
+        self.tick(now_s)
         return ""
 
     def remember(self, now_s: float, held: Formation | None) -> None:
@@ -198,39 +277,31 @@ class Roster:
         """
         if held is None or held.generation <= self.generation or self._has_formed:
             return
-        self.formation = replace(held, lease_s=self.deadlines.lease_s)
-        self._over, self._was_told, self._finished = "", False, frozenset()
+        self.formation, self._over, self.run_has_ended = held, "", False
         for member, number in zip(held.members, held.numbers, strict=True):
             if member not in self._seats:
                 self._seats[member] = Seat(member, advanced_s=now_s)
                 # It may take as long to come back as generations take to form again.
-                came_s = self.started_s + self.deadlines.lease_s
-                self._seats[member].disconnect(max(now_s, came_s))
+                since_s = max(now_s, self.started_s + self.deadlines.lease_s)
+                patience_s = self.deadlines.reconnect_s
+                self._seats[member].suffer(Trouble.DISCONNECTED, since_s, patience_s)
             seat = self._seats[member]
-            seat.lease(now_s + self.deadlines.lease_s)
-            if seat.ready and seat.knows < held.generation:
-                seat.work(number)
-                self._send_formation(member)
-            seat.give_number(number)
-        for seat in self._all():
-            if seat.ready and seat.standing is not None and not self.is_member(seat.member):
-                self._leave_out(seat)
+            seat.number = seat.wish = number
+            seat.lease_end_s = now_s + self.deadlines.lease_s
 
     def describe(self, now_s: float, member: str, facts: Mapping[str, Any]) -> None:
         """Take in more of what must be the same on all members."""
         seat = self._seats[member]
-        seat.describe(facts)
+        seat.facts = {**seat.facts, **facts}
         if why := self._difference(seat):
-            seat.refuse(why)
-            self._send(member, "failed", {"why": why})
-        self._consider(now_s)
+            self._refuse([member], "failed", why)
+        self.tick(now_s)
 
-    def depart(self, now_s: float, member: str, session: str) -> None:
+    def depart(self, now_s: float, member: str) -> None:
         """Note that a worker's connection has ended; it may come again."""
-        seat = self._seats.get(member)
-        if seat is not None and seat.session == session:
-            seat.disconnect(now_s)
-            self._consider(now_s)
+        if member in self._seats:
+            self._seats[member].suffer(Trouble.DISCONNECTED, now_s, self.deadlines.reconnect_s)
+            self.tick(now_s)
 
     def report(self, now_s: float, member: str, generation: int, standing: Standing | None) -> None:
         """Note that a worker waits for the next generation.
@@ -242,24 +313,13 @@ class Roster:
             standing: What it holds; ``None`` without state.
         """
         seat = self._seats[member]
-        if seat.refused:
-            self._send(member, "failed", {"why": seat.refused})
+        if seat.place is Place.REFUSED:
             return
-        is_member = self.is_member(member)
-        if is_member and not self._over and generation < self.generation:
-            self._send_formation(member)  # the first message did not reach it
-            return
-        # A restarted coordinator may still learn of the generation in which this worker was.
-        is_known = self.is_open(now_s) or self.formation is not None
-        if standing is not None and not is_member and is_known:
-            self._send(member, "left_out", {"generation": self.generation})
-            return
-        if not seat.ready:
+        if seat.place is not Place.READY:
             self._arrival_s = now_s
-        seat.wait(generation, standing)
-        if is_member:
-            self._end(now_s, f"{member} has left it", tell=False)
-        self._consider(now_s)
+        seat.place, seat.knows, seat.standing = Place.READY, generation, standing
+        seat.lease_end_s = 0.0
+        self.tick(now_s)
 
     def leave(self, now_s: float, member: str, *, finished: bool = False) -> None:
         """Note that a worker leaves for good, after its last window.
@@ -270,43 +330,40 @@ class Roster:
             finished: Whether the run has ended: it was done to its end, or the team was stopped.
         """
         seat = self._seats[member]
-        seat.leave()
+        seat.place, seat.lease_end_s = Place.LEFT, 0.0
         if self.is_member(member):
-            if finished:
-                self._finished |= {one.member for one in self._members()}
-            self._end(now_s, f"{member} left the team", tell=False)
-        self._consider(now_s)
+            self.run_has_ended |= finished
+            self._end(now_s, f"{member} left the team")
+        self.tick(now_s)
 
     def beat(self, now_s: float, member: str, micro_batches: int, phase: str) -> bool:
         """Note a heartbeat; return whether it renews the member's lease."""
         seat = self._seats[member]
-        if seat.number == NO_NUMBER:
-            seat.give_number(self._free_number(seat.wish))
-        pace_s = seat.advance(now_s, micro_batches, phase)
-        if pace_s is not None:
-            self._paces.append(pace_s)
-        if seat.advanced_s == now_s:  # a worker that advances is slow, not dead
-            self._named.discard(member)
-        if self._over or not self.is_member(member) or seat.ready:
-            return False
-        seat.lease(now_s + self.deadlines.lease_s)
-        return True
+        seat.heard_s = now_s
+        if micro_batches != seat.micro_batches:
+            self._paces.append(now_s - seat.advanced_s)
+        if (micro_batches, phase) != (seat.micro_batches, seat.phase):
+            seat.micro_batches, seat.phase, seat.advanced_s = micro_batches, phase, now_s
+        renews = seat.place is Place.WORKING and self.is_member(member) and not self._over
+        if renews:
+            seat.lease_end_s = now_s + self.deadlines.lease_s
+        return renews
 
     def process(self, now_s: float, member: str, state: ProcessState, reason: str = "") -> None:
         """Note what a supervisor reports of a worker's process."""
-        seat = self._seats.get(member)
-        if seat is None:
+        if member not in self._seats:
             return
-        if state in (ProcessState.GONE, ProcessState.FINISHED):
-            seat.end(reason or "its process has ended")
-            # The worker has told so itself, unless that was to a coordinator before this one.
-            if state is ProcessState.FINISHED and self.is_member(member):
-                self._finished |= {one.member for one in self._members()}
-        elif state is ProcessState.CONTINUED:
-            seat.continue_()
+        seat = self._seats[member]
+        if state is ProcessState.CONTINUED:
+            seat.troubles.pop(Trouble.STOPPED, None)
+        elif state is ProcessState.STOPPED:
+            seat.suffer(Trouble.STOPPED, now_s, self.deadlines.stopped_s)
         else:
-            seat.stop(now_s)
-        self._consider(now_s)
+            seat.troubles[Trouble.GONE] = (now_s, reason or Trouble.GONE.value)
+            seat.lease_end_s = 0.0
+            # The worker has told so itself, unless that was to a coordinator before this one.
+            self.run_has_ended |= state is ProcessState.FINISHED and self.is_member(member)
+        self.tick(now_s)
 
     def attend(self, now_s: float, members: Iterable[str]) -> None:
         """Note the workers whose processes run, as their supervisor reports again and again."""
@@ -314,299 +371,252 @@ class Roster:
             if member in self._seats:
                 self._seats[member].attended_s = now_s
 
+    # ── what is due ──────────────────────────────────────────────────────────────────────────────
+
     def tick(self, now_s: float) -> None:
-        """Note that time has passed."""
-        self._consider(now_s)
-
-    # ── the end of a generation ──────────────────────────────────────────────────────────────────
-
-    def _consider(self, now_s: float) -> None:
-        if now_s - self._looked_s > self.deadlines.lease_s:
-            self._awake_s = now_s  # it was stopped, so what was sent meanwhile is yet to be heard
-        self._looked_s = now_s
-        for seat in self._all():
-            if seat.falls_silent(now_s, self._awake_s, self.deadlines):
-                self._say(f"{seat.member} is lost: {seat.why_lost(now_s, self.deadlines)}")
+        """Do what is due at this time."""
+        self._listen(now_s)
         for seat in self._members():
-            if why := seat.why_lost(now_s, self.deadlines):
-                self._end(now_s, f"{seat.member} is lost: {why}", tell=True)
-        if self._over and now_s - self._over_s >= self.deadlines.gather_s:
-            self._tell_over()
+            if why := seat.why_lost(now_s):
+                self._end(now_s, f"{seat.member} is lost: {why}")
+        self._answer(now_s)
+        self._consider_forming(now_s)
         self._sweep(now_s)
-        self._tell_wanted(now_s)
-        if self._may_form(now_s):
-            self._form(now_s)
-        elif self._over:
-            self._name_awaited(now_s)
-        else:
-            self._name_idle(now_s)
+        self._number(now_s, {seat.member for seat in self._members()})
+        self._inform(now_s)
+        self._name_late(now_s)
 
     def _members(self) -> list[Seat]:
-        return [
-            self._seats[member] for member in (self.formation.members if self.formation else ())
-        ]
+        members = self.formation.members if self.formation else ()
+        return [self._seats[member] for member in members]
 
-    def _end(self, now_s: float, why: str, *, tell: bool) -> None:
+    def _listen(self, now_s: float) -> None:
+        """Note which workers are silent.
+
+        A worker alone may be silent for long. Its supervisor is another process of its host: both
+        are silent only if the host or the network to it is gone, or if both are stopped.
+        """
+        was_stopped = now_s - self._looked_s > self.deadlines.lease_s  # this coordinator itself
+        self._looked_s = now_s
+        patience_s = self.deadlines.host_lease_s
+        for seat in self._seats.values():
+            if was_stopped:
+                seat.heard_s = now_s  # what was sent meanwhile is yet to be heard
+            if now_s - max(seat.heard_s, seat.attended_s) < patience_s:
+                seat.troubles.pop(Trouble.SILENT, None)
+                continue
+            lived = seat.lives(now_s)
+            seat.suffer(Trouble.SILENT, now_s - patience_s, patience_s)
+            if lived:
+                self._say(f"{seat.member} is lost: {seat.why_lost(now_s)}")
+
+    def _end(self, now_s: float, why: str) -> None:
         if not self._over:
             self._over, self._over_s = why, now_s
-        if tell:
-            self._tell_over()
 
-    def _tell_over(self) -> None:
-        if not self._was_told:
-            self._was_told = True
-            for seat in self._members():
-                if not seat.ready:
-                    self._send(seat.member, "over", self._why_over())
+    def _answer(self, now_s: float) -> None:
+        """Tell ready workers which generation they are in, or that the team continued without them.
 
-    def _why_over(self) -> dict[str, Any]:
-        return {"generation": self.generation, "why": self._over}
+        The first message may not have reached them.
+        """
+        for seat in self._seats.values():
+            if seat.place is not Place.READY:
+                continue
+            if not self.is_member(seat.member):
+                if seat.standing is not None:
+                    seat.place = Place.WORKING  # it asks again
+                    self._send(seat.member, "left_out", {"generation": self.generation})
+            elif seat.knows >= self.generation:
+                self._end(now_s, f"{seat.member} has left it")
+            elif not self._over:
+                self._enter(seat)
 
     def _sweep(self, now_s: float) -> None:
         """Forget workers that are lost and not in the newest generation."""
         for seat in [*self._seats.values()]:
-            is_lost = seat.has_left or (
-                not seat.is_connected and seat.why_lost(now_s, self.deadlines)
-            )
-            if is_lost and not self.is_member(seat.member):
-                del self._seats[seat.member]
+            if not (seat.lives(now_s) or seat.is_connected or self.is_member(seat.member)):
+                self._forget(seat)
 
-    def _tell_wanted(self, now_s: float) -> None:
-        members = self._members()
-        waits = any(seat.can_join and not self.is_member(seat.member) for seat in self._all())
+    def _forget(self, seat: Seat) -> None:
+        self._forgotten_lease_s = max(self._forgotten_lease_s, seat.lease_end_s)
+        del self._seats[seat.member]
+
+    def _number(self, now_s: float, first: set[str]) -> None:
+        """Give every living worker a number of its own, as far as they reach.
+
+        Those in ``first`` come before others, and those that have a number before those without.
+        """
+        free = set(range(self.most))
+        seats = [*self._seats.values()]
+        seats.sort(key=lambda seat: (seat.member not in first, seat.number == NO_NUMBER))
+        for seat in seats:
+            seat.number = NO_NUMBER
+            if free and seat.lives(now_s):
+                seat.number = seat.wish = seat.wish if seat.wish in free else min(free)
+                free.remove(seat.number)
+
+    def _inform(self, now_s: float) -> None:
+        """Tell workers whether their generation is to end, and that it is over."""
+        members = {*self._members()}
+        waits = any(seat.can_join and seat not in members for seat in self._seats.values())
         # If a team left its generation before the next one may form, it would only wait.
-        may_form = self.is_open(now_s)
-        wanted = may_form and 0 < len(members) < (self.most if waits else self.least)
-        if wanted != self._wanted:
-            self._wanted = wanted
-            for seat in members:
-                self._send(seat.member, "wanted", {"value": wanted})
+        wanted = self.is_open(now_s) and len(members) < (self.most if waits else self.least)
+        # Members that leave a generation together need not be told.
+        is_lost = any(seat.why_lost(now_s) for seat in members)
+        is_due = self._over and (is_lost or now_s - self._over_s >= self.deadlines.gather_s)
+        for seat in self._seats.values():
+            why = f"the team continued without {seat.member}, to generation {self.generation}"
+            if seat in members:
+                self._tell(seat, "wanted", {"value": wanted})
+                why = self._over if is_due else ""
+            if seat.knows and why and seat.place is Place.WORKING:
+                self._tell(seat, "over", {"generation": seat.knows, "why": why})
 
-    def _name_awaited(self, now_s: float) -> None:
-        """Name living members that do not leave a generation that is over; end none of them."""
-        deadline_s = silence_deadline_s(self._paces)
-        for seat in self._awaited(now_s):
-            silent_s = now_s - max(self._over_s, seat.advanced_s)
-            if silent_s >= deadline_s and seat.member not in self._named:
-                self._named.add(seat.member)
-                self._say(
-                    f"generation {self.generation} is over ({self._over}), and {seat.member} has "
-                    f"not left it for {silent_s:.0f} s (it is {seat.phase}, after "
-                    f"{seat.micro_batches} micro-batches); the team waits for it until "
-                    f"{self.deadlines.timeout_s:g} s are over (timeout_s)"
-                )
-
-    def _name_idle(self, now_s: float) -> None:
-        """Name members that make no progress while others wait for them; end none of them."""
-        waiting = [seat for seat in self._members() if seat.phase == WAITING]
+    def _name_late(self, now_s: float) -> None:
+        """Name living members for which others wait in vain; end none of them."""
+        waiting = [
+            seat for seat in self._members() if seat.place is Place.READY or seat.phase == WAITING
+        ]
         if not waiting:
             return
-        deadline_s = silence_deadline_s(self._paces)
+        names = " and ".join(seat.member for seat in waiting)
         first_s = min(seat.advanced_s for seat in waiting)
-        for seat in self._members():
-            idle_s = now_s - max(first_s, seat.advanced_s)
-            is_working = seat.phase not in (WAITING, PARKED)
-            if is_working and idle_s >= deadline_s and seat.member not in self._named:
-                self._named.add(seat.member)
-                silent_s = now_s - seat.heard_s
+        deadline_s = silence_deadline_s(self._paces)
+        for seat in self._awaited(now_s):
+            idle_s, silent_s = now_s - max(first_s, seat.advanced_s), now_s - seat.heard_s
+            is_working = seat.phase not in (WAITING, PARKED) or self._over
+            if is_working and idle_s >= deadline_s and seat.named_s != seat.advanced_s:
+                seat.named_s = seat.advanced_s
                 last = f"; its last heartbeat came {silent_s:.0f} s ago" if silent_s > 1 else ""
                 self._say(
-                    f"{' and '.join(one.member for one in waiting)} wait for {seat.member}, which "
-                    f"has made no progress for {idle_s:.0f} s (it is {seat.phase}, after "
-                    f"{seat.micro_batches} micro-batches{last}); this ends nothing before "
-                    "timeout_s of the exchange"
+                    f"{names} wait for {seat.member}, which has made no progress for {idle_s:.0f} "
+                    f"s (it is {seat.phase}, after {seat.micro_batches} micro-batches{last}); they "
+                    "wait until timeout_s is over"
                 )
 
     def _awaited(self, now_s: float) -> list[Seat]:
         """Return the living members that have not left the newest generation."""
-        return [seat for seat in self._members() if not (seat.ready or self._is_lost(now_s, seat))]
-
-    def _is_lost(self, now_s: float, seat: Seat) -> bool:
-        return bool(seat.has_left or seat.why_lost(now_s, self.deadlines))
+        return [
+            seat for seat in self._members() if seat.place is Place.WORKING and seat.lives(now_s)
+        ]
 
     # ── the next generation ──────────────────────────────────────────────────────────────────────
 
-    def _all(self) -> list[Seat]:
-        return list(self._seats.values())
-
-    def _may_form(self, now_s: float) -> bool:
-        if not self.is_open(now_s):
-            return False
-        formation = self.formation
-        num_ready = sum(seat.can_join for seat in self._all())
-        if formation is not None and not self._over:
-            return False
+    def _consider_forming(self, now_s: float) -> None:
+        """Form the next generation, or refuse workers that wait for it in vain."""
+        ready = [seat.member for seat in self._seats.values() if seat.can_join]
+        is_due = self._over and self.is_open(now_s)
         is_patient = now_s - self._over_s < self.deadlines.timeout_s
-        if formation is not None and is_patient and self._awaited(now_s):
-            return False
-        if self._is_finished():
-            self._refuse_ready(
-                f"the team's run has ended, in generation {self.generation}: it was done to its "
-                "end, or stopped. Nothing is left to do for workers that come later; to train "
-                "another run, restart its coordinator",
-                "ended",
-            )
-            return False
-        if num_ready < self.least and self._takes_joiners:
-            self._wait_for_more(now_s, num_ready)
-            return False
-        self._short_s = None
-        if formation is None:
-            gathered = now_s - self._arrival_s >= self.deadlines.gather_s
-            return num_ready >= self.most or gathered
-        members = self._members()
-        if any(seat.can_join and seat.standing is not None for seat in members):
-            return True
-        latest_s = max((seat.lease_end_s for seat in members if seat.may_commit), default=0.0)
-        return now_s >= max(latest_s, self._older_lease_s)
-
-    @property
-    def _takes_joiners(self) -> bool:
-        """Return whether a joiner can follow all members that hold state.
-
-        Elsewhere, such as in an evaluation, those who remain continue alone, even where they are
-        fewer than the least: their next window ends the generation.
-        """
-        standings = [seat.standing for seat in self._members() if seat.can_join]
-        return all(one is None or one.phase == TRAINING for one in standings)
-
-    def _wait_for_more(self, now_s: float, num_ready: int) -> None:
-        if not num_ready:
-            self._short_s = None
-        elif self._short_s is None:
-            self._short_s, self._said_short = now_s, False
-        elif not self._said_short and now_s - self._short_s >= _SILENT_S:
-            self._said_short = True
-            self._say(
-                f"{num_ready} of at least {self.least} workers are ready; the team waits "
-                f"{self.deadlines.timeout_s:g} s for more (timeout_s)"
-            )
-        elif now_s - self._short_s >= self.deadlines.timeout_s:
-            self._short_s = None
+        if not (ready and is_due) or (is_patient and self._awaited(now_s)):
+            return
+        if self.run_has_ended and not any(map(self.is_member, ready)):
+            # They would train a finished run once more. A script of its members may begin another.
             why = (
-                f"only {num_ready} of at least {self.least} workers came within "
-                f"{self.deadlines.timeout_s:g} s (timeout_s); start more workers, or allow fewer "
-                "(--elastic MIN:MAX)"
+                f"the team's run has ended, in generation {self.generation}: it was done to its "
+                "end, or stopped; to train another run, restart its coordinator"
+            )
+            self._refuse(ready, "ended", why)
+            return
+        members = [seat for seat in self._members() if seat.can_join]
+        standings = {seat.member: seat.standing for seat in members if seat.standing is not None}
+        if any(held.phase != TRAINING for held in standings.values()):
+            # No joiner can follow, as in an evaluation. Those who remain continue alone, even if
+            # they are fewer than the least: their next window ends the generation.
+            ready = [*standings]
+        elif len(ready) < self.least:
+            self._wait_for_more(now_s, ready)
+            return
+        is_gathered = len(ready) >= self.most or now_s >= self._arrival_s + self.deadlines.gather_s
+        leases_s = [seat.lease_end_s for seat in self._seats.values()]
+        are_expired = now_s >= max([self._forgotten_lease_s, *leases_s])
+        if standings or (is_gathered and are_expired):
+            self._form(now_s, ready, standings)
+
+    def _wait_for_more(self, now_s: float, ready: list[str]) -> None:
+        since_s, timeout_s = max(self._arrival_s, self._over_s), self.deadlines.timeout_s
+        few = f"{len(ready)} of at least {self.least} workers"
+        if now_s - since_s >= timeout_s:
+            why = (
+                f"only {few} came within {timeout_s:g} s (timeout_s); start more workers, or "
+                "allow fewer (--elastic MIN:MAX)"
             )
             self._say(why)
-            self._refuse_ready(why)
+            self._refuse(ready, "failed", why)
+        elif now_s - since_s >= _SILENT_S and self._short_s != since_s:
+            self._short_s = since_s
+            self._say(f"{few} are ready; the team waits {timeout_s:g} s for more (timeout_s)")
 
-    @property
-    def run_has_ended(self) -> bool:
-        """Whether a member has left because the run had ended, and no generation formed since."""
-        return bool(self._finished)
+    def _refuse(self, members: Iterable[str], kind: str, why: str) -> None:
+        for member in members:
+            self._seats[member].place = Place.REFUSED
+            self._send(member, kind, {"why": why})
 
-    def _is_finished(self) -> bool:
-        """Return whether only workers are ready that would train a finished run once more.
-
-        A script may begin another run: its workers were members before.
-        """
-        ready = [seat for seat in self._all() if seat.can_join]
-        return bool(ready and self._finished) and not any(
-            seat.standing is not None or seat.member in self._finished for seat in ready
-        )
-
-    def _refuse_ready(self, why: str, kind: str = "failed") -> None:
-        for seat in self._all():
-            if seat.can_join:
-                seat.refuse(why)
-                self._send(seat.member, kind, {"why": why})
-
-    def _form(self, now_s: float) -> None:
+    def _form(self, now_s: float, ready: list[str], standings: dict[str, Standing]) -> None:
         before = self._members()
-        ready = {seat.member: seat for seat in self._all() if seat.can_join}
-        standings = {m.member: m.standing for m in before if m.member in ready and m.standing}
-        joiners = [m for m in ready if m not in standings and self._takes_joiners]
+        joiners = [member for member in ready if member not in standings]
         if self.formation is None:
             # By number, so that rank 0 is the main process; workers without one come last. Later
             # the order is that of arrival: if no member holds state, the first worker may be one
             # that was parked and holds an older state, and its replacement would send a new one.
-            joiners.sort(key=lambda m: ready[m].number % (self.most + 1))
-        order = [*standings, *joiners]
-        members = tuple(order[: self.most])
-        held = {m: (s.applied, s.committed) for m, s in standings.items()}
-        donor = max(held, key=held.__getitem__, default=members[0])
-        base, _ = held.get(donor, (0, 0))
-        same = {
-            m
-            for m, s in standings.items()
-            if (s.applied, s.digest) == (base, standings[donor].digest)
-        }
-        for seat in before:
-            if seat.member not in members:
-                seat.give_up_number()
-                if seat.may_commit:
-                    self._older_lease_s = max(self._older_lease_s, seat.lease_end_s)
-        lost = [seat for seat in before if seat.why_lost(now_s, self.deadlines)]
-        self._number([ready[member] for member in members])
-        if before and not standings and not self._finished:
+            joiners.sort(key=lambda m: self._seats[m].number % (self.most + 1))
+        members = tuple([*standings, *joiners][: self.most])
+        best = max(standings.values(), key=attrgetter("applied", "committed"), default=None)
+        donor = next((m for m, held in standings.items() if held is best), members[0])
+        same = [m for m, held in standings.items() if best and held.is_as(best)]
+        if before and not standings and not self.run_has_ended:
             self._say(
                 f"no member is left that holds the state of generation {self.generation}, so the "
                 "next one begins with what its first worker loads, or anew"
             )
-        self._has_formed, self._finished = True, frozenset()
+        self._number(now_s, {*members})
+        unheard_s = [self._over_s - seat.heard_s for seat in before if seat.why_lost(now_s)]
         self.formation = Formation(
             generation=self.generation + 1,
             members=members,
-            numbers=tuple(ready[member].number for member in members),
-            base=base,
-            has_state=bool(standings),
+            numbers=tuple(self._seats[member].number for member in members),
+            base=best.applied if best else 0,
+            has_state=best is not None,
             donor=donor,
             receivers=tuple(m for m in members if m not in same and m != donor),
-            lease_s=self.deadlines.lease_s,
-            detect_s=max([0.0, *(self._over_s - seat.heard_s for seat in lost)]),
+            detect_s=max([0.0, *unheard_s]),
         )
-        self._over, self._was_told = "", False
-        self._named.clear()
+        self._has_formed, self.run_has_ended, self._over = True, False, ""
         for seat in self._members():
-            seat.work(seat.number)
-            # The member's own lease begins with a heartbeat; this one counts if the coordinator
-            # gets none.
-            seat.lease(now_s + self.deadlines.lease_s)
-            self._send_formation(seat.member)
-        for seat in self._all():
-            if seat.ready and seat.standing is not None and not self.is_member(seat.member):
-                self._leave_out(seat)
-        self._sweep(now_s)
-        self._wanted = False  # the order in which members enter a generation
-        self._tell_wanted(now_s)
-
-    def _leave_out(self, seat: Seat) -> None:
-        self._send(seat.member, "left_out", {"generation": self.generation})
-        seat.work(seat.number)  # it asks again
+            self._enter(seat)
 
     def _difference(self, seat: Seat) -> str:
-        others = [o for o in self._all() if o.facts and o.member != seat.member and not o.refused]
+        """Return in which fact a worker differs from another, and what to do; empty if in none."""
         # The facts of the team's members count; before there is a team, those of the first workers.
-        others.sort(key=lambda other: not self.is_member(other.member))
-        return next((why for other in others if (why := seat.difference(other))), "")
-
-    def _number(self, members: list[Seat]) -> None:
-        """Give a number to each member that has none; others may have to give theirs up."""
-        taken = {seat.number for seat in members}
-        free = [number for number in range(self.most) if number not in taken]
-        for seat in members:
-            if seat.number == NO_NUMBER:
-                seat.give_number(seat.wish if seat.wish in free else free[0])
-                free.remove(seat.number)
-        taken = {seat.number for seat in members}
-        for seat in self._all():
-            if seat not in members and seat.number in taken:
-                seat.give_up_number()
-
-    def _free_number(self, wish: int) -> int:
-        used = {seat.number for seat in self._all() if not (seat.gone or seat.has_left)}
-        free = [number for number in range(self.most) if number not in used]
-        return wish if wish in free else next(iter(free), NO_NUMBER)
+        others = sorted(self._seats.values(), key=lambda one: not self.is_member(one.member))
+        for other in others:
+            if other.member == seat.member or other.place is Place.REFUSED:
+                continue
+            for name in sorted(seat.facts.keys() & other.facts.keys()):
+                mine, theirs = seat.facts[name], other.facts[name]
+                if mine != theirs:
+                    return (
+                        f"{name} of {seat.member} is {short(mine)}, and that of {other.member} in "
+                        f"the team is {short(theirs)}; start every worker with the same code, "
+                        "options, data and versions"
+                    )
+        return ""
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 
+    def _enter(self, seat: Seat) -> None:
+        assert self.formation is not None
+        seat.place, seat.knows = Place.WORKING, self.generation
+        seat.told.clear()
+        self._send(seat.member, "formed", asdict(self.formation))
+
+    def _tell(self, seat: Seat, kind: str, content: Mapping[str, Any]) -> None:
+        """Send a message, unless it was the last one of its type on this connection."""
+        if seat.told.get(kind) != content:
+            seat.told[kind] = content
+            self._send(seat.member, kind, content)
+
     def _send(self, member: str, kind: str, content: Mapping[str, Any]) -> None:
         self._outgoing.append(Outgoing(member, kind, content))
-
-    def _send_formation(self, member: str) -> None:
-        assert self.formation is not None
-        self._send(member, "formed", formation_fields(self.formation))
 
     def _say(self, text: str) -> None:
         self._send("", "say", {"text": text})

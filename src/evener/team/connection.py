@@ -11,6 +11,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from contextlib import closing, suppress
+from dataclasses import asdict
 from multiprocessing.connection import wait
 from typing import Final, final
 
@@ -22,9 +23,7 @@ from evener.protocol.formation import (
     Deadlines,
     Formation,
     ProcessState,
-    formation_fields,
-    read_deadlines,
-    read_formation,
+    read_message,
 )
 from evener.team.address import parse_address
 from evener.team.channel import Channel, Message
@@ -208,7 +207,7 @@ class CoordinatorConnection(Closing):
             with self._changed:
                 least, most = (whole(n, "a limit", least=1) for n in welcome.items("limits"))
                 self.limits = least, most
-                self.deadlines = read_deadlines(welcome.fields("deadlines"))
+                self.deadlines = read_message(Deadlines, welcome.fields("deadlines"))
                 first = self._begin(welcome)
                 self._outgoing.extend(first)
                 self._is_welcome = True
@@ -344,7 +343,7 @@ class SupervisorConnection(CoordinatorConnection):
     def _introduction(self) -> Message:
         # A restarted coordinator must not continue from an older generation, of which a worker may
         # come back that was left out of the newest one.
-        return {"held": None if self._held is None else formation_fields(self._held)}
+        return {"held": None if self._held is None else asdict(self._held)}
 
     def _begin(self, welcome: Fields) -> list[Message]:
         return list(self._known.values())
@@ -354,7 +353,7 @@ class SupervisorConnection(CoordinatorConnection):
 
     def _hear(self, kind: str, fields: Fields) -> None:
         if kind == "formed":
-            self._held, self._run_has_ended = read_formation(fields), False
+            self._held, self._run_has_ended = read_message(Formation, fields), False
         elif kind == "ended":
             self._run_has_ended = True
         elif kind == "beaten":

@@ -26,9 +26,8 @@ from evener.protocol.formation import (
     Deadlines,
     Formation,
     ProcessState,
-    formation_fields,
-    read_formation,
-    read_standing,
+    Standing,
+    read_message,
 )
 from evener.protocol.roster import Roster
 from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
@@ -185,7 +184,7 @@ class Coordinator:
             self._supervisors.remove(visitor)
         if self._workers.get(visitor.member) is visitor:
             del self._workers[visitor.member]
-            self.roster.depart(time.monotonic(), visitor.member, visitor.session)
+            self.roster.depart(time.monotonic(), visitor.member)
             self.send_orders()
 
     def refuse(self, why: str) -> None:
@@ -205,7 +204,7 @@ class Coordinator:
         if formation is not None and formation != self._told:
             self._told = formation
             for supervisor in self._supervisors:
-                supervisor.tell("formed", formation_fields(formation))
+                supervisor.tell("formed", asdict(formation))
         if self.roster.run_has_ended and not self._is_end_told:
             for supervisor in self._supervisors:
                 supervisor.tell("ended", {})
@@ -228,7 +227,6 @@ class Visitor(asyncio.Protocol):
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.member = ""
-        self.session = ""
         self.since_s = time.monotonic()
         self._coordinator = coordinator
         self._unread = bytearray()
@@ -332,7 +330,7 @@ class Visitor(asyncio.Protocol):
             raise ValueError(f"role {short(role)} or member {short(member)} is none")
         self._seal = seal
         self._role = role
-        held = read_formation(hello.fields("held")) if hello["held"] is not None else None
+        held = read_message(Formation, hello.fields("held")) if hello["held"] is not None else None
         if role == "supervisor":
             self._coordinator.roster.remember(now_s, held)
         else:
@@ -344,7 +342,7 @@ class Visitor(asyncio.Protocol):
             if why:
                 self.tell("refused", {"why": why})
                 raise ValueError(f"refused worker {member}: {why}")
-            self.member, self.session = member, session
+            self.member = member
         self._coordinator.know(self)
         roster = self._coordinator.roster
         number = roster.number_of(member) if role == "worker" else 0
@@ -378,8 +376,8 @@ class Visitor(asyncio.Protocol):
             }
             self.tell("beaten", {"at": sent, "renewed": renewed, **known})
         elif kind == "report":
-            standing = fields["standing"]
-            held = read_standing(fields.fields("standing")) if standing is not None else None
+            has_state = fields["standing"] is not None
+            held = read_message(Standing, fields.fields("standing")) if has_state else None
             roster.report(now_s, self.member, fields.whole("generation"), held)
         elif kind == "leave":
             self._has_left = True

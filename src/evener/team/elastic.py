@@ -16,8 +16,7 @@ from evener.protocol.formation import (
     Deadlines,
     Formation,
     Standing,
-    formation_fields,
-    read_formation,
+    read_message,
 )
 from evener.team.channel import Message
 from evener.team.connection import CoordinatorConnection
@@ -303,7 +302,7 @@ class CoordinatorLink(CoordinatorConnection):
     # ── the connection calls these, under its lock ───────────────────────────────────────────────
 
     def _introduction(self) -> Message:
-        held = None if self._held is None else formation_fields(self._held)
+        held = None if self._held is None else asdict(self._held)
         return {
             "session": self._session,
             "facts": self._facts,
@@ -335,10 +334,10 @@ class CoordinatorLink(CoordinatorConnection):
             is_own = self._held is not None and self._generation == self._held.generation
             if not is_own:
                 self._number = fields.whole("number", least=NO_NUMBER)
-            if fields.flag("renewed") and is_own and self._asking is None and self._held:
-                self._lease_end_s = fields.number("at") + self._held.lease_s
+            if fields.flag("renewed") and is_own and self._asking is None:
+                self._lease_end_s = fields.number("at") + self.deadlines.lease_s
         elif kind == "formed":
-            formation = read_formation(fields)
+            formation = read_message(Formation, fields)
             self._generation = formation.generation
             if self._asking is not None and self.member in formation.members:
                 self._formed = formation

@@ -27,7 +27,7 @@ from evener.errors import (
     LeftOutError,
     RunEndedError,
 )
-from evener.protocol.formation import ProcessState, parse_team_limits
+from evener.protocol.formation import ProcessState, read_team_limits
 from evener.team.address import parse_address
 from evener.team.channel import JOINED, JOINING
 from evener.team.child import run_child
@@ -156,7 +156,7 @@ def open_team(run: ElasticRun) -> Iterator["LaunchedTeam"]:
         token = read_token(token_file)
         coordinator: CoordinatorProcess | None = None
         if not run.join:
-            parse_team_limits(run.limits)
+            read_team_limits(run.limits, "--elastic")
             if token_file is None:
                 token_file = stack.enter_context(_own_token())
                 token = read_token(token_file)

@@ -25,7 +25,7 @@ from evener.protocol.formation import (
     WHOLE_RUN,
     Formation,
     Standing,
-    parse_team_limits,
+    read_team_limits,
 )
 from evener.team.address import parse_address
 from evener.team.backends import ExchangeFacts, prefer_nccl
@@ -343,7 +343,7 @@ def join_team(
             f"{COORDINATOR} is {address!r}, but {ELASTIC if member else MEMBER} is not set: "
             "`evener launch --elastic MIN:MAX` sets all of them"
         )
-    _, most = parse_team_limits(limits)
+    _, most = read_team_limits(limits, "--elastic")
     token_file = environ.get(TOKEN_FILE)
     token = read_token(Path(token_file) if token_file else None) or None
     tell(place=JOINING)

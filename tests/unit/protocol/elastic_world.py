@@ -11,7 +11,7 @@ from evener.protocol.formation import (
     Formation,
     ProcessState,
     Standing,
-    read_formation,
+    read_message,
 )
 from evener.protocol.roster import Roster
 
@@ -158,7 +158,7 @@ class World:
             worker.to.clear()
             worker.back.clear()
             if self.roster is not None:
-                self.roster.depart(self.now_s, worker.member, worker.member)
+                self.roster.depart(self.now_s, worker.member)
                 self.send()
 
     def part(self, workers: list[Worker]) -> None:
@@ -216,7 +216,7 @@ class World:
                 worker.lease_end_s = sent_s + DEADLINES.lease_s
         elif kind == "formed":
             incarnation, fields = content
-            formation = read_formation(Fields(fields))
+            formation = read_message(Formation, Fields(fields))
             if worker.asking is not None and worker.member in formation.members:
                 self.enter(worker, formation, (incarnation, formation))
         elif kind == "over":
@@ -253,8 +253,6 @@ class World:
         standing = None
         if worker.state is not None:
             standing = Standing(
-                member=worker.member,
-                generation=generation,
                 applied=worker.applied,
                 committed=worker.committed,
                 digest=str(hash(worker.state[-1])),

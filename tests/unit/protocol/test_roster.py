@@ -15,7 +15,7 @@ from evener.protocol.formation import (
     Formation,
     ProcessState,
     Standing,
-    parse_team_limits,
+    read_team_limits,
 )
 from evener.protocol.roster import Outgoing, Roster
 from unit.protocol.elastic_world import DEADLINES, Worker, World
@@ -129,8 +129,6 @@ class Team:
         self, member: str, applied: int, digest: str = "same", phase: str = TRAINING
     ) -> list[Outgoing]:
         standing = Standing(
-            member=member,
-            generation=self.roster.generation,
             applied=applied,
             committed=applied,
             digest=digest,
@@ -157,7 +155,7 @@ def test_workers_live_that_have_come_and_neither_left_nor_are_lost() -> None:
     team = Team("a", "b", "c", "d")
     team.end("b")
     team.roster.leave(team.now_s, "c")
-    team.roster.depart(team.now_s, "d", "session of d")
+    team.roster.depart(team.now_s, "d")
     assert team.roster.living(team.now_s) == ["a", "d"]
     assert team.roster.living(team.now_s + DEADLINES.reconnect_s) == ["a"]
 
@@ -228,7 +226,7 @@ def test_a_stopped_worker_is_lost_after_stopped_s_and_left_out_when_it_continues
     team.report("a", 2)
     assert team.formation.members == ("a",)
     team.end("b", ProcessState.CONTINUED)
-    standing = Standing(member="b", generation=1, applied=2, committed=1, digest="same")
+    standing = Standing(applied=2, committed=1, digest="same")
     team.roster.report(team.now_s, "b", 1, standing)
     assert told(team.roster.take(), "left_out") == {"b"}
 
@@ -250,7 +248,7 @@ def test_a_team_begins_anew_only_when_every_lease_has_run_out() -> None:
     roster = team.roster
     for member in "ab":
         assert roster.beat(team.now_s, member, 1, "training")
-        roster.depart(team.now_s, member, f"session of {member}")
+        roster.depart(team.now_s, member)
     team.join("c")
     assert not told(team.pass_(DEADLINES.lease_s - 0.1), "formed")
     assert told(team.pass_(0.2), "formed") == {"c"}
@@ -260,7 +258,7 @@ def test_the_lease_of_a_worker_that_was_left_out_counts_too() -> None:
     team = Team("a", "b")
     roster = team.roster
     assert roster.beat(team.now_s, "b", 1, "training")
-    roster.depart(team.now_s, "b", "session of b")
+    roster.depart(team.now_s, "b")
     team.pass_(DEADLINES.reconnect_s)
     team.report("a", 1)
     assert team.formation.members == ("a",)
@@ -274,6 +272,7 @@ def test_no_lease_is_needed_where_every_process_has_ended() -> None:
     team = Team("a", "b")
     assert team.roster.beat(team.now_s, "a", 1, "training")
     team.join("c")
+    team.pass_(DEADLINES.gather_s)
     team.end("a")
     assert told(team.end("b"), "formed") == {"c"}
 
@@ -312,7 +311,7 @@ def test_workers_that_have_finished_a_run_may_begin_another() -> None:
     team = Team("a", "b")
     for member in "ab":
         team.roster.leave(team.now_s, member, finished=True)
-        team.roster.depart(team.now_s, member, f"session of {member}")
+        team.roster.depart(team.now_s, member)
     said = []
     for member in "ab":
         assert team.roster.arrive(team.now_s, member, "another session", {}, None) == ""
@@ -326,6 +325,7 @@ def test_workers_that_have_finished_a_run_may_begin_another() -> None:
 def test_a_team_that_has_lost_all_state_says_so() -> None:
     team = Team("a", "b")
     team.join("c")
+    team.pass_(DEADLINES.gather_s)
     team.end("a")
     said = team.end("b")
     assert not team.formation.has_state
@@ -470,7 +470,7 @@ def test_who_is_waited_for_is_named_after_the_adaptive_deadline() -> None:
     assert not told(team.pass_(9.0), "say")
     said = team.pass_(2.0)
     assert told(said, "say") == {""}
-    assert "b has not left it" in str(said[0].content["text"])
+    assert "a wait for b, which has made no progress" in str(said[0].content["text"])
     assert "evaluating, after 4 micro-batches" in str(said[0].content["text"])
     assert not told(team.pass_(5.0), "say"), "once"
 
@@ -536,6 +536,20 @@ def test_too_few_workers_are_told_after_timeout_s() -> None:
     assert "1 of at least 2 workers came within 60 s" in str(failed[0].content["why"])
 
 
+def test_a_spare_worker_that_has_waited_for_long_waits_for_another_when_the_team_is_lost() -> None:
+    team = Team("a", "b", least=2, most=2)
+    team.join("spare")
+    team.pass_(2 * DEADLINES.timeout_s)
+    team.end("a")
+    team.end("b")
+    said = [message for _ in range(50) for message in team.pass_(1.0)]
+    assert told(said, "say") == {""}
+    assert not told(said, "failed")
+    team.join("other")
+    team.pass_(1.0)
+    assert team.formation.members == ("spare", "other")
+
+
 @pytest.mark.parametrize("name", ["model", "data", "torch"])
 def test_a_worker_that_differs_is_refused_with_both_values(name: str) -> None:
     team = Team("a")
@@ -560,7 +574,7 @@ def test_what_a_worker_says_later_can_differ_too() -> None:
 def test_two_living_workers_have_no_common_name() -> None:
     team = Team("a", "b")
     assert "another worker" in team.roster.arrive(team.now_s, "a", "other", {}, None)
-    team.roster.depart(team.now_s, "a", "session of a")
+    team.roster.depart(team.now_s, "a")
     assert team.roster.arrive(team.now_s, "a", "other", {}, None) == ""
 
 
@@ -578,10 +592,14 @@ def test_a_new_coordinator_continues_from_the_highest_generation() -> None:
     assert new.generation == 2
     assert new.beat(100.4, "a", 1, "training"), "its lease is renewed"
     assert not new.beat(100.4, "c", 1, "training")
+    new.take()
+    new.process(100.5, "b", ProcessState.GONE)
+    (message,) = [one for one in new.take() if (one.to, one.type) == ("a", "over")]
+    assert message.content["generation"] == 2
 
 
 @pytest.mark.parametrize("text", ["", "2", "2:1", "0:2", "a:b", "2:", ":2", "-1:2", "1:2:3"])
 def test_impossible_limits_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="MIN:MAX"):
-        parse_team_limits(text)
-    assert parse_team_limits("2:4") == (2, 4)
+        read_team_limits(text)
+    assert read_team_limits("2:4") == (2, 4)

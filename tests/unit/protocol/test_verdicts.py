@@ -483,7 +483,6 @@ def test_a_generation_begins_with_all_its_members_and_without_plans() -> None:
         has_state=True,
         donor="a",
         receivers=("c",),
-        lease_s=1.0,
     )
     state = parked(2, world_size=5, is_elastic=True, leaving=(1,)).renew(formation, 3)
     assert (state.me, state.generation, state.window, state.planner) == (3, 7, 9, 0)

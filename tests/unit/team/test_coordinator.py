@@ -87,19 +87,15 @@ def take_in(member: CoordinatorLink, joiner: CoordinatorLink, applied: int) -> F
                 joins.done()
                 or (
                     (member.wants_change or member.why_over(member.generation))
-                    and member.next_generation(
-                        standing(member.member, member.generation, applied)
-                    ).members[1:]
+                    and member.next_generation(standing(applied)).members[1:]
                 )
             )
         )
         return joins.result(WAIT_S)
 
 
-def standing(member: str, generation: int, applied: int) -> Standing:
-    return Standing(
-        member=member, generation=generation, applied=applied, committed=applied, digest="00"
-    )
+def standing(applied: int) -> Standing:
+    return Standing(applied=applied, committed=applied, digest="00")
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -132,14 +128,14 @@ def test_a_supervisor_tells_of_deaths_and_stops_and_the_continued_worker_is_left
         supervisor.tell("c", ProcessState.GONE, "killed by SIGKILL")
         until(lambda: a.why_over(1))
         assert a.why_over(1) == "c is lost: killed by SIGKILL"
-        form([a, b], [standing("a", 1, 2), standing("b", 1, 2)])
+        form([a, b], [standing(2), standing(2)])
         supervisor.tell("b", ProcessState.STOPPED)
         until(lambda: a.why_over(2))
         assert "stopped for 0.2 s (stopped_s)" in a.why_over(2)
-        form([a], [standing("a", 2, 3)])
+        form([a], [standing(3)])
         supervisor.tell("b", ProcessState.CONTINUED)
         with pytest.raises(LeftOutError, match=r"was in generation 2.* to generation 3"):
-            b.next_generation(standing("b", 2, 2))
+            b.next_generation(standing(2))
         assert not b.await_lease(0.0)
         until(lambda: not a.wants_change)
         assert take_in(a, b, applied=4).members == ("a", "b")
@@ -150,7 +146,7 @@ def test_a_clean_leave_lets_the_others_go_on_without_a_word() -> None:
     with serving() as address, team_of(address, "a", "b") as (a, b):
         b.leave()
         b.close()
-        assert a.next_generation(standing("a", 1, 2)).members == ("a",)
+        assert a.next_generation(standing(2)).members == ("a",)
 
 
 def test_members_meet_in_the_store_of_their_generation() -> None:
@@ -223,7 +219,7 @@ def test_a_restarted_coordinator_continues_the_team() -> None:
         with serving(port=port, deadlines=AGAIN):
             until(lambda: a.await_lease(0.2) and b.await_lease(0.2))
             assert not a.why_over(1)
-            assert form([a, b], [standing("a", 1, 3), standing("b", 1, 3)])[0].generation == 2
+            assert form([a, b], [standing(3), standing(3)])[0].generation == 2
 
 
 def test_a_restarted_coordinator_hears_of_the_end_of_the_run_from_a_launcher() -> None:
@@ -331,7 +327,7 @@ def test_a_worker_that_loses_the_coordinator_waits_for_patience_s_and_says_so() 
         a = link(address, "a")
         a.next_generation(None)
     with a, pytest.raises(CoordinatorLostError, match=r"waited 0 s for it \(patience_s"):
-        a.next_generation(standing("a", 1, 1))
+        a.next_generation(standing(1))
 
 
 @pytest.mark.parametrize(
@@ -393,7 +389,7 @@ def test_a_worker_has_the_number_that_it_wishes_if_that_is_free() -> None:
 
 def test_differences_and_names_are_refused_with_what_to_do() -> None:
     with serving() as address, link(address, "a", model="one"):
-        with pytest.raises(TeamRefusedError, match=r"model of b is 'two'.* build the same model"):
+        with pytest.raises(TeamRefusedError, match=r"model of b is 'two'.* with the same code"):
             link(address, "b", model="two")
         with pytest.raises(TeamRefusedError, match="another worker of this team is called 'a'"):
             link(address, "a")
@@ -442,7 +438,7 @@ def test_strangers_do_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
                         pass
         assert a.await_lease(WAIT_S)
         assert not a.why_over(1)
-        assert form([a, b], [standing("a", 1, 1), standing("b", 1, 1)])[0].generation == 2
+        assert form([a, b], [standing(1), standing(1)])[0].generation == 2
     assert (
         "evener coordinator: closed the connection of an unknown process: "
         in capsys.readouterr().err

@@ -36,21 +36,13 @@ class Pair:
         self.applied += 1
         return [
             one.result(PATIENCE_S).comm
-            for one in [
-                self.pool.submit(m.next_generation, self._standing(m)) for m in self.members
-            ]
+            for one in [self.pool.submit(m.next_generation, self._standing()) for m in self.members]
         ]
 
-    def _standing(self, membership: ElasticMembership) -> Standing | None:
+    def _standing(self) -> Standing | None:
         if not self.applied:
             return None
-        return Standing(
-            member=membership.member,
-            generation=membership.generation,
-            applied=self.applied,
-            committed=self.applied,
-            digest="00",
-        )
+        return Standing(applied=self.applied, committed=self.applied, digest="00")
 
 
 @contextmanager
