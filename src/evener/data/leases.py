@@ -94,7 +94,7 @@ class LeaseBook:
                 self._queues[rank].append(piece)
 
     def _take(self) -> Slice | None:
-        gap = next(iter(self.cursor.free_gaps()), 0)
+        gap = next(self.cursor.free_gaps(), 0)
         one_over = self._avoid_ones and gap == self.batch_size + 1
         return self.cursor.take(self.batch_size + one_over)
 

