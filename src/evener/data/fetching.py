@@ -18,7 +18,6 @@ import time
 import traceback
 import warnings
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -185,8 +184,8 @@ class Pending(Future[Any]):
             UsageError: The fetcher was closed.
         """
         try:
-            if not self.done():
-                self._fetcher._await(self)
+            if self._fetcher.inline is not None and not self.done():
+                self.load(self._fetcher.inline)
             return super().result(timeout)
         except CancelledError:
             text = "the fetcher was closed before this batch was loaded"
@@ -199,17 +198,43 @@ class Pending(Future[Any]):
             ) from None
 
 
-class Fetcher(Closing, ABC):
+#: What threads load, until ``None`` comes.
+Tasks = SimpleQueue[Pending | None]
+
+
+@final
+class Fetcher(Closing):
     """Loads micro-batches ahead of need, in the order in which they are submitted.
 
     Each submitted batch stays in memory until its ``Pending`` is dropped: the *caller* bounds the
     number of submissions that are outstanding. One thread at a time may use a fetcher.
+
+    Args:
+        place: Where it loads, for messages.
+        loads: What each of its threads loads with.
+        workers: The processes that they ask, if they do.
+        inline: Without threads: what the calling thread loads with, when a result is asked for.
     """
 
-    place: str
-    """Where it loads, for messages."""
-
-    _closed = False
+    def __init__(
+        self,
+        place: str,
+        *,
+        loads: Sequence[Load] = (),
+        workers: Sequence["Worker"] = (),
+        inline: Load | None = None,
+    ) -> None:
+        self.place = place
+        self.workers = workers
+        self.inline = inline
+        self._tasks: Tasks = SimpleQueue()
+        # Also for one that is forgotten, and where the interpreter ends.
+        self._end = weakref.finalize(self, _end, os.getpid(), self._tasks, len(loads), workers)
+        for load in loads:
+            # Daemons: the end of the interpreter waits for no sample.
+            threading.Thread(
+                target=_load_all, args=(self._tasks, load), name="evener-fetcher", daemon=True
+            ).start()
 
     def submit(self, epoch: int, indices: Sequence[int]) -> Pending:
         """Start to load the samples of ``indices`` as one batch and return at once.
@@ -221,113 +246,34 @@ class Fetcher(Closing, ABC):
         Raises:
             UsageError: The fetcher is closed.
         """
-        if self._closed:
+        if not self._end.alive:
             raise UsageError("this fetcher is closed: submit before close()")
         pending = Pending(self, epoch, [int(index) for index in indices])
-        self._start(pending)
+        if self.inline is None:
+            self._tasks.put(pending)
         return pending
 
     def close(self) -> None:
         """End threads and processes, also while loads are outstanding; idempotent."""
-        self._closed = True
-
-    @abstractmethod
-    def _start(self, pending: Pending) -> None:
-        """Start a load."""
-
-    def _await(self, pending: Pending) -> None:
-        """Do what the caller's thread must do for a load."""
-
-
-@final
-class InlineFetcher(Fetcher):
-    """Loads in the calling thread, when the result is asked for (``num_workers=0``).
-
-    Augmentation is seeded as in worker processes. The generators of the process move: whoever
-    trains seeds them after loading, as ``TeamLoader`` does.
-
-    Args:
-        recipe: Says how.
-    """
-
-    place = "the calling thread"
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-
-    def _start(self, pending: Pending) -> None:
-        """Do nothing: it has time until its result is asked for."""
-
-    def _await(self, pending: Pending) -> None:
-        pending.load(self._recipe.batch)
-
-
-class _BackgroundFetcher(Fetcher):
-    """Loads in threads, which take batches in the order of their submission.
-
-    Args:
-        loads: What each thread loads with.
-        workers: The processes that they ask, if they do.
-    """
-
-    def __init__(self, loads: Sequence[Load], workers: Sequence["_Worker"] = ()) -> None:
-        self._tasks: SimpleQueue[Pending | None] = SimpleQueue()
-        # Also for one that is forgotten, and where the interpreter ends.
-        self._end = weakref.finalize(self, _end, os.getpid(), self._tasks, len(loads), workers)
-        for load in loads:
-            # Daemons: the end of the interpreter waits for no sample.
-            threading.Thread(
-                target=_load_all, args=(self._tasks, load), name="evener-fetcher", daemon=True
-            ).start()
-
-    def _start(self, pending: Pending) -> None:
-        self._tasks.put(pending)
-
-    def close(self) -> None:
-        """Drop what is queued, and end workers also in the middle of a sample."""
-        super().close()
         self._end()
 
 
-def _load_all(tasks: "SimpleQueue[Pending | None]", load: Load) -> None:
-    """Load what is submitted, in a thread, until ``None`` comes."""
+def _load_all(tasks: Tasks, load: Load) -> None:
     while (pending := tasks.get()) is not None:
         pending.load(load)
         del pending  # or its batch would stay until the next one comes
 
 
-def _end(
-    owner: int,
-    tasks: "SimpleQueue[Pending | None]",
-    num_threads: int,
-    workers: Sequence["_Worker"],
-) -> None:
+def _end(owner: int, tasks: Tasks, num_threads: int, workers: Sequence["Worker"]) -> None:
     if os.getpid() != owner:  # a forked child has copies
         return
     with suppress(Empty):
-        while True:
-            if (pending := tasks.get_nowait()) is not None:
-                pending.cancel()
+        while (pending := tasks.get_nowait()) is not None:
+            pending.cancel()
     for _ in range(num_threads):
         tasks.put(None)
     for worker in workers:
         worker.end()
-
-
-@final
-class ThreadFetcher(_BackgroundFetcher):
-    """Loads in one background thread, for data sets that draw no random numbers.
-
-    Nothing is seeded: threads share their process's generators with training.
-
-    Args:
-        recipe: Says how.
-    """
-
-    place = "the loader's thread"
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__([recipe.assemble])
 
 
 # ── worker processes ─────────────────────────────────────────────────────────────────────────────
@@ -343,53 +289,18 @@ def start_context(named: BaseContext | None) -> BaseContext:
 
 
 @final
-class ProcessFetcher(_BackgroundFetcher):
-    """Loads in worker processes, each asked by a thread of this one.
+class Worker:
+    """A worker process, for the thread that asks it. It gets one torch thread.
 
-    Each gets one torch thread. They end with ``close()``, and when their parent ends, however it
-    does. The batches of one that has died are errors.
-
-    Args:
-        recipe: Says how; each worker gets a copy of its data set.
-        num_workers: Processes, at least one.
-        context: How they start, if the user has named it.
-
-    Attributes:
-        worker_pids: Process ids of the workers.
-
-    Raises:
-        DataError: A process could not be started.
-    """
-
-    def __init__(
-        self, recipe: Recipe, num_workers: int = 1, context: BaseContext | None = None
-    ) -> None:
-        self.place = f"{num_workers} data worker(s)"
-        workers: list[_Worker] = []
-        try:
-            workers.extend(
-                _Worker(f"data worker {number}", recipe, start_context(context))
-                for number in range(num_workers)
-            )
-        except Exception as error:
-            for worker in workers:
-                worker.end()
-            raise DataError(
-                f"a data worker for {recipe.dataset_name} could not be started: "
-                f"{type(error).__name__}: {error}. Use fewer workers, or num_workers=0"
-            ) from error
-        super().__init__([worker.load for worker in workers], workers)
-        self.worker_pids = tuple(worker.pid for worker in workers)
-
-
-@final
-class _Worker:
-    """A worker process, for the thread that asks it.
+    It ends when its parent does, however that ends.
 
     Args:
         name: For messages.
-        recipe: Says how to load.
+        recipe: Says how to load; the process gets a copy of its data set.
         context: How it starts.
+
+    Attributes:
+        pid: Its process id.
     """
 
     def __init__(self, name: str, recipe: Recipe, context: BaseContext) -> None:
@@ -503,15 +414,20 @@ def make_fetcher(
 
     Raises:
         ConfigError: ``prefetch`` has no such value, or does not go with ``num_workers``.
-        DataError: A worker process could not be started.
     """
     recipe = Recipe(dataset, collate_fn or default_collate, seed)
-    if num_workers > 0 and prefetch in ("auto", "process"):
-        return ProcessFetcher(recipe, num_workers, context)
     if num_workers == 0 and prefetch in ("auto", "inline"):
-        return InlineFetcher(recipe)
+        # The process's generators move: whoever trains seeds them after loading.
+        return Fetcher("the calling thread", inline=recipe.batch)
     if num_workers == 0 and prefetch == "thread":
-        return ThreadFetcher(recipe)
+        # Nothing is seeded: threads share the process's generators with training.
+        return Fetcher("the loader's thread", loads=[recipe.assemble])
+    if num_workers > 0 and prefetch in ("auto", "process"):
+        context = start_context(context)
+        names = [f"data worker {number}" for number in range(num_workers)]
+        workers = [Worker(name, recipe, context) for name in names]
+        loads = [worker.load for worker in workers]
+        return Fetcher(f"{num_workers} data worker(s)", loads=loads, workers=workers)
     raise ConfigError(
         f"prefetch={prefetch!r} contradicts num_workers={num_workers}: give 'process' with "
         "num_workers >= 1, 'inline' or 'thread' with num_workers=0, or 'auto' with either"
