@@ -60,14 +60,10 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-            CheckpointError: It is not JSON, of something else, of an unknown version, or damaged.
+            CheckpointError: It is of something else, of an unknown version, or damaged.
+            ValueError: It is not JSON.
         """
-        try:
-            content = parse_json(data)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{MANIFEST_NAME} is damaged: it is not JSON ({error})"
-            ) from error
+        content = parse_json(data)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise CheckpointError(f"{MANIFEST_NAME} is not of an evener checkpoint")
         if content.get("version") != VERSION:

@@ -137,4 +137,6 @@ def _verify(path: Path) -> Checkpoint:
         raise CheckpointError(f"{Path(error.filename).name} is missing") from error
     except OSError as error:
         raise CheckpointError(f"it cannot be read: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{MANIFEST_NAME} is not JSON: {error}") from error
     return Checkpoint(path, manifest)

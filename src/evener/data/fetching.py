@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Literal, Protocol, final
+from typing import Any, Final, Literal, final
 
 import torch
 import torch.multiprocessing  # how tensors travel through shared memory
@@ -52,14 +52,6 @@ _ORPHAN_CHECK_S: Final = 1.0
 _PLAIN_DATA: Final = "Return plain data and tensors without gradient, or use num_workers=0"
 
 
-class MapDataset(Protocol):
-    """A map-style data set: a sample for each index."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Return the sample of ``index``."""
-        ...
-
-
 @dataclass(slots=True)
 class Recipe:
     """What is needed to turn (epoch, indices) into a batch.
@@ -72,7 +64,7 @@ class Recipe:
         watch: Notices that it does.
     """
 
-    dataset: MapDataset
+    dataset: Any
     collate_fn: Callable[[list[Any]], Any] = default_collate
     seed: int = 0
     draws: bool = False
@@ -192,9 +184,9 @@ class Pending(Future[Any]):
             raise UsageError(text) from None
         except TimeoutError:
             raise DataError(
-                f"{name_samples(self._epoch, self._indices)} did not arrive from "
-                f"{self._fetcher.place} within {timeout:g} s. Storage may hang, or loading is "
-                f"slow: time dataset[index] alone, or use more workers"
+                f"{name_samples(self._epoch, self._indices)} did not arrive within "
+                f"{timeout:g} s. Storage may hang, or loading is slow: time dataset[index] alone, "
+                "or use more workers"
             ) from None
 
 
@@ -210,21 +202,14 @@ class Fetcher(Closing):
     number of submissions that are outstanding. One thread at a time may use a fetcher.
 
     Args:
-        place: Where it loads, for messages.
         loads: What each of its threads loads with.
         workers: The processes that they ask, if they do.
         inline: Without threads: what the calling thread loads with, when a result is asked for.
     """
 
     def __init__(
-        self,
-        place: str,
-        *,
-        loads: Sequence[Load] = (),
-        workers: Sequence["Worker"] = (),
-        inline: Load | None = None,
+        self, loads: Sequence[Load], workers: Sequence["Worker"] = (), inline: Load | None = None
     ) -> None:
-        self.place = place
         self.workers = workers
         self.inline = inline
         self._tasks: Tasks = SimpleQueue()
@@ -377,13 +362,10 @@ def _serve(recipe: Recipe, connection: Connection, parent: int) -> None:
                 # Pickled before it is sent: a batch that does not pickle is this request's error.
                 connection.send((recipe.batch(epoch, indices), "", ""))
             except Exception as error:
-                text = str(error)
                 if not isinstance(error, DataError):
-                    text = (
-                        f"{name_samples(epoch, indices)} from {recipe.dataset_name} cannot be sent "
-                        f"by their worker process: {describe(error)}. {_PLAIN_DATA}"
-                    )
-                connection.send((None, text, traceback.format_exc()))
+                    what = f"{name_samples(epoch, indices)} cannot be sent by their worker process"
+                    error = DataError(f"{what}: {describe(error)}. {_PLAIN_DATA}")
+                connection.send((None, str(error), traceback.format_exc()))
 
 
 def _end_with(parent: int) -> None:
@@ -394,7 +376,7 @@ def _end_with(parent: int) -> None:
 
 
 def make_fetcher(
-    dataset: MapDataset,
+    dataset: Any,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
     num_workers: int = 0,
@@ -418,16 +400,14 @@ def make_fetcher(
     recipe = Recipe(dataset, collate_fn or default_collate, seed)
     if num_workers == 0 and prefetch in ("auto", "inline"):
         # The process's generators move: whoever trains seeds them after loading.
-        return Fetcher("the calling thread", inline=recipe.batch)
+        return Fetcher([], inline=recipe.batch)
     if num_workers == 0 and prefetch == "thread":
         # Nothing is seeded: threads share the process's generators with training.
-        return Fetcher("the loader's thread", loads=[recipe.assemble])
+        return Fetcher([recipe.assemble])
     if num_workers > 0 and prefetch in ("auto", "process"):
         context = start_context(context)
-        names = [f"data worker {number}" for number in range(num_workers)]
-        workers = [Worker(name, recipe, context) for name in names]
-        loads = [worker.load for worker in workers]
-        return Fetcher(f"{num_workers} data worker(s)", loads=loads, workers=workers)
+        workers = [Worker(f"data worker {k}", recipe, context) for k in range(num_workers)]
+        return Fetcher([worker.load for worker in workers], workers)
     raise ConfigError(
         f"prefetch={prefetch!r} contradicts num_workers={num_workers}: give 'process' with "
         "num_workers >= 1, 'inline' or 'thread' with num_workers=0, or 'auto' with either"

@@ -332,7 +332,7 @@ class DataSide:
         except CheckpointError as error:
             assembly.engine.introduce([str(error), 0])
             raise
-        answers = assembly.engine.introduce(["", saved.progress.window])
+        answers = assembly.engine.introduce(["", saved.engine["progress"]["window"]])
         for rank, (refused, window) in enumerate(answers):
             if refused:
                 raise CheckpointError(f"rank {rank} cannot load it: {refused}")

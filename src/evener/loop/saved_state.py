@@ -24,7 +24,6 @@ from evener.checkpoint import (
     find_newest,
     open_checkpoint,
 )
-from evener.engine.results import Progress
 from evener.engine.state import REGISTERED, TrainingContent, stem_of, unpack
 from evener.errors import CheckpointError
 from evener.loop.assembly import Assembly
@@ -51,11 +50,6 @@ class SavedState:
     model: Mapping[str, Tensor]
     training: TrainingContent
     engine: Mapping[str, Any]
-
-    @property
-    def progress(self) -> Progress:
-        """Return what the team had applied."""
-        return Progress(**self.engine["progress"])
 
 
 def capture(
