@@ -1,27 +1,18 @@
 """One cursor over the data: every sample of an epoch exactly once, whoever computes it.
 
-An epoch is one seeded permutation of the sample indices, evaluated point by point, so that it costs
-no memory. Positions of the permutation are leased to windows and committed when their window is;
+An epoch is one seeded permutation of the sample indices (``order.py``), of which only positions
+count here. They are leased to windows and committed when their window is;
 the state is ``(seed, epoch, committed ranges)`` and holds no rank count and no batch size, so a run
 can resume with other numbers of both. Pure: no torch, no clock, no I/O.
 """
 
 import hashlib
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from evener.errors import CheckpointError, UsageError
-
-_NUM_ROUNDS = 8
-"""Feistel rounds; below six, neighbouring positions of small data sets stay correlated."""
-
-_MASK_64 = 2**64 - 1
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-"""Odd multipliers with good diffusion, known from the splitmix64 generator."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -39,60 +30,6 @@ def derive_seed(*parts: int | str) -> int:
         kind, text = (b"s", part.encode()) if isinstance(part, str) else (b"i", b"%d" % int(part))
         whole += b"%b%d:%b" % (kind, len(text), text)
     return int.from_bytes(hashlib.blake2b(whole, digest_size=8).digest(), "little") >> 1
-
-
-class Permutation:
-    """A seeded shuffle of ``range(num_samples)`` that holds no list.
-
-    A position is split into two digits of about ``sqrt(num_samples)`` values each. An alternating
-    Feistel network adds to one digit, in turn, a keyed hash of the other: each round can be undone,
-    so the whole is a bijection. The digits span slightly more than ``num_samples`` values; what
-    falls outside is sent through again until it is inside, which keeps it a bijection.
-
-    Args:
-        num_samples: Samples of the data set, at least 1.
-        seed: Seed of the run.
-        epoch: Epochs differ in their order.
-    """
-
-    __slots__ = ("_columns", "_key_pairs", "_num_samples", "_rows")
-
-    def __init__(self, num_samples: int, seed: int, epoch: int) -> None:
-        self._num_samples = num_samples
-        self._rows = math.isqrt(num_samples - 1) + 1
-        self._columns = -(-num_samples // self._rows)
-        keys = [derive_seed("permutation", seed, epoch, number) for number in range(_NUM_ROUNDS)]
-        self._key_pairs = tuple(zip(keys[::2], keys[1::2], strict=True))
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, position: int) -> int:
-        """Sample index at ``position``; ``IndexError`` outside ``[0, num_samples)``."""
-        if not 0 <= position < self._num_samples:
-            raise IndexError(f"position {position} is outside an epoch of {self._num_samples}")
-        value: int = self.shuffle(position)
-        while value >= self._num_samples:
-            value = self.shuffle(value)
-        return value
-
-    def shuffle(self, value: Any) -> Any:
-        """Pass once over ``[0, rows * columns)``, a bijection of it.
-
-        Args:
-            value: A number, or an array of unsigned 64-bit numbers that wraps around.
-        """
-        rows, columns = self._rows, self._columns
-        row, column = divmod(value, columns)
-        # Written out and not as a function of one round: this runs once for every sample read.
-        for row_key, column_key in self._key_pairs:
-            mixed = (column ^ row_key) * _MIX_1 & _MASK_64
-            mixed = (mixed ^ (mixed >> 32)) * _MIX_2 & _MASK_64
-            row = (row + (mixed >> 32)) % rows
-            mixed = (row ^ column_key) * _MIX_1 & _MASK_64
-            mixed = (mixed ^ (mixed >> 32)) * _MIX_2 & _MASK_64
-            column = (column + (mixed >> 32)) % columns
-        return row * columns + column
 
 
 @dataclass(frozen=True, slots=True)
