@@ -70,11 +70,6 @@ class Recipe:
     draws: bool = False
     watch: DrawWatch = field(default_factory=DrawWatch)
 
-    @property
-    def dataset_name(self) -> str:
-        """Type of the data set, for messages."""
-        return type(self.dataset).__qualname__
-
     def batch(self, epoch: int, indices: Sequence[int]) -> Any:
         """Load the samples of ``indices`` and collate them.
 
@@ -97,7 +92,7 @@ class Recipe:
             DataError: The data set or ``collate_fn`` raised; names the index or the indices, and
                 where it happened.
         """
-        samples = []
+        samples, name = [], type(self.dataset).__qualname__
         for index in indices:
             try:
                 if seeded:
@@ -105,9 +100,9 @@ class Recipe:
                 samples.append(self.dataset[index])
             except Exception as error:
                 raise DataError(
-                    f"sample {index} of epoch {epoch} could not be loaded from "
-                    f"{self.dataset_name}: {describe(error)}. Mend or leave out this sample; "
-                    f"dataset[{index}] alone reproduces the error"
+                    f"sample {index} of epoch {epoch} could not be loaded from {name}: "
+                    f"{describe(error)}. Mend or leave out this sample; dataset[{index}] alone "
+                    "reproduces the error"
                 ) from error
         try:
             if seeded:  # ``collate_fn`` may draw, too, as for masks
@@ -117,9 +112,9 @@ class Recipe:
             return self.collate_fn(samples)
         except Exception as error:
             raise DataError(
-                f"{name_samples(epoch, indices)} from {self.dataset_name} could not be "
-                f"collated: {describe(error)}. Samples of one batch need equal shapes, or pass a "
-                f"collate_fn that pads them"
+                f"{name_samples(epoch, indices)} from {name} could not be collated: "
+                f"{describe(error)}. Samples of one batch need equal shapes, or pass a collate_fn "
+                "that pads them"
             ) from error
 
 
@@ -173,15 +168,12 @@ class Pending(Future[Any]):
         Raises:
             DataError: A sample could not be loaded (named by index), a worker died, or the
                 deadline has passed.
-            UsageError: The fetcher was closed.
+            CancelledError: The fetcher was closed.
         """
+        if self._fetcher.inline is not None and not self.done():
+            self.load(self._fetcher.inline)
         try:
-            if self._fetcher.inline is not None and not self.done():
-                self.load(self._fetcher.inline)
             return super().result(timeout)
-        except CancelledError:
-            text = "the fetcher was closed before this batch was loaded"
-            raise UsageError(text) from None
         except TimeoutError:
             raise DataError(
                 f"{name_samples(self._epoch, self._indices)} did not arrive within "
