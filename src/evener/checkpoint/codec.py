@@ -31,10 +31,8 @@ def encode(value: Any, *, path: str, tensors: dict[str, torch.Tensor] | None = N
     Raises:
         CheckpointError: A value of another type, named by its path.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, str):
-        return str(value)
     if isinstance(value, torch.Tensor) and tensors is not None:
         while path in tensors:  # keys may hold dots, so that two paths read alike
             path += "'"

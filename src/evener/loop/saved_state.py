@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from evener.averaging.optimizer_state import ELEMENTWISE
-from evener.checkpoint import (
-    Checkpoint,
-    Snapshot,
-    copy_to_cpu,
-    encode_document,
-    find_newest,
-    open_checkpoint,
-)
+from evener.checkpoint import Snapshot, copy_to_cpu, encode_document, find_newest, open_checkpoint
 from evener.engine.state import REGISTERED, TrainingContent, stem_of, unpack
 from evener.errors import CheckpointError
 from evener.loop.assembly import Assembly
@@ -109,7 +102,18 @@ def find_state(assembly: Assembly, path: Path) -> SavedState:
         raise CheckpointError(
             f"{path} holds no complete checkpoint ({'; '.join(skipped)}); give another folder"
         )
-    saved = _read(checkpoint or open_checkpoint(path))
+    checkpoint = checkpoint or open_checkpoint(path)
+    state = checkpoint.document(STATE)
+    stems = [stem_of(number) for number, _ in enumerate(state["optimizers"])]
+    if f"{REGISTERED}.safetensors" in checkpoint.manifest.files:
+        stems.append(REGISTERED)
+    saved = SavedState(
+        path=checkpoint.path,
+        positions=tuple(state["positions"]),
+        model=checkpoint.tensors("model"),
+        training=unpack(state, {stem: checkpoint.tensors(stem) for stem in stems}),
+        engine=state,
+    )
     if difference := next(_differences(saved, assembly), None):
         raise CheckpointError(
             f"{saved.path} is not of this run: {difference}; resume with the model, "
@@ -133,28 +137,12 @@ def restore(assembly: Assembly, saved: SavedState) -> None:
     assembly.engine.load_state_dict(saved.engine, assembly.names)
 
 
-def _read(checkpoint: Checkpoint) -> SavedState:
-    """Read what ``capture`` has saved."""
-    state = checkpoint.document(STATE)
-    stems = [stem_of(number) for number, _ in enumerate(state["optimizers"])]
-    if f"{REGISTERED}.safetensors" in checkpoint.manifest.files:
-        stems.append(REGISTERED)
-    return SavedState(
-        path=checkpoint.path,
-        positions=tuple(state["positions"]),
-        model=checkpoint.tensors("model"),
-        training=unpack(state, {stem: checkpoint.tensors(stem) for stem in stems}),
-        engine=state,
-    )
-
-
 def _differences(saved: SavedState, assembly: Assembly) -> Iterator[str]:
     """Yield what a checkpoint's model, optimizers and schedulers have, and this rank's have not."""
-    own = assembly.state.schedule.state_dict()
     groups = [state["param_groups"] for state in saved.training.optimizers]
     there = _layout(saved.model, groups, saved.training.schedule)
     groups = [optimizer.param_groups for optimizer in assembly.optimizers]
-    here = _layout(assembly.model.state_dict(), groups, own)
+    here = _layout(assembly.model.state_dict(), groups, assembly.state.schedule.state_dict())
     for name in here | there:
         if (theirs := there.get(name, "missing")) != (mine := here.get(name, "missing")):
             yield f"{name} is {theirs} there and {mine} here"
