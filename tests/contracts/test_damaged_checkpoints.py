@@ -212,14 +212,14 @@ def test_what_stands_in_the_place_of_a_checkpoint_is_replaced_by_the_next_save(
 
 #: What does not belong to the model or optimizer of this script is refused, and not passed over.
 MISFITS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another shape": (retype("model", "0.weight", lambda t: t[:2]), "has shape"),
-    "a weight that is missing": (lacks("model", "0.weight"), "lacks '0.weight'"),
-    "another number of optimizers": (state("optimizers", value=[]), "holds 0 optimizers"),
+    "another shape": (retype("model", "0.weight", lambda t: t[:2]), "'0.weight' is of shape"),
+    "a weight that is missing": (lacks("model", "0.weight"), "'0.weight' is missing there"),
+    "another number of optimizers": (state("optimizers", value=[]), "optimizer 0 is missing there"),
     "a moment of another shape": (
         retype("training", "optimizers.0.state.0.exp_avg", lambda t: t[:1]),
-        "state.0.exp_avg has shape",
+        "state.0.exp_avg of optimizer 0 has the shape",
     ),
-    "no schedulers": (state("schedule", value=[]), "0 schedulers"),
+    "no schedulers": (state("schedule", value=[]), "schedulers is 0 there and 1 here"),
     "another policy": (state("planner", value={"policy": "x"}), "policy='x'"),
     "an average of the user's": (state("registered", value={}), "no state of 'ema'"),
     "one that the user refuses": (state("registered", value={"ema": {}}), "refused by its"),
@@ -255,7 +255,7 @@ def test_what_one_rank_refuses_no_rank_loads(folder: Path, tmp_path: Path) -> No
     def body(comm: Communicator) -> bool:
         with team(communicator=comm) as (ddp, _):
             before = weights(ddp)
-            with pytest.raises(CheckpointError, match=r"lacks '0\.weight'"):
+            with pytest.raises(CheckpointError, match=r"'0\.weight' is missing there"):
                 ddp.load(other if comm.rank else folder)
             return weights(ddp) == before
 

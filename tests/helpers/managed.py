@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from evener.data.cursor import Permutation
+from evener.data.order import Permutation
 from evener.ddp import Ddp
 from evener.managed.builder import DdpBuilder
 from evener.managed.epoch_metrics import record_scalar

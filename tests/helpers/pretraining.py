@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from evener.data.cursor import Permutation
+from evener.data.order import Permutation
 from evener.observe.events import FIELDS
 from evener.observe.following import read_events
 from helpers.event_cases import check_kinds

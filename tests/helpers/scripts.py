@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from evener.comm.base import Communicator
-from evener.data.cursor import Permutation
+from evener.data.order import Permutation
 from helpers.teams import run_team, setup
 
 SEED = 3

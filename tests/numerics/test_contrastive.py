@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator, SingleCommunicator
-from evener.data.cursor import Permutation
+from evener.data.order import Permutation
 from evener.errors import ConfigError
 from helpers.models import seeded
 from helpers.teams import run_team, setup

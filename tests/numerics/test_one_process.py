@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator
-from evener.data.cursor import Permutation
+from evener.data.order import Permutation
 from helpers.teams import run_team, setup
 
 SAMPLES, FEATURES, BATCH = 46, 12, 16

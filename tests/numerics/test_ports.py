@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
 from evener.comm.base import Communicator
-from evener.data.order import EpochOrder
+from evener.data.order import Permutation
 from evener.ddp import Ddp
 from helpers.teams import run_team, setup
 
@@ -53,7 +53,7 @@ def run_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, float
 
     def in_order(self: RandomSampler) -> Any:
         epoch = epochs[id(self)] = epochs.get(id(self), -1) + 1
-        order = EpochOrder(len(self), 0, epoch)
+        order = Permutation(len(self), 0, epoch)
         return iter([order[position] for position in range(len(self))])
 
     monkeypatch.setattr(RandomSampler, "__iter__", in_order)

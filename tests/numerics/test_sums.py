@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from evener.comm.base import Communicator, SingleCommunicator
-from evener.data.cursor import Permutation
+from evener.data.order import Permutation
 from evener.ddp import Ddp
 from evener.errors import UsageError
 from helpers.models import seeded

@@ -17,6 +17,7 @@ VICTIM = """
 import os, signal, sys
 from pathlib import Path
 import torch
+from evener import files
 from evener.checkpoint import Snapshot, encode_document, write_checkpoint, writer
 
 folder, stage, second_step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -25,9 +26,9 @@ def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def save(step, value):
-    files = {"run.json": encode_document("run.json", {"value": value})}
+    documents = {"run.json": encode_document("run.json", {"value": value})}
     tensors = {"model": {"w": torch.full((1000,), value)}}
-    write_checkpoint(folder, Snapshot(step, tensors, files), keep_last=1)
+    write_checkpoint(folder, Snapshot(step, tensors, documents), keep_last=1)
 
 save(1, 1.0)
 if stage == "replace":
@@ -38,11 +39,10 @@ if stage == "replace":
             die()
         return real_rename(source, target)
     Path.rename = rename
+elif stage == "rename":
+    files.publish_folder = die
 else:
-    what = {
-        "files": "save_file", "manifest": "Manifest", "rename": "publish_folder",
-        "retention": "remove_old",
-    }
+    what = {"files": "save_file", "manifest": "Manifest", "retention": "remove_old"}
     setattr(writer, what[stage], die)
 save(second_step, 2.0)
 sys.exit("was not killed")

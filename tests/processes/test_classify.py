@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from evener.data.cursor import Permutation
+from evener.data.order import Permutation
 from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.lineage import check_exactly_once

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from evener.data.fetching import ProcessFetcher, Recipe, make_fetcher
-from evener.errors import DataError, UsageError
+from evener.data.fetching import make_fetcher
+from evener.errors import DataError
 from helpers.fetch_cases import (
     Augmented,
     Squares,
@@ -68,17 +70,16 @@ def test_samples_are_the_same_for_any_number_of_workers(context):
 
 
 def test_workers_have_one_thread_each_and_end_with_close(context):
-    with ProcessFetcher(Recipe(Threads()), num_workers=2, context=context) as fetcher:
-        pids = fetcher.worker_pids
+    with make_fetcher(Threads(), num_workers=2, context=context) as fetcher:
+        pids = [worker.pid for worker in fetcher.workers]
         seen = [fetcher.submit(0, [i]).result(PATIENCE_S)[0].tolist() for i in range(4)]
     assert [threads for threads, _ in seen] == [1, 1, 1, 1]
     assert {pid for _, pid in seen} <= {*pids}
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert fetcher.worker_pids == ()
 
 
 def test_errors_of_one_batch_leave_the_others_alone(context):
-    with ProcessFetcher(Recipe(Squares(broken=(7,))), context=context) as fetcher:
+    with make_fetcher(Squares(broken=(7,)), num_workers=1, context=context) as fetcher:
         pending = [fetcher.submit(1, [i, i + 1]) for i in (4, 6, 8)]
         with pytest.raises(DataError, match=r"sample 7 of epoch 1 .* KeyError: 'no row 7'") as e:
             pending[1].result(PATIENCE_S)
@@ -88,7 +89,7 @@ def test_errors_of_one_batch_leave_the_others_alone(context):
 
 
 def test_a_batch_that_does_not_unpickle_is_an_error_and_no_hang():
-    with ProcessFetcher(Recipe(Squares(), unreadable_collate)) as fetcher:
+    with make_fetcher(Squares(), unreadable_collate, num_workers=1) as fetcher:
         bad = fetcher.submit(0, [3])
         for _ in range(2):
             with pytest.raises(DataError, match=r"does not answer: ValueError: .*num_workers=0"):
@@ -97,14 +98,14 @@ def test_a_batch_that_does_not_unpickle_is_an_error_and_no_hang():
 
 def test_a_batch_that_does_not_pickle_is_an_error_of_that_batch():
     with (
-        ProcessFetcher(Recipe(WithGradient())) as fetcher,
+        make_fetcher(WithGradient(), num_workers=1) as fetcher,
         pytest.raises(DataError, match=r"samples \[3\].* cannot be sent .*num_workers=0"),
     ):
         fetcher.submit(0, [3]).result(PATIENCE_S)
 
 
 def test_large_plain_batches_and_many_submissions_do_not_block():
-    with ProcessFetcher(Recipe(Texts(300_000), keep_list)) as fetcher:
+    with make_fetcher(Texts(300_000), keep_list, num_workers=1) as fetcher:
         # Far more than the sockets hold, both ways, before anything is read.
         pending = [fetcher.submit(0, [i] * 1000 + [i]) for i in range(3)]
         long = [fetcher.submit(0, [i]) for i in range(200)]
@@ -113,16 +114,15 @@ def test_large_plain_batches_and_many_submissions_do_not_block():
 
 
 def test_dropped_batches_are_not_kept():
-    with ProcessFetcher(Recipe(Squares())) as fetcher:
-        for i in range(5):
-            fetcher.submit(0, [i])
+    with make_fetcher(Squares(), num_workers=1) as fetcher:
+        dropped = [weakref.ref(fetcher.submit(0, [i])) for i in range(5)]
         assert fetcher.submit(0, [5]).result(PATIENCE_S)[0, 0] == 25
-        assert not fetcher._futures
+        assert not any(pending() for pending in dropped)
 
 
 def test_workers_of_a_forgotten_fetcher_end():
-    fetcher = ProcessFetcher(Recipe(Squares()))
-    (pid,) = fetcher.worker_pids
+    fetcher = make_fetcher(Squares(), num_workers=1)
+    pid = fetcher.workers[0].pid
     pending = fetcher.submit(0, [1])
     del fetcher
     assert pending.result(PATIENCE_S)[0, 0] == 1
@@ -140,7 +140,7 @@ def test_workers_of_a_forgotten_fetcher_end():
     ],
 )
 def test_dead_worker_is_an_error_and_no_hang(number, message, context):
-    with ProcessFetcher(Recipe(Suicidal(number)), context=context) as fetcher:
+    with make_fetcher(Suicidal(number), num_workers=1, context=context) as fetcher:
         first = fetcher.submit(0, [1])
         assert first.result(PATIENCE_S).tolist() == [1]
         second, third = fetcher.submit(0, [2]), fetcher.submit(0, [3])
@@ -155,18 +155,18 @@ def test_dead_worker_is_an_error_and_no_hang(number, message, context):
 
 def test_deadline_names_worker_and_samples(tmp_path):
     reached = tmp_path / "reached"
-    with ProcessFetcher(Recipe(Stuck(reached))) as fetcher:
+    with make_fetcher(Stuck(reached), num_workers=1) as fetcher:
         pending = fetcher.submit(0, [1])
         until(reached.exists)
-        with pytest.raises(DataError, match=r"samples \[1\].*1 data worker.*within 0.05 s"):
+        with pytest.raises(DataError, match=r"samples \[1\].*within 0.05 s"):
             pending.result(0.05)
 
 
 def test_close_is_prompt_in_the_middle_of_a_sample(tmp_path, context):
     reached = tmp_path / "reached"
     before = open_files()
-    fetcher = ProcessFetcher(Recipe(Stuck(reached)), num_workers=2, context=context)
-    pids = fetcher.worker_pids
+    fetcher = make_fetcher(Stuck(reached), num_workers=2, context=context)
+    pids = [worker.pid for worker in fetcher.workers]
     pending = [fetcher.submit(0, [i]) for i in range(6)]
     until(reached.exists)
     start = time.monotonic()
@@ -174,14 +174,14 @@ def test_close_is_prompt_in_the_middle_of_a_sample(tmp_path, context):
     fetcher.close()
     assert time.monotonic() - start < PATIENCE_S / 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    with pytest.raises(UsageError, match="closed before"):
+    with pytest.raises(CancelledError):
         pending[0].result(1)
     assert open_files() <= before + 1  # multiprocessing's own tracker stays
 
 
 def test_close_is_prompt_while_workers_still_import_or_are_stopped():
-    fetcher = ProcessFetcher(Recipe(Squares()), num_workers=2)
-    pids = fetcher.worker_pids
+    fetcher = make_fetcher(Squares(), num_workers=2)
+    pids = [worker.pid for worker in fetcher.workers]
     os.kill(pids[0], signal.SIGSTOP)
     start = time.monotonic()
     fetcher.close()
@@ -190,15 +190,15 @@ def test_close_is_prompt_while_workers_still_import_or_are_stopped():
 
 
 def test_what_does_not_pickle_is_loaded_by_forked_workers():
-    with ProcessFetcher(Recipe(Unpicklable())) as fetcher:
+    with make_fetcher(Unpicklable(), num_workers=1) as fetcher:
         assert fetcher.submit(0, [1]).result(PATIENCE_S).tolist() == [1]
-    with ProcessFetcher(Recipe(Squares(), lambda samples: len(samples))) as fetcher:
+    with make_fetcher(Squares(), lambda samples: len(samples), num_workers=1) as fetcher:
         assert fetcher.submit(0, [1, 2]).result(PATIENCE_S) == 2
 
 
 def test_nothing_stays_in_shared_memory():
-    with ProcessFetcher(Recipe(Squares(length=100_000)), num_workers=1) as fetcher:
-        (pid,) = fetcher.worker_pids
+    with make_fetcher(Squares(length=100_000), num_workers=1) as fetcher:
+        pid = fetcher.workers[0].pid
         pending = [fetcher.submit(0, [i]) for i in range(4)]
         assert pending[1].result(PATIENCE_S)[0, 0] == 1
         # What torch leaves where the worker is killed before it has taken the name away again.
@@ -229,11 +229,11 @@ def test_no_worker_outlives_a_killed_rank(tmp_path):
         """
         from pathlib import Path
         from helpers.fetch_cases import Stuck
-        from evener.data.fetching import ProcessFetcher, Recipe
+        from evener.data.fetching import make_fetcher
 
-        fetcher = ProcessFetcher(Recipe(Stuck(Path("reached"))), num_workers=2)
+        fetcher = make_fetcher(Stuck(Path("reached")), num_workers=2)
         pending = [fetcher.submit(0, [i]) for i in range(4)]
-        print(*fetcher.worker_pids, flush=True)
+        print(*[worker.pid for worker in fetcher.workers], flush=True)
         pending[0].result()
         """,
     )
@@ -276,11 +276,11 @@ def test_ctrl_c_is_the_parents_business(tmp_path):
         """
         from helpers.fetch_cases import Stuck
         from pathlib import Path
-        from evener.data.fetching import ProcessFetcher, Recipe
+        from evener.data.fetching import make_fetcher
 
         if __name__ == "__main__":
             try:
-                with ProcessFetcher(Recipe(Stuck(Path("reached")))) as fetcher:
+                with make_fetcher(Stuck(Path("reached")), num_workers=1) as fetcher:
                     fetcher.submit(0, [1]).result()
             except KeyboardInterrupt:
                 print("stopped")

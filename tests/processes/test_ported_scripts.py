@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from evener.data.order import EpochOrder
+from evener.data.order import Permutation
 from evener.engine.emulate import EMULATE_SLOW
 from helpers.limits import PATIENCE_S
 from helpers.ranks import Rank, be_script, run_ranks, run_ranks_to_end
@@ -151,7 +151,7 @@ def test_a_diffusion_model_with_an_average_of_its_weights(
     monkeypatch.syspath_prepend(str(SCRIPTS))
     plain = runpy.run_path(str(SCRIPTS / "diffusion_plain.py"))
     size = plain["NUM_SAMPLES"]
-    orders = [EpochOrder(size, 0, epoch) for epoch in range(plain["EPOCHS"])]
+    orders = [Permutation(size, 0, epoch) for epoch in range(plain["EPOCHS"])]
     default = torch.get_default_dtype()
     try:
         expected = plain["train"]([order[p] for p in range(size)] for order in orders)

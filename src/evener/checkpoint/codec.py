@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from evener.errors import CheckpointError
-from evener.parsing import short
 
 
 def encode(value: Any, *, path: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
@@ -32,52 +31,32 @@ def encode(value: Any, *, path: str, tensors: dict[str, torch.Tensor] | None = N
     Raises:
         CheckpointError: A value of another type, named by its path.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, str):
-        return str(value)
     if isinstance(value, torch.Tensor) and tensors is not None:
-        name = _free_name(path, tensors)
-        tensors[name] = value
-        return {"$tensor": name}
+        while path in tensors:  # keys may hold dots, so that two paths read alike
+            path += "'"
+        tensors[path] = value
+        return {"$tensor": path}
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
         number = float(value)
         return number if math.isfinite(number) else {"$float": str(number)}
     if isinstance(value, list | tuple):
-        items = [
-            encode(item, path=f"{path}.{index}", tensors=tensors)
-            for index, item in enumerate(value)
-        ]
+        items = [encode(item, path=f"{path}.{i}", tensors=tensors) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, tensors)
+        pairs = {
+            key: encode(one, path=f"{path}.{key}", tensors=tensors) for key, one in value.items()
+        }
+        if all(isinstance(key, str) and not key.startswith("$") for key in pairs):
+            return pairs
+        return {"$map": [[encode(key, path=f"{path} (a key)"), one] for key, one in pairs.items()]}
     raise CheckpointError(
-        f"{path} is of type {type(value).__name__}, which a checkpoint cannot hold "
-        "(nothing is pickled): keep numbers, strings, None, lists and dicts"
-        + (" and tensors there" if tensors is not None else " there; tensors go into tensor files")
+        f"{path} is of type {type(value).__name__}, which a checkpoint cannot hold (nothing is "
+        "pickled): keep numbers, strings, None, lists and dicts there, and tensors in states only"
     )
-
-
-def _encode_mapping(
-    value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor] | None
-) -> Any:
-    pairs = [
-        (key, encode(item, path=f"{path}.{key}", tensors=tensors)) for key, item in value.items()
-    ]
-    if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
-        return dict(pairs)
-    return {"$map": [[encode(key, path=f"{path} (a key)"), item] for key, item in pairs]}
-
-
-def _free_name(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Keys may hold dots, so that two paths read alike: the second gets a number."""
-    name, copies = path, 1
-    while name in tensors:
-        copies += 1
-        name = f"{path}#{copies}"
-    return name
 
 
 def decode(node: Any, *, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
@@ -86,30 +65,21 @@ def decode(node: Any, *, tensors: Mapping[str, torch.Tensor] | None = None) -> A
     Args:
         node: The JSON, as ``parse_json`` returns it.
         tensors: The tensors that the JSON names.
-
-    Raises:
-        CheckpointError: The JSON names a tensor that is not there.
     """
-    if isinstance(node, list):
-        return [decode(item, tensors=tensors) for item in node]
-    if not isinstance(node, dict):
-        return node
-    tag = next(iter(node)) if len(node) == 1 else ""
-    if not (isinstance(tag, str) and tag.startswith("$")):
-        return {key: decode(item, tensors=tensors) for key, item in node.items()}
-    content = node[tag]
-    match tag:
-        case "$float":
-            return float(content)
-        case "$tuple":
-            return tuple(decode(item, tensors=tensors) for item in content)
-        case "$map":
-            return {decode(key): decode(item, tensors=tensors) for key, item in content}
-        case "$tensor" if tensors is not None and content in tensors:
-            return tensors[content]
-    raise CheckpointError(
-        f"{{{tag!r}: {short(content)}}} in a checkpoint's JSON has nothing to refer to"
-    )
+    match node:
+        case {"$float": text}:
+            return float(text)
+        case {"$tuple": items}:
+            return tuple(decode(item, tensors=tensors) for item in items)
+        case {"$map": pairs}:
+            return {decode(key): decode(item, tensors=tensors) for key, item in pairs}
+        case {"$tensor": name}:
+            return (tensors or {})[name]
+        case dict():
+            return {key: decode(item, tensors=tensors) for key, item in node.items()}
+        case list():
+            return [decode(item, tensors=tensors) for item in node]
+    return node
 
 
 def encode_document(name: str, document: Any) -> bytes:
@@ -141,14 +111,9 @@ def flatten_optimizer(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Te
         CheckpointError: The state holds an object of another type; the message has its path.
     """
     tensors: dict[str, torch.Tensor] = {}
-    document = {key: encode(value, path=key, tensors=tensors) for key, value in state_dict.items()}
-    return tensors, document
+    return tensors, {key: encode(one, path=key, tensors=tensors) for key, one in state_dict.items()}
 
 
 def unflatten_optimizer(tensors: Mapping[str, torch.Tensor], document: Any) -> dict[str, Any]:
-    """Undo :func:`flatten_optimizer`; the result goes to ``optimizer.load_state_dict``.
-
-    Raises:
-        CheckpointError: The document names a tensor that is missing.
-    """
+    """Undo :func:`flatten_optimizer`; the result goes to ``optimizer.load_state_dict``."""
     return {key: decode(value, tensors=tensors) for key, value in document.items()}

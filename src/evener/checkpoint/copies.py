@@ -1,12 +1,10 @@
 """Copies of live tensors for the writer, taken on the training thread: as short as possible."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import torch
 
 from evener.errors import CheckpointError
-
-_MemoryKey = tuple[str, int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def copy_to_cpu(
@@ -35,57 +33,35 @@ def copy_to_cpu(
     copies: dict[str, torch.Tensor] = {}
     aliases, into = alias_table(mapping), into or {}
     # Names that were tied in `into` share a buffer, and need not be tied any more.
-    free = {id(buffer) for buffer in into.values()}
+    free = {id(buffer): buffer for buffer in into.values()}
     for name, tensor in mapping.items():
         if name in aliases:
             copies[name] = copies[aliases[name]]
             continue
-        buffer = into.get(name)
-        if buffer is None or id(buffer) not in free or not _fits(buffer, tensor):
+        buffer = free.pop(id(into.get(name)), None)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
-        free.discard(id(buffer))
         copies[name] = buffer.copy_(tensor.detach())
     return copies
 
 
 def alias_table(mapping: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return ``{name: earlier name}`` for names that are the same memory as an earlier one."""
-    first: dict[_MemoryKey, str] = {}
+    """Return ``{name: earlier name}`` for names that are the same memory as an earlier one.
+
+    Raises:
+        CheckpointError: A tensor is sparse or has no data.
+    """
+    first: dict[Hashable, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in mapping.items():
-        key = _memory_key(name, tensor)
-        if key is None:
-            continue
-        kept = first.setdefault(key, name)
-        if kept != name:
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+            raise CheckpointError(
+                f"tensor {name!r} is {kind}: a checkpoint holds dense tensors with data only; "
+                "make it dense (tensor.to_dense()) or leave it out of the state"
+            )
+        place = (str(tensor.device), tensor.data_ptr())
+        kept = first.setdefault((place, tensor.shape, tensor.stride(), tensor.dtype), name)
+        if kept != name and tensor.numel():  # empty ones share nothing
             aliases[name] = kept
     return aliases
-
-
-def _memory_key(name: str, tensor: torch.Tensor) -> _MemoryKey | None:
-    """Return what identifies a tensor's memory, ``None`` for empty ones (they share nothing)."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
-        raise CheckpointError(
-            f"tensor {name!r} is {kind}: a checkpoint holds dense tensors with data only; "
-            "make it dense (tensor.to_dense()) or leave it out of the state"
-        )
-    if tensor.numel() == 0:
-        return None
-    return (
-        str(tensor.device),
-        tensor.untyped_storage().data_ptr(),
-        int(tensor.storage_offset()),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-    )
-
-
-def _fits(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return (
-        buffer.device.type == "cpu"
-        and buffer.dtype == tensor.dtype
-        and buffer.shape == tensor.shape
-        and buffer.is_contiguous()
-    )

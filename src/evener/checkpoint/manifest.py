@@ -23,14 +23,15 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
-def parse_name(name: str) -> tuple[int, str] | None:
-    """Return step and kind of a checkpoint folder's name; ``None`` for any other name.
+def parse_name(name: str) -> tuple[int, str]:
+    """Return step and kind of a checkpoint folder's name.
 
-    The kind is empty for a finished checkpoint, ``tmp`` for one that was being written, and
-    ``replaced`` for one that was moved aside for a newer one of the same step.
+    The kind is empty for a finished checkpoint, ``tmp`` for one that was being written,
+    ``replaced`` for one that was moved aside for a newer one of the same step, and ``other`` for
+    any other name.
     """
     match = _NAME.fullmatch(name)
-    return (int(match[1]), match[2] or "") if match else None
+    return (int(match[1]), match[2] or "") if match else (0, "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,10 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-            CheckpointError: It is not JSON, of something else, of an unknown version, or damaged.
+            CheckpointError: It is of something else, of an unknown version, or damaged.
+            ValueError: It is not JSON.
         """
-        try:
-            content = parse_json(data)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{MANIFEST_NAME} is damaged: it is not JSON ({error})"
-            ) from error
+        content = parse_json(data)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise CheckpointError(f"{MANIFEST_NAME} is not of an evener checkpoint")
         if content.get("version") != VERSION:

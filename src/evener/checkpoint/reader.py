@@ -1,6 +1,6 @@
 """Checkpoints read back: only complete ones, and nothing is unpickled."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from evener.checkpoint.codec import decode
 from evener.checkpoint.manifest import MANIFEST_NAME, TENSORS_SUFFIX, Manifest, parse_name
 from evener.errors import CheckpointError
-from evener.files import hash_file, read_file
+from evener.files import explaining, hash_file, read_file
 from evener.parsing import parse_json
 
 
@@ -42,13 +42,9 @@ class Checkpoint:
             The tensors by name. Names of tied tensors that were stored once refer to one object.
 
         Raises:
-            CheckpointError: There is no such file, or it cannot be read.
+            CheckpointError: There is no such file.
         """
-        path = self._existing(stem + TENSORS_SUFFIX)
-        try:
-            stored = load_file(path)
-        except Exception as error:  # safetensors raises other classes for unknown dtypes
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        stored = load_file(self._existing(stem + TENSORS_SUFFIX))
         aliases = self.manifest.aliases.get(stem, {})
         return stored | {alias: stored[kept] for alias, kept in aliases.items()}
 
@@ -56,24 +52,17 @@ class Checkpoint:
         """Read a JSON document; tuples, integer keys and infinite numbers come back as they were.
 
         Raises:
-            CheckpointError: There is no such document, or it cannot be read.
+            CheckpointError: There is no such document.
         """
-        try:
-            return decode(parse_json(self.asset(name)))
-        except ValueError as error:
-            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from error
+        return decode(parse_json(self.asset(name)))
 
     def asset(self, name: str) -> bytes:
         """Read any file of the checkpoint as bytes.
 
         Raises:
-            CheckpointError: There is no such file, or it cannot be read.
+            CheckpointError: There is no such file.
         """
-        path = self._existing(name)
-        try:
-            return read_file(path)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return read_file(self._existing(name))
 
     def _existing(self, name: str) -> Path:
         if name not in self.manifest.files:
@@ -89,8 +78,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: It is missing, damaged, of an unknown version, or of something else.
     """
     if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
-        raise CheckpointError(f"checkpoint {path} {what}: give a folder such as .../step-100")
+        raise CheckpointError(
+            f"checkpoint {path} does not exist or is not a folder: give one such as .../step-100"
+        )
     try:
         return _verify(path)
     except CheckpointError as error:
@@ -123,20 +113,13 @@ def find_newest(
     return None
 
 
-def _newest_first(folder: Path) -> Iterator[Path]:
-    """Yield candidates; one that was moved aside comes after the one which replaces it."""
-    try:
+def _newest_first(folder: Path) -> list[Path]:
+    """Return candidates; one that was moved aside comes after the one which replaces it."""
+    with explaining(f"checkpoint folder {folder}", "give one that is readable", CheckpointError):
         paths = list(folder.iterdir()) if folder.is_dir() else []
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint folder {folder} cannot be read: {error}; give one that is readable"
-        ) from error
-    ranked = []
-    for path in paths:
-        step, kind = parse_name(path.name) or (0, "other")
-        if kind in {"", "replaced"}:
-            ranked.append((step, not kind, path))
-    return (path for _, _, path in sorted(ranked, reverse=True))
+    found = ((*parse_name(path.name), path) for path in paths)
+    ranked = [(step, not kind, path) for step, kind, path in found if kind in ("", "replaced")]
+    return [path for *_, path in sorted(ranked, reverse=True)]
 
 
 def _verify(path: Path) -> Checkpoint:
@@ -147,9 +130,6 @@ def _verify(path: Path) -> Checkpoint:
     """
     try:
         manifest = Manifest.from_bytes(read_file(path / MANIFEST_NAME))
-        step, _ = parse_name(path.name) or (manifest.step, "")
-        if step != manifest.step:
-            raise CheckpointError(f"{MANIFEST_NAME} is of step {manifest.step}, not of {step}")
         for name, digest in manifest.files.items():
             if hash_file(path / name, "sha256") != digest:
                 raise CheckpointError(f"{name} is damaged: its SHA-256 differs from the manifest's")
@@ -157,4 +137,6 @@ def _verify(path: Path) -> Checkpoint:
         raise CheckpointError(f"{Path(error.filename).name} is missing") from error
     except OSError as error:
         raise CheckpointError(f"it cannot be read: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{MANIFEST_NAME} is not JSON: {error}") from error
     return Checkpoint(path, manifest)

@@ -4,9 +4,13 @@ Files go into ``step-N.tmp-<pid>-<token>``; each is flushed to the disk, the man
 folder is renamed to ``step-N``. A rename is atomic, so a reader sees the old state or the new one.
 """
 
+import os
+import shutil
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,10 +19,15 @@ import torch
 from safetensors.torch import save_file
 
 from evener.checkpoint.copies import alias_table
-from evener.checkpoint.manifest import MANIFEST_NAME, TENSORS_SUFFIX, Manifest, step_name
-from evener.checkpoint.step_folders import remove_leftovers, remove_old, unfinished_folder
+from evener.checkpoint.manifest import (
+    MANIFEST_NAME,
+    TENSORS_SUFFIX,
+    Manifest,
+    parse_name,
+    step_name,
+)
 from evener.errors import CheckpointError
-from evener.files import flush, hash_file, publish_folder
+from evener.files import flush, hash_file, new_folder, unique_suffix
 
 _AFTER_S: Final = 30.0
 """Longest wait for ``Snapshot.after``, in seconds: then the checkpoint matters more."""
@@ -37,9 +46,6 @@ class Snapshot:
             JSON of ``encode_document``.
         copy_s: Seconds that training stood still for the copy.
         after: The checkpoint appears when all of these are set, or half a minute later.
-
-    Raises:
-        CheckpointError: A file cannot have its name.
     """
 
     step: int
@@ -47,16 +53,6 @@ class Snapshot:
     files: Mapping[str, bytes]
     copy_s: float = 0.0
     after: Sequence[threading.Event] = ()
-
-    def __post_init__(self) -> None:
-        """Check names here, where the caller is at fault, and not in the writer's thread."""
-        reserved = {MANIFEST_NAME, *(stem + TENSORS_SUFFIX for stem in self.tensors)}
-        for name in self.files:
-            if name in reserved or Path(name).name != name:
-                raise CheckpointError(
-                    f"{name!r} cannot be a file of a checkpoint: it is the name of another file, "
-                    "or not a plain file name; give the file another name"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +95,11 @@ def write_checkpoint(
     path = folder / step_name(snapshot.step)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        with unfinished_folder(folder, snapshot.step) as unfinished:
+        with _lock(folder), new_folder(path) as unfinished:
             num_bytes = _write_files(unfinished, snapshot)
             until_s = time.monotonic() + _AFTER_S
             for other in snapshot.after:
                 other.wait(max(0.0, until_s - time.monotonic()))
-            publish_folder(unfinished, path)
     except Exception as error:  # safetensors has classes of its own
         raise CheckpointError(
             f"checkpoint step-{snapshot.step} could not be written to {folder}: {error}; earlier "
@@ -144,3 +138,67 @@ def _write_files(folder: Path, snapshot: Snapshot) -> int:
     flush(manifest)
     flush(folder)
     return sum(file.stat().st_size for file in files)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Remove what dead writers left behind in ``folder``, and keep others from removing the rest.
+
+    The lock is the kernel's (``flock``): it ends with the process, however that ends, also inside
+    another container, where process numbers mean nothing. Those that write share it; only who has
+    it alone removes anything. Without locks, as on Windows and some network file systems, nothing
+    is ever removed: garbage is better than a lost checkpoint.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_leftovers(folder)
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process that was forked meanwhile has it, too
+        os.close(lock)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what was not finished; touches only folders with names that evener gives."""
+    for path in list(folder.iterdir()):
+        step, kind = parse_name(path.name)
+        final = folder / step_name(step)
+        if kind == "replaced" and not os.path.lexists(final):
+            path.rename(final)  # the writer was killed between its two renames
+        elif kind == "tmp" or (kind == "replaced" and _has_manifest(final)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_old(folder: Path, keep_last: int, *, keep: Path) -> None:
+    """Delete all but the newest ``keep_last`` checkpoints, never ``keep``.
+
+    Folders without a manifest neither count nor are deleted: evener has not written them.
+
+    Raises:
+        OSError: A folder cannot be deleted.
+    """
+    found: list[tuple[int, Path]] = []
+    for path in folder.iterdir():
+        step, kind = parse_name(path.name)
+        if not kind and not path.is_symlink() and _has_manifest(path):
+            found.append((step, path))
+    for _, path in sorted(found, reverse=True)[keep_last:]:
+        if path != keep:
+            # Renamed first, so that a deletion cut short leaves no half of a checkpoint.
+            doomed = path.with_name(f"{path.name}.tmp-{unique_suffix()}")
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def _has_manifest(path: Path) -> bool:
+    return (path / MANIFEST_NAME).is_file()

@@ -1,28 +1,18 @@
 """One cursor over the data: every sample of an epoch exactly once, whoever computes it.
 
-An epoch is one seeded permutation of the sample indices, evaluated point by point, so that it costs
-no memory. Positions of the permutation are leased to windows and committed when their window is;
+An epoch is one seeded permutation of the sample indices (``order.py``), of which only positions
+count here. They are leased to windows and committed when their window is;
 the state is ``(seed, epoch, committed ranges)`` and holds no rank count and no batch size, so a run
 can resume with other numbers of both. Pure: no torch, no clock, no I/O.
 """
 
 import hashlib
-import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evener.errors import CheckpointError, DataError, UsageError
-from evener.parsing import Fields
-
-_NUM_ROUNDS = 8
-"""Feistel rounds; below six, neighbouring positions of small data sets stay correlated."""
-
-_MASK_64 = 2**64 - 1
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-"""Odd multipliers with good diffusion, known from the splitmix64 generator."""
+from evener.errors import CheckpointError, UsageError
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -37,71 +27,9 @@ def derive_seed(*parts: int | str) -> int:
     """
     whole = b""
     for part in parts:
-        if isinstance(part, str):
-            text = part.encode()
-            whole += b"s%d:%s" % (len(text), text)
-        else:
-            text = b"%d" % int(part)
-            whole += b"i%d:%s" % (len(text), text)
+        kind, text = (b"s", part.encode()) if isinstance(part, str) else (b"i", b"%d" % int(part))
+        whole += b"%b%d:%b" % (kind, len(text), text)
     return int.from_bytes(hashlib.blake2b(whole, digest_size=8).digest(), "little") >> 1
-
-
-class Permutation:
-    """A seeded shuffle of ``range(num_samples)`` that holds no list.
-
-    A position is split into two digits of about ``sqrt(num_samples)`` values each. An alternating
-    Feistel network adds to one digit, in turn, a keyed hash of the other: each round can be undone,
-    so the whole is a bijection. The digits span slightly more than ``num_samples`` values; what
-    falls outside is sent through again until it is inside, which keeps it a bijection.
-
-    Args:
-        num_samples: Samples of the data set, at least 1.
-        seed: Seed of the run.
-        epoch: Epochs differ in their order.
-
-    Raises:
-        DataError: The data set is empty.
-    """
-
-    __slots__ = ("_columns", "_key_pairs", "_num_samples", "_rows")
-
-    def __init__(self, num_samples: int, seed: int, epoch: int) -> None:
-        _require_samples(num_samples)
-        self._num_samples = num_samples
-        self._rows = math.isqrt(num_samples - 1) + 1
-        self._columns = -(-num_samples // self._rows)
-        keys = [derive_seed("permutation", seed, epoch, number) for number in range(_NUM_ROUNDS)]
-        self._key_pairs = tuple(zip(keys[::2], keys[1::2], strict=True))
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, position: int) -> int:
-        """Sample index at ``position``; ``IndexError`` outside ``[0, num_samples)``."""
-        if not 0 <= position < self._num_samples:
-            raise IndexError(f"position {position} is outside an epoch of {self._num_samples}")
-        value: int = self.shuffle(position)
-        while value >= self._num_samples:
-            value = self.shuffle(value)
-        return value
-
-    def shuffle(self, value: Any) -> Any:
-        """Pass once over ``[0, rows * columns)``, a bijection of it.
-
-        Args:
-            value: A number, or an array of unsigned 64-bit numbers that wraps around.
-        """
-        rows, columns = self._rows, self._columns
-        row, column = divmod(value, columns)
-        # Written out and not as a function of one round: this runs once for every sample read.
-        for row_key, column_key in self._key_pairs:
-            mixed = (column ^ row_key) * _MIX_1 & _MASK_64
-            mixed = (mixed ^ (mixed >> 32)) * _MIX_2 & _MASK_64
-            row = (row + (mixed >> 32)) % rows
-            mixed = (row ^ column_key) * _MIX_1 & _MASK_64
-            mixed = (mixed ^ (mixed >> 32)) * _MIX_2 & _MASK_64
-            column = (column + (mixed >> 32)) % columns
-        return row * columns + column
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,64 +52,38 @@ class RangeSet:
     What has been committed is held in it, at a cost that does not grow with how much that is.
 
     Args:
-        ranges: Pairs of start and stop, in any order.
+        ranges: Pairs of start and stop, such as those of ``to_list``.
 
-    Raises:
-        UsageError: A pair is empty, negative, or overlaps another.
+    Attributes:
+        total: How many numbers are in the set.
     """
 
-    __slots__ = ("_ranges",)
-
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
-        self._ranges: list[tuple[int, int]] = []
-        for start, stop in ranges:
-            self.add(start, stop)
+        self._ranges = [(start, stop) for start, stop in ranges]
+        self.total = sum(stop - start for start, stop in self._ranges)
 
     def add(self, start: int, stop: int) -> None:
-        """Add ``[start, stop)``.
+        """Add ``[start, stop)``, of which nothing is in the set."""
+        ranges = self._ranges
+        self.total += stop - start
+        first = last = bisect_left(ranges, (start, stop))
+        if first > 0 and ranges[first - 1][1] == start:
+            first -= 1
+            start = ranges[first][0]
+        if last < len(ranges) and ranges[last][0] == stop:
+            stop = ranges[last][1]
+            last += 1
+        ranges[first:last] = [(start, stop)]
 
-        Raises:
-            UsageError: It is not a range of whole numbers, or overlaps what is already there.
-        """
-        if not (type(start) is type(stop) is int and 0 <= start < stop):
-            raise UsageError(f"[{start}, {stop}) is no range of positions: give 0 <= start < stop")
-        first = last = bisect_right(self._ranges, (start, math.inf))
-        for other in self._ranges[max(0, first - 1) : first + 1]:
-            if other[0] < stop and start < other[1]:
-                raise UsageError(
-                    f"positions [{start}, {stop}) overlap [{other[0]}, {other[1]}), which is "
-                    f"already there: a sample would count twice"
-                )
-            if other[1] == start:
-                first, start = first - 1, other[0]
-            elif other[0] == stop:
-                last, stop = last + 1, other[1]
-        self._ranges[first:last] = [(start, stop)]
-
-    @property
-    def total(self) -> int:
-        """How many numbers are in the set."""
-        return sum(stop - start for start, stop in self._ranges)
-
-    def gaps(self, limit: int) -> Iterator[range]:
-        """Yield the ranges of ``[0, limit)`` that are not in the set, from the lowest."""
-        reached = 0
-        for start, stop in self._ranges:
-            if reached >= limit:
-                return
-            if reached < start:
-                yield range(reached, min(start, limit))
-            reached = stop
-        if reached < limit:
-            yield range(reached, limit)
+    def gaps(self, limit: int) -> list[range]:
+        """Return the ranges of ``[0, limit)`` that are not in the set, which ends before."""
+        starts = [0, *(stop for _, stop in self._ranges)]
+        stops = [*(start for start, _ in self._ranges), limit]
+        return [gap for gap in map(range, starts, stops) if gap]
 
     def to_list(self) -> list[list[int]]:
         """Return pairs of start and stop in ascending order, fit for JSON."""
         return [list(pair) for pair in self._ranges]
-
-    def copy(self) -> "RangeSet":
-        """Return an independent copy."""
-        return RangeSet(self._ranges)
 
 
 class Cursor:
@@ -199,24 +101,14 @@ class Cursor:
         num_samples: Samples of the data set.
         seed: Seed of the run.
         epoch: The first epoch that is not yet committed as a whole.
-
-    Raises:
-        DataError: The data set is empty.
     """
 
-    #: More cannot be in a checkpoint: at one epoch a second, those of a lifetime.
-    MOST_EPOCHS = 2**31
-
     def __init__(self, num_samples: int, seed: int) -> None:
-        _require_samples(num_samples)
         self.num_samples = num_samples
         self.seed = seed
         self.epoch = self._planning_epoch = 0
         self._committed = RangeSet()
-        # Leased or committed: what take() must not hand out.
-        self._busy = RangeSet()
-        #: Those that are outstanding, in the order in which they were taken.
-        self._leases: dict[Slice, None] = {}
+        self.release()
 
     @property
     def leases(self) -> tuple[Slice, ...]:
@@ -243,8 +135,6 @@ class Cursor:
         Raises:
             UsageError: An earlier epoch is partly done or has leases outstanding.
         """
-        if epoch < 0:
-            raise UsageError(f"epoch={epoch} must not be negative")
         if epoch > self.epoch:
             if self._leases or (self._committed.total > 0 and not abandon):
                 raise UsageError(
@@ -253,7 +143,7 @@ class Cursor:
                     f"{sum(lease.size for lease in self._leases)} under way. Run the loop over "
                     f"epoch {self.epoch} to its end first"
                 )
-            self._enter(epoch, RangeSet())
+            self._enter(epoch)
         self._planning_epoch = epoch
         return epoch == self.epoch
 
@@ -266,16 +156,11 @@ class Cursor:
         Returns:
             The lease, or ``None`` when every position of the epoch is leased or committed.
         """
-        if size < 1:
-            raise UsageError(f"a window of size={size} samples is impossible; give at least 1")
-        if self._planning_epoch != self.epoch:
+        if self._planning_epoch != self.epoch or not self._free:
             return None
-        gap = next(self._busy.gaps(self.num_samples), None)
-        if gap is None:
-            return None
+        gap = self._free[0]
         lease = Slice(self.epoch, gap.start, min(size, len(gap)))
-        self._busy.add(lease.start, lease.stop)
-        self._leases[lease] = None
+        self.lease(lease)
         return lease
 
     def lease(self, piece: Slice) -> None:
@@ -284,30 +169,33 @@ class Cursor:
         Raises:
             UsageError: Some of them are leased or committed.
         """
-        self._busy.add(piece.start, piece.stop)
-        self._leases[piece] = None
+        for number, gap in enumerate(self._free):
+            if gap.start <= piece.start and piece.stop <= gap.stop:
+                rest = range(gap.start, piece.start), range(piece.stop, gap.stop)
+                self._free[number : number + 1] = filter(None, rest)
+                self._leases[piece] = None
+                return
+        raise UsageError(f"{piece} is leased or committed already: a sample would count twice")
 
     def commit(self, lease: Slice) -> None:
         """Turn a lease into committed positions; the last one of an epoch ends the epoch.
 
         Raises:
-            UsageError: ``lease`` is not outstanding: committed before, released, or never taken.
+            KeyError: ``lease`` is not outstanding: committed before, released, or never taken.
         """
-        if lease not in self._leases:
-            raise UsageError(
-                f"{lease} is not leased (outstanding: {list(self._leases)}): it was committed "
-                "before, released, or never taken"
-            )
-        self._committed.add(lease.start, lease.stop)
         del self._leases[lease]
+        self._committed.add(lease.start, lease.stop)
         if self._committed.total == self.num_samples:
             self.epoch += 1
-            self._committed, self._busy = RangeSet(), RangeSet()
+            self._committed = RangeSet()
+            self.release()
 
     def release(self) -> None:
         """Drop every outstanding lease, so that ``take`` continues from the first gap."""
-        self._leases = {}
-        self._busy = self._committed.copy()
+        #: Those that are outstanding, in the order in which they were taken.
+        self._leases: dict[Slice, None] = {}
+        #: What is neither leased nor committed.
+        self._free = self._committed.gaps(self.num_samples)
 
     def num_windows(self, batch_size: int) -> int:
         """Windows of a whole epoch at ``batch_size`` samples each."""
@@ -315,9 +203,7 @@ class Cursor:
 
     def free_gaps(self) -> Iterator[int]:
         """Sizes of the gaps of the epoch that ``take`` can still lease from, in its order."""
-        if self._planning_epoch == self.epoch:
-            for gap in self._busy.gaps(self.num_samples):
-                yield len(gap)
+        return map(len, self._free if self._planning_epoch == self.epoch else ())
 
     def state_dict(self) -> dict[str, Any]:
         """Return committed progress as plain JSON types; leases are not part of it."""
@@ -336,50 +222,23 @@ class Cursor:
         """Go on from ``state``; outstanding leases are dropped.
 
         Raises:
-            CheckpointError: The state is for another data set or seed, or is damaged.
+            CheckpointError: The state is for another data set or seed.
         """
-        for name, mine in (("num_samples", self.num_samples), ("seed", self.seed)):
-            theirs = state.get(name)
-            if theirs != mine:
-                raise CheckpointError(
-                    f"the checkpoint's data cursor has {name}={theirs!r}, this run has "
-                    f"{name}={mine!r}: going on would repeat or miss samples. Use the data set "
-                    "and the seed of that run, start a new run, or begin this data anew with "
-                    'ddp.load(path, allow=("data",))'
-                )
-        try:
-            fields = Fields(dict(state))
-            epoch = fields.whole("epoch", most=self.MOST_EPOCHS)
-            committed = RangeSet(fields.items("committed"))
-            reached = max((stop for _, stop in committed.to_list()), default=0)
-            if reached > self.num_samples:
-                raise UsageError(
-                    f"committed positions reach {reached}, but the data set has "
-                    f"{self.num_samples} samples"
-                )
-        except (TypeError, ValueError, UsageError) as error:
+        if not self.is_of(state):
             raise CheckpointError(
-                f"the checkpoint's data cursor is damaged ({error}): resume from an older "
-                "checkpoint"
-            ) from error
-        if committed.total == self.num_samples:
-            epoch, committed = epoch + 1, RangeSet()
-        self._enter(epoch, committed)
+                f"the checkpoint's data cursor has num_samples={state.get('num_samples')!r} and "
+                f"seed={state.get('seed')!r}, this run has num_samples={self.num_samples} and "
+                f"seed={self.seed}: going on would repeat or miss samples. Use the data set and "
+                "the seed of that run, start a new run, or begin this data anew with "
+                'ddp.load(path, allow=("data",))'
+            )
+        self._enter(state["epoch"], state["committed"])
 
     def restart(self) -> None:
         """Begin with the first epoch anew; outstanding leases are dropped."""
-        self._enter(0, RangeSet())
+        self._enter(0)
 
-    def _enter(self, epoch: int, committed: RangeSet) -> None:
+    def _enter(self, epoch: int, committed: Iterable[Sequence[int]] = ()) -> None:
         self.epoch = self._planning_epoch = epoch
-        self._committed = committed
-        self._busy = committed.copy()
-        self._leases = {}
-
-
-def _require_samples(num_samples: int) -> None:
-    if num_samples < 1:
-        raise DataError(
-            f"the data set has {num_samples} samples: there is nothing to train on. "
-            "Check its path and its filters"
-        )
+        self._committed = RangeSet(committed)
+        self.release()

@@ -5,8 +5,8 @@ thread, in a background thread, or in worker processes, as torch's ``DataLoader`
 
 Randomness is derived, not stored: before each ``dataset[index]`` the generators that augmentation
 usually draws from are seeded from (seed, epoch, index). A sample is then the same whoever loads it,
-whatever was loaded before it, and after a resume. Data sets that draw nothing are not seeded; one
-that draws for the first time in a later batch has that batch loaded once more, seeded.
+whatever was loaded before it, and after a resume. Data sets that draw nothing are not seeded; the
+first batch that draws is loaded once more, seeded.
 """
 
 import multiprocessing
@@ -18,35 +18,30 @@ import time
 import traceback
 import warnings
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, final, get_args
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Literal, final
 
 import torch
 import torch.multiprocessing  # how tensors travel through shared memory
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
 from evener.closing import Closing
 from evener.data.cursor import derive_seed
-from evener.data.randomness import (
-    DrawWatch,
-    Generators,
-    as_they_are,
-    generators_lock,
-    seeded,
-)
+from evener.data.randomness import DrawWatch, generators_lock, seed_generators
 from evener.errors import ConfigError, DataError, UsageError
 
 Prefetch = Literal["auto", "inline", "thread", "process"]
+
+#: Loads the samples of an epoch with these indices as a batch.
+Load = Callable[[int, list[int]], Any]
 
 DEFAULT_TIMEOUT_S: Final = 600.0
 """How long ``Pending.result`` waits for a batch by default."""
@@ -57,15 +52,7 @@ _ORPHAN_CHECK_S: Final = 1.0
 _PLAIN_DATA: Final = "Return plain data and tensors without gradient, or use num_workers=0"
 
 
-class MapDataset(Protocol):
-    """A map-style data set: a sample for each index."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Return the sample of ``index``."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recipe:
     """What is needed to turn (epoch, indices) into a batch.
 
@@ -73,18 +60,15 @@ class Recipe:
         dataset: Map-style data set.
         collate_fn: Makes one batch of a list of samples.
         seed: Seed of the run; with epoch and index it fixes the randomness of each sample.
-        watch: Whether the data set or ``collate_fn`` draws random numbers.
+        draws: Whether the data set or ``collate_fn`` was seen to draw random numbers.
+        watch: Notices that it does.
     """
 
-    dataset: MapDataset
+    dataset: Any
     collate_fn: Callable[[list[Any]], Any] = default_collate
     seed: int = 0
+    draws: bool = False
     watch: DrawWatch = field(default_factory=DrawWatch)
-
-    @property
-    def dataset_name(self) -> str:
-        """Type of the data set, for messages."""
-        return type(self.dataset).__qualname__
 
     def batch(self, epoch: int, indices: Sequence[int]) -> Any:
         """Load the samples of ``indices`` and collate them.
@@ -92,47 +76,45 @@ class Recipe:
         The process's generators are left wherever loading has moved them.
         """
         with generators_lock:
-            if self.watch.draws is None:
-                return self.assemble(epoch, indices, self.watch.closely)
-            if not self.watch.draws:
+            if not self.draws:
+                # Seeding them for each sample takes as long as reading a small one.
                 self.watch.start(derive_seed(self.seed, epoch, indices[0]))
-                batch = self.assemble(epoch, indices, as_they_are)
-                if not self.watch.look():
+                batch = self.assemble(epoch, indices)
+                self.draws = self.watch.has_drawn()
+                if not self.draws:
                     return batch
-            return self.assemble(epoch, indices, seeded)
+            return self.assemble(epoch, indices, seeded=True)
 
-    def assemble(self, epoch: int, indices: Sequence[int], generators: Generators) -> Any:
-        """Load and collate a batch, with its generators readied by ``generators``; see ``batch``.
+    def assemble(self, epoch: int, indices: Sequence[int], *, seeded: bool = False) -> Any:
+        """Load and collate a batch; ``seeded`` says whether its random numbers are derived.
 
         Raises:
             DataError: The data set or ``collate_fn`` raised; names the index or the indices, and
                 where it happened.
         """
-        dataset, samples, only_reads = self.dataset, [], generators is as_they_are
+        samples, name = [], type(self.dataset).__qualname__
         for index in indices:
             try:
-                if only_reads:
-                    samples.append(dataset[index])
-                    continue
-                with generators(self.seed, epoch, index):
-                    samples.append(dataset[index])
+                if seeded:
+                    seed_generators(derive_seed(self.seed, epoch, index))
+                samples.append(self.dataset[index])
             except Exception as error:
                 raise DataError(
-                    f"sample {index} of epoch {epoch} could not be loaded from "
-                    f"{self.dataset_name}: {describe(error)}. Mend or leave out this sample; "
-                    f"dataset[{index}] alone reproduces the error"
+                    f"sample {index} of epoch {epoch} could not be loaded from {name}: "
+                    f"{describe(error)}. Mend or leave out this sample; dataset[{index}] alone "
+                    "reproduces the error"
                 ) from error
         try:
-            # ``collate_fn`` may draw random numbers (masking), so it is seeded too.
-            with generators(self.seed, epoch, indices[0], "collate"):
-                if self.collate_fn is default_collate and type(samples[0]) is Tensor:
-                    return torch.stack(samples)  # the same, without the search for what they are
-                return self.collate_fn(samples)
+            if seeded:  # ``collate_fn`` may draw, too, as for masks
+                seed_generators(derive_seed(self.seed, epoch, indices[0], "collate"))
+            if self.collate_fn is default_collate and type(samples[0]) is Tensor:
+                return torch.stack(samples)  # the same, without the search for what they are
+            return self.collate_fn(samples)
         except Exception as error:
             raise DataError(
-                f"{name_samples(epoch, indices)} from {self.dataset_name} could not be "
-                f"collated: {describe(error)}. Samples of one batch need equal shapes, or pass a "
-                f"collate_fn that pads them"
+                f"{name_samples(epoch, indices)} from {name} could not be collated: "
+                f"{describe(error)}. Samples of one batch need equal shapes, or pass a collate_fn "
+                "that pads them"
             ) from error
 
 
@@ -155,62 +137,81 @@ class RemoteTraceback(Exception):
 
 
 @final
-class Pending:
+class Pending(Future[Any]):
     """A batch that has been submitted.
 
-    Attributes:
+    Args:
+        fetcher: Loads it, and is kept as long as this.
         epoch: Epoch of its samples.
         indices: Their indices in the data set.
     """
 
     def __init__(self, fetcher: "Fetcher", epoch: int, indices: list[int]) -> None:
-        self.epoch = epoch
-        self.indices = indices
+        super().__init__()
         self._fetcher = fetcher
-        self._future = fetcher._submit(epoch, indices)
+        self._epoch = epoch
+        self._indices = indices
 
-    def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+    def load(self, load: Load) -> None:
+        """Load the batch, or keep the error for ``result``."""
+        try:
+            self.set_result(load(self._epoch, self._indices))
+        except Exception as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
         """Wait for the batch; asking again returns the same object or raises the same error.
 
         Args:
-            timeout_s: Longest wait, in seconds. A load in the calling thread cannot be cut short.
+            timeout: Longest wait, in seconds. A load in the calling thread cannot be cut short.
 
         Raises:
             DataError: A sample could not be loaded (named by index), a worker died, or the
                 deadline has passed.
-            UsageError: The fetcher was closed.
+            CancelledError: The fetcher was closed.
         """
-        deadline = time.monotonic() + timeout_s
+        if self._fetcher.inline is not None and not self.done():
+            self.load(self._fetcher.inline)
         try:
-            self._fetcher._advance(self._future, deadline)
-            return self._future.result(max(0.0, deadline - time.monotonic()))
-        except CancelledError:
-            text = "the fetcher was closed before this batch was loaded"
-            raise UsageError(text) from None
+            return super().result(timeout)
         except TimeoutError:
             raise DataError(
-                f"{name_samples(self.epoch, self.indices)} did not arrive from "
-                f"{self._fetcher.place} within {timeout_s:g} s. Storage may hang, or loading is "
-                f"slow: time dataset[index] alone, or use more workers"
+                f"{name_samples(self._epoch, self._indices)} did not arrive within "
+                f"{timeout:g} s. Storage may hang, or loading is slow: time dataset[index] alone, "
+                "or use more workers"
             ) from None
 
 
-class Fetcher(Closing, ABC):
+#: What threads load, until ``None`` comes.
+Tasks = SimpleQueue[Pending | None]
+
+
+@final
+class Fetcher(Closing):
     """Loads micro-batches ahead of need, in the order in which they are submitted.
 
     Each submitted batch stays in memory until its ``Pending`` is dropped: the *caller* bounds the
     number of submissions that are outstanding. One thread at a time may use a fetcher.
 
     Args:
-        recipe: Says how.
+        loads: What each of its threads loads with.
+        workers: The processes that they ask, if they do.
+        inline: Without threads: what the calling thread loads with, when a result is asked for.
     """
 
-    place: str
-    """Where it loads, for messages."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._closed = False
+    def __init__(
+        self, loads: Sequence[Load], workers: Sequence["Worker"] = (), inline: Load | None = None
+    ) -> None:
+        self.workers = workers
+        self.inline = inline
+        self._tasks: Tasks = SimpleQueue()
+        # Also for one that is forgotten, and where the interpreter ends.
+        self._end = weakref.finalize(self, _end, os.getpid(), self._tasks, len(loads), workers)
+        for load in loads:
+            # Daemons: the end of the interpreter waits for no sample.
+            threading.Thread(
+                target=_load_all, args=(self._tasks, load), name="evener-fetcher", daemon=True
+            ).start()
 
     def submit(self, epoch: int, indices: Sequence[int]) -> Pending:
         """Start to load the samples of ``indices`` as one batch and return at once.
@@ -220,74 +221,36 @@ class Fetcher(Closing, ABC):
             indices: Indices into the data set, at least one.
 
         Raises:
-            UsageError: The fetcher is closed, or ``indices`` is empty.
+            UsageError: The fetcher is closed.
         """
-        if self._closed:
+        if not self._end.alive:
             raise UsageError("this fetcher is closed: submit before close()")
-        if not indices:
-            raise UsageError("a batch needs at least one index: do not submit an empty share")
-        return Pending(self, epoch, [int(index) for index in indices])
+        pending = Pending(self, epoch, [int(index) for index in indices])
+        if self.inline is None:
+            self._tasks.put(pending)
+        return pending
 
     def close(self) -> None:
         """End threads and processes, also while loads are outstanding; idempotent."""
-        self._closed = True
-
-    @abstractmethod
-    def _submit(self, epoch: int, indices: list[int]) -> Future[Any]:
-        """Start a load."""
-
-    def _advance(self, future: Future[Any], deadline: float) -> None:
-        """Do what the caller's thread must do for ``future``, until ``deadline``."""
+        self._end()
 
 
-@final
-class InlineFetcher(Fetcher):
-    """Loads in the calling thread, when the result is asked for (``num_workers=0``).
-
-    Augmentation is seeded as in worker processes. The generators of the process move: whoever
-    trains seeds them after loading, as ``TeamLoader`` does.
-    """
-
-    place = "the calling thread"
-
-    def _submit(self, epoch: int, indices: list[int]) -> Future[Any]:
-        return _Deferred(partial(self._recipe.batch, epoch, indices))
+def _load_all(tasks: Tasks, load: Load) -> None:
+    while (pending := tasks.get()) is not None:
+        pending.load(load)
+        del pending  # or its batch would stay until the next one comes
 
 
-class _Deferred(Future[Any]):
-    def __init__(self, load: Callable[[], Any]) -> None:
-        super().__init__()
-        self._load = load
-
-    def result(self, timeout: float | None = None) -> Any:
-        if not self.done():
-            try:
-                self.set_result(self._load())
-            except Exception as error:
-                self.set_exception(error)
-        return super().result()
-
-
-@final
-class ThreadFetcher(Fetcher):
-    """Loads in one background thread, for data sets that draw no random numbers.
-
-    Nothing is seeded: threads share their process's generators with training.
-    """
-
-    place = "the loader's thread"
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="evener-fetcher")
-
-    def _submit(self, epoch: int, indices: list[int]) -> Future[Any]:
-        return self._pool.submit(self._recipe.assemble, epoch, indices, as_they_are)
-
-    def close(self) -> None:
-        """Drop what is queued; the batch that is being loaded is the last."""
-        super().close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+def _end(owner: int, tasks: Tasks, num_threads: int, workers: Sequence["Worker"]) -> None:
+    if os.getpid() != owner:  # a forked child has copies
+        return
+    with suppress(Empty):
+        while (pending := tasks.get_nowait()) is not None:
+            pending.cancel()
+    for _ in range(num_threads):
+        tasks.put(None)
+    for worker in workers:
+        worker.end()
 
 
 # ── worker processes ─────────────────────────────────────────────────────────────────────────────
@@ -303,134 +266,78 @@ def start_context(named: BaseContext | None) -> BaseContext:
 
 
 @final
-class ProcessFetcher(Fetcher):
-    """Loads in worker processes, which take batches in the order of their submission.
+class Worker:
+    """A worker process, for the thread that asks it. It gets one torch thread.
 
-    Each gets one torch thread. They end with ``close()``, and when their parent ends, however it
-    does. One that dies ends the fetcher: its batches are lost.
+    It ends when its parent does, however that ends.
 
     Args:
-        recipe: Says how; each worker gets a copy of its data set.
-        num_workers: Processes, at least one.
-        context: How they start, if the user has named it.
+        name: For messages.
+        recipe: Says how to load; the process gets a copy of its data set.
+        context: How it starts.
 
-    Raises:
-        DataError: A process could not be started.
+    Attributes:
+        pid: Its process id.
     """
 
-    def __init__(
-        self, recipe: Recipe, num_workers: int = 1, context: BaseContext | None = None
-    ) -> None:
-        super().__init__(recipe)
-        self.place = f"{num_workers} data worker(s)"
-        context = start_context(context)
-        # Its thread sends: submitting never waits for a worker that is busy.
-        self._tasks: Any = context.Queue()
-        self._answers: dict[Connection, Any] = {}
-        # Also for one that is forgotten, and where the interpreter ends.
-        self._end = weakref.finalize(self, _end_workers, os.getpid(), self._answers, self._tasks)
-        self._futures: dict[int, Future[Any]] = {}
-        self._num_submitted = 0
-        self._death: DataError | None = None
-        try:
-            for number in range(num_workers):
-                self._start_worker(f"data worker {number}", context)
-        except Exception as error:
-            self.close()
-            raise DataError(
-                f"a data worker for {self._recipe.dataset_name} could not be started: "
-                f"{type(error).__name__}: {error}. Use fewer workers, or num_workers=0"
-            ) from error
-
-    def _start_worker(self, name: str, context: BaseContext) -> None:
-        ours, theirs = Pipe(duplex=False)
-        process = context.Process(  # type: ignore[attr-defined]  # every context has it
-            target=_serve,
-            args=(self._recipe, self._tasks, theirs, os.getpid()),
-            name=name,
-            daemon=True,
+    def __init__(self, name: str, recipe: Recipe, context: BaseContext) -> None:
+        self._connection, theirs = context.Pipe()
+        self._in_use = threading.Lock()
+        self._is_ended = False
+        self._process: Any = context.Process(  # type: ignore[attr-defined]  # every context has it
+            target=_serve, args=(recipe, theirs, os.getpid()), name=name, daemon=True
         )
         # A forked worker owns the lock from the start: otherwise it could wait for a thread that
         # only the parent has.
         with generators_lock, warnings.catch_warnings():
             # Python 3.12 and later warn of every fork beside threads.
             warnings.filterwarnings("ignore", ".* multi-threaded", DeprecationWarning)
-            process.start()
+            self._process.start()
         theirs.close()
-        self._answers[ours] = process
+        self.pid: int = self._process.pid
 
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """Process ids of the workers; empty once closed."""
-        return tuple(process.pid for process in self._answers.values())
+    def load(self, epoch: int, indices: list[int]) -> Any:
+        """Let the process load a batch.
 
-    def _submit(self, epoch: int, indices: list[int]) -> Future[Any]:
-        number, future = self._num_submitted, Future[Any]()
-        self._num_submitted += 1
-        self._futures[number] = future
-        self._tasks.put((number, epoch, indices))
-        return future
+        Raises:
+            DataError: It could not, or has died.
+            CancelledError: It was ended meanwhile.
+        """
+        with self._in_use:
+            try:
+                self._connection.send((epoch, indices))
+                # Unpickling fetches tensors from the worker, so its death shows here as well.
+                batch, failure, trace = self._connection.recv()
+            except Exception as error:
+                if self._is_ended:
+                    raise CancelledError from None
+                self._process.join(1.0)
+                raise DataError(
+                    f"{self._process.name} (pid {self.pid}, exit code {self._process.exitcode}) "
+                    f"does not answer: {describe(error)}. Its own output above may say why. Where "
+                    "memory or /dev/shm is full, use fewer workers or smaller batches. "
+                    f"{_PLAIN_DATA}"
+                ) from error
+        if failure:
+            raise DataError(failure) from RemoteTraceback(trace)
+        return batch
 
-    def _advance(self, future: Future[Any], deadline: float) -> None:
-        while not future.done():
-            if self._death is not None:
-                raise self._death
-            ready = wait([*self._answers], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                self._receive(connection)
-
-    def _receive(self, connection: Connection) -> None:
-        try:
-            # Unpickling fetches tensors from the worker, so its death shows here as well.
-            number, batch, text, trace = ForkingPickler.loads(connection.recv_bytes())
-        except Exception as error:
-            process = self._answers[connection]
-            process.join(1.0)
-            self._death = DataError(
-                f"{process.name} (pid {process.pid}, exit code {process.exitcode}) does not "
-                f"answer: {describe(error)}. Its own output above may say why. Where memory or "
-                f"/dev/shm is full, use fewer workers or smaller batches. {_PLAIN_DATA}"
-            )
-            self._death.__cause__ = error
-            return
-        future = self._futures.pop(number)
-        if text is None:
-            future.set_result(batch)
-        else:
-            failure = DataError(text)
-            failure.__cause__ = RemoteTraceback(trace)
-            future.set_exception(failure)
-
-    def close(self) -> None:
-        """End the workers, also in the middle of a sample."""
-        super().close()
-        for future in self._futures.values():
-            future.cancel()
-        self._futures.clear()
-        self._end()
-
-
-def _end_workers(owner: int, answers: dict[Connection, Any], tasks: Any) -> None:
-    if os.getpid() != owner:  # a forked child has copies
-        return
-    for connection, process in answers.items():
-        connection.close()
-        process.kill()
-        process.join()
+    def end(self) -> None:
+        """Kill the process, also in the middle of a sample."""
+        self._is_ended = True
+        self._process.kill()
+        # Its death ends `load`, unless something that the data set has started holds the other end.
+        if self._in_use.acquire(timeout=1.0):
+            self._connection.close()
+        self._process.join()
         # What it was killed over before its shared memory lost its name.
-        for segment in Path("/dev/shm").glob(f"torch_{process.pid}_*"):
+        for segment in Path("/dev/shm").glob(f"torch_{self.pid}_*"):
             segment.unlink(missing_ok=True)
-        process.close()
-    answers.clear()
-    tasks.close()
-    tasks.join_thread()
+        self._process.close()
 
 
-def _serve(recipe: Recipe, tasks: Any, answers: Connection, parent: int) -> None:
-    """Turn tasks into batches, in a worker process, until it is killed or its parent is gone."""
+def _serve(recipe: Recipe, connection: Connection, parent: int) -> None:
+    """Answer a parent's requests, in a worker process, until it is killed or the parent is gone."""
     # The parent decides what Ctrl-C means; it arrives at the whole foreground group. Handlers of
     # a forked rank are not this process's.
     signal.set_wakeup_fd(-1)
@@ -440,21 +347,17 @@ def _serve(recipe: Recipe, tasks: Any, answers: Connection, parent: int) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    while True:
-        number, epoch, indices = tasks.get()
-        try:
-            # Pickled here: a batch that does not pickle is this task's error.
-            answer = ForkingPickler.dumps((number, recipe.batch(epoch, indices), None, ""))
-        except Exception as error:
-            text = str(error)
-            if not isinstance(error, DataError):
-                text = (
-                    f"{name_samples(epoch, indices)} from {recipe.dataset_name} cannot be sent by "
-                    f"their worker process: {describe(error)}. {_PLAIN_DATA}"
-                )
-            answer = ForkingPickler.dumps((number, None, text, traceback.format_exc()))
-        with suppress(BrokenPipeError):  # the parent is gone, or closes
-            answers.send_bytes(answer)
+    with suppress(EOFError, OSError):  # the parent is gone, or closes
+        while True:
+            epoch, indices = connection.recv()
+            try:
+                # Pickled before it is sent: a batch that does not pickle is this request's error.
+                connection.send((recipe.batch(epoch, indices), "", ""))
+            except Exception as error:
+                if not isinstance(error, DataError):
+                    what = f"{name_samples(epoch, indices)} cannot be sent by their worker process"
+                    error = DataError(f"{what}: {describe(error)}. {_PLAIN_DATA}")
+                connection.send((None, str(error), traceback.format_exc()))
 
 
 def _end_with(parent: int) -> None:
@@ -465,7 +368,7 @@ def _end_with(parent: int) -> None:
 
 
 def make_fetcher(
-    dataset: MapDataset,
+    dataset: Any,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
     num_workers: int = 0,
@@ -484,29 +387,23 @@ def make_fetcher(
         context: How worker processes start, if the user has named it; see ``start_context``.
 
     Raises:
-        ConfigError: A bad value, or ``prefetch`` and ``num_workers`` contradict one another.
-        DataError: The data set is not map-style, or a worker process could not be started.
+        ConfigError: ``prefetch`` has no such value, or does not go with ``num_workers``.
     """
-    if isinstance(dataset, IterableDataset):
-        raise DataError(
-            f"{type(dataset).__qualname__} is an IterableDataset: it has no samples to ask for by "
-            f"index, so they cannot be shared out. Use a map-style data set (__getitem__, __len__)"
-        )
-    if num_workers < 0:
-        raise ConfigError(f"num_workers={num_workers}: must be 0 or more")
-    if prefetch not in get_args(Prefetch):
-        raise ConfigError(f"prefetch={prefetch!r}: must be one of {', '.join(get_args(Prefetch))}")
-    if prefetch == "auto":
-        prefetch = "process" if num_workers else "inline"
-    if (prefetch == "process") != (num_workers > 0):
-        raise ConfigError(
-            f"prefetch={prefetch!r} contradicts num_workers={num_workers}: worker processes need "
-            f"num_workers >= 1 and prefetch='process' or 'auto'; the others need num_workers=0"
-        )
     recipe = Recipe(dataset, collate_fn or default_collate, seed)
-    if prefetch == "process":
-        return ProcessFetcher(recipe, num_workers, context)
-    return ThreadFetcher(recipe) if prefetch == "thread" else InlineFetcher(recipe)
+    if num_workers == 0 and prefetch in ("auto", "inline"):
+        # The process's generators move: whoever trains seeds them after loading.
+        return Fetcher([], inline=recipe.batch)
+    if num_workers == 0 and prefetch == "thread":
+        # Nothing is seeded: threads share the process's generators with training.
+        return Fetcher([recipe.assemble])
+    if num_workers > 0 and prefetch in ("auto", "process"):
+        context = start_context(context)
+        workers = [Worker(f"data worker {k}", recipe, context) for k in range(num_workers)]
+        return Fetcher([worker.load for worker in workers], workers)
+    raise ConfigError(
+        f"prefetch={prefetch!r} contradicts num_workers={num_workers}: give 'process' with "
+        "num_workers >= 1, 'inline' or 'thread' with num_workers=0, or 'auto' with either"
+    )
 
 
 def name_samples(epoch: int, indices: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """Queues of batches, one a rank: what is handed out, done, handed on. Pure."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 from evener.data.cursor import Cursor, Slice
@@ -63,11 +63,10 @@ class LeaseBook:
         queue = self._queues[rank]
         done = [queue.popleft() for _ in range(min(num_batches, len(queue)))]
         held = sum(piece.size for piece in done)
-        if len(done) != num_batches or held != num_samples:
+        if held != num_samples:
             raise ProtocolError(
-                f"rank {rank} has done {num_batches} batches with {num_samples} samples, its queue "
-                f"held {len(done)} with {held}; ranks run different code, or this is a bug of "
-                "evener"
+                f"rank {rank} has done {num_batches} batches with {num_samples} samples, and its "
+                f"queue held {held}; ranks run different code, or this is a bug of evener"
             )
         return done
 
@@ -84,33 +83,24 @@ class LeaseBook:
             for rank, queue in self._queues.items():
                 while len(queue) > sizes[rank]:
                     spare.appendleft(queue.pop())
-        for beyond in (False, True):
-            for rank in self._neediest(sizes, beyond=beyond):
-                if beyond and not spare:
-                    return
-                piece = spare.popleft() if spare else self._take()
-                if piece is None:
-                    return
-                self._queues[rank].append(piece)
+        heap = [self._need(rank, sizes) for rank in self._queues]
+        heapify(heap)
+        while heap:
+            is_full, _, rank = heappop(heap)
+            if is_full and not spare:
+                return
+            piece = spare.popleft() if spare else self._take()
+            if piece is None:
+                return
+            self._queues[rank].append(piece)
+            heappush(heap, self._need(rank, sizes))
 
     def _take(self) -> Slice | None:
-        gap = next(iter(self.cursor.free_gaps()), 0)
+        gap = next(self.cursor.free_gaps(), 0)
         one_over = self._avoid_ones and gap == self.batch_size + 1
         return self.cursor.take(self.batch_size + one_over)
 
-    def _neediest(self, sizes: Sequence[int], *, beyond: bool) -> Iterator[int]:
-        """Yield the rank with the emptiest queue for its size, while the caller fills queues up.
-
-        Args:
-            sizes: As in ``fill``.
-            beyond: Whether queues that have their size get more.
-        """
-        queues = self._queues
-        ranks = [r for r, queue in queues.items() if beyond or len(queue) < sizes[r]]
-        heap = [(len(queues[rank]) / max(1, sizes[rank]), rank) for rank in ranks]
-        heapify(heap)
-        while heap:
-            _, rank = heappop(heap)
-            yield rank
-            if beyond or len(queues[rank]) < sizes[rank]:
-                heappush(heap, (len(queues[rank]) / max(1, sizes[rank]), rank))
+    def _need(self, rank: int, sizes: Sequence[int]) -> tuple[bool, float, int]:
+        """Return a key by which the emptiest queue for its size comes first, and full ones last."""
+        held, size = len(self._queues[rank]), sizes[rank]
+        return held >= size, held / max(1, size), rank

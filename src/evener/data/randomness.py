@@ -6,13 +6,11 @@ They belong to the process, so threads that load samples at the same time wait f
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-
-from evener.data.cursor import derive_seed
 
 generators_lock: Final = threading.RLock()
 """Held from seeding the generators to the last draw that shall follow from the seed."""
@@ -42,98 +40,53 @@ def seed_training(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-#: Readies the generators for what is drawn inside the block, from what it belongs to.
-Generators = Callable[..., AbstractContextManager[None]]
+class DrawWatch:
+    """Tells whether random numbers are drawn, without the cost of seeding the generators.
 
+    Twins of Python's and of NumPy's generator draw what those would draw next: while they agree,
+    nobody else has drawn.
+    """
 
-@contextmanager
-def seeded(*key: int | str) -> Iterator[None]:
-    """Seed the generators from ``key``."""
-    seed_generators(derive_seed(*key))
-    yield
+    def __init__(self) -> None:
+        self._python = random.Random()
+        self._numpy: Any = None
+        self._torch_state = torch.empty(0)
 
+    def start(self, seed: int) -> None:
+        """Put the generators where ``has_drawn`` can tell whether they have moved."""
+        if self._has_moved():
+            seed_generators(seed)
+            self._python.seed(seed)
+            if (numpy := sys.modules.get("numpy")) is not None:
+                self._numpy = numpy.random.RandomState(seed & 0xFFFF_FFFF)
+        # Not left alone: torch.initial_seed(), which one reads without drawing, should differ.
+        torch.default_generator.manual_seed(seed)
+        self._torch_state = torch.default_generator.get_state()
 
-def as_they_are(*_key: int | str) -> AbstractContextManager[None]:
-    """Leave the generators alone."""
-    return nullcontext()
+    def has_drawn(self) -> bool:
+        """Return whether anything was drawn or seeded since ``start``."""
+        torch_state = torch.default_generator.get_state()
+        return self._has_moved() or not torch.equal(torch_state, self._torch_state)
+
+    def _has_moved(self) -> bool:
+        numpy = sys.modules.get("numpy")
+        moved = random.getrandbits(64) != self._python.getrandbits(64)
+        if numpy is not None:
+            twin = self._numpy
+            moved |= twin is None or numpy.random.random_sample() != twin.random_sample()
+        return moved
 
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Leave the generators that ``seed_generators`` seeds as they were before the block."""
-    python_state, torch_state, numpy_state = _states()
+    numpy = sys.modules.get("numpy")
+    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    numpy_state = numpy and numpy.random.get_state()
     try:
         yield
     finally:
         random.setstate(python_state)
         torch.default_generator.set_state(torch_state)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
-
-
-class DrawWatch:
-    """Tells whether a data set draws random numbers: if not, it needs no seeding.
-
-    Seeding three generators takes as long as reading a small sample. So the first batch is watched
-    closely, sample by sample. Later, twins of Python's and of NumPy's generator draw what those
-    would draw next: while they agree, nobody else has drawn.
-
-    Attributes:
-        draws: Whether the data set was ever seen to draw; ``None`` before the first batch.
-    """
-
-    def __init__(self) -> None:
-        self.draws: bool | None = None
-        self._python = random.Random()
-        self._numpy: Any = None
-        self._torch_state = torch.empty(0)
-
-    @contextmanager
-    def closely(self, *key: int | str) -> Iterator[None]:
-        """Seed from ``key``, and see by whole states whether anything is drawn."""
-        seed_generators(derive_seed(*key))
-        before = _states()
-        yield
-        after = _states()
-        moved = before[0] != after[0] or not torch.equal(before[1], after[1])
-        self.draws = self.draws or moved or str(before[2]) != str(after[2])
-
-    def start(self, seed: int) -> None:
-        """Put the generators where ``look`` can tell whether they have moved."""
-        if self._python_moved():
-            random.seed(seed)
-            self._python.seed(seed)
-        if self._numpy_moved():
-            numpy = sys.modules["numpy"]
-            numpy.random.seed(seed & 0xFFFF_FFFF)
-            self._numpy = numpy.random.RandomState(seed & 0xFFFF_FFFF)
-        # Not left alone: torch.initial_seed(), which one reads without drawing, should differ.
-        torch.default_generator.manual_seed(seed)
-        self._torch_state = torch.default_generator.get_state()
-
-    def look(self) -> bool:
-        """Return whether anything was drawn or seeded since ``start``."""
-        drawn = self._python_moved()
-        drawn |= self._numpy_moved()
-        drawn |= not torch.equal(torch.default_generator.get_state(), self._torch_state)
-        self.draws = self.draws or drawn
-        return drawn
-
-    def _python_moved(self) -> bool:
-        return random.getrandbits(64) != self._python.getrandbits(64)
-
-    def _numpy_moved(self) -> bool:
-        if (numpy := sys.modules.get("numpy")) is None:
-            return False
-        if self._numpy is None:
-            return True
-        return bool(numpy.random.random() != self._numpy.random_sample())
-
-
-def _states() -> tuple[Any, torch.Tensor, Any]:
-    numpy = sys.modules.get("numpy")
-    return (
-        random.getstate(),
-        torch.default_generator.get_state(),
-        None if numpy is None else numpy.random.get_state(),
-    )
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

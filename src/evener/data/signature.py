@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from evener.data.cursor import derive_seed
@@ -63,20 +62,14 @@ def _read(fetcher: Fetcher, index: int) -> list[tuple[str, str]]:
 
 def _show(value: Any) -> tuple[str, str]:
     kind = type(value).__name__
-    if isinstance(value, bool | int | float | complex | str | None):
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
         return kind, repr(value)
     # Of an object of the user's own, an array of objects or a sparse tensor, the type has to do.
     with suppress(TypeError, ValueError, RuntimeError):
-        if not isinstance(value, Tensor):
-            view = memoryview(value)
-            # Bytes of objects are addresses, which differ between processes.
-            return kind, "" if "O" in view.format else _hash(view.tobytes())
-        kind = f"{kind} {value.dtype}"
+        tensor = torch.as_tensor(value).detach()
+        kind = f"{kind} {tensor.dtype}"
         # As bytes, since NumPy does not know bfloat16.
-        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return kind, f"{[*value.shape]} {_hash(content)}"
+        content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest = hashlib.blake2b(content.tobytes(), digest_size=16)
+        return kind, f"{[*tensor.shape]} {digest.hexdigest()}"
     return kind, ""
-
-
-def _hash(content: Any) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -342,7 +342,8 @@ class DataSide:
         except CheckpointError as error:
             assembly.engine.collectives.ask(_LOADING, [str(error), 0])
             raise
-        answers = assembly.engine.collectives.ask(_LOADING, ["", saved.progress.window])
+        own = ["", saved.engine["progress"]["window"]]
+        answers = assembly.engine.collectives.ask(_LOADING, own)
         first = next(iter(answers.values()))
         for rank, (refused, window) in answers.items():
             if refused:

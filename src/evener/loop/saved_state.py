@@ -7,25 +7,16 @@ any of it is loaded: a state that is refused has changed nothing.
 import copy
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from evener.averaging.sharded_update import ELEMENTWISE
-from evener.checkpoint import (
-    Checkpoint,
-    Snapshot,
-    copy_to_cpu,
-    encode_document,
-    find_newest,
-    open_checkpoint,
-)
-from evener.engine.results import Progress
+from evener.checkpoint import Snapshot, copy_to_cpu, encode_document, find_newest, open_checkpoint
 from evener.engine.training_state import TrainingContent, unpack
 from evener.errors import CheckpointError
 from evener.loop.assembly import Assembly
@@ -55,11 +46,6 @@ class SavedState:
     training: TrainingContent
     engine: Mapping[str, Any]
 
-    @property
-    def progress(self) -> Progress:
-        """Return what the team had applied."""
-        return Progress(**self.engine["progress"])
-
 
 def capture(
     assembly: Assembly,
@@ -86,11 +72,8 @@ def capture(
     training, tensors = assembly.state.collect(engine.optimizer_states())
     groups = {"model": assembly.model.state_dict(), TRAINING: tensors}
     old = into.tensors if into is not None else {}
-    state = {
-        **engine.run.state_dict(engine.policy, assembly.names),
-        **training,
-        "positions": list(positions),
-    }
+    known = engine.run.state_dict(engine.policy, assembly.names)
+    state = {**known, **training, "positions": list(positions)}
     documents = {STATE: state, **(documents or {})}
     encoded = {name: encode_document(name, one) for name, one in documents.items()}
     return Snapshot(
@@ -122,9 +105,20 @@ def find_state(assembly: Assembly, path: Path) -> SavedState:
         raise CheckpointError(
             f"{path} holds no complete checkpoint ({'; '.join(skipped)}); give another folder"
         )
-    saved = _read(checkpoint or open_checkpoint(path))
-    _check_model(saved.path, saved.model, assembly.model)
-    _check_training(saved.path, saved.training, assembly)
+    checkpoint = checkpoint or open_checkpoint(path)
+    state = checkpoint.document(STATE)
+    saved = SavedState(
+        path=checkpoint.path,
+        positions=tuple(state["positions"]),
+        model=checkpoint.tensors("model"),
+        training=unpack(state, checkpoint.tensors(TRAINING)),
+        engine=state,
+    )
+    if difference := next(_differences(saved, assembly), None):
+        raise CheckpointError(
+            f"{saved.path} is not of this run: {difference}; resume with the model, "
+            "optimizers and schedulers that it was written from"
+        )
     # On a copy, which shows whether it is of another policy.
     copy.deepcopy(assembly.policy).load_state_dict(saved.engine["planner"])
     return saved
@@ -143,89 +137,41 @@ def restore(assembly: Assembly, saved: SavedState) -> None:
     assembly.engine.load_state_dict(saved.engine, assembly.names)
 
 
-def _read(checkpoint: Checkpoint) -> SavedState:
-    """Read what ``capture`` has saved."""
-    try:
-        state = checkpoint.document(STATE)
-        return SavedState(
-            path=checkpoint.path,
-            positions=tuple(state["positions"]),
-            model=checkpoint.tensors("model"),
-            training=unpack(state, checkpoint.tensors(TRAINING)),
-            engine=state,
-        )
-    except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path / STATE} is damaged: {error!r}; resume from an older checkpoint"
-        ) from error
+def _differences(saved: SavedState, assembly: Assembly) -> Iterator[str]:
+    """Yield what a checkpoint's model, optimizers and schedulers have, and this rank's have not."""
+    groups = [state["param_groups"] for state in saved.training.optimizers]
+    there = _layout(saved.model, groups, saved.training.schedule)
+    groups = [optimizer.param_groups for optimizer in assembly.optimizers]
+    here = _layout(assembly.model.state_dict(), groups, assembly.state.schedule.state_dict())
+    for name in here | there:
+        if (theirs := there.get(name, "missing")) != (mine := here.get(name, "missing")):
+            yield f"{name} is {theirs} there and {mine} here"
+    for number, optimizer in enumerate(assembly.optimizers):
+        state = saved.training.optimizers[number]
+        for group, options in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            for key, value in options.items():
+                # A newer torch may know options that an older one did not write.
+                optional = value is None or isinstance(value, bool | str) or key == "initial_lr"
+                if key not in group and not optional:
+                    yield f"optimizer {number} has {key!r} here only"
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        of_shape = ELEMENTWISE.get(type(optimizer), frozenset())  # others may keep parts of a shape
+        for index, values in state["state"].items():
+            for key in values.keys() & of_shape:
+                # SGD without momentum keeps a buffer that is None.
+                if isinstance(values[key], Tensor) and values[key].shape != parameters[index].shape:
+                    shapes = f"{tuple(values[key].shape)} for {tuple(parameters[index].shape)}"
+                    yield f"state.{index}.{key} of optimizer {number} has the shape {shapes}"
 
 
-def _check_model(path: Path, saved: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Compare names and shapes of the weights in ``path`` with a model's.
-
-    Raises:
-        CheckpointError: They are of another model.
-    """
-    own = model.state_dict()
-    for name, tensor in own.items():
-        if name not in saved:
-            raise CheckpointError(
-                f"{path} lacks {name!r} of this model; resume with the model it was written from"
-            )
-        if saved[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{name!r} has shape {tuple(saved[name].shape)} in {path} and "
-                f"{tuple(tensor.shape)} in this model; resume with the same model configuration"
-            )
-    if extra := sorted(set(saved) - set(own)):
-        raise CheckpointError(
-            f"{path} holds {extra[0]!r}, which this model lacks; resume with the model "
-            "it was written from"
-        )
-
-
-def _check_training(path: Path, saved: TrainingContent, assembly: Assembly) -> None:
-    """Compare saved optimizers and schedulers with those of this rank.
-
-    Raises:
-        CheckpointError: They are others.
-    """
-    _check_number(path, "optimizers", len(saved.optimizers), len(assembly.optimizers))
-    for state, optimizer in zip(saved.optimizers, assembly.optimizers, strict=True):
-        if difference := _difference(state, optimizer):
-            raise CheckpointError(
-                f"{path} holds another optimizer than this run's: {difference}; resume with the "
-                "same optimizer and parameter groups"
-            )
-    own = assembly.state.schedule.state_dict()
-    _check_number(path, "schedulers", len(saved.schedule), len(own))
-
-
-def _check_number(path: Path, what: str, saved: int, own: int) -> None:
-    if saved != own:
-        raise CheckpointError(
-            f"{path} holds {saved} {what}, this run has {own}; resume with the script that wrote it"
-        )
-
-
-def _difference(state: Mapping[str, Any], optimizer: Optimizer) -> str:
-    """Return how an optimizer's saved state differs from the optimizer; empty if it fits."""
-    saved, own = state["param_groups"], optimizer.param_groups
-    sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved, own))
-    if sizes != own_sizes:
-        return f"its parameter groups hold {sizes} parameters instead of {own_sizes}"
-    for number, (group, mine) in enumerate(zip(saved, own, strict=True)):
-        for key, value in mine.items():
-            # A newer torch may know options that an older one did not write.
-            optional = value is None or isinstance(value, bool | str) or key == "initial_lr"
-            if key not in group and not optional:
-                return f"its parameter group {number} lacks {key!r}"
-    parameters = [parameter for group in own for parameter in group["params"]]
-    of_shape = ELEMENTWISE.get(type(optimizer), frozenset())  # others may keep parts of a shape
-    for index, values in state["state"].items() if of_shape else ():
-        for key in values.keys() & of_shape:
-            # SGD without momentum keeps a buffer that is None.
-            if isinstance(values[key], Tensor) and values[key].shape != parameters[index].shape:
-                there, here = tuple(values[key].shape), tuple(parameters[index].shape)
-                return f"state.{index}.{key} has shape {there} instead of {here}"
-    return ""
+def _layout(
+    model: Mapping[str, Tensor],
+    optimizers: Sequence[Sequence[Mapping[str, Any]]],
+    schedulers: Sequence[Any],
+) -> dict[str, str]:
+    """Return names and shapes, for people, with the parameter groups of each optimizer."""
+    layout = {repr(name): f"of shape {tuple(tensor.shape)}" for name, tensor in model.items()}
+    for number, groups in enumerate(optimizers):
+        sizes = [len(group["params"]) for group in groups]
+        layout[f"optimizer {number}"] = f"one with groups of {sizes} parameters"
+    return layout | {"the number of schedulers": str(len(schedulers))}

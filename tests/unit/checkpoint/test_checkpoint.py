@@ -131,7 +131,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "list manifest": (lambda p: (p / "manifest.json").write_text("[1]"), "not of an evener"),
     "future version": (lambda p: rewrite(p / "manifest.json", version=99), "version 99 is unknown"),
     "edited manifest": (lambda p: rewrite(p / "manifest.json", aliases={}, step=21), "checksum"),
-    "renamed folder": (lambda p: p.rename(p.with_name("step-21")), "is of step 20, not of 21"),
 }
 
 
@@ -145,7 +144,7 @@ def test_damaged_checkpoint_is_skipped_by_name_and_reason(tmp_path: Path, name: 
     assert found is not None
     assert found.step == 10
     assert len(skipped) == 1
-    assert skipped[0][0] in {"step-20", "step-21"}
+    assert skipped[0][0] == "step-20"
     with pytest.raises(CheckpointError, match=reason):
         raise CheckpointError(skipped[0][1])
     with pytest.raises(CheckpointError, match=reason):
@@ -217,12 +216,6 @@ def test_failing_retention_is_reported_and_the_new_checkpoint_counts(
     assert names(tmp_path) == ["step-1"]
 
 
-@pytest.mark.parametrize("name", ["../out.json", "a/b.json", "manifest.json", "model.safetensors"])
-def test_names_of_other_files_are_refused(name: str) -> None:
-    with pytest.raises(CheckpointError, match=name):
-        Snapshot(1, {"model": {}}, {name: b""})
-
-
 def test_a_document_with_a_tensor_is_refused_by_its_place() -> None:
     with pytest.raises(CheckpointError, match=r"run\.json\.state\.x is of type Tensor"):
         encode_document("run.json", {"state": {"x": torch.ones(1)}})
@@ -253,11 +246,13 @@ def test_a_write_removes_only_what_dead_writers_left(tmp_path: Path) -> None:
     (tmp_path / "step-3.tmp-99-0123abcd").write_text("a file")
     (tmp_path / "step-4.tmp-99-0123abcd").symlink_to(tmp_path / "step-2.tmp")
     save(tmp_path, 5)
+    assert {"step-5", "step-2.tmp-99-0123abcd"} <= {*names(tmp_path)}, "not while another writes"
     gate.set()
     thread.join(TIMEOUT_S)
-    kept |= {"step-3.tmp-99-0123abcd", "step-4.tmp-99-0123abcd"}
-    assert names(tmp_path) == sorted({"step-1", "step-5", *kept})
     assert open_checkpoint(tmp_path / "step-1").step == 1
+    save(tmp_path, 6)
+    kept |= {"step-3.tmp-99-0123abcd", "step-4.tmp-99-0123abcd"}
+    assert names(tmp_path) == sorted({"step-1", "step-5", "step-6", *kept})
 
 
 @pytest.mark.parametrize(

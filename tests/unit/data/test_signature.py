@@ -9,12 +9,12 @@ import numpy
 import pytest
 import torch
 
-from evener.data.fetching import InlineFetcher, Recipe
+from evener.data.fetching import make_fetcher
 from evener.data.signature import sign
 
 
 def signature(dataset: Sequence[Any], **options: Any) -> dict[str, Any]:
-    return sign(InlineFetcher(Recipe(dataset, **options)), len(dataset))
+    return sign(make_fetcher(dataset, **options), len(dataset))
 
 
 def items(count: int, scale: float = 1.0) -> list[tuple[torch.Tensor, int]]:

@@ -168,14 +168,14 @@ def test_training_goes_on_after_a_write_that_failed(tmp_path: Path, failures: li
         checkpointer.save(CURSOR)
         with pytest.raises(CheckpointError, match="step-0 could not be written"):
             checkpointer.finish(CURSOR)
-        assert len(failures) == 1
+        assert len(failures) == 2, "one of each"
         folder.unlink()
         folder.mkdir()
         checkpointer.save(CURSOR)  # the same step, once more
         checkpointer.finish(CURSOR)
         assert checkpointer.path == folder / "step-0"
         checkpointer.close()
-    assert len(failures) == 1
+    assert len(failures) == 2
 
 
 def test_a_failed_write_at_the_end_is_an_error_on_every_rank(
@@ -221,14 +221,17 @@ def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path, failures: lis
     folder = tmp_path / "run" / "checkpoints"
     with team_of(SingleCommunicator()) as ddp:
         checkpointer = checkpointer_of(ddp, folder)
-        shutil.rmtree(tmp_path / "run")
         checkpointer.save(CURSOR)
         checkpointer.finish(CURSOR)
-        assert checkpointer.path == folder / "step-0"
+        shutil.rmtree(tmp_path / "run")
+        ddp.assembly.engine.progress = Progress(window=2)
+        checkpointer.save(CURSOR)
+        checkpointer.finish(CURSOR)
+        assert checkpointer.path == folder / "step-2"
         checkpointer.close()
     assert find_newest(folder) is not None
     (failure,) = failures
-    assert f"{folder} had gone, and earlier checkpoints with it: made it anew for step-0" in failure
+    assert f"{folder} had gone, and earlier checkpoints with it: made it anew for step-2" in failure
 
 
 @contextmanager
@@ -256,8 +259,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_use(
             checkpointer.save(CURSOR)
             with pytest.raises(CheckpointError, match="step-1 could not be written"):
                 checkpointer.finish(CURSOR)
-        (failure,) = failures
-        assert "earlier checkpoints are untouched; free disk space" in failure
+        assert "earlier checkpoints are untouched; free disk space" in failures[0]
         assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
         newest = find_newest(tmp_path)
         assert newest is not None
@@ -266,4 +268,4 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_use(
         checkpointer.finish(CURSOR)
         assert checkpointer.path == tmp_path / "step-1"
         checkpointer.close()
-    assert len(failures) == 1
+    assert len(failures) == 2

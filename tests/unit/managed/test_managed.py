@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.config.settings import DdpConfig
-from evener.data.cursor import Permutation
+from evener.data.order import Permutation
 from evener.errors import ConfigError, UsageError, WorkerError
 from evener.managed.description import ManagedRun, describe
 from evener.managed.epoch_metrics import EpochContext, EpochMetrics, record_scalar

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from evener.data.cursor import derive_seed
 from evener.data.fetching import Fetcher, Prefetch, make_fetcher
-from evener.data.order import Draws, EpochOrder
+from evener.data.order import Draws, Permutation
 from evener.data.randomness import generators_lock, preserved_generators, seed_generators
 from evener.devices import pins_memory
 from evener.errors import ConfigError, UsageError
@@ -29,7 +29,7 @@ from evener.errors import ConfigError, UsageError
 #: Makes a batch of a list of samples.
 Collate = Callable[[list[Any]], Any]
 #: Indices into the data set, by position in the epoch.
-Indices = Sequence[int] | EpochOrder | Draws
+Indices = Sequence[int] | Permutation | Draws
 #: What data may be given as.
 Given = Dataset[Any] | DataLoader[Any]
 
@@ -54,7 +54,7 @@ class Order:
             return range(self.num_samples)
         if self._drawn_from:
             return Draws(self.num_samples, self._drawn_from, self._seed, epoch)
-        return EpochOrder(self.num_samples, self._seed, epoch)
+        return Permutation(self.num_samples, self._seed, epoch)
 
     def fingerprint(self, indices: Indices) -> int:
         """Return what ranks compare, below 2**53; 0 where the order cannot differ."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator, SingleCommunicator
-from evener.data.cursor import Permutation
+from evener.data.order import Permutation
 from evener.ddp import Ddp
 from evener.engine.results import Progress, WindowResult
 from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError

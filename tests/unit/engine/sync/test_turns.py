@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evener.comm.base import Communicator, SingleCommunicator
-from evener.data.cursor import Permutation
+from evener.data.order import Permutation
 from evener.engine.results import WindowResult
 from evener.errors import ConfigError, NonFiniteGradientError, UsageError
 from helpers.teams import run_team, setup
