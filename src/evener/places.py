@@ -45,6 +45,12 @@ def raised_at(error: BaseException) -> str:
     return place
 
 
+def has_passed(error: BaseException, place: str) -> bool:
+    """Return whether an exception has passed through a place, which ``here`` has returned."""
+    passed = walk_tb(error.__traceback__)
+    return any(f"{frame.f_code.co_filename}:{line}" == place for frame, line in passed)
+
+
 def methods_passed(error: BaseException) -> Iterator[object]:
     """Yield the objects whose methods an exception has passed through."""
     for frame, _ in walk_tb(error.__traceback__):

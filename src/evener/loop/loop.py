@@ -31,7 +31,7 @@ from evener.loop.assembly import Assembly
 from evener.loop.data_side import DataSide
 from evener.loop.event_stream import SinkMaker, check_sinks
 from evener.observe.events import Sink
-from evener.places import methods_passed, raised_at
+from evener.places import has_passed, methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import EVALUATING, TRAINING, read_team_limits
 from evener.team.elastic_membership import check_team_limits
@@ -44,6 +44,12 @@ from evener.team.starting import start_all_ranks, start_elastic_team
 
 #: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
 CLOSING_S = 60.0
+
+_NEVER_COMPUTED = (
+    "evener: rank {} has had no share of any window so far, so its loop's body has not run, and "
+    "names that it sets have no value. Remedy: set result = None before the loop, and use "
+    "result.loss where result is not None; or use ddp.on_commit(fn)"
+)
 
 
 class Loop(DataSide):
@@ -420,8 +426,8 @@ class Loop(DataSide):
             return False
         if isinstance(error, EvenerError) and self._has_raised(error):
             return True
-        if engine.has_left:
-            return any(loader.loop.holds(error) for loader in self._loaders)
+        if engine.has_left:  # by `break`, which is at another line, or by this error
+            return any(has_passed(error, loader.left_at) for loader in self._loaders)
         return engine.share.in_micro_batch
 
     def _has_raised(self, error: BaseException) -> bool:
@@ -435,11 +441,10 @@ class Loop(DataSide):
     def _explain(self, error: BaseException) -> None:
         """Add to an exception what is known about it here: cause, remedy, rank, file, line."""
         self.events.note_error(error)
-        share = self._engine.share
-        explain_memory(error, share.open_samples)
-        for loader in self._loaders:
-            if text := loader.loop.explain(error, self.rank):
-                note(error, text)
+        engine = self._engine
+        explain_memory(error, engine.share.open_samples)
+        if isinstance(error, NameError) and engine.window and not engine.known_sizes:
+            note(error, _NEVER_COMPUTED.format(self.rank))
         if isinstance(error, EvenerError) and (place := raised_at(error)):
             note(error, f"evener: raised on rank {self.rank} at {place}")
 
