@@ -306,7 +306,6 @@ class SyncEngine(DraftingEngine):
         self.spans.begin_sync()
         plan, leases = self.state.plan, []
         reports = self._reports(found.rows)
-        self.habits.after_window(reports)
         if isinstance(plan, WindowPlan):
             planner = self.state.planner
             self._check_plan(planner, found.rows[planner].body, self.window + len(self.state.plans))

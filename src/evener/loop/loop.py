@@ -246,14 +246,14 @@ class Loop(DataSide):
         habits, share = engine.habits, engine.share
         if not engine.is_training:
             share = self._start_unplanned()
-        habits.before_backward(share, loss, weight, reduction)
+        habits.before_backward(share, loss, share.open_samples, reduction)
         summed = reduction == "sum"
         if optimizer is None:
             share.backward(loss, weight, summed=summed)
         else:
             own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
             share.backward(loss, weight, self.assembly.part_of(optimizer), own, summed=summed)
-        habits.after_backward(share)
+        engine.flat.attach_grads()
         engine.team.declare(TRAINING, done=1)
         engine.plan_ahead()
 
@@ -289,15 +289,10 @@ class Loop(DataSide):
             UsageError: Gradients were written by something else than ``backward``.
         """
         engine = self._engine
-        habits = engine.habits
-        habits.before_step(engine.share)
+        engine.habits.check_gradients()
         if optimizer is None:
-            result = engine.end_micro_batch()
-        else:
-            result = engine.step_part(self.assembly.part_of(optimizer))
-        if result is not None:
-            habits.after_update(engine.share)
-        return result
+            return engine.end_micro_batch()
+        return engine.step_part(self.assembly.part_of(optimizer))
 
     def _start_unplanned(self) -> Share:
         """Start a window outside of any loader: one contribution of each rank."""
