@@ -16,14 +16,7 @@ from evener.config.settings import DdpConfig
 from evener.devices import count_accelerators
 from evener.engine.memory import explain as explain_memory
 from evener.engine.results import Progress, WindowResult
-from evener.engine.share import (
-    Share,
-    Stopwatch,
-    check_reduction,
-    checked_value,
-    checked_weight,
-    refuse_number,
-)
+from evener.engine.share import Share, Stopwatch, check_reduction, checked_weight
 from evener.engine.team_change import cannot_join
 from evener.errors import EvenerError, PeerLostError
 from evener.loop.arguments import Models, Schedulers, check_arguments, in_evaluation
@@ -236,11 +229,10 @@ class Loop(DataSide):
                 that is a sum is refused.
 
         Raises:
-            UsageError: Outside a micro-batch, a loss that is not a tensor, a loss that is a sum or
-                was scaled by a ``GradScaler``, a bad weight, a second weight or reduction that
-                differs, or gradients that something else has written.
+            UsageError: Outside a micro-batch, a loss that is a sum or was scaled by a
+                ``GradScaler``, a bad weight, a second weight or reduction that differs, or
+                gradients that something else has written.
         """
-        refuse_number(loss)
         check_reduction(reduction)
         engine = self._engine
         habits, share = engine.habits, engine.share
@@ -322,10 +314,10 @@ class Loop(DataSide):
             Σ value · weight / Σ weight in float64, the same on every rank; ``nan`` for no weight.
 
         Raises:
-            UsageError: The value is not a number, or the weight is not one of at least 0.
+            UsageError: The weight is not a number of at least 0.
         """
         units = checked_weight(weight)
-        product = checked_value(value) * units if units else 0.0
+        product = float(value) * units if units else 0.0
         numerator, denominator = self._engine.sum_up([product, units])
         self._gatherer.check_complete()
         return numerator / denominator if denominator else float("nan")
