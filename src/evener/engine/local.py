@@ -261,7 +261,7 @@ class LocalEngine(ElasticEngine):
             leaving=self.state.is_elastic and self.team.is_leaving,
             stop=self.wants_stop() or self.stopping,
             trainable=len(self.flat.parameters),
-            rates=checksum([rate for group in self._schedule.agreed_rates for rate in group]),
+            rates=checksum(self._schedule.agreed_rates),
             report=work._replace(
                 non_finite=work.non_finite or (0 if math.isfinite(taken.size) else PARAMETERS),
                 buffers_changed=taken.changed,
