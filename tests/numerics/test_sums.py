@@ -288,9 +288,8 @@ SUMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "mse_loss": lambda m, x: F.mse_loss(m(x), x, reduction="sum"),
     "l1_loss": lambda m, x: F.l1_loss(m(x), x, reduction="sum"),
     "bce": lambda m, x: F.binary_cross_entropy_with_logits(m(x), x, reduction="sum"),
-    "sum()": lambda m, x: error(m, x).sum(),
-    "sum(1).sum()": lambda m, x: error(m, x).sum(1).sum(),
     "per-sample losses": lambda m, x: F.cross_entropy(m(x), labels(x), reduction="none").sum(),
+    "sum()": lambda m, x: error(m, x).sum(),
     "times a constant": lambda m, x: 4 * error(m, x).sum(),
     "tokens": lambda m, x: F.cross_entropy(
         m(x).view(len(x), 2, 3).flatten(0, 1), x.view(-1, 3).argmax(1), reduction="sum"

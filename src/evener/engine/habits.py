@@ -89,8 +89,8 @@ class Habits:
         self._stepping = False
         self._told: set[str] = set()
         self._optimizers = optimizers
-        #: How many parameters each optimizer had when all of them were known to be averaged.
-        self._checked = [len(_parameters(optimizer)) for optimizer in optimizers]
+        #: How many parameters optimizers had when all of them were known to be averaged.
+        self._num_checked = len(_parameters(*optimizers))
         self._window: object = None
         self._num_windows = 0
         self._claimed: list[int] = []
@@ -123,8 +123,7 @@ class Habits:
         Raises:
             UsageError: One was given a parameter that is not averaged.
         """
-        for optimizer in optimizers:
-            self._check_parameters(optimizer)
+        self._check_parameters()
         self._stepping = True
         try:
             with within:
@@ -230,20 +229,19 @@ class Habits:
                 "already, and would come out too small; otherwise nothing is wrong"
             )
 
-    def _check_parameters(self, optimizer: Optimizer) -> None:
-        number = next(n for n, one in enumerate(self._optimizers) if one is optimizer)
-        if sum(len(group["params"]) for group in optimizer.param_groups) == self._checked[number]:
+    def _check_parameters(self) -> None:
+        parameters = _parameters(*self._optimizers)
+        if len(parameters) == self._num_checked:
             return
-        parameters = _parameters(optimizer)
         averaged = set(map(id, self._flat.parameters))
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in averaged:
                 raise UsageError(
-                    f"optimizer {number} was given a trainable parameter of shape "
+                    "an optimizer was given a trainable parameter of shape "
                     f"{tuple(parameter.shape)} that the model did not have when the team was set "
                     "up, so its gradient is not averaged; add layers before Ddp.setup"
                 )
-        self._checked[number] = len(parameters)
+        self._num_checked = len(parameters)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         if not self._flat.with_gradients():
@@ -252,5 +250,7 @@ class Habits:
             self.tell_once(_ZERO_GRAD)
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _parameters(*optimizers: Optimizer) -> list[Tensor]:
+    return [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]

@@ -5,26 +5,16 @@ depends on how the batch is split. What is certainly a mean, or cannot be told, 
 """
 
 import gc
-from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 _MOST_NODES: Final = 64
-_MEAN, _SUM = 1, 2
-"""Values of a node's ``_saved_reduction``; 0 is a loss for each element."""
+_EACH, _MEAN, _SUM = 0, 1, 2
+"""Values of ``_saved_reduction`` of torch's losses."""
 
-_PLUS: Final = ("Add", "Sub", "Neg")
-_SAME: Final = ("ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze")
-_BY_ELEMENT: Final = (
-    *_PLUS,
-    *_SAME,
-    *("Abs", "Pow", "Exp", "Expm1", "Log", "Log1P", "Sqrt", "Clamp"),
-    *("Sigmoid", "Tanh", "Relu", "LogSigmoid", "Softplus", "LogSoftmax"),
-)
-_LAYERS: Final = {"Mm": (0, 1), "Addmm": (1, 2), "Convolution": (0, 1)}
-"""Places of input and weight among what a layer's output is computed from."""
+_SAME: Final = ("Add", "Sub", "Neg", "ToCopy", "Clone", "View", "Squeeze", "Unsqueeze")
 
 
 def find_grad_scale(loss: Tensor) -> float | None:
@@ -51,7 +41,7 @@ def find_divisor(loss: Tensor) -> float | None:
 
 
 def has_sum(loss: Tensor, samples: int) -> bool:
-    """Return whether a loss is certainly a sum over its samples, or adds one up with others."""
+    """Return whether a loss is a sum over its samples, or adds one up with others."""
     to_do: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)]
     for _ in range(_MOST_NODES):
         if not to_do:
@@ -59,61 +49,30 @@ def has_sum(loss: Tensor, samples: int) -> bool:
         node, factor = to_do.pop()
         if node is None:
             continue
-        name = _name(node)
-        if name == "Sum" or _reduction(node) == _SUM:
-            # A small factor may be one over n, and weights may make a mean of the sum.
-            if abs(factor) >= 1.0 and not _has_weight(node) and _is_of_rows(node, samples):
-                return True
-        elif name == "Mul" and (number := _constant(node)):
-            to_do += [(child, factor * number) for child, _ in node.next_functions]
-        elif name in (*_PLUS, *_SAME):
-            to_do += [(child, factor) for child, _ in node.next_functions]
+        children = [child for child, _ in node.next_functions]
+        if _name(node) in _SAME:
+            to_do += [(child, factor) for child in children]
+        elif _name(node) == "Mul" and (number := _constant(node)):
+            to_do += [(child, factor * number) for child in children]
+        elif abs(factor) >= 1.0 and _is_sum(node, samples):  # a smaller one may be one over n
+            return True
     return False
 
 
-def _is_of_rows(total: Any, samples: int) -> bool:
-    """Return whether a node sums over the rows that a layer has computed of each sample.
-
-    Not if something on the way could have made a mean of them: weights, divisions, other means.
-    """
-    has_rows = False
-    for node, shape in _inputs(total):
-        name = _name(node)
-        is_by_row = shape[:1] == (samples,)
-        has_rows |= is_by_row
-        if name in _LAYERS:
-            return has_rows and _is_layer(node, *_LAYERS[name])
-        if name == "Mul":
-            (one, _), (other, _) = node.next_functions
-            is_passed = one is other  # a square
-        elif name == "Sum":
-            is_passed = is_by_row  # over what is not the batch
-        else:
-            is_passed = name in _BY_ELEMENT or _reduction(node) == 0
-        if not is_passed:
-            break
-    return False
-
-
-def _inputs(node: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield the nodes that a node is computed from, one after the other, and their shapes."""
-    for _ in range(_MOST_NODES):
-        node, number = next((pair for pair in node.next_functions if pair[0]), (None, 0))
-        if node is None:
-            return
-        yield node, tuple(node._input_metadata[number].shape)
-
-
-def _is_layer(node: Any, data: int, weight: int) -> bool:
-    """Return whether a layer's weight is a parameter and its input is none."""
-    functions = node.next_functions
-    return _is_parameter(functions[weight][0]) and not _is_parameter(functions[data][0])
-
-
-def _is_parameter(node: Any) -> bool:
-    while node is not None and _name(node) in ("T", "Transpose", "ToCopy"):
-        node = node.next_functions[0][0]
-    return node is not None and "AccumulateGrad" in node.name()
+def _is_sum(node: Any, samples: int) -> bool:
+    """Return whether a node adds up a loss of torch, absolute values or squares over samples."""
+    of, number = next((pair for pair in node.next_functions if pair[0]), (None, 0))
+    if of is None:
+        return False
+    shape = of._input_metadata[number].shape
+    rows = shape[0] if len(shape) else 0
+    if _name(node) == "Sum" and _name(of) in ("Abs", "Pow"):
+        is_parameter = getattr(of.next_functions[0][0], "variable", None) is not None
+        return rows == samples and not is_parameter
+    loss, reduction = (of, _EACH) if _name(node) == "Sum" else (node, _SUM)
+    # Weights may make a mean of the sum. Samples may have several rows, such as tokens.
+    has_weight = getattr(loss, "_saved_weight", None) is not None
+    return _reduction(loss) == reduction and not has_weight and rows > 0 and rows % samples == 0
 
 
 def _name(node: Any) -> str:
@@ -124,10 +83,6 @@ def _name(node: Any) -> str:
 
 def _reduction(node: Any) -> int | None:
     return getattr(node, "_saved_reduction", None)
-
-
-def _has_weight(node: Any) -> bool:
-    return getattr(node, "_saved_weight", None) is not None
 
 
 def _constant(node: Any) -> float | None:

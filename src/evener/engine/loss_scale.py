@@ -100,22 +100,20 @@ class LossScale:
     def exhausted(
         self, error: NonFiniteGradientError, own: float | None = None
     ) -> NonFiniteGradientError:
-        """Return the error of a window that overflows at the smallest scale, with its remedy.
+        """Return the error of a window that overflows, with the remedy at the smallest scale.
 
         Args:
             error: What stops the team.
             own: The scale of the rank that it names, where ranks have scales of their own.
         """
         scale = self.value if own is None else own
-        if error.rank not in self.fp16_ranks or scale > SMALLEST_SCALE:
-            return error
-        return NonFiniteGradientError(
-            f"{error}. The loss scale of fp16 is down to {scale:g}, so it is not a passing "
-            f"overflow: use precision='bf16' or 'fp32' on rank {error.rank} if the others are fine",
-            rank=error.rank,
-            parameter=error.parameter,
-            window=error.window,
-        )
+        if error.rank in self.fp16_ranks and scale <= SMALLEST_SCALE:
+            error.add_note(
+                f"evener: the loss scale of fp16 is down to {scale:g}, so it is not a passing "
+                f"overflow: use precision='bf16' or 'fp32' on rank {error.rank} if the others are "
+                "fine"
+            )
+        return error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale as plain JSON types."""

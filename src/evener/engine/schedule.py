@@ -95,8 +95,8 @@ class Schedule:
         self._places = self._find_places()
         #: The rates that were set here last; ``None`` if any rate is accepted.
         self._known: Rates | None = None
-        #: Torch schedulers and parameter groups at the last ``agree``, once a rank has run ahead.
-        self._agreed: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+        #: Torch schedulers and rates at the last ``agree``, once a rank has run ahead.
+        self._agreed: tuple[list[dict[str, Any]], Rates] | None = None
         self._num_ahead = 0
         for one in self._schedulers:
             # A rank may make no step while others do: torch's warning about that would be wrong.
@@ -143,7 +143,7 @@ class Schedule:
         self.refuse_setting_by_hand()
         self.before_update(progress)
         if self._schedulers and self._agreed is None:
-            self._agreed = (copy.deepcopy(self.state_dict()), self._settings())
+            self._agreed = (copy.deepcopy(self.state_dict()), rates_of(self._optimizers))
         while self._num_ahead < num_steps:
             self._num_ahead += 1
             self.after_update()
@@ -178,9 +178,9 @@ class Schedule:
         """
         self.refuse_setting_by_hand()
         if self._agreed is not None:
-            states, settings = self._agreed
+            states, rates = self._agreed
             self.load_state_dict(states)
-            self._apply(settings)
+            set_rates(self._optimizers, rates)
         self._agreed, self._num_ahead = None, 0
         for _ in range(num_steps):
             self.after_update()
@@ -190,24 +190,16 @@ class Schedule:
     @contextmanager
     def as_agreed(self) -> Iterator[None]:
         """Show the rates of the last ``agree`` in the optimizers for the length of the block."""
-        now = self._settings()
-        self._apply(self._agreed[1] if self._agreed is not None else now)
+        now = rates_of(self._optimizers)
+        set_rates(self._optimizers, self._agreed[1] if self._agreed is not None else now)
         try:
             yield
         finally:
-            self._apply(now)
+            set_rates(self._optimizers, now)
 
     def _find_places(self) -> list[object]:
         """Return what changes with each step; a chain of schedulers has no count of its own."""
         return [getattr(scheduler, "last_epoch", None) for scheduler in self._schedulers]
-
-    def _settings(self) -> list[dict[str, Any]]:
-        groups = _groups_of(self._optimizers)
-        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
-
-    def _apply(self, settings: list[dict[str, Any]]) -> None:
-        for group, values in zip(_groups_of(self._optimizers), settings, strict=True):
-            group.update(values)
 
     def state_dict(self) -> list[dict[str, object]]:
         """Return the torch schedulers' states, in order; in a window, as all ranks have agreed."""

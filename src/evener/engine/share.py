@@ -377,15 +377,11 @@ class Share:
 
     def end_micro_batch(self) -> bool:
         """Stop the clock; return whether it was the last micro-batch of the share."""
-        if not self._open_weights:
-            raise UsageError(
-                "ddp.step() without ddp.backward(loss) on this micro-batch; call backward first "
-                "(with weight=0 to leave a batch out)"
-            )
         if None not in self._open_weights and not self.turns:
             raise UsageError(
-                "ddp.step() after ddp.backward(loss, optimizer=...); call ddp.step(optimizer) for "
-                "each optimizer in its turn, or leave optimizer= out to step all together"
+                "ddp.step() without ddp.backward(loss) on this micro-batch; call backward first "
+                "(with weight=0 to leave a batch out), and after ddp.backward(loss, optimizer=...) "
+                "ddp.step(optimizer) for each optimizer in its turn"
             )
         samples, self.open_samples, self._open_weights = self.open_samples, 0, {}
         self.in_micro_batch = False
