@@ -124,30 +124,27 @@ class FlatBuffers:
                 parameter.grad = None
             self._held[group.indices.start : group.indices.stop] = [None] * len(group.parameters)
         self._nothing_held = part is None
-        self._stamps = self._versions()
+        self._stamps = [] if part is None else self._versions()
 
-    def check_grads(self) -> tuple[str | None, bool]:
-        """Find what else was done to ``.grad`` since ``attach_grads()`` or ``zero_()``.
+    def check_grads(self) -> str | None:
+        """Restore gradients that were dropped since ``attach_grads()``, and find other changes.
 
         Returns:
-            Name of a parameter whose gradient was written or assigned, if any; and whether some
-            were dropped, which is undone.
+            Name of a parameter whose gradient was written or assigned since then, or since
+            ``zero_()``, if any.
         """
         versions = self._versions()
         if versions == self._stamps and all(map(is_, map(_GRAD, self.parameters), self._held)):
-            return None, False  # nearly always: no further loop in Python
+            return None  # nearly always: no further loop in Python
         places = range(len(self.groups)) if self._views else self.with_gradients()
         pairs = zip_longest(places, versions, self._stamps)
         written = {place for place, now, before in pairs if now != before}
-        dropped = False
         for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
             is_written = held is not None and (self._places[i] if self._views else i) in written
             if is_written or (parameter.grad is not held and parameter.grad is not None):
-                return self.names[i], dropped
-            dropped |= parameter.grad is not held
-        if dropped:
-            self._attach_grads(are_in_place=True)
-        return None, dropped
+                return self.names[i]
+        self._attach_grads(are_in_place=True)
+        return None
 
     def _versions(self) -> list[int]:
         """Return numbers that change when gradients are written; none while there are none."""

@@ -19,16 +19,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from evener.comm.flat import FlatBuffers
-from evener.engine.loss_graph import find_divisor, find_grad_scale, has_sum
+from evener.engine.loss_graph import find_grad_scale, has_sum
 from evener.errors import ConfigError, UsageError
 
-LOOKED_AT: Final = 3
-"""Windows of which losses are looked at, on each rank."""
-
-_ZERO_GRAD = (
-    "zero_grad() inside a window is ignored: ddp.step() drops gradients when a window has been "
-    "applied; you can remove the call"
-)
+LOOKED_AT: Final = 8
+"""Losses that are looked at on each rank."""
 
 #: Leaves optimizers their own parameters.
 _PLAIN: Final = nullcontext()
@@ -91,8 +86,7 @@ class Habits:
         self._optimizers = optimizers
         #: How many parameters optimizers had when all of them were known to be averaged.
         self._num_checked = len(_parameters(*optimizers))
-        self._window: object = None
-        self._num_windows = 0
+        self._num_losses = 0
         self._claimed: list[int] = []
         self._hooks: list[RemovableHandle] = []
         for optimizer in optimizers:
@@ -132,13 +126,10 @@ class Habits:
         finally:
             self._stepping = False
 
-    def before_backward(
-        self, window: object, loss: Tensor, samples: int, reduction: str | None
-    ) -> None:
-        """Look at the gradients before they are added to, and at the losses of first windows.
+    def before_backward(self, loss: Tensor, samples: int, reduction: str | None) -> None:
+        """Look at the gradients before they are added to, and at the first losses.
 
         Args:
-            window: Another object for each window.
             loss: As it was given to ``ddp.backward``.
             samples: Those of the micro-batch.
             reduction: If it was given, only the scale of a ``GradScaler`` is looked for.
@@ -147,22 +138,20 @@ class Habits:
             UsageError: The gradients were written by something else than ``ddp.backward``, or the
                 loss would give wrong ones.
         """
-        if self.check_gradients():
-            self.tell_once(_ZERO_GRAD)
-        if window is not self._window:
-            self._window, self._num_windows = window, self._num_windows + 1
-        if self._num_windows <= LOOKED_AT:
+        self.check_gradients()
+        self._num_losses += 1
+        if self._num_losses <= LOOKED_AT:
             self._check_loss(loss, samples, reduction)
 
-    def check_gradients(self) -> bool:
-        """Restore gradients that were dropped; return whether some were.
+    def check_gradients(self) -> None:
+        """Restore gradients that ``zero_grad()`` has dropped inside a window.
 
         Raises:
             UsageError: Some were written by something else than ``ddp.backward``.
         """
-        name, dropped = self._flat.check_grads()
+        name = self._flat.check_grads()
         if name is None:
-            return dropped
+            return
         raise UsageError(
             f"the gradient of {name!r} was written outside of ddp.backward, "
             "inside a window: by loss.backward(), clip_grad_norm_, clip_grad_value_, "
@@ -222,12 +211,6 @@ class Habits:
                 "batch, as one process has it (Ddp.builder: reduction='sum'). If it is a mean "
                 "after all, give reduction='mean'"
             )
-        if (number := find_divisor(loss)) is not None:
-            self.tell_once(
-                f"the loss is divided by {number:g} before ddp.backward. If that is for gradient "
-                "accumulation, remove it: a window's gradient is the mean over all its units "
-                "already, and would come out too small; otherwise nothing is wrong"
-            )
 
     def _check_parameters(self) -> None:
         parameters = _parameters(*self._optimizers)
@@ -246,8 +229,6 @@ class Habits:
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         if not self._flat.with_gradients():
             type(optimizer).zero_grad(optimizer, set_to_none)
-        elif any(parameter.grad is not None for parameter in _parameters(optimizer)):
-            self.tell_once(_ZERO_GRAD)
 
 
 def _parameters(*optimizers: Optimizer) -> list[Tensor]:

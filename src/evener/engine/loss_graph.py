@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 _MOST_NODES: Final = 64
-_EACH, _MEAN, _SUM = 0, 1, 2
-"""Values of ``_saved_reduction`` of torch's losses."""
+_EACH, _SUM = 0, 2
+"""Values of ``_saved_reduction`` of torch's losses; 1 is a mean."""
 
 _SAME: Final = ("Add", "Sub", "Neg", "ToCopy", "Clone", "View", "Squeeze", "Unsqueeze")
 
@@ -27,17 +27,6 @@ def find_grad_scale(loss: Tensor) -> float | None:
     scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler)]
     is_known = any(one.is_enabled() and one.get_scale() == scale for one in scalers)
     return scale if is_known else None
-
-
-def find_divisor(loss: Tensor) -> float | None:
-    """Return the whole number that a mean was divided by, if that may be for accumulation."""
-    node = loss.grad_fn
-    if node is None or _name(node) != "Div" or (number := _constant(node)) is None:
-        return None
-    mean = node.next_functions[0][0]
-    is_half = number == 2 and _name(mean) in ("Mean", "MseLoss")  # half a squared error
-    is_mean = _name(mean) == "Mean" or _reduction(mean) == _MEAN
-    return number if is_mean and number > 1 and number.is_integer() and not is_half else None
 
 
 def has_sum(loss: Tensor, samples: int) -> bool:
@@ -72,17 +61,18 @@ def _is_sum(node: Any, samples: int) -> bool:
     loss, reduction = (of, _EACH) if _name(node) == "Sum" else (node, _SUM)
     # Weights may make a mean of the sum. Samples may have several rows, such as tokens.
     has_weight = getattr(loss, "_saved_weight", None) is not None
-    return _reduction(loss) == reduction and not has_weight and rows > 0 and rows % samples == 0
+    return (
+        getattr(loss, "_saved_reduction", None) == reduction
+        and not has_weight
+        and rows > 0
+        and rows % samples == 0
+    )
 
 
 def _name(node: Any) -> str:
     """Return a node's name without its number, such as ``Sum`` of ``SumBackward0``."""
     name, found, _ = node.name().partition("Backward")
     return name if found else ""
-
-
-def _reduction(node: Any) -> int | None:
-    return getattr(node, "_saved_reduction", None)
 
 
 def _constant(node: Any) -> float | None:

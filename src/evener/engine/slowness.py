@@ -38,6 +38,8 @@ class Slowness:
             results: Of windows that were committed, in order.
             away: Ranks that are parked or gone by now: no rank waits for them any more.
         """
+        if len(self._members) == 1:
+            return ()  # no rank waits for it
         judged = [one for r in results for one in self._watch.observe(r.window, r.ranks)]
         found = tuple(one for one in judged if one.rank not in away)
         for one in found:

@@ -225,7 +225,7 @@ class Loop(DataSide):
             optimizer: The optimizer of this loss, if several take turns: only its parameters get a
                 gradient. See ``step``.
             reduction: What the loss is: ``"mean"`` or ``"sum"`` over its units, the same in the
-                whole window, on every rank. ``None`` is ``"mean"``, but in its first windows a loss
+                whole window, on every rank. ``None`` is ``"mean"``, but one of the first losses
                 that is a sum is refused.
 
         Raises:
@@ -235,10 +235,10 @@ class Loop(DataSide):
         """
         check_reduction(reduction)
         engine = self._engine
-        habits, share = engine.habits, engine.share
+        share = engine.share
         if not engine.is_training:
             share = self._start_unplanned()
-        habits.before_backward(share, loss, share.open_samples, reduction)
+        engine.habits.before_backward(loss, share.open_samples, reduction)
         summed = reduction == "sum"
         if optimizer is None:
             share.backward(loss, weight, summed=summed)
