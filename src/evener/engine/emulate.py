@@ -100,7 +100,7 @@ class Slowdown:
     ) -> None:
         self.factor = factor
         self._clock = clock
-        self._stop_requested = stop_requested
+        self._stop_requested = stop_requested or (lambda: False)
 
     def start(self) -> Started:
         """Return the readings before some compute, for ``after``."""
@@ -126,7 +126,5 @@ class Slowdown:
 
     def _sleep(self, seconds: float) -> None:
         until_s = time.monotonic() + seconds
-        while (left_s := until_s - time.monotonic()) > 0:
-            if self._stop_requested is not None and self._stop_requested():
-                return
+        while (left_s := until_s - time.monotonic()) > 0 and not self._stop_requested():
             time.sleep(min(left_s, SLICE_S))
