@@ -53,20 +53,22 @@ def _is_sum(node: Any, samples: int) -> bool:
     of, number = next((pair for pair in node.next_functions if pair[0]), (None, 0))
     if of is None:
         return False
-    shape = of._input_metadata[number].shape
-    rows = shape[0] if len(shape) else 0
-    if _name(node) == "Sum" and _name(of) in ("Abs", "Pow"):
-        is_parameter = getattr(of.next_functions[0][0], "variable", None) is not None
-        return rows == samples and not is_parameter
-    loss, reduction = (of, _EACH) if _name(node) == "Sum" else (node, _SUM)
-    # Weights may make a mean of the sum. Samples may have several rows, such as tokens.
-    has_weight = getattr(loss, "_saved_weight", None) is not None
-    return (
-        getattr(loss, "_saved_reduction", None) == reduction
-        and not has_weight
-        and rows > 0
-        and rows % samples == 0
-    )
+    is_total = _name(node) == "Sum"
+    loss, reduction = (of, _EACH) if is_total else (node, _SUM)
+    # Weights may make a mean of the sum.
+    is_loss = getattr(loss, "_saved_reduction", None) == reduction
+    is_loss = is_loss and getattr(loss, "_saved_weight", None) is None
+    is_deviation = is_total and _name(of) in ("Abs", "Pow") and not _is_parameter(of)
+    if not (is_loss or is_deviation):
+        return False
+    rows = next(iter(of._input_metadata[number].shape), 0)
+    # Samples may have several rows, such as tokens.
+    return rows == samples or (is_loss and rows > 0 and rows % samples == 0)
+
+
+def _is_parameter(node: Any) -> bool:
+    """Return whether a node is computed from a parameter alone, as in weight decay."""
+    return getattr(node.next_functions[0][0], "variable", None) is not None
 
 
 def _name(node: Any) -> str:
