@@ -21,7 +21,7 @@ from evener.devices import DeviceQueue
 from evener.engine.engine import EngineOptions
 from evener.engine.parking import ParkingEngine
 from evener.engine.results import Progress, Round, WindowResult
-from evener.engine.share import Lap, Share, Stopwatch
+from evener.engine.share import Share, Stopwatch
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.planning.plan import WindowPlan
@@ -77,7 +77,7 @@ class LateUpdate:
         averager: GradientAverager,
         flat: FlatBuffers,
         queue: DeviceQueue,
-        update: Lap | None,
+        update: Stopwatch | None,
         scale: float,
     ) -> None:
         self._share, self._averager, self._update, self.scale = share, averager, update, scale
@@ -212,7 +212,7 @@ class LateEngine(ParkingEngine):
         self._late: LateUpdate | None = None
         self._undecided: LateUpdate | None = None
         #: Time of the last update, which is part of this rank's cost of a window.
-        self._update_lap: Lap | None = None
+        self._update_lap: Stopwatch | None = None
         self._sync_s = 0.0
         #: Windows that the policy has not learnt from.
         self._unlearnt: deque[tuple[list[Report], WindowPlan, float]] = deque(maxlen=_UNLEARNT)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, Self, final
 
 from torch import Tensor
 
@@ -21,29 +21,6 @@ LARGEST_WEIGHT: Final = 2.0**53
 vanish while they are multiplied by it."""
 
 
-class Lap(NamedTuple):
-    """Compute between two points: milestones of a device's queue, or times of this thread.
-
-    Attributes:
-        start: Where it began; a time is in seconds.
-        stop: Where it ended.
-        added_s: Seconds that the emulation of a slow rank has added.
-    """
-
-    start: Milestone | float
-    stop: Milestone | float
-    added_s: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Return its duration; waits until the device has passed both points."""
-        if isinstance(self.start, Milestone):
-            assert isinstance(self.stop, Milestone)
-            return self.start.seconds_to(self.stop) + self.added_s
-        assert isinstance(self.stop, float)
-        return self.stop - self.start + self.added_s
-
-
 class Stopwatch:
     """Measures this rank's compute, from when it is made.
 
@@ -51,22 +28,35 @@ class Stopwatch:
         slowdown: Stretches compute on a rank that is emulated slower.
         queue: Measures what the device does with what this thread queues, if it has milestones. By
             default, and without them, what this thread does.
+
+    Attributes:
+        added_s: Seconds that count beside those between start and stop.
     """
 
     def __init__(self, slowdown: Slowdown, queue: DeviceQueue | None = None) -> None:
         self._slow = (slowdown, slowdown.start()) if slowdown.factor > 1 else None
         self._queue = queue if queue is not None and queue.has_milestones else None
-        self._started = self._now()
+        self.added_s = 0.0
+        self._started = self._stopped = self._now()
 
-    def stop(self) -> Lap:
-        """Return the time since then, what the emulation adds included."""
-        if self._slow is None:
-            return Lap(self._started, self._now())
-        slowdown, start = self._slow
-        if self._queue is not None:
+    def stop(self) -> Self:
+        """End the measurement, and sleep as long as the emulation of a slow rank demands."""
+        if self._slow is not None and self._queue is not None:
             self._queue.finish()  # the emulation sleeps in proportion to compute
-        stopped = self._now()
-        return Lap(self._started, stopped, slowdown.after(start))
+        self._stopped = self._now()
+        if self._slow is not None:
+            slowdown, start = self._slow
+            self.added_s += slowdown.after(start)
+        return self
+
+    @property
+    def seconds(self) -> float:
+        """Return what was measured, the sleep included; waits until the device has stopped, too."""
+        if isinstance(self._started, Milestone):
+            assert isinstance(self._stopped, Milestone)
+            return self._started.seconds_to(self._stopped) + self.added_s
+        assert isinstance(self._stopped, float)
+        return self._stopped - self._started + self.added_s
 
     def _now(self) -> Milestone | float:
         return time.perf_counter() if self._queue is None else self._queue.mark()
@@ -213,8 +203,8 @@ class Share:
         self._parts: dict[int | None, _Part] = {}
         #: By part, the weight of the micro-batch that is being computed.
         self._open_weights: dict[int | None, float] = {}
-        self._laps: list[Lap] = []
-        self._warmup_laps: list[Lap] = []
+        self._laps: list[Stopwatch] = []
+        self._warmup_laps: list[Stopwatch] = []
         self._first_lap = 0
         self._watch = Stopwatch(slowdown, queue)
 
@@ -285,7 +275,7 @@ class Share:
 
     def count_since(self, began_s: float) -> None:
         """Count what the user's own loop has done since then: fetching data, the forward pass."""
-        self._laps.append(Lap(began_s, time.perf_counter()))
+        self._watch.added_s += time.perf_counter() - began_s
 
     def backward(
         self,
