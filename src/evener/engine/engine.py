@@ -16,7 +16,7 @@ from evener.data.cursor import Cursor, derive_seed
 from evener.data.randomness import seed_training
 from evener.devices import kind_of, queue_of
 from evener.engine.emulate import Slowdown
-from evener.engine.habits import Habits
+from evener.engine.guards import OptimizerGuards
 from evener.engine.loss_scale import LossScale
 from evener.engine.memory import MicroBatchLimits
 from evener.engine.results import Applied, Progress, Round, WindowResult, Work
@@ -60,7 +60,7 @@ class EngineOptions:
     loss_scale: LossScale
     slowdown: Slowdown
     stop_requested: Callable[[], bool] | None
-    habits: Habits
+    habits: OptimizerGuards
     slowness: Slowness
 
 

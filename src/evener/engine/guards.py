@@ -1,4 +1,4 @@
-"""Habits of plain training loops: ignore or refuse them inside a window.
+"""Guards of optimizers and gradients: ignore or refuse habits of plain loops inside a window.
 
 A window's gradients are unfinished sums until every rank has added its part. A plain loop may act
 on them in between. evener ignores such an act if its absence does what the user means. It refuses
@@ -29,7 +29,7 @@ LOOKED_AT: Final = 8
 _PLAIN: Final = nullcontext()
 
 #: The guards of each model that is in a team, by the model's ``id``.
-_teams: WeakValueDictionary[int, "Habits"] = WeakValueDictionary()
+_teams: WeakValueDictionary[int, "OptimizerGuards"] = WeakValueDictionary()
 
 
 def refuse_second_team(models: Sequence[nn.Module]) -> None:
@@ -60,7 +60,7 @@ def _is_hooked(optimizer: Optimizer) -> bool:
     return hooks > 1 or not (step is None or (is_of_scheduler and inner is type(optimizer).step))
 
 
-class Habits:
+class OptimizerGuards:
     """Watches one rank's optimizers and gradients.
 
     Args:
