@@ -22,17 +22,11 @@ def is_users(file: str) -> bool:
     return not file.startswith(_FOREIGN) and _INSTALLED.isdisjoint(Path(file).parts)
 
 
-def users_frame() -> FrameType | None:
-    """Return the innermost frame of the user's code that this call was made under."""
+def here() -> str:
+    """Return the user's file and line that this call was made under; empty where there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame
-
-
-def here() -> str:
-    """Return the user's file and line that this call was made under; empty where there is none."""
-    frame = users_frame()
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
@@ -43,6 +37,12 @@ def raised_at(error: BaseException) -> str:
         if is_users(frame.f_code.co_filename):
             place = f"{frame.f_code.co_filename}:{line}"
     return place
+
+
+def has_passed(error: BaseException, place: str) -> bool:
+    """Return whether an exception has passed through a place, which ``here`` has returned."""
+    passed = walk_tb(error.__traceback__)
+    return any(f"{frame.f_code.co_filename}:{line}" == place for frame, line in passed)
 
 
 def methods_passed(error: BaseException) -> Iterator[object]:

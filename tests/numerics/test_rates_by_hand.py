@@ -106,14 +106,13 @@ def loop(
     rank: Rank,
     policy: str,
     adjust: Callable[[Ddp, torch.optim.Optimizer, Rank], None],
-    scheduler: Any = None,
 ) -> None:
     layers, optimizers = parts("groups")
     model = nn.Sequential(*layers)
     ratios = (2, 1, 1)[: rank.world_size] if policy == "sync" else None
     config = DdpConfig(partition_ratios=ratios)
     with Ddp.setup(
-        model, optimizers, scheduler, policy=policy, devices="cpu", config=config, quiet=True
+        model, optimizers, policy=policy, devices="cpu", config=config, quiet=True
     ) as ddp:
         loader = ddp.loader(data(), batch_size=BATCH_SIZE, shuffle=False)
         for epoch in range(NUM_EPOCHS):
@@ -150,11 +149,3 @@ def test_local_steps_refuse_a_rate_set_by_hand_and_name_the_scheduler(policy: st
     assert said
     assert all("scheduler=lambda progress:" in text for text in said)
     assert "learning rate of parameter group 0 was set from 1 to 0.05" in said[0]
-
-
-def test_a_function_that_schedules_is_not_overruled_in_silence() -> None:
-    def adjust(ddp: Ddp, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
-        optimizer.param_groups[0]["lr"] = 0.5 if ddp.window == 2 else optimizer.defaults["lr"]
-
-    said = refusals(1, "sync", adjust, lambda progress: 1.0)
-    assert "was set from 1 to 0.5 in the loop, but the function given to Ddp.setup" in said[0]

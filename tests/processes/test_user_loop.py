@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,81 +76,14 @@ def main(ddp):
         ddp.step()
     print(loss.item())
 """
-COMMITTED = """\
-ddp = setup()
-loader = ddp.loader(DATA, batch_size=4)
-for batch in loader.epoch(0):
-    ddp.backward(model(batch).mean())
-    ddp.step()
-ddp.save("checkpoint")
-ddp.load("checkpoint")
-for i, batch in enumerate(loader.epoch(0)):
-    pass
-print(i)
-"""
-PARKED = """\
-from evener.planning.policies import Parking
-ddp = setup(speed_hint=(1, 1))
-policy, team = ddp.assembly.engine.policy, ddp.assembly.engine.team
-policy.decide_parking = lambda *_: None if team.parked else Parking({1: 1.0})
-loader = ddp.loader(DATA, batch_size=1)
-for batch in loader.epoch(0):
-    early = model(batch).mean()
-    ddp.backward(early)
-    ddp.step()
-for batch in loader.epoch(1):
-    loss = model(batch).mean()
-    ddp.backward(loss)
-    ddp.step()
-print(loss.item())
-"""
 
 
 def test_a_name_of_a_body_that_did_not_run_for_lack_of_a_share(sandbox: Sandbox) -> None:
     code, said = fork(sandbox, NO_SHARE + "main(setup(partition_ratios=(1, 0)))\n")
     assert code == 1
     assert "UnboundLocalError" in said
-    place = f"script.py:{line_of(sandbox, 'for i, batch')}"
-    assert f"{place} did not run on rank 1: this rank had no share of the windows" in said
-    assert "'loss' has no value here" in said
+    assert "rank 1 has had no share of any window so far, so its loop's body has not run" in said
     assert "result.loss" in said
-
-
-def test_a_name_of_a_body_that_did_not_run_as_the_epoch_was_committed(sandbox: Sandbox) -> None:
-    code, said = fork(sandbox, COMMITTED, nproc=1)
-    assert code == 1
-    assert "NameError: name 'i' is not defined" in said
-    assert "did not run on rank" in said
-    assert "epoch 0 had been committed before" in said
-    assert "result.loss" in said
-
-
-def test_a_name_of_a_body_that_did_not_run_on_a_parked_rank(sandbox: Sandbox) -> None:
-    code, said = fork(sandbox, PARKED)
-    assert code == 1
-    assert "did not run on rank 1: this rank was parked" in said
-    assert "'loss' has no value here" in said
-
-
-def read_a_name(rank: Rank, name: str) -> float:
-    """Reads a name after a loop that had no share for rank 1, inside ``with``."""
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = DdpConfig(partition_ratios=(1, 0))
-    with Ddp.setup(model, optimizer, devices="cpu", config=config, quiet=True) as ddp:
-        for batch in ddp.loader(torch.arange(24.0).view(8, 3), batch_size=4):
-            loss = model(batch).mean()
-            ddp.backward(loss)
-            ddp.step()
-        return loss.item() if name == "loss" else lose.item()  # type: ignore[name-defined] # noqa: F821
-
-
-@pytest.mark.parametrize("name", ["loss", "lose"])
-def test_only_a_name_that_the_body_sets_gets_the_note(name: str) -> None:
-    outcome = run_ranks_to_end(read_a_name, 2, name)[1]
-    assert isinstance(outcome.exception, NameError)
-    said = "did not run on rank 1: this rank had no share of the windows" in outcome.traceback
-    assert said == (name == "loss")
 
 
 # ── rank, file and line ──────────────────────────────────────────────────────────────────────────
@@ -200,12 +134,23 @@ def begin(rank: Rank, *, sinks: Sequence[Sink] = (), **options: Any) -> tuple[Dd
     return ddp, model
 
 
-def train(ddp: Ddp, model: nn.Module, each: Callable[[int], None] = lambda number: None) -> None:
+def nothing(number: int) -> None:
+    pass
+
+
+def train(
+    ddp: Ddp,
+    model: nn.Module,
+    *,
+    before: Callable[[int], object] = nothing,
+    after: Callable[[int], object] = nothing,
+) -> None:
     data = torch.arange(48.0).view(16, 3)
     for number, batch in enumerate(ddp.loader(data, batch_size=4).epoch(0)):
+        before(number)
         ddp.backward(model(batch).mean())
         ddp.step()
-        each(number)
+        after(number)
 
 
 def close_while_another_error_is_handled(rank: Rank, other: Exception, how: str) -> list[str]:
@@ -272,20 +217,21 @@ def test_closing_after_a_refusal_on_one_rank_hides_nothing() -> None:
     assert isinstance(healthy.exception, CollectiveError)
 
 
-def fail_and_close(rank: Rank) -> None:
+def fail_and_close(rank: Rank, *, after_step: bool) -> None:
     def fail(number: int) -> None:
         if rank.rank == 1 and number == 1:
             raise ZeroDivisionError("in the loop of rank 1")
 
     ddp, model = begin(rank)
     try:
-        train(ddp, model, fail)
+        train(ddp, model, after=fail) if after_step else train(ddp, model, before=fail)
     finally:
         ddp.close()
 
 
-def test_closing_after_an_error_that_ended_the_loop_hides_nothing() -> None:
-    healthy, failed = run_ranks_to_end(fail_and_close, 2)
+@pytest.mark.parametrize("after_step", [True, False])
+def test_closing_after_an_error_that_ended_the_loop_hides_nothing(after_step: bool) -> None:
+    healthy, failed = run_ranks_to_end(partial(fail_and_close, after_step=after_step), 2)
     assert isinstance(failed.exception, ZeroDivisionError)
     assert isinstance(healthy.exception, CollectiveError)
     assert not isinstance(healthy.exception, CollectiveMismatchError)
@@ -294,7 +240,7 @@ def test_closing_after_an_error_that_ended_the_loop_hides_nothing() -> None:
 def meet_at_odds(rank: Rank) -> str:
     ddp, model = begin(rank)
     try:
-        train(ddp, model, lambda number: ddp.save("x") if rank.rank == number == 1 else None)
+        train(ddp, model, after=lambda number: ddp.save("x") if rank.rank == number == 1 else None)
     except CollectiveMismatchError as error:
         said = str(error)
     if rank.rank == 0:  # the other never comes

@@ -95,6 +95,8 @@ class FlatBuffers:
         #: What each parameter has accumulated in this window; None before its first gradient.
         self._held: list[Tensor | None] = []
         self._nothing_held = True
+        #: The versions of gradients when they were written here last.
+        self._stamps: list[int] = []
         #: Places in the buffers; none with one rank. Users get ``_views``, whose memory they can
         #: replace by ``p.grad.data = x``; ``_orders`` are the same places, and keep their strides.
         self._views: list[Tensor] = []
@@ -122,8 +124,29 @@ class FlatBuffers:
                 parameter.grad = None
             self._held[group.indices.start : group.indices.stop] = [None] * len(group.parameters)
         self._nothing_held = part is None
+        self._stamps = [] if part is None else self._versions()
 
-    def stamps(self) -> list[int]:
+    def check_grads(self) -> str | None:
+        """Restore gradients that were dropped since ``attach_grads()``, and find other changes.
+
+        Returns:
+            Name of a parameter whose gradient was written or assigned since then, or since
+            ``zero_()``, if any.
+        """
+        versions = self._versions()
+        if versions == self._stamps and all(map(is_, map(_GRAD, self.parameters), self._held)):
+            return None  # nearly always: no further loop in Python
+        places = range(len(self.groups)) if self._views else self.with_gradients()
+        pairs = zip_longest(places, versions, self._stamps)
+        written = {place for place, now, before in pairs if now != before}
+        for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
+            is_written = held is not None and (self._places[i] if self._views else i) in written
+            if is_written or (parameter.grad is not held and parameter.grad is not None):
+                return self.names[i]
+        self._attach_grads(are_in_place=True)
+        return None
+
+    def _versions(self) -> list[int]:
         """Return numbers that change when gradients are written; none while there are none."""
         if not any(map(is_not, self._held, repeat(None))):
             return []
@@ -131,38 +154,12 @@ class FlatBuffers:
             return [group.grad._version for group in self.groups]
         return [held._version for held in self._held if held is not None]
 
-    def find_write(self, stamps: Sequence[int]) -> tuple[int | None, bool]:
-        """Find writes to ``.grad`` since ``attach_grads()`` and ``stamps()``.
-
-        Args:
-            stamps: As ``stamps()`` gave them; empty for those after ``zero_()``.
-
-        Returns:
-            Flat number of a parameter whose gradient was written or assigned, if any; and whether
-            some were dropped, which ``attach_grads`` undoes.
-        """
-        grads, now = list(map(_GRAD, self.parameters)), self.stamps()
-        if now == stamps and all(map(is_, grads, self._held)):
-            return None, False  # nearly always: no further loop in Python
-        places = range(len(self.groups)) if self._views else self.with_gradients()
-        pairs = zip_longest(places, now, stamps)
-        written = {place for place, version, before in pairs if version != before}
-        dropped = False
-        for i, (grad, held) in enumerate(zip(grads, self._held, strict=True)):
-            if grad is not held:
-                if grad is not None:
-                    return i, dropped
-                dropped = True
-            if held is not None and (self._places[i] if self._views else i) in written:
-                return i, dropped
-        return None, dropped
-
     def attach_grads(self) -> int:
         """Undo what the user did to ``.grad`` since the last backward of this window.
 
-        To be called after each backward, and before the next where ``find_write`` says so. A
-        parameter whose ``.grad`` was dropped (``zero_grad(set_to_none=True)``) gets back what it
-        has accumulated; a ``.grad`` that was assigned replaces that.
+        To be called after each backward. A parameter whose ``.grad`` was dropped
+        (``zero_grad(set_to_none=True)``) gets back what it has accumulated; a ``.grad`` that was
+        assigned replaces that.
 
         Returns:
             How many accumulated gradients had been dropped or replaced.
@@ -170,7 +167,9 @@ class FlatBuffers:
         Raises:
             UsageError: A gradient is sparse.
         """
-        return self._attach_grads(are_in_place=True)
+        broken = self._attach_grads(are_in_place=True)
+        self._stamps = self._versions()
+        return broken
 
     def adopt(self) -> None:
         """Give parameters that have become trainable a place, before their first update."""

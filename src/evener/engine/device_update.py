@@ -12,7 +12,7 @@ from evener.averaging.gradients import GradientAverager, Reading
 from evener.comm.flat import FlatBuffers
 from evener.devices import DeviceQueue
 from evener.engine.results import Progress, WindowResult
-from evener.engine.share import Lap, Share
+from evener.engine.share import Share, Stopwatch
 from evener.planning.plan import WindowPlan
 from evener.planning.report import LOSS
 
@@ -57,7 +57,7 @@ class DeviceUpdate:
         averager: GradientAverager,
         flat: FlatBuffers,
         queue: DeviceQueue,
-        update: Lap | None,
+        update: Stopwatch | None,
         before: Progress,
     ) -> None:
         self._share, self._averager, self._update = share, averager, update

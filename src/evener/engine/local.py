@@ -264,7 +264,7 @@ class LocalEngine(Engine):
             Purpose.WINDOW,
             renew=rounds.is_main and self.generations.wants_renewal,
             trainable=len(self.flat.parameters),
-            rates=checksum([rate for group in rates for rate in group]),
+            rates=checksum(rates),
             digest=self.consensus.digest_if_due(self.window - 1),
             report=work._replace(
                 non_finite=work.non_finite or (0 if math.isfinite(taken.size) else PARAMETERS),

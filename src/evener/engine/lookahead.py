@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from evener.data.cursor import Slice
 from evener.engine.generations import Generations
-from evener.engine.habits import Habits
+from evener.engine.guards import OptimizerGuards
 from evener.engine.parking import describe_parking
 from evener.engine.run_state import RunState
 from evener.errors import UsageError
@@ -60,7 +60,7 @@ class Lookahead:
     """
 
     def __init__(
-        self, generations: Generations, run: RunState, policy: Policy, habits: Habits
+        self, generations: Generations, run: RunState, policy: Policy, habits: OptimizerGuards
     ) -> None:
         self._generations, self._rounds = generations, generations.rounds
         self._team = generations.rounds.team

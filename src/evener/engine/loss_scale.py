@@ -47,11 +47,9 @@ class LossScale:
     def learn_ranks(self, fp16_ranks: Iterable[int], rank: int) -> None:
         """Learn which ranks compute in fp16, as members have joined or were lost, and its own."""
         self.fp16_ranks, self._rank = frozenset(fp16_ranks), rank
-        if self.fp16_ranks and not self.is_used:
-            self.value = FIRST_SCALE
-        self.is_used = bool(self.fp16_ranks)
-        if not self.is_used:
-            self.value = 1.0
+        was_used, self.is_used = self.is_used, bool(self.fp16_ranks)
+        if self.is_used != was_used:
+            self.value = FIRST_SCALE if self.is_used else 1.0
 
     @property
     def can_shrink(self) -> bool:
@@ -96,36 +94,26 @@ class LossScale:
             good = sum(report.steps - report.skipped for report in reports)
             overflowed = any(report.overflows for report in reports)
             self._learn(good, min(scales) if overflowed else None)
-        self.follow(before)
-
-    def follow(self, before: float) -> None:
-        """Continue from what the team has agreed on, unless this rank has needed less meanwhile.
-
-        Args:
-            before: What was agreed on before.
-        """
         if self.own:
             self.own = min(self.own, self.value) if self.own < before else self.value
 
     def exhausted(
         self, error: NonFiniteGradientError, own: float | None = None
     ) -> NonFiniteGradientError:
-        """Return the error of a window that overflows at the smallest scale, with its remedy.
+        """Return the error of a window that overflows, with the remedy at the smallest scale.
 
         Args:
             error: What stops the team.
             own: The scale of the rank that it names, where ranks have scales of their own.
         """
         scale = self.value if own is None else own
-        if error.rank not in self.fp16_ranks or scale > SMALLEST_SCALE:
-            return error
-        return NonFiniteGradientError(
-            f"{error}. The loss scale of fp16 is down to {scale:g}, so it is not a passing "
-            f"overflow: use precision='bf16' or 'fp32' on rank {error.rank} if the others are fine",
-            rank=error.rank,
-            parameter=error.parameter,
-            window=error.window,
-        )
+        if error.rank in self.fp16_ranks and scale <= SMALLEST_SCALE:
+            error.add_note(
+                f"evener: the loss scale of fp16 is down to {scale:g}, so it is not a passing "
+                f"overflow: use precision='bf16' or 'fp32' on rank {error.rank} if the others are "
+                "fine"
+            )
+        return error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale as plain JSON types."""

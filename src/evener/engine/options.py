@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from evener.engine.emulate import Slowdown
-from evener.engine.habits import Habits
+from evener.engine.guards import OptimizerGuards
 from evener.engine.loss_scale import LossScale
 from evener.engine.slowness import Slowness
 
@@ -25,5 +25,5 @@ class EngineOptions:
     loss_scale: LossScale
     slowdown: Slowdown
     stop_requested: Callable[[], bool] | None
-    habits: Habits
+    habits: OptimizerGuards
     slowness: Slowness

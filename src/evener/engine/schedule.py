@@ -16,23 +16,22 @@ from evener.errors import UsageError
 #: A factor of the base learning rate, from what the team has applied so far.
 ProgressSchedule = Callable[[Progress], float]
 
-#: Learning rates by optimizer and parameter group.
-Rates = list[list[float]]
+#: Learning rates of all parameter groups, those of the first optimizer first.
+Rates = list[float]
 
 
 def rates_of(optimizers: Sequence[Optimizer]) -> Rates:
     """Return the learning rates as they are now; those kept in tensors, too."""
-    return [[float(group["lr"]) for group in o.param_groups] for o in optimizers]
+    return [float(group["lr"]) for group in _groups_of(optimizers)]
 
 
 def set_rates(optimizers: Sequence[Optimizer], rates: Rates) -> None:
     """Set every learning rate to what ``rates_of`` returned, perhaps on another rank."""
-    for optimizer, values in zip(optimizers, rates, strict=True):
-        for group, value in zip(optimizer.param_groups, values, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(value)  # in place, as a graph may have kept it
-            else:
-                group["lr"] = value
+    for group, rate in zip(_groups_of(optimizers), rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)  # in place, as a graph may have kept it
+        else:
+            group["lr"] = rate
 
 
 def agree_on_rates(rates: Mapping[int, Rates]) -> Rates:
@@ -49,15 +48,9 @@ def agree_on_rates(rates: Mapping[int, Rates]) -> Rates:
     """
     (first, mine), *others = rates.items()
     for rank, theirs in others:
-        if [len(groups) for groups in theirs] != [len(groups) for groups in mine]:
+        for group, one, other in _differences(mine, theirs):
             raise UsageError(
-                f"optimizers have {sum(map(len, mine))} parameter groups on rank {first} and "
-                f"{sum(map(len, theirs))} on rank {rank}; add the same groups on every rank"
-            )
-        for number, group, one, other in _differences(mine, theirs):
-            whose = f" of optimizer {number}" if len(mine) > 1 else ""
-            raise UsageError(
-                f"learning rates differ: that of parameter group {group}{whose} is {one:.6g} on "
+                f"learning rates differ: that of parameter group {group} is {one:.6g} on "
                 f"rank {first} and {other:.6g} on rank {rank}. Ranks run different numbers of "
                 "loop iterations, so neither a local counter nor scheduler.step() in the loop may "
                 "set it; compute it from ddp.window, or give the scheduler to Ddp.setup"
@@ -65,12 +58,16 @@ def agree_on_rates(rates: Mapping[int, Rates]) -> Rates:
     return mine
 
 
-def _differences(some: Rates, others: Rates) -> Iterator[tuple[int, int, float, float]]:
-    """Yield optimizer, parameter group, and both rates, where they differ by more than rounding."""
-    for number, pair in enumerate(zip(some, others, strict=True)):
-        for group, (one, other) in enumerate(zip(*pair, strict=False)):
-            if not math.isclose(one, other, rel_tol=1e-6):
-                yield number, group, one, other
+def _groups_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    # Read every time: loading an optimizer's state makes new groups.
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def _differences(some: Rates, others: Rates) -> Iterator[tuple[int, float, float]]:
+    """Yield the number of a group, and both rates, where they differ by more than rounding."""
+    for group, (one, other) in enumerate(zip(some, others, strict=False)):
+        if not math.isclose(one, other, rel_tol=1e-6):
+            yield group, one, other
 
 
 class Schedule:
@@ -98,38 +95,30 @@ class Schedule:
         self._places = self._find_places()
         #: The rates that were set here last; ``None`` if any rate is accepted.
         self._known: Rates | None = None
-        #: Torch schedulers and parameter groups at the last ``agree``, once a rank has run ahead.
-        self._agreed: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+        #: Torch schedulers and rates at the last ``agree``, once a rank has run ahead.
+        self._agreed: tuple[list[dict[str, Any]], Rates] | None = None
         self._num_ahead = 0
-        for group in self._groups() if self._factor is not None else ():
+        for one in self._schedulers:
+            # A rank may make no step while others do: torch's warning about that would be wrong.
+            vars(one.optimizer)["_opt_called"] = True
+        for group in _groups_of(optimizers) if self._factor is not None else ():
             group.setdefault("initial_lr", float(group["lr"]))
 
     def before_update(self, progress: Progress) -> None:
         """Set the rates for the update that follows ``progress``.
 
         Raises:
-            UsageError: A scheduler of ``Ddp.setup`` was stepped by the user, or a learning rate
-                that it sets was set by the user.
+            UsageError: A scheduler of ``Ddp.setup`` was stepped by the user.
         """
-        places = zip(self._schedulers, self._places, self._find_places(), strict=True)
-        for scheduler, expected, place in places:
-            if place != expected:
-                raise UsageError(
-                    f"{type(scheduler).__name__}.step() was called in the loop, but it was given "
-                    "to Ddp.setup, which steps it after each window; remove one of the two"
-                )
-        if self._factor is not None:
-            self._refuse_changes(
-                "the function given to Ddp.setup as scheduler sets it before every update; remove "
-                "one of the two"
+        if self._places != self._find_places():
+            raise UsageError(
+                f"{type(self._schedulers[0]).__name__}.step() was called in the loop, but it was "
+                "given to Ddp.setup, which steps it after each window; remove one of the two"
             )
+        if self._factor is not None:
             factor = self._factor(progress)
-            rates = [
-                [float(group["initial_lr"]) * factor for group in optimizer.param_groups]
-                for optimizer in self._optimizers
-            ]
-            set_rates(self._optimizers, rates)
-            self.accept()
+            base = [float(group["initial_lr"]) for group in _groups_of(self._optimizers)]
+            set_rates(self._optimizers, [rate * factor for rate in base])
 
     def after_update(self, optimizer: Optimizer | None = None) -> None:
         """Move torch schedulers on by one step: those of one optimizer, or all."""
@@ -154,9 +143,10 @@ class Schedule:
         self.refuse_setting_by_hand()
         self.before_update(progress)
         if self._schedulers and self._agreed is None:
-            self._agreed = (copy.deepcopy(self.state_dict()), self._settings())
-        self._step_all(num_steps - self._num_ahead)
-        self._num_ahead = max(self._num_ahead, num_steps)
+            self._agreed = (copy.deepcopy(self.state_dict()), rates_of(self._optimizers))
+        while self._num_ahead < num_steps:
+            self._num_ahead += 1
+            self.after_update()
         self.accept()
 
     def accept(self) -> None:
@@ -169,11 +159,15 @@ class Schedule:
         Raises:
             UsageError: Names the parameter group, and what it was set to.
         """
-        self._refuse_changes(
-            "ranks make a different number of local steps in a window, so a rate set by hand would "
-            "mean something else on each; give it to Ddp.setup as a factor of the base learning "
-            "rate, scheduler=lambda progress: f(progress.steps), or use policy 'sync'"
-        )
+        now = rates_of(self._optimizers)
+        for group, was, value in _differences(self._known or now, now):
+            raise UsageError(
+                f"the learning rate of parameter group {group} was set from {was:.6g} to "
+                f"{value:.6g} in the loop, but ranks make a different number of local steps in a "
+                "window, so a rate set by hand would mean something else on each; give it to "
+                "Ddp.setup as a factor of the base learning rate, "
+                "scheduler=lambda progress: f(progress.steps), or use policy 'sync'"
+            )
 
     def agree(self, progress: Progress, num_steps: int) -> None:
         """Set the rates that all ranks have after a window, whatever each has run ahead.
@@ -184,54 +178,28 @@ class Schedule:
         """
         self.refuse_setting_by_hand()
         if self._agreed is not None:
-            states, settings = self._agreed
+            states, rates = self._agreed
             self.load_state_dict(states)
-            self._apply(settings)
+            set_rates(self._optimizers, rates)
         self._agreed, self._num_ahead = None, 0
-        self._step_all(num_steps)
+        for _ in range(num_steps):
+            self.after_update()
         self.before_update(progress)
         self._known = self.agreed_rates = rates_of(self._optimizers)
 
     @contextmanager
     def as_agreed(self) -> Iterator[None]:
         """Show the rates of the last ``agree`` in the optimizers for the length of the block."""
-        now = self._settings()
-        self._apply(self._agreed[1] if self._agreed is not None else now)
+        now = rates_of(self._optimizers)
+        set_rates(self._optimizers, self._agreed[1] if self._agreed is not None else now)
         try:
             yield
         finally:
-            self._apply(now)
-
-    def _refuse_changes(self, why: str) -> None:
-        now = rates_of(self._optimizers)
-        for _, group, was, value in _differences(self._known or now, now):
-            raise UsageError(
-                f"the learning rate of parameter group {group} was set from {was:.6g} to "
-                f"{value:.6g} in the loop, but {why}"
-            )
-
-    def _step_all(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            for scheduler in self._schedulers:
-                # This rank may have made no step so far, while others have: torch's warning would
-                # be wrong.
-                vars(scheduler.optimizer)["_opt_called"] = True
-            self.after_update()
+            set_rates(self._optimizers, now)
 
     def _find_places(self) -> list[object]:
         """Return what changes with each step; a chain of schedulers has no count of its own."""
         return [getattr(scheduler, "last_epoch", None) for scheduler in self._schedulers]
-
-    def _settings(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in g.items() if k != "params"} for g in self._groups()]
-
-    def _apply(self, settings: list[dict[str, Any]]) -> None:
-        for group, values in zip(self._groups(), settings, strict=True):
-            group.update(values)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        # Read every time: loading an optimizer's state makes new groups.
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> list[dict[str, object]]:
         """Return the torch schedulers' states, in order; in a window, as all ranks have agreed."""

@@ -6,42 +6,19 @@
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, SupportsFloat, final
+from dataclasses import dataclass, field
+from typing import Any, Final, Self, final
 
 from torch import Tensor
 
 from evener.devices import DeviceQueue, Milestone
 from evener.engine.emulate import Slowdown
-from evener.engine.memory import explain
 from evener.engine.team import Team
 from evener.errors import UsageError
 
 LARGEST_WEIGHT: Final = 2.0**53
 """Counts up to here are exact in float64. Beyond, and below its inverse, gradients may overflow or
 vanish while they are multiplied by it."""
-
-
-class Lap(NamedTuple):
-    """Compute between two points: milestones of a device's queue, or times of this thread.
-
-    Attributes:
-        start: Where it began; a time is in seconds.
-        stop: Where it ended.
-        added_s: Seconds that the emulation of a slow rank has added.
-    """
-
-    start: Milestone | float
-    stop: Milestone | float
-    added_s: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Return its duration; waits until the device has passed both points."""
-        if isinstance(self.start, Milestone):
-            assert isinstance(self.stop, Milestone)
-            return self.start.seconds_to(self.stop) + self.added_s
-        assert isinstance(self.stop, float)
-        return self.stop - self.start + self.added_s
 
 
 class Stopwatch:
@@ -51,37 +28,38 @@ class Stopwatch:
         slowdown: Stretches compute on a rank that is emulated slower.
         queue: Measures what the device does with what this thread queues, if it has milestones. By
             default, and without them, what this thread does.
+
+    Attributes:
+        added_s: Seconds that count beside those between start and stop.
     """
 
     def __init__(self, slowdown: Slowdown, queue: DeviceQueue | None = None) -> None:
         self._slow = (slowdown, slowdown.start()) if slowdown.factor > 1 else None
         self._queue = queue if queue is not None and queue.has_milestones else None
-        self._started = self._now()
+        self.added_s = 0.0
+        self._started = self._stopped = self._now()
 
-    def stop(self) -> Lap:
-        """Return the time since then, what the emulation adds included."""
-        if self._slow is None:
-            return Lap(self._started, self._now())
-        slowdown, start = self._slow
-        if self._queue is not None:
+    def stop(self) -> Self:
+        """End the measurement, and sleep as long as the emulation of a slow rank demands."""
+        if self._slow is not None and self._queue is not None:
             self._queue.finish()  # the emulation sleeps in proportion to compute
-        stopped = self._now()
-        return Lap(self._started, stopped, slowdown.after(start))
+        self._stopped = self._now()
+        if self._slow is not None:
+            slowdown, start = self._slow
+            self.added_s += slowdown.after(start)
+        return self
+
+    @property
+    def seconds(self) -> float:
+        """Return what was measured, the sleep included; waits until the device has stopped, too."""
+        if isinstance(self._started, Milestone):
+            assert isinstance(self._stopped, Milestone)
+            return self._started.seconds_to(self._stopped) + self.added_s
+        assert isinstance(self._stopped, float)
+        return self._stopped - self._started + self.added_s
 
     def _now(self) -> Milestone | float:
         return time.perf_counter() if self._queue is None else self._queue.mark()
-
-
-class OwnWork(NamedTuple):
-    """The work of a rank in a window, until it meets the others.
-
-    Attributes:
-        began_s: When it asked for the first data; ``None`` before, and where it had no work.
-        data_s: Seconds for which it waited for data.
-    """
-
-    began_s: float | None = None
-    data_s: float = 0.0
 
 
 @final
@@ -99,14 +77,17 @@ class WindowSpans:
         self._team = team
         self._applied_s = time.perf_counter()
         self._sent_bytes = 0
-        self._work = OwnWork()
-        #: Completed work of a window that is not over: in ASYNC, work of the next one has begun.
-        self._finished: OwnWork | None = None
+        self.restart()
         self._wait_s = self._sync_s = self._applied_s
 
     def restart(self) -> None:
         """Begin with a window now: the first one of an epoch."""
-        self._applied_s, self._work, self._finished = time.perf_counter(), OwnWork(), None
+        self._applied_s = time.perf_counter()
+        #: When this rank asked for the first data of its work, if it has any, and its wait for it.
+        self._began_s: float | None = None
+        self._data_s = 0.0
+        #: The same of a window that is not over: in ASYNC, work of the next one has begun.
+        self._finished: tuple[float | None, float] | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -115,18 +96,18 @@ class WindowSpans:
 
     def receive(self, asked_s: float) -> None:
         """Note that data is here for which this rank has waited since ``asked_s``."""
-        began_s, data_s = self._work
-        waited_s = time.perf_counter() - asked_s
-        self._work = OwnWork(asked_s if began_s is None else began_s, data_s + waited_s)
+        self._began_s = asked_s if self._began_s is None else self._began_s
+        self._data_s += time.perf_counter() - asked_s
 
     def work_at_once(self) -> float:
         """Begin with the work when the previous window was applied; return that time."""
-        self._work = OwnWork(self._applied_s)
+        self._began_s, self._data_s = self._applied_s, 0.0
         return self._applied_s
 
     def finish_work(self) -> None:
         """Count what follows for the next window, but for waiting and averaging."""
-        self._finished, self._work = self._work, OwnWork()
+        self._finished = (self._began_s, self._data_s)
+        self._began_s, self._data_s = None, 0.0
 
     def begin_wait(self) -> None:
         """Begin to wait for the other ranks; where that happens again, the last time counts."""
@@ -138,22 +119,39 @@ class WindowSpans:
 
     def apply(self) -> dict[str, Any]:
         """End the window, which has been applied; return fields of the report that tell of it."""
-        now_s, before_s = time.perf_counter(), self._applied_s
+        now_s, before_s, sent_before = time.perf_counter(), self._applied_s, self._sent_bytes
         if self._finished is None:
             self.finish_work()
-        work, self._finished, self._applied_s = self._finished or OwnWork(), None, now_s
-        sent_bytes = self._team.sent_bytes
-        sent_before, self._sent_bytes = self._sent_bytes, sent_bytes
+        assert self._finished is not None
+        began_s, data_s = self._finished
+        self._finished, self._applied_s = None, now_s
+        self._sent_bytes = self._team.sent_bytes
         return {
             "elapsed_s": now_s - before_s,
-            "data_s": work.data_s,
-            "sent_bytes": sent_bytes - sent_before,
-            "work_ago_s": 0.0 if work.began_s is None else now_s - work.began_s,
+            "data_s": data_s,
+            "sent_bytes": self._sent_bytes - sent_before,
+            "work_ago_s": 0.0 if began_s is None else now_s - began_s,
             "wait_ago_s": now_s - self._wait_s,
             "sync_ago_s": max(0.0, now_s - self._sync_s),
         }
 
 
+@dataclass(slots=True)
+class _Part:
+    """Losses of a share for one optimizer, or for all together.
+
+    Attributes:
+        is_summed: Whether they are sums over their units.
+        weight: Their weight.
+        losses: By what each of them counts in the sum of losses, and the losses.
+    """
+
+    is_summed: bool
+    weight: float = 0.0
+    losses: list[tuple[float, Tensor]] = field(default_factory=list)
+
+
+@final
 class Share:
     """Accounts for the micro-batches of one rank in one window.
 
@@ -196,19 +194,16 @@ class Share:
         self.samples = self.micro_batches = self.turns = self.open_samples = 0
         self.warmup_samples = self.warmup_micro_batches = 0
         self.in_micro_batch = False
+        self.queue = queue
         self._planned = planned
         self._scale = scale
         self._slowdown = slowdown
-        self.queue = queue
         self._known_sizes = known_sizes
-        self._weights: dict[int | None, float] = {}
-        self._losses: list[tuple[int | None, float, Tensor]] = []
+        self._parts: dict[int | None, _Part] = {}
         #: By part, the weight of the micro-batch that is being computed.
         self._open_weights: dict[int | None, float] = {}
-        #: Whether the losses of a part are sums.
-        self._summed: dict[int | None, bool] = {}
-        self._laps: list[Lap] = []
-        self._warmup_laps: list[Lap] = []
+        self._laps: list[Stopwatch] = []
+        self._warmup_laps: list[Stopwatch] = []
         self._first_lap = 0
         self._watch = Stopwatch(slowdown, queue)
 
@@ -220,11 +215,11 @@ class Share:
     @property
     def weight(self) -> float:
         """Return the weight of the micro-batches so far, of the first turn if there are several."""
-        return next(iter(self._weights.values()), 0.0)
+        return self.weight_of(next(iter(self._parts), None))
 
     def weight_of(self, part: int | None) -> float:
         """Return the weight of the losses of a part."""
-        return self._weights.get(part, 0.0)
+        return self._parts[part].weight if part in self._parts else 0.0
 
     def scale_of(self, part: int | None = None) -> float:
         """Return what the weights of a part were divided by.
@@ -235,11 +230,25 @@ class Share:
 
     def is_summed(self, part: int | None = None) -> bool:
         """Return whether the losses of a part are sums."""
-        return self._summed.get(part, False)
+        return part in self._parts and self._parts[part].is_summed
 
     def divisor_of(self, part: int | None = None) -> float:
         """Return what the part's gradient would be divided by if no other rank had a share."""
         return 1.0 if self.is_summed(part) else self.weight_of(part)
+
+    def losses_of(self, part: int | None = None) -> list[Tensor]:
+        """Return the losses of a part, shape ``()`` each; a device may still compute them."""
+        return [loss for _, loss in self._parts[part].losses] if part in self._parts else []
+
+    def loss_sum_of(self, part: int | None, losses: Iterable[float]) -> float:
+        """Return Σ weight · loss of a part; ``losses`` are the values of ``losses_of``.
+
+        The weight is not a factor of losses that are sums already.
+        """
+        if part not in self._parts:
+            return 0.0
+        pairs = zip(self._parts[part].losses, losses, strict=True)
+        return sum(factor * value for (factor, _), value in pairs)
 
     @property
     def compute_s(self) -> float:
@@ -250,21 +259,6 @@ class Share:
     def warmup_s(self) -> float:
         """Return how many of these seconds the first micro-batches of their sizes took."""
         return sum(lap.seconds for lap in self._warmup_laps)
-
-    def losses_of(self, part: int | None = None) -> list[Tensor]:
-        """Return the losses of a part, shape ``()`` each; a device may still compute them."""
-        return [loss.reshape(()) for of, _, loss in self._losses if of == part]
-
-    def loss_sum_of(self, part: int | None, losses: Iterable[float]) -> float:
-        """Return Σ weight · loss of a part; ``losses`` are the values of ``losses_of``.
-
-        The weight is not a factor of losses that are sums already.
-        """
-        weights = [weight for of, weight, _ in self._losses if of == part]
-        total = 0.0
-        for weight, value in zip(weights, losses, strict=True):
-            total += weight * value
-        return total
 
     def start_micro_batch(self, samples: int) -> None:
         """Start the clock on a micro-batch."""
@@ -280,7 +274,7 @@ class Share:
 
     def count_since(self, began_s: float) -> None:
         """Count what the user's own loop has done since then: fetching data, the forward pass."""
-        self._laps.append(Lap(began_s, time.perf_counter()))
+        self._watch.added_s += time.perf_counter() - began_s
 
     def backward(
         self,
@@ -305,22 +299,23 @@ class Share:
                 "ddp.backward(loss) was called outside a micro-batch; iterate over "
                 "loader.epoch(n) and call it once per batch"
             )
-        units = float(self.open_samples) if weight is None else checked_weight(weight)
-        if (None in self._weights) != (part is None) and self._weights:
+        if self._parts and (None in self._parts) != (part is None):
             raise UsageError(
                 "ddp.backward was called with and without optimizer= in one window; name the "
                 "optimizer for every loss, or for none"
             )
-        if self._summed.setdefault(part, summed) != summed:
+        units = float(self.open_samples) if weight is None else checked_weight(weight)
+        losses = self._parts.setdefault(part, _Part(summed))
+        if losses.is_summed != summed:
             raise UsageError(
                 "ddp.backward was called with reduction='sum' and without it in one window; make "
                 "both losses sums, or both means, or add them up before one call"
             )
-        known = self._open_weights.get(part)
-        if known is None:
-            known = self._open_weights[part] = units
-            self._weights[part] = self.weight_of(part) + units
-        elif weight is not None and units != known:
+        if part not in self._open_weights:
+            self._open_weights[part] = units
+            losses.weight += units
+        known = self._open_weights[part]
+        if weight is not None and units != known:
             raise UsageError(
                 f"second ddp.backward on one micro-batch with weight {units}, the first had "
                 f"{known}; losses of one micro-batch share one weight: scale the loss instead"
@@ -328,15 +323,10 @@ class Share:
         if known == 0 or self._planned == 0:
             return  # a void one: tensors that its forward has kept may have been overwritten
         factor = 1.0 if summed else known
-        self._losses.append((part, factor, loss.detach()))
-        factor /= self.scale_of(part)
-        scaled = loss if factor == 1.0 else loss * factor
-        try:
-            scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
-        except Exception as error:
-            refuse_loss(loss)
-            explain(error, self.open_samples)
-            raise
+        scale = factor / self.scale_of(part)
+        scaled = loss if scale == 1.0 else loss * scale
+        scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        losses.losses.append((factor, loss.detach().reshape(())))
 
     def not_ended(self) -> UsageError:
         """Return the error of a loop that continues without ``ddp.step()``."""
@@ -376,15 +366,11 @@ class Share:
 
     def end_micro_batch(self) -> bool:
         """Stop the clock; return whether it was the last micro-batch of the share."""
-        if not self._open_weights:
-            raise UsageError(
-                "ddp.step() without ddp.backward(loss) on this micro-batch; call backward first "
-                "(with weight=0 to leave a batch out)"
-            )
         if None not in self._open_weights and not self.turns:
             raise UsageError(
-                "ddp.step() after ddp.backward(loss, optimizer=...); call ddp.step(optimizer) for "
-                "each optimizer in its turn, or leave optimizer= out to step all together"
+                "ddp.step() without ddp.backward(loss) on this micro-batch; call backward first "
+                "(with weight=0 to leave a batch out), and after ddp.backward(loss, optimizer=...) "
+                "ddp.step(optimizer) for each optimizer in its turn"
             )
         samples, self.open_samples, self._open_weights = self.open_samples, 0, {}
         self.in_micro_batch = False
@@ -408,20 +394,20 @@ class Share:
             self.queue.finish()
 
 
-def checked_weight(weight: object) -> float:
+def checked_weight(weight: Any) -> float:
     """Return a weight as a number; one of NumPy's, or a tensor with one element, will do.
 
     Raises:
         UsageError: It is not 0, and not a number of units either.
     """
-    is_bool = isinstance(weight, bool) or str(getattr(weight, "dtype", "")).endswith("bool")
-    units = None if is_bool else _as_number(weight)
-    if units is None or not (units == 0 or 1 / LARGEST_WEIGHT <= units <= LARGEST_WEIGHT):
-        raise UsageError(
-            f"weight is {weight!r}; give the number of samples or tokens that the loss is the mean "
-            "of, or 0 to leave it out"
-        )
-    return units
+    with suppress(TypeError, ValueError, RuntimeError):  # text, or several elements
+        units = float(weight)
+        if units == 0 or 1 / LARGEST_WEIGHT <= units <= LARGEST_WEIGHT:
+            return units
+    raise UsageError(
+        f"weight is {weight!r}; give the number of samples or tokens that the loss is the mean "
+        "of, or 0 to leave it out"
+    )
 
 
 def check_reduction(reduction: object) -> None:
@@ -434,62 +420,6 @@ def check_reduction(reduction: object) -> None:
         raise UsageError(
             f"reduction is {reduction!r}; give 'sum' if the loss is a sum over its samples or "
             "tokens, or 'mean', the default"
-        )
-
-
-def checked_value(value: object) -> float:
-    """Return a rank's own mean as a number; it may be infinite or not a number.
-
-    Raises:
-        UsageError: It is something else, such as text or a tensor with several elements.
-    """
-    number = _as_number(value)
-    if number is None:
-        raise UsageError(
-            f"the value to be averaged is {value!r}; give a number or a tensor with one element"
-        )
-    return number
-
-
-def _as_number(value: object) -> float | None:
-    if isinstance(value, SupportsFloat):
-        with suppress(TypeError, ValueError, RuntimeError):  # a tensor of several elements
-            return float(value)
-    return None
-
-
-def refuse_number(loss: object) -> None:
-    """Refuse a loss that is not a tensor, such as that of ``loss.item()``.
-
-    Raises:
-        UsageError: Says what it is.
-    """
-    if not isinstance(loss, Tensor):
-        raise UsageError(
-            f"the loss given to ddp.backward is {loss!r}, a {type(loss).__name__} without a graph, "
-            "of which no gradient can be computed; give the tensor that the model's output led to, "
-            "without .item(), float() or .numpy()"
-        )
-
-
-def refuse_loss(loss: Tensor) -> None:
-    """Say why a backward has failed, where the loss itself is the cause.
-
-    Raises:
-        UsageError: It is no scalar, or hangs on nothing that is trained.
-    """
-    if loss.numel() != 1:
-        raise UsageError(
-            f"the loss given to ddp.backward has shape {tuple(loss.shape)}, and a gradient needs "
-            "one number; give the mean over the micro-batch, as loss.mean() or the default "
-            "reduction of torch's losses, and the number of its units as weight"
-        )
-    if not loss.requires_grad:
-        raise UsageError(
-            f"the loss given to ddp.backward is {loss.item():g} without a graph: nothing that is "
-            "trained has gone into it, or it was computed under torch.no_grad() or detached; "
-            "compute it from the model's output, with gradients on, or give weight=0 to leave the "
-            "micro-batch out"
         )
 
 

@@ -38,17 +38,18 @@ class Slowness:
             results: Of windows that were committed, in order.
             away: Ranks that are parked or gone by now: no rank waits for them any more.
         """
+        if len(self._members) == 1:
+            return ()  # no rank waits for it
         judged = [one for r in results for one in self._watch.observe(r.window, r.ranks)]
         found = tuple(one for one in judged if one.rank not in away)
         for one in found:
-            member = self._members[one.rank]
-            place = f" ({member.host}, {member.device}, {member.device_name})"
-            self._warn(describe_straggler(one, f"rank {one.rank}{place if member.device else ''}"))
+            self._warn(_describe(one, self._members[one.rank]))
         return found
 
 
-def describe_straggler(one: Straggler, name: str) -> str:
+def _describe(one: Straggler, member: Member) -> str:
     """Return a sentence about a rank that has become slow, or has stopped being slow."""
+    name = f"rank {one.rank} ({member.host}, {member.device}, {member.device_name})"
     cost = f"windows would have ended {human_duration(one.delay_s)} sooner without that"
     if one.is_over:
         return (

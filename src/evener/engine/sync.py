@@ -20,7 +20,7 @@ from evener.engine.lookahead import Lookahead
 from evener.engine.options import EngineOptions
 from evener.engine.results import Applied, WindowResult, Work
 from evener.engine.rounds import Round
-from evener.engine.share import Lap, Share, Stopwatch
+from evener.engine.share import Share, Stopwatch
 from evener.engine.team import Team
 from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import CollectiveError, NonFiniteGradientError, UsageError
@@ -68,7 +68,7 @@ class SyncEngine(Engine):
         self._on_device: DeviceUpdate | None = None
         self._unread: DeviceUpdate | None = None
         #: Time of the last update, which is part of this rank's cost of a window.
-        self._update_lap: Lap | None = None
+        self._update_lap: Stopwatch | None = None
         self._sync_s = 0.0
         #: Why ranks could not exchange something after an update.
         self._torn: CollectiveError | None = None
@@ -388,7 +388,6 @@ class SyncEngine(Engine):
         state, lookahead = self.rounds.state, self.lookahead
         plan, leases = state.plan, []
         reports = found.reports(self.team.world_size)
-        self.options.habits.after_window(reports)
         if isinstance(plan, WindowPlan):
             lookahead.check(found.rows[state.planner].body, self.window + len(state.plans))
             lookahead.take()

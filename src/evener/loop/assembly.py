@@ -27,7 +27,7 @@ from evener.devices import kind_of, move
 from evener.doctor.judgement import has_kernels
 from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine
-from evener.engine.habits import Habits, refuse_second_team
+from evener.engine.guards import OptimizerGuards, refuse_second_team
 from evener.engine.local import LocalEngine
 from evener.engine.loss_scale import LossScale
 from evener.engine.options import EngineOptions
@@ -239,7 +239,7 @@ class Assembly:
     def _face_optimizers(self) -> None:
         """Make ``state_dict()`` of optimizers return the whole of a divided state."""
         for number, optimizer in enumerate(self.optimizers if self._sharded.is_on else ()):
-            # On the instance, as ``Habits`` does with ``zero_grad``.
+            # On the instance, as ``OptimizerGuards`` does with ``zero_grad``.
             vars(optimizer)["state_dict"] = partial(self._state_dict_of, number)
 
     def _state_dict_of(self, number: int) -> dict[str, Any]:
@@ -386,7 +386,7 @@ class Assembly:
                 own.emulated, clock=compute_clock(own.device), stop_requested=config.stop_when
             ),
             stop_requested=config.stop_when,
-            habits=Habits(self.flat, self.optimizers, warn=warn, speaks=own.rank == 0),
+            habits=OptimizerGuards(self.flat, self.optimizers, warn=warn, speaks=own.rank == 0),
             slowness=Slowness(self.members, warn=warn),
         )
 

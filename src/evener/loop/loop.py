@@ -16,14 +16,7 @@ from evener.config.settings import DdpConfig
 from evener.devices import count_accelerators
 from evener.engine.memory import explain as explain_memory
 from evener.engine.results import Progress, WindowResult
-from evener.engine.share import (
-    Share,
-    Stopwatch,
-    check_reduction,
-    checked_value,
-    checked_weight,
-    refuse_number,
-)
+from evener.engine.share import Share, Stopwatch, check_reduction, checked_weight
 from evener.engine.team_change import cannot_join
 from evener.errors import EvenerError, PeerLostError
 from evener.loop.arguments import Models, Schedulers, check_arguments, in_evaluation
@@ -31,7 +24,7 @@ from evener.loop.assembly import Assembly
 from evener.loop.data_side import DataSide
 from evener.loop.event_stream import SinkMaker, check_sinks
 from evener.observe.events import Sink
-from evener.places import methods_passed, raised_at
+from evener.places import has_passed, methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import EVALUATING, TRAINING, read_team_limits
 from evener.team.elastic_membership import check_team_limits
@@ -44,6 +37,12 @@ from evener.team.starting import start_all_ranks, start_elastic_team
 
 #: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
 CLOSING_S = 60.0
+
+_NEVER_COMPUTED = (
+    "evener: rank {} has had no share of any window so far, so its loop's body has not run, and "
+    "names that it sets have no value. Remedy: set result = None before the loop, and use "
+    "result.loss where result is not None; or use ddp.on_commit(fn)"
+)
 
 
 class Loop(DataSide):
@@ -226,28 +225,27 @@ class Loop(DataSide):
             optimizer: The optimizer of this loss, if several take turns: only its parameters get a
                 gradient. See ``step``.
             reduction: What the loss is: ``"mean"`` or ``"sum"`` over its units, the same in the
-                whole window, on every rank. ``None`` is ``"mean"``, but in its first windows a loss
+                whole window, on every rank. ``None`` is ``"mean"``, but one of the first losses
                 that is a sum is refused.
 
         Raises:
-            UsageError: Outside a micro-batch, a loss that is not a tensor, a loss that is a sum or
-                was scaled by a ``GradScaler``, a bad weight, a second weight or reduction that
-                differs, or gradients that something else has written.
+            UsageError: Outside a micro-batch, a loss that is a sum or was scaled by a
+                ``GradScaler``, a bad weight, a second weight or reduction that differs, or
+                gradients that something else has written.
         """
-        refuse_number(loss)
         check_reduction(reduction)
         engine = self._engine
-        habits, share = engine.options.habits, engine.share
+        share = engine.share
         if not engine.is_training:
             share = self._start_unplanned()
-        habits.before_backward(share, loss, weight, reduction)
+        engine.options.habits.before_backward(loss, share.open_samples, reduction)
         summed = reduction == "sum"
         if optimizer is None:
             share.backward(loss, weight, summed=summed)
         else:
             own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
             share.backward(loss, weight, self.assembly.part_of(optimizer), own, summed=summed)
-        habits.after_backward(share)
+        engine.flat.attach_grads()
         engine.team.membership.declare(TRAINING, done=1)
         engine.plan_ahead()
 
@@ -283,15 +281,10 @@ class Loop(DataSide):
             UsageError: Gradients were written by something else than ``backward``.
         """
         engine = self._engine
-        habits = engine.options.habits
-        habits.before_step(engine.share)
+        engine.options.habits.check_gradients()
         if optimizer is None:
-            result = engine.end_micro_batch()
-        else:
-            result = engine.step_part(self.assembly.part_of(optimizer))
-        if result is not None:
-            habits.after_update(engine.share)
-        return result
+            return engine.end_micro_batch()
+        return engine.step_part(self.assembly.part_of(optimizer))
 
     def _start_unplanned(self) -> Share:
         """Start a window outside of any loader: one contribution of each rank."""
@@ -321,10 +314,10 @@ class Loop(DataSide):
             Σ value · weight / Σ weight in float64, the same on every rank; ``nan`` for no weight.
 
         Raises:
-            UsageError: The value is not a number, or the weight is not one of at least 0.
+            UsageError: The weight is not a number of at least 0.
         """
         units = checked_weight(weight)
-        product = checked_value(value) * units if units else 0.0
+        product = float(value) * units if units else 0.0
         said = self._engine.collectives.ask(
             "averaging a value (ddp.weighted_mean)", [product, units]
         )
@@ -425,8 +418,8 @@ class Loop(DataSide):
             return False
         if isinstance(error, EvenerError) and self._has_raised(error):
             return True
-        if engine.rounds.has_left:
-            return any(loader.loop.holds(error) for loader in self._loaders)
+        if engine.rounds.has_left:  # by `break`, which is at another line, or by this error
+            return any(has_passed(error, loader.left_at) for loader in self._loaders)
         return engine.share.in_micro_batch
 
     def _has_raised(self, error: BaseException) -> bool:
@@ -440,11 +433,10 @@ class Loop(DataSide):
     def _explain(self, error: BaseException) -> None:
         """Add to an exception what is known about it here: cause, remedy, rank, file, line."""
         self.events.note_error(error)
-        share = self._engine.share
-        explain_memory(error, share.open_samples)
-        for loader in self._loaders:
-            if text := loader.loop.explain(error, self.rank):
-                note(error, text)
+        engine = self._engine
+        explain_memory(error, engine.share.open_samples)
+        if isinstance(error, NameError) and engine.window and not engine.known_sizes:
+            note(error, _NEVER_COMPUTED.format(self.rank))
         if isinstance(error, EvenerError) and (place := raised_at(error)):
             note(error, f"evener: raised on rank {self.rank} at {place}")
 

@@ -12,10 +12,11 @@ from evener.data.signature import sign
 from evener.engine.engine import Engine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.intake import Indices, Intake
-from evener.engine.loaders.loops import UserLoop, closed_at_exit
+from evener.engine.loaders.loops import closed_at_exit
 from evener.engine.memory import MicroBatchTooLarge
 from evener.engine.results import Work
 from evener.errors import UsageError
+from evener.places import here
 from evener.protocol.formation import TRAINING
 
 #: What a rank is doing, for the case that others wait for it.
@@ -59,9 +60,10 @@ class TeamLoader(LikeDataLoader):
         self._max_steps = max_steps
         self.cursor = Cursor(intake.count_trained(), intake.seed)
         self.batch_size = intake.batch_size
-        self.loop = UserLoop()
         self._next = 0
         self._left = False
+        #: File and line at which the user's loop was left last.
+        self.left_at = ""
         #: What is on its way, by positions in the epoch.
         self._fetched: dict[range, deque[tuple[int, int, Pending]]] = {}
 
@@ -98,18 +100,14 @@ class TeamLoader(LikeDataLoader):
                 model was replaced, or this worker joins an elastic team outside of ``ddp.epochs``.
         """
         self._next = epoch + 1
-        loop = self.loop = UserLoop.here()
         engine, max_steps = self._engine, self._max_steps
         if engine.rounds.has_left:  # by `break`, perhaps in the last window of this very epoch
             engine.settle()
         self._refuse_joining()
         if self.cursor.is_committed(epoch):
-            loop.skip(f"epoch {epoch} had been committed before, so nothing was left to do")
             return
         if engine.rounds.stopping or (max_steps is not None and engine.turns >= max_steps):
-            loop.skip("the team had stopped, or reached max_steps, before this epoch")
             return
-        loop.skip("this rank had no share of the windows of this epoch")
         engine.check_start(epoch)
         engine.begin(self.cursor, self.batch_size, max_steps)
         # What is left of an epoch that was left by `break` is passed over.
@@ -121,8 +119,6 @@ class TeamLoader(LikeDataLoader):
             try:
                 for work in engine.work():
                     yield from self._hand_out(work, indices)
-                if loop.skipped and engine.generations.was_parked:
-                    loop.skip("this rank was parked, as it cost more than it contributed")
                 if not engine.rounds.state.led_out:
                     engine.end_epoch()
                 # Where others have left by `break`, this rank has it from them, or from a change
@@ -130,7 +126,7 @@ class TeamLoader(LikeDataLoader):
                 # still be in this epoch, which this rank must not pass over.
                 self._left = not (engine.generations.is_joining or self.cursor.is_committed(epoch))
             except BaseException:  # GeneratorExit, after `break`; or an error of this rank alone
-                self._left = True
+                self._left, self.left_at = True, here()
                 engine.leave()
                 raise
             finally:
@@ -211,7 +207,6 @@ class TeamLoader(LikeDataLoader):
                 TRAINING if samples in engine.known_sizes else _BEGINNING
             )
             engine.spans.receive(asked_s)
-            self.loop.skip("")
             # Dropout is drawn from what a micro-batch is, not from a state.
             engine.seed_draws(self.cursor.seed, "micro-batch", window, first)
             share.start_micro_batch(samples)

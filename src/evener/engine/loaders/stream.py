@@ -12,11 +12,12 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from evener.data.fetching import start_context
 from evener.devices import pins_memory
 from evener.engine.loaders.facts import LikeDataLoader
-from evener.engine.loaders.loops import UserLoop, closed_at_exit
+from evener.engine.loaders.loops import closed_at_exit
 from evener.engine.sync import SyncEngine
 from evener.engine.team_change import cannot_join
 from evener.errors import CheckpointError, ConfigError
 from evener.parsing import Fields
+from evener.places import here
 from evener.planning.apportion import apportion
 
 _REMARK = (
@@ -51,9 +52,10 @@ class StreamLoader(LikeDataLoader):
         self._batches = batches
         self._seed = seed
         self._max_steps = max_steps
-        self.loop = UserLoop()
         self._epoch = 0
         self._next = 0
+        #: File and line at which the user's loop was left last.
+        self.left_at = ""
         iterable = isinstance(batches.dataset, IterableDataset)
         what = batches.dataset if iterable else batches.batch_sampler
         engine.options.habits.tell_once(_REMARK.format(what=type(what).__name__))
@@ -86,11 +88,8 @@ class StreamLoader(LikeDataLoader):
         if engine.generations.is_joining:
             raise cannot_join("a stream")
         self._next = epoch + 1
-        loop = self.loop = UserLoop.here()
-        loop.skip("the team had stopped, or finished this epoch, before")
         if self._finished or epoch < self._epoch:
             return
-        loop.skip("its data set gave this rank no batch")
         engine.check_start(epoch)
         engine.begin_stream(epoch)
         self._epoch = epoch
@@ -100,6 +99,7 @@ class StreamLoader(LikeDataLoader):
             if not engine.rounds.stopping:
                 self._epoch = epoch + 1
         except BaseException:  # GeneratorExit, after `break`; or an error, which others may not see
+            self.left_at = here()
             engine.leave()
             raise
 
@@ -143,7 +143,6 @@ class StreamLoader(LikeDataLoader):
             engine.seed_draws(self._seed, epoch, engine.window, engine.rounds.rank)
             share = engine.open_share(1)
             share.start_micro_batch(count_samples(batch))
-            self.loop.skip("")
             yield batch
             if share.in_micro_batch:
                 raise share.not_ended()

@@ -165,7 +165,7 @@ def test_at_the_smallest_scale_every_rank_stops_with_the_remedy(policy: str) -> 
                 train(ddp, model, loader)
             assert caught.value.rank == 1
             finite = bool(weights(model).isfinite().all())
-            return str(caught.value), finite
+            return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])]), finite
 
     first, second = run_team(2, body)
     assert first == second

@@ -139,7 +139,7 @@ def test_what_the_scale_cannot_explain_stops_every_rank(bad: str) -> None:
             with pytest.raises(NonFiniteGradientError) as caught:
                 train(ddp, model)
             assert ddp.window == (1 if bad == "fp16" else 0)
-            return str(caught.value)
+            return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
     first, second = run_team(2, body)
     assert first == second

@@ -54,16 +54,6 @@ def parameters(world_size: int, **habit: Any) -> Tensor:
     return run_team(world_size, lambda comm: train(comm, **habit))[0]
 
 
-@pytest.fixture
-def notices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the user is told."""
-    said: list[str] = []
-    from evener.engine import habits
-
-    monkeypatch.setattr(habits.Habits, "notice", lambda self, text: said.append(text))
-    return said
-
-
 # ── harmless ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -90,7 +80,7 @@ HARMLESS: dict[str, Habit] = {
 @pytest.mark.parametrize("place", ["before", "between", "after"])
 @pytest.mark.parametrize("name", HARMLESS)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_harmless_habits(world_size: int, name: str, place: str, notices: list[str]) -> None:
+def test_harmless_habits(world_size: int, name: str, place: str) -> None:
     with_it = parameters(world_size, **{place: HARMLESS[name]})
     assert torch.equal(with_it, parameters(world_size))
 
@@ -108,12 +98,6 @@ def test_a_seed_of_ones_own_changes_no_dropout() -> None:
         return model[0].weight.detach().clone()
 
     assert torch.equal(run(lambda: torch.manual_seed(7)), run(lambda: None))
-
-
-def test_zero_grad_inside_a_window_is_mentioned_once(notices: list[str]) -> None:
-    parameters(1, before=HARMLESS["optimizer.zero_grad()"])
-    assert len(notices) == 1
-    assert "zero_grad() inside a window is ignored" in notices[0]
 
 
 def test_zero_grad_outside_of_windows_does_what_it_always_does() -> None:
@@ -254,26 +238,6 @@ def test_a_scheduler_stepped_for_every_local_batch() -> None:
     run_team(2, body)
 
 
-def test_a_loss_divided_for_accumulation_is_mentioned(notices: list[str]) -> None:
-    def run(divide: Callable[[Tensor, Tensor], Tensor], weight: int | None = None) -> None:
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with setup(SingleCommunicator(), model, optimizer) as ddp:
-            for x in ddp.loader(DATA, batch_size=8).epoch(0):
-                ddp.backward(divide(model(x).square(), x), weight)
-                ddp.step()
-
-    run(lambda y, x: y.mean())
-    run(lambda y, x: y.sum() / len(x))
-    run(lambda y, x: y.sum() / 5, 5)
-    run(lambda y, x: y.mean() / 0.5)
-    run(lambda y, x: y.mean() / y.detach().mean())
-    assert notices == []
-    run(lambda y, x: y.mean() / 4)
-    assert len(notices) == 1
-    assert "divided by 4 before ddp.backward" in notices[0]
-
-
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: nn.Sequential(nn.DataParallel(m))])
 def test_a_model_that_is_wrapped_already(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = wrap(nn.Linear(3, 1))
@@ -307,16 +271,16 @@ def test_a_scheduler_that_follows_a_metric() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_loss_that_has_no_gradient_is_named(world_size: int) -> None:
+def test_a_loss_that_has_no_gradient_ends_as_in_plain_torch(world_size: int) -> None:
     def vector(ddp: Ddp, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
         ddp.backward(model(x).square())
 
     def detached(ddp: Ddp, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
         ddp.backward(model(x).square().mean().detach())
 
-    with pytest.raises(UsageError, match=r"the loss .* has shape \(2, 1\).*loss\.mean\(\)"):
+    with pytest.raises(RuntimeError, match=r"only for scalar outputs"):
         parameters(world_size, before=vector, shares=(1,) * world_size)
-    with pytest.raises(UsageError, match=r"the loss .* without a graph.*with gradients on"):
+    with pytest.raises(RuntimeError, match=r"does not require grad"):
         parameters(world_size, before=detached, shares=(1,) * world_size)
 
 

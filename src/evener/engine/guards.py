@@ -1,4 +1,4 @@
-"""Habits of plain training loops: ignore or refuse them inside a window.
+"""Guards of optimizers and gradients: ignore or refuse habits of plain loops inside a window.
 
 A window's gradients are unfinished sums until every rank has added its part. A plain loop may act
 on them in between. evener ignores such an act if its absence does what the user means. It refuses
@@ -7,11 +7,11 @@ model in two teams, and an optimizer with parameters that its team does not aver
 """
 
 import gc
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,21 +19,17 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from evener.comm.flat import FlatBuffers
-from evener.engine.loss_graph import LossWatch
-from evener.engine.share import Share
+from evener.engine.loss_graph import find_grad_scale, has_sum
 from evener.errors import ConfigError, UsageError
-from evener.planning.report import Report
 
-_ZERO_GRAD = (
-    "zero_grad() inside a window is ignored: ddp.step() drops gradients when a window has been "
-    "applied; you can remove the call"
-)
+LOOKED_AT: Final = 8
+"""Losses that are looked at on each rank."""
 
 #: Leaves optimizers their own parameters.
 _PLAIN: Final = nullcontext()
 
-#: The watch over each model that is in a team.
-_owners: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[Habits]"] = weakref.WeakKeyDictionary()
+#: The guards of each model that is in a team, by the model's ``id``.
+_teams: WeakValueDictionary[int, "OptimizerGuards"] = WeakValueDictionary()
 
 
 def refuse_second_team(models: Sequence[nn.Module]) -> None:
@@ -43,9 +39,9 @@ def refuse_second_team(models: Sequence[nn.Module]) -> None:
         ConfigError: Names the model.
     """
     for model in models:
-        if _is_taken(model):
+        if id(model) in _teams:
             gc.collect()  # a team is gone if neither it nor its optimizers are referenced any more
-        if _is_taken(model):
+        if id(model) in _teams:
             raise ConfigError(
                 f"this {type(model).__name__} is in a team already: Ddp.setup was called with it "
                 "before, and its gradients would be averaged twice; close that team first "
@@ -54,22 +50,17 @@ def refuse_second_team(models: Sequence[nn.Module]) -> None:
             )
 
 
-def _is_taken(model: nn.Module) -> bool:
-    habits = owner() if (owner := _owners.get(model)) else None
-    return habits is not None and habits.is_active
-
-
-def _has_own_step(optimizer: Optimizer) -> bool:
-    """Return whether ``step`` was replaced on the instance, otherwise than by a scheduler."""
+def _is_hooked(optimizer: Optimizer) -> bool:
+    """Return whether a step has hooks beside ours, or was replaced other than by a scheduler."""
+    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     step = vars(optimizer).get("step")
-    if step is None:
-        return False
     # ``functools.wraps`` copies the scheduler's mark to what the user wraps around it.
     inner = getattr(step, "__wrapped__", None)
-    return not (getattr(step, "_wrapped_by_lr_sched", False) and inner is type(optimizer).step)
+    is_of_scheduler = getattr(step, "_wrapped_by_lr_sched", False)
+    return hooks > 1 or not (step is None or (is_of_scheduler and inner is type(optimizer).step))
 
 
-class Habits:
+class OptimizerGuards:
     """Watches one rank's optimizers and gradients.
 
     Args:
@@ -92,39 +83,27 @@ class Habits:
         self._speaks = speaks
         self._stepping = False
         self._told: set[str] = set()
-        self._share: Share | None = None
-        self._stamps: Sequence[int] = []
-        self._losses = LossWatch(self.tell_once)
         self._optimizers = optimizers
-        #: How many parameters each optimizer had when all of them were known to be averaged.
-        self._checked = [len(_parameters(optimizer)) for optimizer in optimizers]
+        #: How many parameters optimizers had when all of them were known to be averaged.
+        self._num_checked = len(_parameters(*optimizers))
+        self._num_losses = 0
+        self._claimed: list[int] = []
         self._hooks: list[RemovableHandle] = []
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             # On the instance, as torch's schedulers wrap ``step``; not part of what is pickled.
             vars(optimizer)["zero_grad"] = partial(self._zero_grad, optimizer)
 
-    @property
-    def is_active(self) -> bool:
-        """Return whether the team is still open."""
-        return bool(self._hooks)
-
     def claim(self, models: Sequence[nn.Module]) -> None:
         """Mark models as in this team, for ``refuse_second_team``."""
-        for model in models:
-            _owners[model] = weakref.ref(self)
+        self._claimed = [id(model) for model in models]
+        _teams.update(dict.fromkeys(self._claimed, self))
 
     @property
     def are_hooked(self) -> bool:
         """Return whether an optimizer's step has hooks of the user, or was replaced."""
-        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-            return True
-        return any(
-            len(one._optimizer_step_pre_hooks) > 1
-            or one._optimizer_step_post_hooks
-            or _has_own_step(one)
-            for one in self._optimizers
-        )
+        everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        return bool(everywhere) or any(map(_is_hooked, self._optimizers))
 
     def step(
         self, optimizers: Sequence[Optimizer], within: AbstractContextManager[None] = _PLAIN
@@ -138,8 +117,7 @@ class Habits:
         Raises:
             UsageError: One was given a parameter that is not averaged.
         """
-        for optimizer in optimizers:
-            self._check_parameters(optimizer)
+        self._check_parameters()
         self._stepping = True
         try:
             with within:
@@ -148,50 +126,34 @@ class Habits:
         finally:
             self._stepping = False
 
-    def before_backward(
-        self,
-        share: Share,
-        loss: Tensor,
-        weight: float | None,
-        reduction: str | None,
-    ) -> None:
-        """Look at the gradients and at the loss before they are added to.
+    def before_backward(self, loss: Tensor, samples: int, reduction: str | None) -> None:
+        """Look at the gradients before they are added to, and at the first losses.
+
+        Args:
+            loss: As it was given to ``ddp.backward``.
+            samples: Those of the micro-batch.
+            reduction: If it was given, only the scale of a ``GradScaler`` is looked for.
 
         Raises:
             UsageError: The gradients were written by something else than ``ddp.backward``, or the
-                loss would give wrong ones; see ``LossWatch``.
+                loss would give wrong ones.
         """
-        if self.before_step(share):
-            self._flat.attach_grads()
-            self.tell_once(_ZERO_GRAD)
-        self._losses.look(
-            loss,
-            window=share,
-            samples=share.open_samples,
-            weight=weight,
-            reduction=reduction,
-        )
+        self.check_gradients()
+        self._num_losses += 1
+        if self._num_losses <= LOOKED_AT:
+            self._check_loss(loss, samples, reduction)
 
-    def after_window(self, reports: Sequence[Report]) -> None:
-        """Look at what the ranks have reported of a window."""
-        self._losses.follow(reports)
-
-    def after_backward(self, share: Share) -> None:
-        """Remember the gradients as they are now."""
-        self._flat.attach_grads()
-        self._share, self._stamps = share, self._flat.stamps()
-
-    def before_step(self, share: Share) -> bool:
-        """Look at the gradients before they are averaged; return whether some were dropped.
+    def check_gradients(self) -> None:
+        """Restore gradients that ``zero_grad()`` has dropped inside a window.
 
         Raises:
-            UsageError: They were written by something else than ``ddp.backward``.
+            UsageError: Some were written by something else than ``ddp.backward``.
         """
-        index, dropped = self._flat.find_write(self._stamps if share is self._share else [])
-        if index is None:
-            return dropped
+        name = self._flat.check_grads()
+        if name is None:
+            return
         raise UsageError(
-            f"the gradient of {self._flat.names[index]!r} was written outside of ddp.backward, "
+            f"the gradient of {name!r} was written outside of ddp.backward, "
             "inside a window: by loss.backward(), clip_grad_norm_, clip_grad_value_, "
             "GradScaler.unscale_ or the like. It is an unfinished sum there, and another one on "
             "every rank. Remedy: call ddp.backward(loss) for every loss; clip with "
@@ -199,16 +161,14 @@ class Habits:
             "runs on averaged gradients; for fp16 use precision= instead of a GradScaler"
         )
 
-    def after_update(self, share: Share) -> None:
-        """Remember that gradients have been dropped, those of one optimizer perhaps."""
-        self._share, self._stamps = share, self._flat.stamps()
-
     def close(self) -> None:
-        """Restore the optimizers; idempotent."""
+        """Restore the optimizers, and free the models; idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
         for optimizer in self._optimizers:
             vars(optimizer).pop("zero_grad", None)
+        while self._claimed:
+            _teams.pop(self._claimed.pop(), None)
 
     def speak(self, *, for_all: bool) -> None:
         """Set whether ``notice`` warns on this rank; it does on one rank of the team."""
@@ -233,27 +193,45 @@ class Habits:
                 "been averaged. With a GradScaler: remove that too, and use precision="
             )
 
-    def _check_parameters(self, optimizer: Optimizer) -> None:
-        number = next(n for n, one in enumerate(self._optimizers) if one is optimizer)
-        if sum(len(group["params"]) for group in optimizer.param_groups) == self._checked[number]:
+    def _check_loss(self, loss: Tensor, samples: int, reduction: str | None) -> None:
+        if (scale := find_grad_scale(loss)) is not None:
+            raise UsageError(
+                f"the loss given to ddp.backward is {scale:g} times too large: a GradScaler has "
+                "scaled it, and ddp.step() would not undo that. Remove the GradScaler and call "
+                "ddp.backward(loss); with precision='fp16' evener scales losses by itself"
+            )
+        if reduction is not None:
             return
-        parameters = _parameters(optimizer)
+        if samples > 1 and has_sum(loss, samples):
+            raise UsageError(
+                f"the loss given to ddp.backward is a sum over the {samples} samples of its "
+                "micro-batch, or has one in it, which would count as their mean: the gradient "
+                "depends on how the batch is split over ranks and micro-batches. Remedy: "
+                "ddp.backward(loss, reduction='sum') has the gradient of the sum over the whole "
+                "batch, as one process has it (Ddp.builder: reduction='sum'). If it is a mean "
+                "after all, give reduction='mean'"
+            )
+
+    def _check_parameters(self) -> None:
+        parameters = _parameters(*self._optimizers)
+        if len(parameters) == self._num_checked:
+            return
         averaged = set(map(id, self._flat.parameters))
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in averaged:
                 raise UsageError(
-                    f"optimizer {number} was given a trainable parameter of shape "
+                    "an optimizer was given a trainable parameter of shape "
                     f"{tuple(parameter.shape)} that the model did not have when the team was set "
                     "up, so its gradient is not averaged; add layers before Ddp.setup"
                 )
-        self._checked[number] = len(parameters)
+        self._num_checked = len(parameters)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        if not self._flat.stamps():
+        if not self._flat.with_gradients():
             type(optimizer).zero_grad(optimizer, set_to_none)
-        elif any(parameter.grad is not None for parameter in _parameters(optimizer)):
-            self.tell_once(_ZERO_GRAD)
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _parameters(*optimizers: Optimizer) -> list[Tensor]:
+    return [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
