@@ -94,7 +94,6 @@ class FlatBuffers:
         self._data_ptrs: list[int] = []
         #: What each parameter has accumulated in this window; None before its first gradient.
         self._held: list[Tensor | None] = []
-        self._nothing_held = True
         #: The versions of gradients when they were written here last.
         self._stamps: list[int] = []
         #: Places in the buffers; none with one rank. Users get ``_views``, whose memory they can
@@ -123,7 +122,6 @@ class FlatBuffers:
             for parameter in group.parameters:
                 parameter.grad = None
             self._held[group.indices.start : group.indices.stop] = [None] * len(group.parameters)
-        self._nothing_held = part is None
         self._stamps = [] if part is None else self._versions()
 
     def check_grads(self) -> str | None:
@@ -226,8 +224,8 @@ class FlatBuffers:
             return 0
         if self._views:
             _move_fresh(enumerate(self.parameters), self._held, self._views, self._view_ptrs)
-        elif self._nothing_held and all(g is None or g.layout is torch.strided for g in grads):
-            self._held, self._nothing_held = grads, False
+        elif not self._versions() and all(g is None or g.layout is torch.strided for g in grads):
+            self._held = grads
             return 0
         broken = 0
         for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
