@@ -215,8 +215,8 @@ class DataSide:
                     labels.append(ddp.gather(y))
             auc = roc_auc_score(torch.cat(labels), torch.cat(logits))  # the same on every rank
 
-        With fewer samples than ranks, the loop's body does not run on the last ranks, and only the
-        others get the rows: compute on rank 0 if that may happen.
+        With fewer samples than ranks, rank 0 evaluates them all. The loop's body does not run on
+        the others, which get no rows: compute on rank 0 if that may happen.
 
         Args:
             dataset: Map-style data set, or a ``DataLoader`` over one; the same on every rank.
@@ -246,9 +246,10 @@ class DataSide:
         """Give every rank the rows of all ranks, in the order of the data set.
 
         In the loop of an ``eval_loader``, concatenate the results of successive calls: they are the
-        rows of the whole data set in its order, each once, on every rank. A rank that had no batch
-        in some round gets those rows by its next call. All ranks call it equally often in each
-        round, in the same order. Outside of any loop, rows come in rank order.
+        rows of the whole data set in its order, each once, on every rank. All ranks call it equally
+        often for each batch, in the same order. With a tiny ``batch_size``, a rank may have two
+        batches in the last round: it gets no rows for the first of them, and all for the second.
+        Outside of any loop, rows come in rank order.
 
         Args:
             value: Tensor, or a list, tuple or dict of tensors, on any device. The first dimension

@@ -1,6 +1,5 @@
 """A loader for evaluation: every sample on one rank, once, with nothing trained."""
 
-import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
@@ -8,10 +7,9 @@ from typing import Any, final
 
 from evener.engine.answers import AskingEngine
 from evener.engine.loaders.facts import LikeDataLoader
-from evener.engine.loaders.gathering import Gatherer
-from evener.engine.loaders.intake import Intake
+from evener.engine.loaders.gathering import Gatherer, Place, ask
+from evener.engine.loaders.intake import Intake, compare_orders
 from evener.errors import UsageError
-from evener.places import here
 from evener.planning.evaluation_slices import Parts, evaluation_slices
 from evener.protocol.formation import EVALUATING
 from evener.protocol.row import Purpose
@@ -21,17 +19,15 @@ _AHEAD = 3  # batches that are asked for before they are needed
 
 @final
 class EvaluationLoader(LikeDataLoader):
-    """Hands out a data set in rounds, in each of which the ranks have batches side by side.
+    """Hands out a data set in rounds, in each of which every rank has a part of a slice.
 
-    Made by ``Ddp.eval_loader``. All ranks iterate over it together. A round is a slice of the data
-    set; its parts follow in rank order, and are as large as ranks are fast. Speeds decide about
-    the sizes alone: the samples of all rounds, joined in rank order, are the data set in its order.
+    Made by ``Ddp.eval_loader``. All ranks iterate over it together. The parts of a slice follow in
+    rank order, and are as large as ranks are fast; see ``evaluation_slices``. A part is one batch.
+    Only the last one may be two, with tiny batches, and the rows of both are gathered with the
+    second.
 
-    Every rank has a batch in each round, but for one at most: with tiny batches, the last round but
-    one may have fewer samples than ranks. A rank without a batch continues in the last round,
-    where ``Ddp.gather`` also returns the rows that it has missed. Only with fewer samples than
-    ranks in all, the loop's body does not run on the last ranks; they take part in what the others
-    gather before their loop ends.
+    If there are fewer samples than ranks, the first rank evaluates them all. The loop's body does
+    not run on the others, and ``Ddp.gather`` returns the first rank's own rows.
 
     In an elastic team all ranks meet at the end of the loop. What a rank had that was lost until
     then is handed out to those who remain, apart from rounds whose rows ``Ddp.gather`` has given to
@@ -57,9 +53,6 @@ class EvaluationLoader(LikeDataLoader):
         self._gathers = False
         self._order = intake.order
         self._fetcher = intake.fetcher()
-        # A loader made for one evaluation ends its workers with it.
-        self._closing = weakref.finalize(self, self._fetcher.close)
-        self._closing.atexit = False
 
     def __len__(self) -> int:
         """Return the batches of one process; each rank has some of them."""
@@ -78,12 +71,9 @@ class EvaluationLoader(LikeDataLoader):
             UsageError: Ranks have data sets of different length or order.
         """
         engine, count = self._engine, self._order.num_samples
-        if engine.is_alone:
-            yield from self._first_batch()
-            return
         self._held, self._gathers = {}, False
-        yield from self._evaluate(range(count))
-        while engine.team.is_elastic and not self.is_complete(engine.ask(Purpose.EVALUATE)):
+        yield from self._evaluate(range(min(count, self.batch_size) if engine.is_alone else count))
+        while engine.team.is_elastic and not self.is_complete(ask(engine, Purpose.EVALUATE, None)):
             yield from self.make_up()
         self._gatherer.end(self._held)
 
@@ -100,90 +90,75 @@ class EvaluationLoader(LikeDataLoader):
         missed = [p for rank in self._lost for p in self._held.pop(rank)]
         yield from self._evaluate(missed)
 
-    def _first_batch(self) -> Iterator[Any]:
-        indices = self._order.of(0)
-        first = [indices[p] for p in range(min(self.batch_size, self._order.num_samples))]
-        if first:
-            habits = self._engine.habits
-            habits.tell_once(
-                f"the evaluation at {here()} was made before rank {self._engine.rank} joined the "
-                "team: its loop sees one batch here, and ddp.weighted_mean returns what the team "
-                "has found"
-            )
-            yield self._received(self._fetcher.submit(0, first))
-
     def _evaluate(self, positions: Sequence[int]) -> Iterator[Any]:
         """Yield this rank's batches of some positions of the data set, in their order."""
-        indices, engine = self._order.of(0), self._engine
-        ranks, rounds = self._agree(len(positions), self._order.fingerprint(indices))
-        parts: dict[int, list[Sequence[int]]] = {rank: [] for rank in ranks}
-        start = 0
-        for sizes in rounds:
-            for rank, size in zip(ranks, sizes, strict=True):
-                parts[rank].append(positions[start : start + size])
-                start += size
-        own = [part for part in parts[engine.rank] if part]
-        # A rank without a sample has got rows in this loop before. It is given the last ones by the
-        # same calls of gather, to which it comes by an echo of another rank's sample.
-        echoes = self._gathers and not own
-        own += [positions[:1]] * echoes
-        wanted = (self._fetcher.submit(0, [indices[p] for p in part]) for part in own)
+        engine, size, indices = self._engine, self.batch_size, self._order.of(0)
+        ranks, rounds = self._agree(positions, self._order.fingerprint(indices))
+        # Fewer samples than ranks are the first one's. Where rows are gathered, the others come by
+        # the same calls of gather, with an echo of a sample.
+        echo = positions[:1] if self._gathers else ()
+        parts = [by_rank.get(engine.rank, echo) for by_rank in rounds]
+        batches = [[part[k : k + size] for k in range(0, len(part), size)] for part in parts]
+        place = Place(
+            ranks,
+            in_training=engine.is_training,
+            is_shared=self._gathers or all(len(by_rank) == len(ranks) for by_rank in rounds),
+            is_echo=not any(engine.rank in by_rank for by_rank in rounds),
+        )
+        wanted = (
+            self._fetcher.submit(0, [indices[p] for p in batch]) for own in batches for batch in own
+        )
         fetched = deque(islice(wanted, _AHEAD))
-        own_sizes = map(len, own)
-        delivered = dict.fromkeys(ranks, 0)
-        try:
-            for _ in self._gatherer.evaluate(rounds, delivered, echoes=echoes):
-                batch = self._received(fetched.popleft())
-                fetched.extend(islice(wanted, 1))
-                engine.team.declare(EVALUATING, done=1)
-                self.num_samples = next(own_sizes)
-                yield batch
-        finally:
-            self._gathers = any(delivered.values())
-            for rank in ranks:
-                rest = [p for part in parts[rank][delivered[rank] :] for p in part]
-                if rest:
-                    self._held.setdefault(rank, []).extend(rest)
+        with self._gatherer.in_loop(place):
+            for place.round, (by_rank, own) in enumerate(zip(rounds, batches, strict=True)):
+                place.given = frozenset()
+                for batch in own:
+                    data = self._received(fetched.popleft())
+                    fetched.extend(islice(wanted, 1))
+                    engine.team.declare(EVALUATING, done=1)
+                    place.call, place.is_last, self.num_samples = 0, batch is own[-1], len(batch)
+                    yield data
+                place.end_round()
+                self._gathers |= bool(place.given)
+                for rank in by_rank.keys() - place.given:
+                    self._held.setdefault(rank, []).extend(by_rank[rank])
 
     def close(self) -> None:
         """End the fetching of data; idempotent."""
-        self._closing()
+        self._fetcher.close()
 
-    def _agree(self, count: int, fingerprint: int) -> tuple[list[int], list[Parts]]:
-        """Return the ranks that evaluate, and their rounds, by the planner's speeds.
+    def _agree(
+        self, positions: Sequence[int], fingerprint: int
+    ) -> tuple[frozenset[int], list[Parts]]:
+        """Return the ranks that evaluate, and the parts of each in all rounds.
 
         Args:
-            count: Samples that are evaluated.
+            positions: What is evaluated.
             fingerprint: Of the order of the data set.
 
         Raises:
             UsageError: Ranks have different data.
         """
-        engine = self._engine
-        speeds = engine.policy.solo_speeds(self.batch_size)
-        if not all(speed > 0 for speed in speeds):
-            speeds = (1.0,) * engine.world_size
-        rows = engine.ask(Purpose.EVALUATE, [count, fingerprint, self.batch_size, *speeds])
-        for rank, (samples, order, *_) in rows.items():
+        engine, count = self._engine, len(positions)
+        own = [count, fingerprint, self.batch_size, [*engine.policy.solo_speeds(self.batch_size)]]
+        told = ask(engine, Purpose.EVALUATE, own)
+        for rank, (samples, *_) in told.items():
             if samples != count:
                 raise UsageError(
-                    f"the data set for evaluation has {samples:.0f} samples on rank {rank} and "
+                    f"the data set for evaluation has {samples} samples on rank {rank} and "
                     f"{count} on rank {engine.rank}; give every rank all of it, ddp.eval_loader "
                     "splits it"
                 )
-            if order != fingerprint:
-                raise UsageError(
-                    f"the sampler for evaluation draws other samples on rank {rank} than on rank "
-                    f"{engine.rank}; it must draw the same on every rank"
-                )
-        if 0 < count < len(rows):
+        compare_orders({rank: order for rank, (_, order, *_) in told.items()}, engine.rank)
+        first = min(told)
+        if 0 < count < len(told) and not self._gathers:
             engine.habits.tell_once(
-                f"an evaluation of {count} sample(s) on {len(rows)} ranks: the loop's body does "
-                f"not run on the last {len(rows) - count}, which ddp.gather gives no rows; compute "
-                f"what needs them on rank {next(iter(rows))}"
+                f"an evaluation of {count} sample(s) on {len(told)} ranks: rank {first} does it "
+                "alone, the loop's body does not run on the others"
             )
-        # Others may have been parked, and have missed windows. In an elastic team the first one
-        # has planned; it may be lost by now, and others go by what it has said.
-        known = rows[next(iter(rows)) if engine.team.is_elastic else engine.state.planner]
-        sizes = [int(row[2]) for row in rows.values()]
-        return [*rows], evaluation_slices(count, sizes, [known[3 + rank] for rank in rows])
+        # Those of one rank: others may have been parked, and have missed windows.
+        *_, known = told[first]
+        is_known = all(known[rank] > 0 for rank in told)
+        speeds = {rank: known[rank] if is_known else 1.0 for rank in told}
+        sizes = {rank: size for rank, (_, _, size, _) in told.items()}
+        return frozenset(told), evaluation_slices(positions, sizes, speeds)

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any, final
@@ -90,6 +90,25 @@ class Drawn(Order):
         """Return a hash of the indices, formed of their 8 bytes each as they lie in memory."""
         assert isinstance(indices, array)
         return int.from_bytes(hashlib.blake2b(indices, digest_size=6).digest())
+
+
+def compare_orders(fingerprints: Mapping[int, int], own: int) -> None:
+    """Compare the orders of all ranks.
+
+    Args:
+        fingerprints: Of the ranks' orders, by rank.
+        own: This rank.
+
+    Raises:
+        UsageError: A sampler draws other samples on another rank.
+    """
+    for rank, fingerprint in fingerprints.items():
+        if fingerprint != fingerprints[own]:
+            raise UsageError(
+                f"the sampler draws other samples on rank {rank} than on rank {own}; it must draw "
+                "from torch's, NumPy's or Python's global generators, or be seeded alike, and not "
+                "split the data by rank"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from evener.data.fetching import Pending, Prefetch
 from evener.data.signature import sign
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.facts import LikeDataLoader
-from evener.engine.loaders.intake import Indices, Intake
+from evener.engine.loaders.intake import Indices, Intake, compare_orders
 from evener.engine.loaders.loops import closed_at_exit
 from evener.engine.memory import MicroBatchTooLarge
 from evener.engine.results import Work
@@ -173,14 +173,7 @@ class TeamLoader(LikeDataLoader):
         """Refuse a sampler that draws other samples on another rank."""
         if not (own := self._order.fingerprint(indices)):
             return
-        engine = self._engine
-        for rank, other in engine.introduce([engine.rank, own]):
-            if other != own:
-                raise UsageError(
-                    f"the sampler draws other samples on rank {rank} than on rank {engine.rank}; "
-                    "it must draw from torch's, NumPy's or Python's global generators, or be "
-                    "seeded alike, and not split the data by rank"
-                )
+        compare_orders(dict(self._engine.introduce([self._engine.rank, own])), self._engine.rank)
 
     def close(self) -> None:
         """End the fetching of data; idempotent."""
