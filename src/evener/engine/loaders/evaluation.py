@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any, final
 
 from evener.engine.answers import AskingEngine
-from evener.engine.loaders.facts import LikeDataLoader
+from evener.engine.loaders.base import LikeDataLoader
 from evener.engine.loaders.gathering import Gatherer, Place, ask
 from evener.engine.loaders.intake import Intake, compare_orders
 from evener.errors import UsageError
@@ -39,11 +39,11 @@ class EvaluationLoader(LikeDataLoader):
     """
 
     num_samples = 0
+    batch_size: int
 
     def __init__(self, engine: AskingEngine, gatherer: Gatherer, intake: Intake) -> None:
         super().__init__(intake)
         self.drop_last = False  # an evaluation leaves no sample out
-        self.batch_size = intake.batch_size
         self._engine = engine
         self._gatherer = gatherer
         #: Positions that ranks have evaluated for themselves in the newest loop, by rank.

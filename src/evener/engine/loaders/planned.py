@@ -10,13 +10,10 @@ from evener.data.cursor import Cursor
 from evener.data.fetching import Pending, Prefetch
 from evener.data.signature import sign
 from evener.engine.changing import ElasticEngine
-from evener.engine.loaders.facts import LikeDataLoader
+from evener.engine.loaders.base import TrainingLoader
 from evener.engine.loaders.intake import Indices, Intake, compare_orders
-from evener.engine.loaders.loops import closed_at_exit
 from evener.engine.memory import MicroBatchTooLarge
 from evener.engine.results import Work
-from evener.errors import UsageError
-from evener.places import here
 from evener.protocol.formation import TRAINING
 
 #: What a rank is doing, for the case that others wait for it.
@@ -25,14 +22,15 @@ _BEGINNING: Final = "in its first micro-batch of this size, which may compile or
 
 
 @final
-class TeamLoader(LikeDataLoader):
+class TeamLoader(TrainingLoader):
     """Iterates over a map-style data set, every sample exactly once an epoch over all ranks.
 
     Made by ``Ddp.loader``. All ranks iterate over the same epochs; each gets the micro-batches of
     its own share: in SYNC that of a window of ``batch_size`` samples, in CADENCE and ASYNC batches
     of so many samples, each of which is a local step. A rank without work takes part in the
     exchange of windows inside ``__next__``, so ranks may run different numbers of
-    loop iterations.
+    loop iterations. In the first window every rank has work, unless that is predicted to lengthen
+    the epoch by more than 1 %.
 
     Args:
         engine: Says what this rank is to compute.
@@ -41,6 +39,9 @@ class TeamLoader(LikeDataLoader):
         micro_batch_size: Most samples of one forward and backward.
         max_steps: Optimizer steps of the run; ``None`` for no limit.
     """
+
+    cursor: Cursor
+    batch_size: int
 
     def __init__(
         self,
@@ -51,19 +52,13 @@ class TeamLoader(LikeDataLoader):
         micro_batch_size: int,
         max_steps: int | None,
     ) -> None:
-        super().__init__(intake)
-        self._engine = engine
+        super().__init__(engine, intake, max_steps)
         self._order = intake.order
         self._fetcher = intake.fetcher(prefetch)
         self._num_items = len(intake.samples)
         self._most_samples = micro_batch_size
-        self._max_steps = max_steps
         self.cursor = Cursor(intake.count_trained(), intake.seed)
-        self.batch_size = intake.batch_size
-        self._next = 0
         self._left = False
-        #: File and line at which the user's loop was left last.
-        self.left_at = ""
         #: What is on its way, by positions in the epoch.
         self._fetched: dict[range, deque[tuple[int, int, Pending]]] = {}
 
@@ -74,75 +69,38 @@ class TeamLoader(LikeDataLoader):
     @property
     def micro_batch_size(self) -> int:
         """Return the most samples in one forward and backward on this rank."""
-        limits = self._engine.limits
-        return min(self._most_samples, limits.own or self._most_samples)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the epoch after the one that was iterated over last, from 0; see ``epoch``."""
-        return self.epoch(self._next)
-
-    @closed_at_exit
-    def epoch(self, epoch: int) -> Generator[Any, None, None]:
-        """Yield this rank's micro-batches of an epoch; all ranks call it with the same number.
-
-        A committed epoch yields nothing, a partly committed one continues where the team is. In the
-        first window every rank has work, unless that is predicted to lengthen the epoch by more
-        than 1 %.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-
-        Yields:
-            Collated micro-batches.
-
-        Raises:
-            UsageError: ``ddp.step()`` was not called for the micro-batch before, a parameter of the
-                model was replaced, or this worker joins an elastic team outside of ``ddp.epochs``.
-        """
-        self._next = epoch + 1
-        engine, max_steps = self._engine, self._max_steps
-        if engine.has_left:  # by `break`, perhaps in the last window of this very epoch
-            engine.settle()
-        self._refuse_joining()
-        if self.cursor.is_committed(epoch):
-            return
-        if engine.stopping or (max_steps is not None and engine.turns >= max_steps):
-            return
-        engine.check_start(epoch)
-        engine.begin(self.cursor, self.batch_size, max_steps)
-        # What is left of an epoch that was left by `break` is passed over.
-        self.cursor.begin(epoch, abandon=self._left)
-        indices = self._order.of(epoch)
-        if not engine.has_just_joined:
-            self._compare(indices)
-        with engine.epoch_open():
-            try:
-                for work in engine.work():
-                    yield from self._hand_out(work, indices)
-                if not engine.state.led_out:
-                    engine.end_epoch()
-                # Where others have left by `break`, this rank has it from them, or from a change
-                # of the team that came meanwhile. If the team continues without this rank, it may
-                # still be in this epoch, which this rank must not pass over.
-                self._left = not (engine.is_joining or self.cursor.is_committed(epoch))
-            except BaseException:  # GeneratorExit, after `break`; or an error of this rank alone
-                self._left, self.left_at = True, here()
-                engine.leave()
-                raise
-            finally:
-                self._fetched.clear()
+        return min(self._most_samples, self._engine.limits.own or self._most_samples)
 
     def join(self) -> None:
         """Join the team and take its data position over, if that began before this rank came."""
         self._engine.join(self.cursor, self.batch_size, self._max_steps)
 
-    def _refuse_joining(self) -> None:
-        if self._engine.is_joining:
-            raise UsageError(
-                "this worker joins a team that has begun before, and cannot tell in which epoch "
-                "its own loop has to begin. Write `for epoch in ddp.epochs(num_epochs):` in place "
-                "of `for epoch in range(num_epochs):`; it begins with the epoch of the team"
-            )
+    def _is_done(self, epoch: int) -> bool:
+        return self.cursor.is_committed(epoch)
+
+    def _begin(self, epoch: int) -> None:
+        engine = self._engine
+        engine.begin(self.cursor, self.batch_size, self._max_steps)
+        # What is left of an epoch that was left by `break` is passed over.
+        self.cursor.begin(epoch, abandon=self._left)
+        self._left = True
+
+    def _batches(self, epoch: int) -> Iterator[Any]:
+        engine, indices = self._engine, self._order.of(epoch)
+        own = self._order.fingerprint(indices)
+        if own and not engine.has_just_joined:
+            compare_orders(dict(engine.introduce([engine.rank, own])), engine.rank)
+        try:
+            for work in engine.work():
+                yield from self._hand_out(work, indices)
+        finally:
+            self._fetched.clear()
+        if not engine.state.led_out:
+            engine.end_epoch()
+        # Where others have left by `break`, this rank has it from them, or from a change of the
+        # team that came meanwhile. If the team continues without this rank, it may still be in this
+        # epoch, which this rank must not pass over.
+        self._left = not (engine.is_joining or self.cursor.is_committed(epoch))
 
     def introduce_data(self) -> None:
         """Let the coordinator of an elastic team compare the data with that of the other workers.
@@ -169,12 +127,6 @@ class TeamLoader(LikeDataLoader):
         else:
             self.cursor.load_state_dict(state)
 
-    def _compare(self, indices: Indices) -> None:
-        """Refuse a sampler that draws other samples on another rank."""
-        if not (own := self._order.fingerprint(indices)):
-            return
-        compare_orders(dict(self._engine.introduce([self._engine.rank, own])), self._engine.rank)
-
     def close(self) -> None:
         """End the fetching of data; idempotent."""
         self._fetched.clear()
@@ -190,18 +142,16 @@ class TeamLoader(LikeDataLoader):
         positions = work.positions[0]
         micro_batches = self._fetched.pop(positions)
         share = engine.open_share(len(micro_batches))
-        while micro_batches:
+        while micro_batches and engine.share is share:
             first, samples, pending = micro_batches.popleft()
             asked_s = time.perf_counter()
             engine.team.declare(_LOADING)
             batch = self._received(pending)
             engine.team.declare(TRAINING if samples in engine.known_sizes else _BEGINNING)
             engine.spans.receive(asked_s)
-            # Dropout is drawn from what a micro-batch is, not from a state.
-            engine.seed_draws(self.cursor.seed, "micro-batch", window, first)
-            share.start_micro_batch(samples)
+            place = self.cursor.seed, "micro-batch", window, first
             try:
-                yield batch
+                yield from self._compute(batch, share, samples, *place)
             except MicroBatchTooLarge:
                 if samples == 1 or share.turns:
                     raise MicroBatchTooLarge(samples) from None
@@ -210,12 +160,6 @@ class TeamLoader(LikeDataLoader):
                 micro_batches = self._submit(positions, permutation)
                 share = engine.open_share(len(micro_batches))
                 continue
-            if engine.share is not share:  # a change of the team has broken it off
-                return
-            if share.in_micro_batch and share.turns:
-                engine.end_micro_batch()
-            elif share.in_micro_batch:
-                raise share.not_ended()
             if engine.window != window or not engine.is_working:
                 return
 

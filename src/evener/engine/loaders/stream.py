@@ -1,7 +1,7 @@
 """A loader over what has no indices: every rank reads for itself, and contributes once a window."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, final
 
@@ -12,12 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from evener.data.fetching import start_context
 from evener.devices import pins_memory
 from evener.engine.changing import ElasticEngine
-from evener.engine.loaders.facts import LikeDataLoader
-from evener.engine.loaders.loops import closed_at_exit
-from evener.engine.team_change import cannot_join
+from evener.engine.loaders.base import TrainingLoader
 from evener.errors import CheckpointError, ConfigError
-from evener.parsing import Fields
-from evener.places import here
 from evener.planning.apportion import apportion
 
 _REMARK = (
@@ -30,7 +26,7 @@ _REMARK = (
 
 
 @final
-class StreamLoader(LikeDataLoader):
+class StreamLoader(TrainingLoader):
     """Iterates over an ``IterableDataset``, or over a ``DataLoader`` with batches of its own.
 
     Made by ``Ddp.loader``. Every ``ddp.step()`` closes a window, to which each rank contributes a
@@ -46,67 +42,17 @@ class StreamLoader(LikeDataLoader):
         seed: int,
         max_steps: int | None,
     ) -> None:
-        super().__init__(batches)
-        self.batch_size = batches.batch_size  # of this rank
-        self._engine = engine
-        self._batches = batches
+        super().__init__(engine, batches, max_steps)
+        self._given = batches
         self._seed = seed
-        self._max_steps = max_steps
         self._epoch = 0
-        self._next = 0
-        #: File and line at which the user's loop was left last.
-        self.left_at = ""
         iterable = isinstance(batches.dataset, IterableDataset)
         what = batches.dataset if iterable else batches.batch_sampler
         engine.habits.tell_once(_REMARK.format(what=type(what).__name__))
 
     def __len__(self) -> int:
         """Return this rank's batches of an epoch; ``TypeError`` if the data set has no length."""
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the next epoch; see ``epoch``."""
-        return self.epoch(self._next)
-
-    @closed_at_exit
-    def epoch(self, epoch: int) -> Generator[Any, None, None]:
-        """Yield this rank's batches of an epoch; all ranks call it with the same number.
-
-        An epoch that was finished before a restart yields nothing.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-
-        Yields:
-            Batches.
-
-        Raises:
-            UsageError: ``ddp.step()`` was not called for the batch before, or an elastic team began
-                before this rank came.
-        """
-        engine = self._engine
-        if engine.is_joining:
-            raise cannot_join("a stream")
-        self._next = epoch + 1
-        if self._finished or epoch < self._epoch:
-            return
-        engine.check_start(epoch)
-        engine.begin_stream(epoch)
-        self._epoch = epoch
-        try:
-            yield from self._rounds(epoch)
-            engine.end_epoch()
-            if not engine.stopping:
-                self._epoch = epoch + 1
-        except BaseException:  # GeneratorExit, after `break`; or an error, which others may not see
-            self.left_at = here()
-            engine.leave()
-            raise
-
-    @property
-    def cursor(self) -> None:
-        """Return ``None``: no window of a stream is planned."""
-        return None
+        return len(self._given)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many epochs are finished."""
@@ -118,40 +64,40 @@ class StreamLoader(LikeDataLoader):
         Raises:
             CheckpointError: It is that of a map-style data set.
         """
-        if "stream_epoch" not in state and allow_new_data:
-            return
-        if "stream_epoch" not in state:
+        if "stream_epoch" in state:
+            self._epoch = state["stream_epoch"]
+        elif not allow_new_data:
             raise CheckpointError(
                 "the checkpoint was written with a map-style data set, this run has a stream; "
                 "resume with the same kind of data"
             )
-        self._epoch = Fields(dict(state)).whole("stream_epoch")
 
     def close(self) -> None:
         """Do nothing: worker processes end with the iterator."""
 
-    @property
-    def _finished(self) -> bool:
-        done = self._max_steps is not None and self._engine.turns >= self._max_steps
-        return self._engine.stopping or done
+    def _is_done(self, epoch: int) -> bool:
+        return epoch < self._epoch
 
-    def _rounds(self, epoch: int) -> Iterator[Any]:
+    def _begin(self, epoch: int) -> None:
+        self._engine.begin_stream(epoch)
+        self._epoch = epoch
+
+    def _batches(self, epoch: int) -> Iterator[Any]:
         engine = self._engine
         asked_s = time.perf_counter()
-        for batch in self._batches:
+        for batch in self._given:
             engine.spans.receive(asked_s)
-            engine.seed_draws(self._seed, epoch, engine.window, engine.rank)
-            share = engine.open_share(1)
-            share.start_micro_batch(count_samples(batch))
-            yield batch
-            if share.in_micro_batch:
-                raise share.not_ended()
-            if self._finished:
-                return
+            place = self._seed, epoch, engine.window, engine.rank
+            yield from self._compute(batch, engine.open_share(1), count_samples(batch), *place)
+            if self._is_over:
+                break
             asked_s = time.perf_counter()
-        going_on = True
-        while going_on and not self._finished:
-            going_on = engine.join_unplanned() is not None
+        others_have_data = True
+        while others_have_data and not self._is_over:
+            others_have_data = engine.join_unplanned() is not None
+        engine.end_epoch()
+        if not engine.stopping:
+            self._epoch = epoch + 1
 
 
 def stream_of(
