@@ -1,7 +1,7 @@
 """Data positions of a rank's loaders: what checkpoints hold, and ranks that join receive."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast, final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, final
 
 from evener.data.cursor import Cursor
 from evener.errors import UsageError
@@ -36,8 +36,8 @@ class Positions:
 
     def hold(self, position: Position) -> None:
         """Add that of a new loader; it continues from the state that is known of it."""
+        self._restore([position], self._known[len(self._own) :])
         self._own.append(position)
-        self._restore(len(self._own) - 1)
 
     def states(self) -> list[Mapping[str, Any]]:
         """Return them, in the order in which the loaders were made."""
@@ -47,19 +47,18 @@ class Positions:
         """Continue from other positions, also in loaders that are made later.
 
         Args:
-            states: In the order in which the loaders are made; an empty one tells nothing.
+            states: In the order in which the loaders are made.
             allow_new_data: Begin with the first epoch where a state is of other data.
 
         Raises:
             CheckpointError: A state is of other data.
         """
         self._known, self._allows_new_data = states, allow_new_data
-        for number in range(len(self._own)):
-            self._restore(number)
+        self._restore(self._own, states)
 
-    def _restore(self, number: int) -> None:
-        if number < len(self._known) and (state := self._known[number]):
-            self._own[number].restore(state, allow_new_data=self._allows_new_data)
+    def _restore(self, own: Iterable[Position], states: Iterable[Mapping[str, Any]]) -> None:
+        for position, state in zip(own, states, strict=False):
+            position.restore(state, allow_new_data=self._allows_new_data)
 
     def state_dict(self, current: Cursor | None) -> dict[str, Any]:
         """Return them, in JSON.
@@ -68,10 +67,9 @@ class Positions:
             current: Of the loader whose epoch was begun last.
         """
         cursors = [position.cursor for position in self._own]
-        found = (number for number, cursor in enumerate(cursors) if cursor is current)
         return {
             "positions": self.states(),
-            "current": None if current is None else next(found, None),
+            "current": cursors.index(current) if current in cursors else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Cursor | None:
@@ -85,7 +83,7 @@ class Positions:
         """
         told = state["positions"]  # the other one tells nothing of loaders that it has yet to make
         self.restore([*told, *self._known[len(told) :]], allow_new_data=self._allows_new_data)
-        current = cast("int | None", state["current"])
+        current: int | None = state["current"]
         if current is None:
             return None
         if current >= len(self._own):

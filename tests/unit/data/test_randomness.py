@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Sampler
 
 from evener.data.randomness import generators_lock, seed_training
-from evener.engine.loaders.intake import Drawn
+from evener.engine.loaders.intake import Order
 from helpers.limits import PATIENCE_S
 
 
@@ -46,5 +46,5 @@ def test_no_other_thread_seeds_while_a_sampler_draws():
         def __len__(self):
             return 3
 
-    assert list(Drawn(Watched(), seed=0).of(0)) == [0, 1, 2]
+    assert list(Order(None, 3, 0, sampler=Watched()).of(0)) == [0, 1, 2]
     assert free == [False]

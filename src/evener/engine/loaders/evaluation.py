@@ -8,7 +8,7 @@ from typing import Any, final
 from evener.engine.answers import AskingEngine
 from evener.engine.loaders.base import LikeDataLoader
 from evener.engine.loaders.gathering import Gatherer, Place, ask
-from evener.engine.loaders.intake import Intake, compare_orders
+from evener.engine.loaders.intake import Intake, compare_orders, fingerprint
 from evener.errors import UsageError
 from evener.planning.evaluation_slices import Parts, evaluation_slices
 from evener.protocol.formation import EVALUATING
@@ -93,7 +93,7 @@ class EvaluationLoader(LikeDataLoader):
     def _evaluate(self, positions: Sequence[int]) -> Iterator[Any]:
         """Yield this rank's batches of some positions of the data set, in their order."""
         engine, size, indices = self._engine, self.batch_size, self._order.of(0)
-        ranks, rounds = self._agree(positions, self._order.fingerprint(indices))
+        ranks, rounds = self._agree(positions, fingerprint(indices))
         # Fewer samples than ranks are the first one's. Where rows are gathered, the others come by
         # the same calls of gather, with an echo of a sample.
         echo = positions[:1] if self._gathers else ()
@@ -127,20 +127,18 @@ class EvaluationLoader(LikeDataLoader):
         """End the fetching of data; idempotent."""
         self._fetcher.close()
 
-    def _agree(
-        self, positions: Sequence[int], fingerprint: int
-    ) -> tuple[frozenset[int], list[Parts]]:
+    def _agree(self, positions: Sequence[int], order: int) -> tuple[frozenset[int], list[Parts]]:
         """Return the ranks that evaluate, and the parts of each in all rounds.
 
         Args:
             positions: What is evaluated.
-            fingerprint: Of the order of the data set.
+            order: Fingerprint of the order of the data set.
 
         Raises:
             UsageError: Ranks have different data.
         """
         engine, count = self._engine, len(positions)
-        own = [count, fingerprint, self.batch_size, [*engine.policy.solo_speeds(self.batch_size)]]
+        own = [count, order, self.batch_size, [*engine.policy.solo_speeds(self.batch_size)]]
         told = ask(engine, Purpose.EVALUATE, own)
         for rank, (samples, *_) in told.items():
             if samples != count:
@@ -149,7 +147,7 @@ class EvaluationLoader(LikeDataLoader):
                     f"{count} on rank {engine.rank}; give every rank all of it, ddp.eval_loader "
                     "splits it"
                 )
-        compare_orders({rank: order for rank, (_, order, *_) in told.items()}, engine.rank)
+        compare_orders({rank: other for rank, (_, other, *_) in told.items()}, engine.rank)
         first = min(told)
         if 0 < count < len(told) and not self._gathers:
             engine.habits.tell_once(

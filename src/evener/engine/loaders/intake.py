@@ -2,16 +2,15 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Any, final
+from typing import Any
 
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -33,63 +32,64 @@ Indices = Sequence[int] | EpochOrder | Draws
 #: What data may be given as.
 Given = Dataset[Any] | DataLoader[Any]
 
+_DRAWN = (
+    "the order of samples comes from {}: each position of what it draws is trained on once an "
+    "epoch. It must draw from torch's, NumPy's or Python's global generators (which are seeded by "
+    "the epoch) or be the same on every rank; otherwise resuming in mid-epoch may repeat or miss "
+    "samples"
+)
+_NOT_INITIALISED = (
+    "worker_init_fn is not called: each sample is loaded with generators seeded by (seed, epoch, "
+    "index); open resources in the data set, when the first sample is read"
+)
 
+
+@dataclass(frozen=True, slots=True)
 class Order:
-    """In which order an epoch goes through the data set.
+    """In which order an epoch goes through the samples.
 
-    Args:
+    Attributes:
+        samples: What is read by index: the data set, or a part of it.
         num_samples: Positions of an epoch.
-        seed: Gives each epoch another permutation; ``None`` goes from first to last.
+        seed: Gives each epoch another order; ``None`` goes from first to last.
         drawn_from: Each position draws any of so many samples, instead of a permutation; 0 if not.
+        sampler: Draws the order, from generators that are seeded by the epoch.
     """
 
-    def __init__(self, num_samples: int, seed: int | None = None, *, drawn_from: int = 0) -> None:
-        self.num_samples = num_samples
-        self._seed = seed
-        self._drawn_from = drawn_from
+    samples: Any
+    num_samples: int
+    seed: int | None
+    drawn_from: int = 0
+    sampler: Any = None
 
     def of(self, epoch: int) -> Indices:
-        """Return the order of an epoch, the same on every rank."""
-        if self._seed is None:
-            return range(self.num_samples)
-        if self._drawn_from:
-            return Draws(self.num_samples, self._drawn_from, self._seed, epoch)
-        return EpochOrder(self.num_samples, self._seed, epoch)
-
-    def fingerprint(self, indices: Indices) -> int:
-        """Return what ranks compare, below 2**53; 0 where the order cannot differ."""
-        return 0
-
-
-@final
-class Drawn(Order):
-    """As a sampler of the user draws it, from generators that are seeded by the epoch."""
-
-    def __init__(self, sampler: Iterable[int], seed: int) -> None:
-        super().__init__(len(sampler))  # type: ignore[arg-type]
-        self._sampler = sampler
-        self._sampler_seed = seed
-
-    def of(self, epoch: int) -> Indices:
-        """Draw the epoch's indices.
+        """Return the order of an epoch, the same on every rank.
 
         Raises:
-            UsageError: The sampler does not give as many as its length says.
+            UsageError: The sampler does not give as many indices as its length says.
         """
+        if self.seed is None:
+            return range(self.num_samples)
+        if self.drawn_from:
+            return Draws(self.num_samples, self.drawn_from, self.seed, epoch)
+        if self.sampler is None:
+            return EpochOrder(self.num_samples, self.seed, epoch)
         with generators_lock, preserved_generators():
-            seed_generators(derive_seed(self._sampler_seed, "sampler", epoch))
-            indices = array("q", map(int, self._sampler))
+            seed_generators(derive_seed(self.seed, "sampler", epoch))
+            indices = array("q", map(int, self.sampler))
         if len(indices) != self.num_samples:
             raise UsageError(
-                f"{type(self._sampler).__name__} gave {len(indices)} indices in epoch {epoch}, its "
+                f"{type(self.sampler).__name__} gave {len(indices)} indices in epoch {epoch}, its "
                 f"length is {self.num_samples}; let __len__ say how many it gives"
             )
         return indices
 
-    def fingerprint(self, indices: Indices) -> int:
-        """Return a hash of the indices, formed of their 8 bytes each as they lie in memory."""
-        assert isinstance(indices, array)
-        return int.from_bytes(hashlib.blake2b(indices, digest_size=6).digest())
+
+def fingerprint(indices: Indices) -> int:
+    """Return what ranks compare, below 2**53; 0 where the order cannot differ."""
+    if not isinstance(indices, array):
+        return 0
+    return int.from_bytes(hashlib.blake2b(indices, digest_size=6).digest())
 
 
 def compare_orders(fingerprints: Mapping[int, int], own: int) -> None:
@@ -106,8 +106,9 @@ def compare_orders(fingerprints: Mapping[int, int], own: int) -> None:
         if fingerprint != fingerprints[own]:
             raise UsageError(
                 f"the sampler draws other samples on rank {rank} than on rank {own}; it must draw "
-                "from torch's, NumPy's or Python's global generators, or be seeded alike, and not "
-                "split the data by rank"
+                "from torch's, NumPy's or Python's global generators, or be seeded alike. Leave a "
+                "DistributedSampler out, as evener splits the data itself, and give batch_size for "
+                "the whole team"
             )
 
 
@@ -117,7 +118,6 @@ class Intake:
 
     Attributes:
         dataset: Map-style data set, as given.
-        samples: What is read by index: the data set, or a part of it.
         order: Which sample comes when.
         seed: Of the permutations and of the random numbers that samples draw.
         batch_size: Samples of an optimizer step, or of a batch of an evaluation.
@@ -130,7 +130,6 @@ class Intake:
     """
 
     dataset: Any
-    samples: Any
     order: Order
     seed: int
     batch_size: int
@@ -143,26 +142,23 @@ class Intake:
 
     def fetcher(self, prefetch: Prefetch = "auto") -> Fetcher:
         """Return what loads the samples."""
-        return make_fetcher(
-            self.samples, self.collate_fn, self.seed, self.num_workers, prefetch, self.context
-        )
+        samples, workers = self.order.samples, self.num_workers
+        return make_fetcher(samples, self.collate_fn, self.seed, workers, prefetch, self.context)
 
     def count_trained(self) -> int:
         """Return how many samples an epoch trains on.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: There is none, as none fills a batch.
         """
         count = self.order.num_samples
-        if count < 1:
-            raise ConfigError("the data set is empty; give at least one sample")
-        left_out = count % self.batch_size if self.drop_last else 0
-        if left_out == count:
+        trained = count - count % self.batch_size if self.drop_last else count
+        if count and not trained:
             raise ConfigError(
                 f"drop_last leaves nothing of {count} samples in batches of {self.batch_size}; "
                 "use a smaller batch_size, or no drop_last"
             )
-        return count - left_out
+        return trained
 
 
 def is_stream(given: Given) -> bool:
@@ -173,6 +169,21 @@ def is_stream(given: Given) -> bool:
     own_batches = given.batch_size is None and given.batch_sampler is not None
     own_batches &= type(given.batch_sampler) is not BatchSampler
     return own_batches or isinstance(given.dataset, IterableDataset)
+
+
+def as_data_loader(given: Given, batch_size: int | None) -> DataLoader[Any]:
+    """Return a ``DataLoader`` over a data set, or the one that was given.
+
+    Raises:
+        ConfigError: A data set without a batch size.
+    """
+    if isinstance(given, DataLoader):
+        return given
+    if batch_size is None:
+        raise ConfigError(
+            "batch_size is not given; pass batch_size=32, or a DataLoader that has one"
+        )
+    return DataLoader(given, batch_size)
 
 
 def read(
@@ -195,76 +206,47 @@ def read(
         seed: Of these orders.
 
     Raises:
-        ConfigError: There is no batch size, the data set cannot be split, or the sampler splits it
-            itself.
+        ConfigError: There is no batch size.
+        TypeError: The data set has no length.
     """
-    if not isinstance(given, DataLoader):
-        if batch_size is None:
-            raise ConfigError(
-                "batch_size is not given; pass batch_size=32, or a DataLoader that has one"
-            )
-        given, shuffle = DataLoader(given, batch_size), shuffle is not False
-    sampler, size, drop_last = given.sampler, given.batch_size, given.drop_last
-    if size is None and isinstance(batches := given.batch_sampler, BatchSampler):
+    loader = as_data_loader(given, batch_size)
+    sampler, size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
+    if size is None and isinstance(batches := loader.batch_sampler, BatchSampler):
         sampler, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
     if size is None:
         raise ConfigError(
             "the DataLoader has batch_size=None, so its samples are batches of an unknown size; "
             "give it a batch_size, or pass the data set to ddp.loader with one"
         )
-    samples, order, remarks = _put_in_order(given.dataset, sampler, shuffle, seed)
-    if given.worker_init_fn is not None and given.num_workers:
-        remarks.append(
-            "worker_init_fn is not called: each sample is loaded with generators seeded by (seed, "
-            "epoch, index); open resources in the data set, when the first sample is read"
-        )
+    if shuffle is None:
+        shuffle = given is not loader or not isinstance(sampler, SequentialSampler)
+    order = _order_of(loader.dataset, sampler, seed, shuffle=shuffle)
+    remarks = []
+    if order.sampler is not None:
+        remarks.append(_DRAWN.format(type(sampler).__name__))
+    if loader.worker_init_fn is not None and loader.num_workers:
+        remarks.append(_NOT_INITIALISED)
     return Intake(
-        dataset=given.dataset,
-        samples=samples,
+        dataset=loader.dataset,
         order=order,
         seed=seed,
         batch_size=batch_size or size,
         drop_last=drop_last,
-        collate_fn=collate_fn or given.collate_fn,
-        num_workers=given.num_workers if num_workers is None else num_workers,
-        context=given.multiprocessing_context,
-        pin_memory=given.pin_memory and pins_memory(),
+        collate_fn=collate_fn or loader.collate_fn,
+        num_workers=loader.num_workers if num_workers is None else num_workers,
+        context=loader.multiprocessing_context,
+        pin_memory=loader.pin_memory and pins_memory(),
         remarks=remarks,
     )
 
 
-def _put_in_order(
-    dataset: Any, sampler: Any, shuffle: bool | None, seed: int
-) -> tuple[Any, Order, list[str]]:
-    """Return what a sampler picks of a data set, its order, and what cannot be guaranteed."""
-    kind = type(dataset)
-    if getattr(kind, "__len__", None) is None or getattr(kind, "__getitem__", None) is None:
-        raise ConfigError(
-            f"the data set is a {kind.__name__}, which has no length or cannot be asked for a "
-            "sample by index, so it cannot be split; give a data set with len and [index] (a list "
-            "does: list(generator)), or wrap it in a torch.utils.data.IterableDataset"
-        )
-    if isinstance(sampler, DistributedSampler):
-        raise ConfigError(
-            "the DataLoader has a DistributedSampler, but ddp.loader splits the data itself, by "
-            "speed; leave the sampler out, pass shuffle=True, and give batch_size for the whole "
-            "team (a DistributedSampler's loader has it for each rank)"
-        )
+def _order_of(dataset: Any, sampler: Any, seed: int, *, shuffle: bool) -> Order:
+    """Return what a sampler picks of a data set, and in which order."""
     count = len(sampler)
-    whole = count == len(dataset)
-    if isinstance(sampler, SequentialSampler) and whole:
-        return dataset, Order(count, seed if shuffle else None), []
-    mixed = Order(count, None if shuffle is False else seed)
-    if isinstance(sampler, SubsetRandomSampler):
-        return Subset(dataset, list(sampler.indices)), mixed, []
     if isinstance(sampler, RandomSampler) and sampler.replacement:
-        return dataset, Order(count, seed, drawn_from=len(dataset)), []
-    if isinstance(sampler, RandomSampler) and whole:
-        return dataset, mixed, []
-    remark = (
-        f"the order of samples comes from {type(sampler).__name__}: each position of what it draws "
-        "is trained on once an epoch. It must draw from torch's, NumPy's or Python's global "
-        "generators (which are seeded by the epoch) or be the same on every rank; otherwise going "
-        "on in mid-epoch may repeat or miss samples"
-    )
-    return dataset, Drawn(sampler, seed), [remark]
+        return Order(dataset, count, seed, drawn_from=len(dataset))
+    if isinstance(sampler, SubsetRandomSampler):
+        dataset = Subset(dataset, list(sampler.indices))
+    elif count != len(dataset) or not isinstance(sampler, SequentialSampler | RandomSampler):
+        return Order(dataset, count, seed, sampler=sampler)
+    return Order(dataset, count, seed if shuffle else None)

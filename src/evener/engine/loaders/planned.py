@@ -11,7 +11,7 @@ from evener.data.fetching import Pending, Prefetch
 from evener.data.signature import sign
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.base import TrainingLoader
-from evener.engine.loaders.intake import Indices, Intake, compare_orders
+from evener.engine.loaders.intake import Indices, Intake, compare_orders, fingerprint
 from evener.engine.memory import MicroBatchTooLarge
 from evener.engine.results import Work
 from evener.protocol.formation import TRAINING
@@ -55,7 +55,7 @@ class TeamLoader(TrainingLoader):
         super().__init__(engine, intake, max_steps)
         self._order = intake.order
         self._fetcher = intake.fetcher(prefetch)
-        self._num_items = len(intake.samples)
+        self._num_items = len(intake.order.samples)
         self._most_samples = micro_batch_size
         self.cursor = Cursor(intake.count_trained(), intake.seed)
         self._left = False
@@ -87,7 +87,7 @@ class TeamLoader(TrainingLoader):
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         engine, indices = self._engine, self._order.of(epoch)
-        own = self._order.fingerprint(indices)
+        own = fingerprint(indices)
         if own and not engine.has_just_joined:
             compare_orders(dict(engine.introduce([engine.rank, own])), engine.rank)
         try:

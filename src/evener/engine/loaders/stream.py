@@ -13,6 +13,7 @@ from evener.data.fetching import start_context
 from evener.devices import pins_memory
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.base import TrainingLoader
+from evener.engine.loaders.intake import as_data_loader
 from evener.errors import CheckpointError, ConfigError
 from evener.planning.apportion import apportion
 
@@ -117,12 +118,7 @@ def stream_of(
     Raises:
         ConfigError: There is no batch size, or it is smaller than the team.
     """
-    if not isinstance(given, DataLoader):
-        if batch_size is None:
-            raise ConfigError(
-                "batch_size is not given; pass the samples of one optimizer step of the whole team"
-            )
-        given = DataLoader(given, batch_size)
+    given = as_data_loader(given, batch_size)
     settings: dict[str, Any] = {
         "collate_fn": collate_fn or given.collate_fn,
         "num_workers": given.num_workers if num_workers is None else num_workers,
