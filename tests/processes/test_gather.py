@@ -171,8 +171,8 @@ def other_length(ddp: Ddp, number: int, ids: Tensor) -> None:
     ("body", "words"),
     [
         (only_rank_0, ("rank 0 is gathering rows", "rank 1 is averaging a value")),
-        (not_in_the_second_round, ("as number 1 of round 1", "as number 1 of round 2")),
-        (twice_on_rank_1, ("as number 1 of round 1", "as number 2 of round 0")),
+        (not_in_the_second_round, ("(round 1, number 1)", "(round 2, number 1)")),
+        (twice_on_rank_1, ("(round 1, number 1)", "(round 0, number 2)")),
         (other_dtype, ("rank 0 gathers rows of shape (*) and dtype torch.float32", "torch.int64")),
         (other_length, ("rank 1 gathers rows of shape (*, 6)", "pad longer rows")),
     ],
@@ -291,8 +291,9 @@ def test_a_sampler_that_draws_otherwise_on_another_rank_is_refused() -> None:
         return str(caught.value)
 
     first, second = run_team(2, run)
-    assert "draws other samples on rank 1 than on rank 0" in first
-    assert "draws other samples on rank 0 than on rank 1" in second
+    assert "rank 1 has 3 samples in order" in first
+    assert "rank 0 has 3 samples in order" in second
+    assert "A sampler must draw from torch's" in first
 
 
 def test_weighted_mean_of_ranks() -> None:

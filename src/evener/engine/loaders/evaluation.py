@@ -9,7 +9,7 @@ from evener.engine.answers import AskingEngine
 from evener.engine.loaders.base import LikeDataLoader
 from evener.engine.loaders.gathering import Gatherer, Place, ask
 from evener.engine.loaders.intake import Intake, compare_orders, fingerprint
-from evener.errors import UsageError
+from evener.errors import CollectiveMismatchError
 from evener.planning.evaluation_slices import Parts, evaluation_slices
 from evener.protocol.formation import EVALUATING
 from evener.protocol.row import Purpose
@@ -88,6 +88,11 @@ class EvaluationLoader(LikeDataLoader):
         Call it after ``is_complete``, to which every rank has given the same ranks.
         """
         missed = [p for rank in self._lost for p in self._held.pop(rank)]
+        if self._gathers:
+            self._engine.habits.tell_once(
+                f"rank {self._lost[0]} was lost in an evaluation: in what ddp.gather returns, the "
+                "rows of its remaining samples come last, not in the order of the data set"
+            )
         yield from self._evaluate(missed)
 
     def _evaluate(self, positions: Sequence[int]) -> Iterator[Any]:
@@ -100,7 +105,6 @@ class EvaluationLoader(LikeDataLoader):
         parts = [by_rank.get(engine.rank, echo) for by_rank in rounds]
         batches = [[part[k : k + size] for k in range(0, len(part), size)] for part in parts]
         place = Place(
-            ranks,
             in_training=engine.is_training,
             is_shared=self._gathers or all(len(by_rank) == len(ranks) for by_rank in rounds),
             is_echo=not any(engine.rank in by_rank for by_rank in rounds),
@@ -110,15 +114,20 @@ class EvaluationLoader(LikeDataLoader):
         )
         fetched = deque(islice(wanted, _AHEAD))
         with self._gatherer.in_loop(place):
-            for place.round, (by_rank, own) in enumerate(zip(rounds, batches, strict=True)):
-                place.given = frozenset()
+            for number, (by_rank, own) in enumerate(zip(rounds, batches, strict=True)):
+                place.name, place.given = f"round {number}", frozenset()
                 for batch in own:
                     data = self._received(fetched.popleft())
                     fetched.extend(islice(wanted, 1))
                     engine.team.declare(EVALUATING, done=1)
                     place.call, place.is_last, self.num_samples = 0, batch is own[-1], len(batch)
                     yield data
-                place.end_round()
+                if place.kept:
+                    raise CollectiveMismatchError(
+                        f"ddp.gather was called {place.call} times for the last batch of "
+                        f"{place.name}, and {max(place.kept) + 1} times for a batch before; call "
+                        "it equally often for each batch of the loop"
+                    )
                 self._gathers |= bool(place.given)
                 for rank in by_rank.keys() - place.given:
                     self._held.setdefault(rank, []).extend(by_rank[rank])
@@ -138,16 +147,9 @@ class EvaluationLoader(LikeDataLoader):
             UsageError: Ranks have different data.
         """
         engine, count = self._engine, len(positions)
-        own = [count, order, self.batch_size, [*engine.policy.solo_speeds(self.batch_size)]]
+        own = [[count, order], self.batch_size, [*engine.policy.solo_speeds(self.batch_size)]]
         told = ask(engine, Purpose.EVALUATE, own)
-        for rank, (samples, *_) in told.items():
-            if samples != count:
-                raise UsageError(
-                    f"the data set for evaluation has {samples} samples on rank {rank} and "
-                    f"{count} on rank {engine.rank}; give every rank all of it, ddp.eval_loader "
-                    "splits it"
-                )
-        compare_orders({rank: other for rank, (_, other, *_) in told.items()}, engine.rank)
+        compare_orders({rank: other for rank, (other, *_) in told.items()}, engine.rank)
         first = min(told)
         if 0 < count < len(told) and not self._gathers:
             engine.habits.tell_once(
@@ -158,5 +160,5 @@ class EvaluationLoader(LikeDataLoader):
         *_, known = told[first]
         is_known = all(known[rank] > 0 for rank in told)
         speeds = {rank: known[rank] if is_known else 1.0 for rank in told}
-        sizes = {rank: size for rank, (_, _, size, _) in told.items()}
+        sizes = {rank: size for rank, (_, size, _) in told.items()}
         return frozenset(told), evaluation_slices(positions, sizes, speeds)

@@ -1,6 +1,6 @@
 """``ddp.gather``: every rank gets the rows of all ranks, in the order of the data set."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,9 +33,8 @@ class Place:
     """Where this rank is in the loop of an evaluation.
 
     Attributes:
-        ranks: Ranks that evaluate.
+        name: Which round it is.
         in_training: Whether the loop was begun inside a training loop.
-        round: Number of the slice of the data set; -1 outside of any loop.
         is_shared: Whether all ranks have a batch in this round, so that they can exchange rows.
         is_echo: Whether the batch repeats a sample of another rank: its rows do not count.
         is_last: Whether it is the last batch of this rank's part of the round.
@@ -44,50 +43,14 @@ class Place:
         given: Ranks whose rows of this round all ranks have.
     """
 
-    ranks: frozenset[int] = frozenset()
+    name: str = "outside of an evaluation"
     in_training: bool = False
-    round: int = -1
     is_shared: bool = True
     is_echo: bool = False
     is_last: bool = True
     call: int = 0
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
     given: frozenset[int] = frozenset()
-
-    def describe(self, call: int, dtype: str, row: Iterable[int]) -> str:
-        """Return what a rank gathers here, for people."""
-        sizes = ", ".join(map(str, ("*", *row)))
-        where = f"number {call + 1} of round {self.round}"
-        where = f"as {where}" if self.round >= 0 else "outside of an evaluation's loop"
-        return f"gathers rows of shape ({sizes}) and dtype {dtype} {where}"
-
-    def end_round(self) -> None:
-        """Check that the rows of all batches have been exchanged.
-
-        Raises:
-            CollectiveMismatchError: ``gather`` was called more often for an earlier batch.
-        """
-        if self.kept:
-            raise CollectiveMismatchError(
-                f"ddp.gather was called {self.call} times for the last batch of round "
-                f"{self.round}, and {max(self.kept) + 1} times for a batch before; call it "
-                "equally often for each batch of the loop"
-            )
-
-    def note_given(self, call: int, ranks: Collection[int]) -> None:
-        """Note the ranks whose rows of a call all ranks have.
-
-        Raises:
-            CollectiveError: A rank was lost between two calls of one round.
-        """
-        if call == 0:
-            self.given = frozenset(ranks)
-        for rank in self.given.difference(ranks):
-            raise CollectiveError(
-                f"rank {rank} was lost in round {self.round} of an evaluation, before ddp.gather "
-                f"number {call + 1}: what it has given to the calls before would have no "
-                "counterpart. Evaluate again"
-            )
 
 
 @final
@@ -141,6 +104,7 @@ class Gatherer:
         """Gather the rows of a tensor; a scalar is one row.
 
         Raises:
+            CollectiveError: A rank was lost between two calls of one round.
             UsageError: It is not a dense tensor.
         """
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
@@ -155,22 +119,30 @@ class Gatherer:
         if not place.is_last:  # they travel with those of the last batch of this part
             return rows[:0]
         own = torch.cat(place.kept.pop(call))
-        return self._exchange(place, call, own) if place.is_shared else own
+        if not place.is_shared:
+            return own
+        ranks, gathered = self._exchange(own, f"{place.name}, number {call + 1}")
+        if call == 0:
+            place.given = frozenset(ranks)
+        for rank in place.given.difference(ranks):
+            raise CollectiveError(
+                f"rank {rank} was lost in {place.name} of an evaluation, before ddp.gather number "
+                f"{call + 1}: what it has given to the calls before would have no counterpart. "
+                "Evaluate again"
+            )
+        return gathered
 
-    def _exchange(self, place: Place, call: int, own: Tensor) -> Tensor:
-        """Return the rows of all ranks in rank order, on the device of this rank's.
+    def _exchange(self, own: Tensor, where: str) -> tuple[tuple[int, ...], Tensor]:
+        """Return the ranks that are present, and their rows in rank order.
 
         Raises:
             CollectiveMismatchError: Ranks are not at the same call, or have rows of another kind.
         """
-        engine = self._engine
-        kind = [place.round, call, str(own.dtype), [*own.shape[1:]]]
+        engine, sizes = self._engine, ", ".join(map(str, ("*", *own.shape[1:])))
+        kind = f"rows of shape ({sizes}) and dtype {own.dtype} ({where})"
         told = ask(engine, Purpose.GATHER, [kind, len(own), own.device.type != "cpu"])
         if any(other != kind for other, *_ in told.values()):
-            said = "; ".join(
-                f"rank {rank} {Place(round=number).describe(*rest)}"
-                for rank, ((number, *rest), *_) in told.items()
-            )
+            said = "; ".join(f"rank {rank} gathers {kind}" for rank, (kind, *_) in told.items())
             raise CollectiveMismatchError(
                 f"ranks gather different rows: {said}. Remedy: in each round of the loop call "
                 "ddp.gather on all ranks equally often, in the same order, with the same dtype "
@@ -181,12 +153,6 @@ class Gatherer:
         # NCCL takes tensors of GPUs, and Gloo all others, so ranks must not differ in where theirs
         # lie.
         on_device = all(on_device for *_, on_device in told.values())
-        where = engine.device if on_device else torch.device("cpu")
-        ranks, rows = engine.gather_rows(own, counts, own.shape[1:], own.dtype, where)
-        place.note_given(call, ranks)
-        for rank in place.ranks.difference(ranks):
-            engine.habits.tell_once(
-                f"rank {rank} was lost in an evaluation: in what ddp.gather returns, the rows of "
-                "its remaining samples come last, not in the order of the data set"
-            )
-        return rows.to(own.device)
+        device = engine.device if on_device else torch.device("cpu")
+        ranks, rows = engine.gather_rows(own, counts, own.shape[1:], own.dtype, device)
+        return ranks, rows.to(own.device)

@@ -92,23 +92,24 @@ def fingerprint(indices: Indices) -> int:
     return int.from_bytes(hashlib.blake2b(indices, digest_size=6).digest())
 
 
-def compare_orders(fingerprints: Mapping[int, int], own: int) -> None:
-    """Compare the orders of all ranks.
+def compare_orders(orders: Mapping[int, Sequence[int]], own: int) -> None:
+    """Compare what ranks go through.
 
     Args:
-        fingerprints: Of the ranks' orders, by rank.
+        orders: Number of samples and fingerprint of their order, by rank.
         own: This rank.
 
     Raises:
-        UsageError: A sampler draws other samples on another rank.
+        UsageError: A rank has other samples, or draws others.
     """
-    for rank, fingerprint in fingerprints.items():
-        if fingerprint != fingerprints[own]:
+    for rank, order in orders.items():
+        if order != orders[own]:
             raise UsageError(
-                f"the sampler draws other samples on rank {rank} than on rank {own}; it must draw "
-                "from torch's, NumPy's or Python's global generators, or be seeded alike. Leave a "
-                "DistributedSampler out, as evener splits the data itself, and give batch_size for "
-                "the whole team"
+                f"rank {rank} has {order[0]} samples in order {order[1]:x}, rank {own} has "
+                f"{orders[own][0]} in order {orders[own][1]:x}; give every rank the whole data "
+                "set, which evener splits. A sampler must draw from torch's, NumPy's or Python's "
+                "global generators, or be seeded alike. Leave a DistributedSampler out, and give "
+                "batch_size for the whole team"
             )
 
 

@@ -87,9 +87,10 @@ class TeamLoader(TrainingLoader):
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         engine, indices = self._engine, self._order.of(epoch)
-        own = fingerprint(indices)
-        if own and not engine.has_just_joined:
-            compare_orders(dict(engine.introduce([engine.rank, own])), engine.rank)
+        order = fingerprint(indices)
+        if order and not engine.has_just_joined:
+            own = [engine.rank, [len(indices), order]]
+            compare_orders(dict(engine.introduce(own)), engine.rank)
         try:
             for work in engine.work():
                 yield from self._hand_out(work, indices)
