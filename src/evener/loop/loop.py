@@ -29,7 +29,7 @@ from evener.errors import EvenerError, PeerLostError
 from evener.loop.arguments import Models, Schedulers, check_arguments, in_evaluation
 from evener.loop.assembly import Assembly
 from evener.loop.data_side import DataSide
-from evener.loop.event_stream import SinkMaker, check_sinks
+from evener.loop.event_stream import SinkMaker
 from evener.observe.events import Sink
 from evener.places import methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
@@ -132,7 +132,6 @@ class Loop(DataSide):
             LaunchError: The ranks did not find one another.
         """
         optimizers = check_arguments(model, optimizer, scheduler)
-        check_sinks(sinks)
         config = config or DdpConfig()
         config = replace(config, quiet=True) if quiet else config
         place = environment

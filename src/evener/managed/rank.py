@@ -279,9 +279,11 @@ class ManagedRank(EpochLoop):
         numbers = reduce_scalars([document for document, _ in found.values()])
         if "loss" in numbers:
             weight = math.fsum(weight for _, weight in found.values())
+            measured = {"loss": numbers["loss"], "weight": weight}
             elapsed_s = time.perf_counter() - began_s
-            self.ddp.events.evaluation(
-                self.ddp.window, "heldout", numbers["loss"], weight, elapsed_s
+            window = self.ddp.window
+            self.ddp.events.tell(
+                "eval", window=window, name="heldout", **measured, elapsed_s=elapsed_s
             )
         return numbers
 

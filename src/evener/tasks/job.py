@@ -462,7 +462,8 @@ class Job(EpochLoop):
         self._evaluated = window, loss
         words = task.conclude(window, totals) if at_end else task.judge(window, totals)
         name = "heldout_all" if at_end else "heldout"
-        self.ddp.events.evaluation(window, name, loss, totals[1], elapsed_s)
+        numbers = {"loss": loss, "weight": totals[1], "elapsed_s": elapsed_s}
+        self.ddp.events.tell("eval", window=window, name=name, **numbers)
         if words:
             self.say(f"step {window}: {words}")
 
