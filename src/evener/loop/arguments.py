@@ -134,14 +134,16 @@ def parts_of(optimizers: Sequence[Optimizer], model: nn.Module) -> dict[int, int
     averaged = set(map(id, model.parameters()))
     for number, optimizer in enumerate(optimizers):
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            whose = f"optimizer {number} holds a parameter of shape {tuple(parameter.shape)} that"
-            first = owner.setdefault(id(parameter), number)
+            shape, first = tuple(parameter.shape), owner.setdefault(id(parameter), number)
             if first != number:
-                raise ConfigError(f"{whose} optimizer {first} holds, too; give it to one of them")
+                raise ConfigError(
+                    f"optimizer {number} holds a parameter of shape {shape} that optimizer {first} "
+                    "holds, too; give each parameter to one of them"
+                )
             if parameter.requires_grad and id(parameter) not in averaged:
                 raise ConfigError(
-                    f"{whose} is not the model's, so its gradient would not be averaged; make it a "
-                    "parameter of the model, or give Ddp.setup every model: "
-                    "[generator, discriminator]"
+                    f"optimizer {number} holds a trainable parameter of shape {shape} that is not "
+                    "the model's, so its gradient would not be averaged; make it a parameter of "
+                    "the model, or give Ddp.setup every model: [generator, discriminator]"
                 )
     return owner
