@@ -107,12 +107,11 @@ class Assembly:
         self.team = self._connect(training, backend, config, communicator, membership)
         try:
             self._config = _with_emulation(config, self.team)
-            self._introduce(training)
-            is_sync, is_divided = chosen is ApplyPolicy.SYNC, self._divides_update()
+            is_divided = self._introduce(training)
             self.flat = FlatBuffers(
                 list(self.model.named_parameters()),
                 # Local steps exchange no gradients, so these stay where autograd has put them.
-                self.team.world_size if is_sync else 1,
+                self.team.world_size if chosen is ApplyPolicy.SYNC else 1,
                 parts=parts_of(optimizers, self.model),
                 buckets=config.gradient_buckets,
                 comm=self.comm,
@@ -141,7 +140,7 @@ class Assembly:
         self._autocast = [AutocastForward(m, self.device, half) for m in models if half]
         self.engine.habits.claim(models)
         if self.engine.is_main and not config.quiet:
-            present = [self.members[rank] for rank in self.team.members]
+            present = [self.team.people[rank] for rank in self.team.members]
             exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
             say("\n".join([*team_lines(present), exchange]))
 
@@ -195,7 +194,7 @@ class Assembly:
         """Return the members' names, in rank order."""
         if self.team.is_elastic:  # others may come under the same numbers
             return [f"number {rank}" for rank in range(self.team.world_size)]
-        return [member.member for member in self.members]
+        return [member.member for member in self.team.people]
 
     def part_of(self, optimizer: Optimizer) -> int:
         """Return the number of one of the optimizers.
@@ -249,30 +248,25 @@ class Assembly:
 
     # ── who is there ─────────────────────────────────────────────────────────────────────────
 
-    def _divides_update(self) -> bool:
-        """Return whether each rank updates its part of the parameters; all call it together.
+    def _why_replicated(self) -> str:
+        """Return why this rank should update all parameters; empty if it can update its part.
 
         Raises:
-            ConfigError: The user wants it divided, and the optimizers do not allow it.
+            ConfigError: The user wants the update divided, and an optimizer does not allow it.
         """
         given, comm = self._config.sharded_update, self.comm
         is_sync = self.apply_policy is ApplyPolicy.SYNC
         # An elastic team cannot divide what a lost rank would take with it.
-        can_divide = is_sync and comm.world_size > 1 and not self.team.is_elastic
-        is_wanted = given == "on" or (given == "auto" and comm.backend in FAST_BACKENDS)
-        if not (can_divide and is_wanted):
-            return False
-        own = why_replicated(self.optimizers)
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        if given == "auto" and trained < LEAST_DIVIDED:
-            own = own or "the model is small"
-        # A rank's optimizer may be of another class of the same name.
-        reason = next(filter(None, self.team.introduce(own)), "")
+        if given == "off" or not is_sync or comm.world_size == 1 or self.team.is_elastic:
+            return "it is not wanted"
+        reason = why_replicated(self.optimizers)
         if reason and given == "on":
             raise ConfigError(
                 f"sharded_update is 'on', but {reason}: use 'auto' or another optimizer"
             )
-        return not reason
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        does_not_pay = trained < LEAST_DIVIDED or comm.backend not in FAST_BACKENDS
+        return "it does not pay" if given == "auto" and does_not_pay else reason
 
     def _move(self) -> None:
         """Move the model, and what optimizers remember to where their parameters have gone."""
@@ -282,7 +276,11 @@ class Assembly:
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
 
-    def _introduce(self, training: Description) -> None:
+    def _introduce(self, training: Description) -> bool:
+        """Learn who the ranks are, which must train alike; return whether they divide the update.
+
+        All call it together.
+        """
         config, team = self._config, self.team
         config.check_team(team.world_size)
         own = describe_self(
@@ -294,8 +292,11 @@ class Assembly:
         )
         if team.is_elastic:
             own = replace(own, member=team.name)
-        greetings = team.introduce({**asdict(own), "training": training})
+        # A rank's optimizer may be of another class of the same name.
+        further = {"training": training, "why_replicated": self._why_replicated()}
+        greetings = team.introduce({**asdict(own), **further})
         check_consistency([greeting.pop("training") for greeting in greetings])
+        reasons = [greeting.pop("why_replicated") for greeting in greetings]
         taken: Counter[str] = Counter()
         for greeting in greetings:
             # Machines may share a host name; in rank order, so that every rank finds the same ids.
@@ -304,6 +305,7 @@ class Assembly:
             if taken[name] > 1:
                 greeting["member"] = f"{name}#{taken[name]}"
         team.meet([Member(**one) for one in greetings])
+        return not any(reasons)
 
     def _start_alike(self) -> None:
         """Give every rank rank 0's parameters (frozen ones too) and buffers."""

@@ -179,7 +179,7 @@ class ManagedRank(EpochLoop):
 
     def _make_loader(self) -> TeamLoader:
         job = self.job
-        loader: TeamLoader = self.ddp.loader(
+        loader = self.ddp.loader(
             make_data(job.dataset),
             batch_size=job.batch_size,
             seed=job.seed,
@@ -188,6 +188,7 @@ class ManagedRank(EpochLoop):
             micro_batch_size=job.micro_batch_size,
             max_steps=job.num_steps,
         )
+        assert isinstance(loader, TeamLoader)  # not a stream
         return loader
 
     def _make_eval_loader(self) -> EvaluationLoader | None:
