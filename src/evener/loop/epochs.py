@@ -146,8 +146,8 @@ class EpochLoop(ABC):
         """
         ddp, engine = self.ddp, self.ddp.assembly.engine
         results: dict[int, Any] = {}
-        to_do: Iterable[Any] = batches
-        while to_do:
+        to_do: Iterable[Any] | None = batches
+        while to_do is not None:
             with ddp.evaluating():
                 for batch in to_do:
                     if not (heed_stop and ddp.wants_stop()):
@@ -155,7 +155,7 @@ class EpochLoop(ABC):
                             measure(batch)
             results = dict(engine.introduce([ddp.rank, result()]))
             # A rank that was lost before it could say its results: the others do its part.
-            to_do = () if batches.is_complete(results) else batches.make_up()
+            to_do = batches.make_up(results)
         engine.ask(Purpose.VALUE)  # agrees on a stop
         return None if heed_stop and ddp.stopping else results
 

@@ -22,9 +22,9 @@ from evener.data.fetching import Prefetch
 from evener.devices import count_accelerators
 from evener.engine.loaders.evaluation import EvaluationLoader
 from evener.engine.loaders.gathering import Gatherer
-from evener.engine.loaders.intake import Collate, Given, is_stream, read
+from evener.engine.loaders.intake import Collate, Given, Intake, is_stream
 from evener.engine.loaders.planned import TeamLoader
-from evener.engine.loaders.stream import StreamLoader, stream_of
+from evener.engine.loaders.stream import StreamLoader
 from evener.engine.memory import explain as explain_memory
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import (
@@ -285,8 +285,9 @@ class Loop:
             max_steps: End the run after this many optimizer steps (of all ranks together).
 
         Raises:
-            ConfigError: Sizes that make no sense, an empty data set, or a sampler that splits the
-                data itself.
+            ConfigError: Sizes that make no sense.
+            DataError: An empty data set.
+            TypeError: A data set without a length that is not an ``IterableDataset``.
         """
         batch_size = _optional("batch_size", batch_size, 1)
         num_workers = _optional("num_workers", num_workers, 0)
@@ -295,17 +296,17 @@ class Loop:
         engine = self._engine
         loader: TeamLoader | StreamLoader
         if is_stream(dataset):
-            batches = stream_of(
-                dataset,  # type: ignore[arg-type]  # is_stream has looked
-                rank=engine.rank,
-                world_size=engine.world_size,
+            loader = StreamLoader(
+                engine,
+                dataset,
                 batch_size=batch_size,
                 collate_fn=collate_fn,
                 num_workers=num_workers,
+                seed=seed,
+                max_steps=max_steps,
             )
-            loader = StreamLoader(engine, batches, seed=seed, max_steps=max_steps)
         else:
-            intake = read(
+            intake = Intake(
                 dataset,
                 batch_size=batch_size,
                 collate_fn=collate_fn,
@@ -394,14 +395,14 @@ class Loop:
             num_workers: As in ``loader``.
 
         Raises:
-            ConfigError: The data set cannot be split, or there is no batch size.
+            ConfigError: A stream, which cannot be split, or there is no batch size.
         """
         if is_stream(dataset):
             raise ConfigError(
                 "an IterableDataset or a batch sampler cannot be split for evaluation; give a "
                 "map-style data set, or let every rank evaluate on all of it"
             )
-        intake = read(
+        intake = Intake(
             dataset,
             batch_size=_optional("batch_size", batch_size, 1),
             collate_fn=collate_fn,

@@ -48,7 +48,6 @@ class EvaluationLoader(LikeDataLoader):
         self._gatherer = gatherer
         #: Positions that ranks have evaluated for themselves in the newest loop, by rank.
         self._held: dict[int, list[int]] = {}
-        self._lost: tuple[int, ...] = ()
         #: Whether rows are gathered in the newest loop.
         self._gathers = False
         self._order = intake.order
@@ -72,28 +71,35 @@ class EvaluationLoader(LikeDataLoader):
         """
         engine, count = self._engine, self._order.num_samples
         self._held, self._gathers = {}, False
-        yield from self._evaluate(range(min(count, self.batch_size) if engine.is_alone else count))
-        while engine.team.is_elastic and not self.is_complete(ask(engine, Purpose.EVALUATE, None)):
-            yield from self.make_up()
+        batches: Iterator[Any] | None = self._evaluate(
+            range(min(count, self.batch_size) if engine.is_alone else count)
+        )
+        while batches is not None:
+            yield from batches
+            is_elastic = engine.team.is_elastic
+            batches = self.make_up(ask(engine, Purpose.EVALUATE, None)) if is_elastic else None
         self._gatherer.end(self._held)
 
-    def is_complete(self, ranks: Collection[int]) -> bool:
-        """Return whether no other rank than these has evaluated something in the newest loop."""
-        self._lost = tuple(rank for rank in self._held if rank not in ranks)
-        return not self._lost
+    def make_up(self, ranks: Collection[int]) -> Iterator[Any] | None:
+        """Return batches of what other ranks have evaluated in the newest loop, and were lost.
 
-    def make_up(self) -> Iterator[Any]:
-        """Yield batches of what ranks had that were lost; all ranks call it together.
+        All ranks call it together, and iterate over them.
 
-        Call it after ``is_complete``, to which every rank has given the same ranks.
+        Args:
+            ranks: Those that are present, the same on every rank.
+
+        Returns:
+            The batches; ``None`` if nothing is lost.
         """
-        missed = [p for rank in self._lost for p in self._held.pop(rank)]
+        lost = [rank for rank in self._held if rank not in ranks]
+        if not lost:
+            return None
         if self._gathers:
             self._engine.habits.tell_once(
-                f"rank {self._lost[0]} was lost in an evaluation: in what ddp.gather returns, the "
-                "rows of its remaining samples come last, not in the order of the data set"
+                f"rank {lost[0]} was lost in an evaluation: in what ddp.gather returns, the rows "
+                "of its remaining samples come last, not in the order of the data set"
             )
-        yield from self._evaluate(missed)
+        return self._evaluate([p for rank in lost for p in self._held.pop(rank)])
 
     def _evaluate(self, positions: Sequence[int]) -> Iterator[Any]:
         """Yield this rank's batches of some positions of the data set, in their order."""

@@ -4,7 +4,6 @@ import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
 from typing import Any
 
 from torch.utils.data import (
@@ -113,55 +112,6 @@ def compare_orders(orders: Mapping[int, Sequence[int]], own: int) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Intake:
-    """A map-style data set and how to go through it.
-
-    Attributes:
-        dataset: Map-style data set, as given.
-        order: Which sample comes when.
-        seed: Of the permutations and of the random numbers that samples draw.
-        batch_size: Samples of an optimizer step, or of a batch of an evaluation.
-        drop_last: Leave out the samples that fill no whole batch.
-        collate_fn: Makes a batch.
-        num_workers: Worker processes.
-        context: How they start, where the user has named it.
-        pin_memory: Copy batches to page-locked memory.
-        remarks: What cannot be kept or guaranteed, for the user.
-    """
-
-    dataset: Any
-    order: Order
-    seed: int
-    batch_size: int
-    drop_last: bool
-    collate_fn: Collate
-    num_workers: int
-    context: BaseContext | None
-    pin_memory: bool
-    remarks: list[str]
-
-    def fetcher(self, prefetch: Prefetch = "auto") -> Fetcher:
-        """Return what loads the samples."""
-        samples, workers = self.order.samples, self.num_workers
-        return make_fetcher(samples, self.collate_fn, self.seed, workers, prefetch, self.context)
-
-    def count_trained(self) -> int:
-        """Return how many samples an epoch trains on.
-
-        Raises:
-            ConfigError: There is none, as none fills a batch.
-        """
-        count = self.order.num_samples
-        trained = count - count % self.batch_size if self.drop_last else count
-        if count and not trained:
-            raise ConfigError(
-                f"drop_last leaves nothing of {count} samples in batches of {self.batch_size}; "
-                "use a smaller batch_size, or no drop_last"
-            )
-        return trained
-
-
 def is_stream(given: Given) -> bool:
     """Return whether samples have no index, or batches are the user's own business."""
     if not isinstance(given, DataLoader):
@@ -187,58 +137,84 @@ def as_data_loader(given: Given, batch_size: int | None) -> DataLoader[Any]:
     return DataLoader(given, batch_size)
 
 
-def read(
-    given: Given,
-    *,
-    batch_size: int | None,
-    collate_fn: Collate | None,
-    num_workers: int | None,
-    shuffle: bool | None = False,
-    seed: int = 0,
-) -> Intake:
-    """Read a map-style data set, or a ``DataLoader`` over one, which is not a stream.
+class Intake:
+    """A map-style data set, or a ``DataLoader`` over one, and how to go through it.
 
     Args:
-        given: A bare data set is shuffled unless the user has said otherwise.
+        given: The data set. A bare one is shuffled unless the user has said otherwise.
         batch_size: What the user says beside it, here and below; ``None`` says nothing.
         collate_fn: Makes a batch.
         num_workers: Worker processes.
         shuffle: Another order in each epoch.
-        seed: Of these orders.
+        seed: Of these orders, and of the random numbers that samples draw.
+
+    Attributes:
+        dataset: Map-style data set, as given.
+        order: Which sample comes when.
+        batch_size: Samples of an optimizer step, or of a batch of an evaluation.
+        drop_last: Leave out the samples that fill no whole batch.
+        pin_memory: Copy batches to page-locked memory.
+        remarks: What cannot be kept or guaranteed, for the user.
 
     Raises:
         ConfigError: There is no batch size.
         TypeError: The data set has no length.
     """
-    loader = as_data_loader(given, batch_size)
-    sampler, size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
-    if size is None and isinstance(batches := loader.batch_sampler, BatchSampler):
-        sampler, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
-    if size is None:
-        raise ConfigError(
-            "the DataLoader has batch_size=None, so its samples are batches of an unknown size; "
-            "give it a batch_size, or pass the data set to ddp.loader with one"
-        )
-    if shuffle is None:
-        shuffle = given is not loader or not isinstance(sampler, SequentialSampler)
-    order = _order_of(loader.dataset, sampler, seed, shuffle=shuffle)
-    remarks = []
-    if order.sampler is not None:
-        remarks.append(_DRAWN.format(type(sampler).__name__))
-    if loader.worker_init_fn is not None and loader.num_workers:
-        remarks.append(_NOT_INITIALISED)
-    return Intake(
-        dataset=loader.dataset,
-        order=order,
-        seed=seed,
-        batch_size=batch_size or size,
-        drop_last=drop_last,
-        collate_fn=collate_fn or loader.collate_fn,
-        num_workers=loader.num_workers if num_workers is None else num_workers,
-        context=loader.multiprocessing_context,
-        pin_memory=loader.pin_memory and pins_memory(),
-        remarks=remarks,
-    )
+
+    def __init__(
+        self,
+        given: Given,
+        *,
+        batch_size: int | None,
+        collate_fn: Collate | None,
+        num_workers: int | None,
+        shuffle: bool | None = False,
+        seed: int = 0,
+    ) -> None:
+        loader = as_data_loader(given, batch_size)
+        sampler, size, self.drop_last = loader.sampler, loader.batch_size, loader.drop_last
+        if size is None and isinstance(batches := loader.batch_sampler, BatchSampler):
+            sampler, size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
+        if size is None:
+            raise ConfigError(
+                "the DataLoader has batch_size=None, so its samples are batches of an unknown "
+                "size; give it a batch_size, or pass the data set to ddp.loader with one"
+            )
+        if shuffle is None:
+            shuffle = given is not loader or not isinstance(sampler, SequentialSampler)
+        self.dataset: Any = loader.dataset
+        self.order = _order_of(loader.dataset, sampler, seed, shuffle=shuffle)
+        self.seed = seed
+        self.batch_size = batch_size or size
+        self.collate_fn: Collate = collate_fn or loader.collate_fn
+        self.num_workers = loader.num_workers if num_workers is None else num_workers
+        self.pin_memory = loader.pin_memory and pins_memory()
+        self._context = loader.multiprocessing_context
+        self.remarks = []
+        if self.order.sampler is not None:
+            self.remarks.append(_DRAWN.format(type(sampler).__name__))
+        if loader.worker_init_fn is not None and loader.num_workers:
+            self.remarks.append(_NOT_INITIALISED)
+
+    def fetcher(self, prefetch: Prefetch = "auto") -> Fetcher:
+        """Return what loads the samples."""
+        samples, workers = self.order.samples, self.num_workers
+        return make_fetcher(samples, self.collate_fn, self.seed, workers, prefetch, self._context)
+
+    def count_trained(self) -> int:
+        """Return how many samples an epoch trains on.
+
+        Raises:
+            ConfigError: There is none, as none fills a batch.
+        """
+        count = self.order.num_samples
+        trained = count - count % self.batch_size if self.drop_last else count
+        if count and not trained:
+            raise ConfigError(
+                f"drop_last leaves nothing of {count} samples in batches of {self.batch_size}; "
+                "use a smaller batch_size, or no drop_last"
+            )
+        return trained
 
 
 def _order_of(dataset: Any, sampler: Any, seed: int, *, shuffle: bool) -> Order:

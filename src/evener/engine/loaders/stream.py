@@ -1,7 +1,7 @@
 """A loader over what has no indices: every rank reads for itself, and contributes once a window."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, final
 
@@ -13,7 +13,7 @@ from evener.data.fetching import start_context
 from evener.devices import pins_memory
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.base import TrainingLoader
-from evener.engine.loaders.intake import as_data_loader
+from evener.engine.loaders.intake import Collate, Given, as_data_loader
 from evener.errors import CheckpointError, ConfigError
 from evener.planning.apportion import apportion
 
@@ -38,17 +38,38 @@ class StreamLoader(TrainingLoader):
     def __init__(
         self,
         engine: ElasticEngine,
-        batches: DataLoader[Any],
+        given: Given,
         *,
+        batch_size: int | None,
+        collate_fn: Collate | None,
+        num_workers: int | None,
         seed: int,
         max_steps: int | None,
     ) -> None:
-        super().__init__(engine, batches, max_steps)
-        self._given = batches
+        given = as_data_loader(given, batch_size)
+        workers = given.num_workers if num_workers is None else num_workers
+        settings = _own_part(given, batch_size, engine.rank, engine.world_size)
+        if workers:
+            settings |= {
+                "multiprocessing_context": start_context(given.multiprocessing_context),
+                "prefetch_factor": given.prefetch_factor,
+                "persistent_workers": given.persistent_workers,
+            }
+        self._given: DataLoader[Any] = DataLoader(
+            given.dataset,
+            collate_fn=collate_fn or given.collate_fn,
+            num_workers=workers,
+            pin_memory=given.pin_memory and pins_memory(),
+            timeout=given.timeout,
+            worker_init_fn=given.worker_init_fn,
+            generator=given.generator,
+            **settings,
+        )
+        super().__init__(engine, self._given, max_steps)
         self._seed = seed
         self._epoch = 0
-        iterable = isinstance(batches.dataset, IterableDataset)
-        what = batches.dataset if iterable else batches.batch_sampler
+        iterable = isinstance(given.dataset, IterableDataset)
+        what = given.dataset if iterable else given.batch_sampler
         engine.habits.tell_once(_REMARK.format(what=type(what).__name__))
 
     def __len__(self) -> int:
@@ -101,42 +122,20 @@ class StreamLoader(TrainingLoader):
             self._epoch = epoch + 1
 
 
-def stream_of(
-    given: IterableDataset[Any] | DataLoader[Any],
-    *,
-    rank: int,
-    world_size: int,
-    batch_size: int | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    num_workers: int | None,
-) -> DataLoader[Any]:
-    """Return the batches that one rank reads.
+def _own_part(
+    given: DataLoader[Any], size: int | None, rank: int, world_size: int
+) -> dict[str, Any]:
+    """Return which batches a rank reads, as arguments of a ``DataLoader``.
 
-    A ``batch_size`` is that of the whole team: each rank reads an equal part. Of a ``DataLoader``
-    with batches of its own, each rank takes every ``world_size``-th.
+    A batch size is that of the whole team: each rank reads an equal part. Of batches of the user's
+    own, each rank takes every ``world_size``-th.
 
     Raises:
-        ConfigError: There is no batch size, or it is smaller than the team.
+        ConfigError: The batch size is smaller than the team.
     """
-    given = as_data_loader(given, batch_size)
-    settings: dict[str, Any] = {
-        "collate_fn": collate_fn or given.collate_fn,
-        "num_workers": given.num_workers if num_workers is None else num_workers,
-        "pin_memory": given.pin_memory and pins_memory(),
-        "timeout": given.timeout,
-        "worker_init_fn": given.worker_init_fn,
-        "generator": given.generator,
-    }
-    if settings["num_workers"]:
-        settings |= {
-            "multiprocessing_context": start_context(given.multiprocessing_context),
-            "prefetch_factor": given.prefetch_factor,
-            "persistent_workers": given.persistent_workers,
-        }
     if given.batch_size is None and given.batch_sampler is not None:
-        taken = EveryNth(given.batch_sampler, rank, world_size)
-        return DataLoader(given.dataset, batch_sampler=taken, **settings)
-    size = batch_size or given.batch_size
+        return {"batch_sampler": EveryNth(given.batch_sampler, rank, world_size)}
+    size = size or given.batch_size
     if size is not None:
         if size < world_size:
             raise ConfigError(
@@ -144,7 +143,7 @@ def stream_of(
                 "each batch; give at least one sample for each"
             )
         size = apportion(size, [1.0] * world_size)[rank]
-    return DataLoader(given.dataset, batch_size=size, drop_last=given.drop_last, **settings)
+    return {"batch_size": size, "drop_last": given.drop_last}
 
 
 @final
