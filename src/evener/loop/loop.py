@@ -336,7 +336,7 @@ class Loop:
             if not self._loaders:
                 loader.introduce_data()
         self._loaders.append(loader)
-        engine.positions.hold(loader)
+        engine.positions.hold(loader.cursor)
         return loader
 
     def epochs(self, num_epochs: int) -> Iterator[int]:

@@ -3,7 +3,7 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -15,15 +15,8 @@ from evener.data.fetching import Pending
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.intake import Collate, Intake
 from evener.engine.share import Share
-from evener.engine.team_change import cannot_join
 from evener.errors import UsageError
 from evener.places import here
-
-_JOINS = (
-    "this worker joins a team that has begun before, and cannot tell in which epoch its own loop "
-    "has to begin. Write `for epoch in ddp.epochs(num_epochs):` in place of `for epoch in "
-    "range(num_epochs):`; it begins with the epoch of the team"
-)
 
 
 class LikeDataLoader:
@@ -60,19 +53,24 @@ class TrainingLoader(LikeDataLoader, ABC):
         given: The data set, and how it is loaded.
         max_steps: Optimizer steps of the run; ``None`` for no limit.
 
+        cursor: The data position.
+
     Attributes:
+        cursor: As given.
         left_at: File and line at which the user's loop was left last.
     """
 
-    #: The position from which windows are planned; ``None`` for a stream.
-    cursor: Cursor | None = None
-
     def __init__(
-        self, engine: ElasticEngine, given: DataLoader[Any] | Intake, max_steps: int | None
+        self,
+        engine: ElasticEngine,
+        given: DataLoader[Any] | Intake,
+        max_steps: int | None,
+        cursor: Cursor,
     ) -> None:
         super().__init__(given)
         self._engine = engine
         self._max_steps = max_steps
+        self.cursor = cursor
         self._next = 0
         self.left_at = ""
 
@@ -107,18 +105,21 @@ class TrainingLoader(LikeDataLoader, ABC):
         if engine.has_left:  # by `break`, perhaps in the last window of this very epoch
             engine.settle()
         if engine.is_joining:
-            raise cannot_join("a stream") if self.cursor is None else UsageError(_JOINS)
-        if self._is_over or self._is_done(epoch):
+            raise self._cannot_join()
+        if self._is_over or self.cursor.is_committed(epoch):
             return
         engine.check_start(epoch)
-        self._begin(epoch)
-        with nullcontext() if self.cursor is None else engine.epoch_open():
+        with self._begin(epoch):
             try:
                 yield from self._batches(epoch)
             except BaseException:  # GeneratorExit, after `break`; or an error of this rank alone
                 self.left_at = here()
                 engine.leave()
                 raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the data position; no rank count."""
+        return self.cursor.state_dict()
 
     @property
     def _is_over(self) -> bool:
@@ -153,12 +154,12 @@ class TrainingLoader(LikeDataLoader, ABC):
             engine.end_micro_batch()
 
     @abstractmethod
-    def _is_done(self, epoch: int) -> bool:
-        """Return whether nothing is left of an epoch."""
+    def _cannot_join(self) -> UsageError:
+        """Return the error of a worker that begins an epoch before it has joined the team."""
 
     @abstractmethod
-    def _begin(self, epoch: int) -> None:
-        """Begin an epoch; all ranks call it together."""
+    def _begin(self, epoch: int) -> AbstractContextManager[None]:
+        """Begin an epoch, which is open in a ``with`` block; all ranks call it together."""
 
     @abstractmethod
     def _batches(self, epoch: int) -> Iterator[Any]:

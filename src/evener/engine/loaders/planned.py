@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, Final, final
 
@@ -14,6 +15,7 @@ from evener.engine.loaders.base import TrainingLoader
 from evener.engine.loaders.intake import Indices, Intake, compare_orders, fingerprint
 from evener.engine.memory import MicroBatchTooLarge
 from evener.engine.results import Work
+from evener.errors import UsageError
 from evener.protocol.formation import TRAINING
 
 #: What a rank is doing, for the case that others wait for it.
@@ -40,7 +42,6 @@ class TeamLoader(TrainingLoader):
         max_steps: Optimizer steps of the run; ``None`` for no limit.
     """
 
-    cursor: Cursor
     batch_size: int
 
     def __init__(
@@ -52,12 +53,11 @@ class TeamLoader(TrainingLoader):
         micro_batch_size: int,
         max_steps: int | None,
     ) -> None:
-        super().__init__(engine, intake, max_steps)
+        cursor = Cursor(intake.count_trained(), intake.seed)
+        super().__init__(engine, intake, max_steps, cursor)
         self._order = intake.order
         self._fetcher = intake.fetcher(prefetch)
-        self._num_items = len(intake.order.samples)
         self._most_samples = micro_batch_size
-        self.cursor = Cursor(intake.count_trained(), intake.seed)
         self._left = False
         #: What is on its way, by positions in the epoch.
         self._fetched: dict[range, deque[tuple[int, int, Pending]]] = {}
@@ -75,15 +75,20 @@ class TeamLoader(TrainingLoader):
         """Join the team and take its data position over, if that began before this rank came."""
         self._engine.join(self.cursor, self.batch_size, self._max_steps)
 
-    def _is_done(self, epoch: int) -> bool:
-        return self.cursor.is_committed(epoch)
+    def _cannot_join(self) -> UsageError:
+        return UsageError(
+            "this worker joins a team that has begun before, and cannot tell in which epoch its "
+            "own loop has to begin. Write `for epoch in ddp.epochs(num_epochs):` in place of `for "
+            "epoch in range(num_epochs):`; it begins with the epoch of the team"
+        )
 
-    def _begin(self, epoch: int) -> None:
+    def _begin(self, epoch: int) -> AbstractContextManager[None]:
         engine = self._engine
         engine.begin(self.cursor, self.batch_size, self._max_steps)
         # What is left of an epoch that was left by `break` is passed over.
         self.cursor.begin(epoch, abandon=self._left)
         self._left = True
+        return engine.epoch_open()
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         engine, indices = self._engine, self._order.of(epoch)
@@ -111,22 +116,7 @@ class TeamLoader(TrainingLoader):
         """
         team = self._engine.team
         if team.is_elastic:
-            team.describe(sign(self._fetcher, self._num_items))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the data position; no rank count."""
-        return self.cursor.state_dict()
-
-    def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:
-        """Continue from ``state``; with ``allow_new_data``, from the first epoch of other data.
-
-        Raises:
-            CheckpointError: It is of another data set or seed.
-        """
-        if allow_new_data and not self.cursor.is_of(state):
-            self.cursor.restart()
-        else:
-            self.cursor.load_state_dict(state)
+            team.describe(sign(self._fetcher, len(self._order.samples)))
 
     def close(self) -> None:
         """End the fetching of data; idempotent."""

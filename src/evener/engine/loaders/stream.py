@@ -1,7 +1,8 @@
 """A loader over what has no indices: every rank reads for itself, and contributes once a window."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, final
 
@@ -9,12 +10,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from evener.data.cursor import Cursor
 from evener.data.fetching import start_context
 from evener.devices import pins_memory
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.base import TrainingLoader
 from evener.engine.loaders.intake import Collate, Given, as_data_loader
-from evener.errors import CheckpointError, ConfigError
+from evener.engine.team_change import cannot_join
+from evener.errors import ConfigError, UsageError
 from evener.planning.apportion import apportion
 
 _REMARK = (
@@ -65,9 +68,9 @@ class StreamLoader(TrainingLoader):
             generator=given.generator,
             **settings,
         )
-        super().__init__(engine, self._given, max_steps)
+        # Of a stream, only the number of the epoch is known: each is one piece.
+        super().__init__(engine, self._given, max_steps, Cursor(1, 0))
         self._seed = seed
-        self._epoch = 0
         iterable = isinstance(given.dataset, IterableDataset)
         what = given.dataset if iterable else given.batch_sampler
         engine.habits.tell_once(_REMARK.format(what=type(what).__name__))
@@ -76,33 +79,16 @@ class StreamLoader(TrainingLoader):
         """Return this rank's batches of an epoch; ``TypeError`` if the data set has no length."""
         return len(self._given)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many epochs are finished."""
-        return {"stream_epoch": self._epoch}
-
-    def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:
-        """Continue from ``state``; with ``allow_new_data``, from the first epoch of other data.
-
-        Raises:
-            CheckpointError: It is that of a map-style data set.
-        """
-        if "stream_epoch" in state:
-            self._epoch = state["stream_epoch"]
-        elif not allow_new_data:
-            raise CheckpointError(
-                "the checkpoint was written with a map-style data set, this run has a stream; "
-                "resume with the same kind of data"
-            )
-
     def close(self) -> None:
         """Do nothing: worker processes end with the iterator."""
 
-    def _is_done(self, epoch: int) -> bool:
-        return epoch < self._epoch
+    def _cannot_join(self) -> UsageError:
+        return cannot_join("a stream")
 
-    def _begin(self, epoch: int) -> None:
+    def _begin(self, epoch: int) -> AbstractContextManager[None]:
         self._engine.begin_stream(epoch)
-        self._epoch = epoch
+        self.cursor.begin(epoch)
+        return nullcontext()
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         engine = self._engine
@@ -119,7 +105,7 @@ class StreamLoader(TrainingLoader):
             others_have_data = engine.join_unplanned() is not None
         engine.end_epoch()
         if not engine.stopping:
-            self._epoch = epoch + 1
+            self.cursor.begin(epoch + 1)
 
 
 def _own_part(

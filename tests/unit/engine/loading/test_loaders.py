@@ -368,7 +368,7 @@ def test_a_stream_has_no_length_and_goes_on_by_epochs(tmp_path: Path) -> None:
     model, optimizer = line()
     with setup(SingleCommunicator(), model, optimizer) as ddp:
         ddp.load(tmp_path / "a")
-        with pytest.raises(CheckpointError, match="data cursor has num_samples=None"):
+        with pytest.raises(CheckpointError, match="data cursor has num_samples=1"):
             ddp.loader(DATA, batch_size=4)
 
 
