@@ -52,7 +52,6 @@ class TrainingLoader(LikeDataLoader, ABC):
         engine: Says what this rank is to compute.
         given: The data set, and how it is loaded.
         max_steps: Optimizer steps of the run; ``None`` for no limit.
-
         cursor: The data position.
 
     Attributes:
@@ -105,7 +104,12 @@ class TrainingLoader(LikeDataLoader, ABC):
         if engine.has_left:  # by `break`, perhaps in the last window of this very epoch
             engine.settle()
         if engine.is_joining:
-            raise self._cannot_join()
+            raise UsageError(
+                "this worker joins a team that has begun before, and cannot tell in which epoch "
+                "its own loop has to begin. Write `for epoch in ddp.epochs(num_epochs):` in place "
+                "of `for epoch in range(num_epochs):`; it begins with the epoch of the team. No "
+                "worker can join over a stream"
+            )
         if self._is_over or self.cursor.is_committed(epoch):
             return
         engine.check_start(epoch)
@@ -152,10 +156,6 @@ class TrainingLoader(LikeDataLoader, ABC):
             if not share.turns:
                 raise share.not_ended()
             engine.end_micro_batch()
-
-    @abstractmethod
-    def _cannot_join(self) -> UsageError:
-        """Return the error of a worker that begins an epoch before it has joined the team."""
 
     @abstractmethod
     def _begin(self, epoch: int) -> AbstractContextManager[None]:

@@ -47,7 +47,7 @@ class EvaluationLoader(LikeDataLoader):
         self._engine = engine
         self._gatherer = gatherer
         #: Positions that ranks have evaluated for themselves in the newest loop, by rank.
-        self._held: dict[int, list[int]] = {}
+        self._held: dict[int, list[Sequence[int]]] = {}
         #: Whether rows are gathered in the newest loop.
         self._gathers = False
         self._order = intake.order
@@ -91,7 +91,7 @@ class EvaluationLoader(LikeDataLoader):
         Returns:
             The batches; ``None`` if nothing is lost.
         """
-        lost = [rank for rank in self._held if rank not in ranks]
+        lost = sorted(set(self._held).difference(ranks))
         if not lost:
             return None
         if self._gathers:
@@ -99,12 +99,12 @@ class EvaluationLoader(LikeDataLoader):
                 f"rank {lost[0]} was lost in an evaluation: in what ddp.gather returns, the rows "
                 "of its remaining samples come last, not in the order of the data set"
             )
-        return self._evaluate([p for rank in lost for p in self._held.pop(rank)])
+        return self._evaluate([p for rank in lost for part in self._held.pop(rank) for p in part])
 
     def _evaluate(self, positions: Sequence[int]) -> Iterator[Any]:
         """Yield this rank's batches of some positions of the data set, in their order."""
         engine, size, indices = self._engine, self.batch_size, self._order.of(0)
-        ranks, rounds = self._agree(positions, fingerprint(indices))
+        num_ranks, rounds = self._agree(positions, fingerprint(indices))
         # Fewer samples than ranks are the first one's. Where rows are gathered, the others come by
         # the same calls of gather, with an echo of a sample.
         echo = positions[:1] if self._gathers else ()
@@ -112,7 +112,7 @@ class EvaluationLoader(LikeDataLoader):
         batches = [[part[k : k + size] for k in range(0, len(part), size)] for part in parts]
         place = Place(
             in_training=engine.is_training,
-            is_shared=self._gathers or all(len(by_rank) == len(ranks) for by_rank in rounds),
+            is_shared=self._gathers or len(positions) >= num_ranks,
             is_echo=not any(engine.rank in by_rank for by_rank in rounds),
         )
         wanted = (
@@ -126,7 +126,8 @@ class EvaluationLoader(LikeDataLoader):
                     data = self._received(fetched.popleft())
                     fetched.extend(islice(wanted, 1))
                     engine.team.declare(EVALUATING, done=1)
-                    place.call, place.is_last, self.num_samples = 0, batch is own[-1], len(batch)
+                    place.call, place.is_last = 0, batch is own[-1]
+                    self.num_samples = len(batch)
                     yield data
                 if place.kept:
                     raise CollectiveMismatchError(
@@ -136,14 +137,14 @@ class EvaluationLoader(LikeDataLoader):
                     )
                 self._gathers |= bool(place.given)
                 for rank in by_rank.keys() - place.given:
-                    self._held.setdefault(rank, []).extend(by_rank[rank])
+                    self._held.setdefault(rank, []).append(by_rank[rank])
 
     def close(self) -> None:
         """End the fetching of data; idempotent."""
         self._fetcher.close()
 
-    def _agree(self, positions: Sequence[int], order: int) -> tuple[frozenset[int], list[Parts]]:
-        """Return the ranks that evaluate, and the parts of each in all rounds.
+    def _agree(self, positions: Sequence[int], order: int) -> tuple[int, list[Parts]]:
+        """Return how many ranks evaluate, and the parts of each in all rounds.
 
         Args:
             positions: What is evaluated.
@@ -167,4 +168,4 @@ class EvaluationLoader(LikeDataLoader):
         is_known = all(known[rank] > 0 for rank in told)
         speeds = {rank: known[rank] if is_known else 1.0 for rank in told}
         sizes = {rank: size for rank, (_, size, _) in told.items()}
-        return frozenset(told), evaluation_slices(positions, sizes, speeds)
+        return len(told), evaluation_slices(positions, sizes, speeds)

@@ -15,7 +15,6 @@ from evener.engine.loaders.base import TrainingLoader
 from evener.engine.loaders.intake import Indices, Intake, compare_orders, fingerprint
 from evener.engine.memory import MicroBatchTooLarge
 from evener.engine.results import Work
-from evener.errors import UsageError
 from evener.protocol.formation import TRAINING
 
 #: What a rank is doing, for the case that others wait for it.
@@ -74,13 +73,6 @@ class TeamLoader(TrainingLoader):
     def join(self) -> None:
         """Join the team and take its data position over, if that began before this rank came."""
         self._engine.join(self.cursor, self.batch_size, self._max_steps)
-
-    def _cannot_join(self) -> UsageError:
-        return UsageError(
-            "this worker joins a team that has begun before, and cannot tell in which epoch its "
-            "own loop has to begin. Write `for epoch in ddp.epochs(num_epochs):` in place of `for "
-            "epoch in range(num_epochs):`; it begins with the epoch of the team"
-        )
 
     def _begin(self, epoch: int) -> AbstractContextManager[None]:
         engine = self._engine

@@ -16,8 +16,7 @@ from evener.devices import pins_memory
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.base import TrainingLoader
 from evener.engine.loaders.intake import Collate, Given, as_data_loader
-from evener.engine.team_change import cannot_join
-from evener.errors import ConfigError, UsageError
+from evener.errors import ConfigError
 from evener.planning.apportion import apportion
 
 _REMARK = (
@@ -81,9 +80,6 @@ class StreamLoader(TrainingLoader):
 
     def close(self) -> None:
         """Do nothing: worker processes end with the iterator."""
-
-    def _cannot_join(self) -> UsageError:
-        return cannot_join("a stream")
 
     def _begin(self, epoch: int) -> AbstractContextManager[None]:
         self._engine.begin_stream(epoch)
