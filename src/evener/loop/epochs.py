@@ -7,7 +7,7 @@ from typing import Any
 
 from evener.devices import free_cached_memory
 from evener.engine.loaders.evaluation import EvaluationLoader
-from evener.engine.loaders.planned import TeamLoader
+from evener.engine.loaders.training import TeamLoader
 from evener.engine.memory import MicroBatchTooLarge, explain, is_out_of_memory
 from evener.engine.results import WindowResult
 from evener.errors import CoordinatorLostError

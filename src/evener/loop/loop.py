@@ -20,11 +20,10 @@ from evener.config.options import Allowed
 from evener.config.settings import DdpConfig
 from evener.data.fetching import Prefetch
 from evener.devices import count_accelerators
-from evener.engine.loaders.evaluation import EvaluationLoader
-from evener.engine.loaders.gathering import Gatherer
-from evener.engine.loaders.intake import Collate, Given, Intake, is_stream
-from evener.engine.loaders.planned import TeamLoader
+from evener.engine.loaders.dataset_arguments import Collate, DatasetArguments, Given, is_stream
+from evener.engine.loaders.evaluation import EvaluationLoader, Gatherer
 from evener.engine.loaders.stream import StreamLoader
+from evener.engine.loaders.training import TeamLoader
 from evener.engine.memory import explain as explain_memory
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import (
@@ -306,7 +305,7 @@ class Loop:
                 max_steps=max_steps,
             )
         else:
-            intake = Intake(
+            arguments = DatasetArguments(
                 dataset,
                 batch_size=batch_size,
                 collate_fn=collate_fn,
@@ -314,9 +313,9 @@ class Loop:
                 shuffle=shuffle,
                 seed=seed,
             )
-            num_samples = intake.count_trained()
-            size = self._most_samples(micro_batch_size, intake.batch_size, num_samples)
-            for remark in intake.remarks:
+            num_samples = arguments.count_trained()
+            size = self._most_samples(micro_batch_size, arguments.batch_size, num_samples)
+            for remark in arguments.remarks:
                 engine.habits.tell_once(remark)
             if whole_micro_batches and isinstance(micro_batch_size, str):
                 raise ConfigError(
@@ -328,7 +327,7 @@ class Loop:
             self.events.learn(num_samples=num_samples)
             loader = TeamLoader(
                 engine,
-                intake,
+                arguments,
                 prefetch=prefetch,
                 micro_batch_size=size,
                 max_steps=max_steps,
@@ -402,13 +401,13 @@ class Loop:
                 "an IterableDataset or a batch sampler cannot be split for evaluation; give a "
                 "map-style data set, or let every rank evaluate on all of it"
             )
-        intake = Intake(
+        arguments = DatasetArguments(
             dataset,
             batch_size=_optional("batch_size", batch_size, 1),
             collate_fn=collate_fn,
             num_workers=_optional("num_workers", num_workers, 0),
         )
-        loader = EvaluationLoader(self._engine, self._gatherer, intake)
+        loader = EvaluationLoader(self._engine, self._gatherer, arguments)
         self._eval_loaders.add(loader)
         return loader
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from evener.checkpoint import find_newest
 from evener.comm.base import Communicator
 from evener.engine.loaders.evaluation import EvaluationLoader
-from evener.engine.loaders.planned import TeamLoader
+from evener.engine.loaders.training import TeamLoader
 from evener.engine.results import WindowResult
 from evener.engine.share import checked_weight
 from evener.errors import ConfigError, UsageError

@@ -24,7 +24,7 @@ from evener.config.runs import JobConfig
 from evener.data.fetching import Prefetch
 from evener.ddp import Ddp
 from evener.engine.emulate import parse_emulation
-from evener.engine.loaders.planned import TeamLoader
+from evener.engine.loaders.training import TeamLoader
 from evener.engine.results import WindowResult
 from evener.errors import EvenerError, RunEndedError
 from evener.loop.arguments import Schedulers

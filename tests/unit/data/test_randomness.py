@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Sampler
 
 from evener.data.randomness import generators_lock, seed_training
-from evener.engine.loaders.intake import Order
+from evener.engine.loaders.dataset_arguments import Order
 from helpers.limits import PATIENCE_S
 
 

@@ -14,8 +14,8 @@ from evener.data.cursor import Cursor
 from evener.data.fetching import start_context
 from evener.devices import pins_memory
 from evener.engine.changing import ElasticEngine
-from evener.engine.loaders.base import TrainingLoader
-from evener.engine.loaders.intake import Collate, Given, as_data_loader
+from evener.engine.loaders.dataset_arguments import Collate, Given, as_data_loader
+from evener.engine.loaders.training import TrainingLoader
 from evener.errors import ConfigError
 from evener.planning.apportion import apportion
 

@@ -24,8 +24,8 @@ from torch.utils.data import (
 
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.ddp import Ddp
-from evener.engine.loaders.planned import TeamLoader
 from evener.engine.loaders.stream import StreamLoader, count_samples
+from evener.engine.loaders.training import TeamLoader
 from evener.errors import CheckpointError, CollectiveMismatchError, ConfigError, UsageError
 from helpers.teams import run_team, setup
 

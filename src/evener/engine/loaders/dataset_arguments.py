@@ -4,8 +4,10 @@ import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,7 +20,7 @@ from torch.utils.data import (
 )
 
 from evener.data.cursor import derive_seed
-from evener.data.fetching import Fetcher, Prefetch, make_fetcher
+from evener.data.fetching import Fetcher, Pending, Prefetch, make_fetcher
 from evener.data.order import Draws, EpochOrder
 from evener.data.randomness import generators_lock, preserved_generators, seed_generators
 from evener.devices import pins_memory
@@ -137,7 +139,7 @@ def as_data_loader(given: Given, batch_size: int | None) -> DataLoader[Any]:
     return DataLoader(given, batch_size)
 
 
-class Intake:
+class DatasetArguments:
     """A map-style data set, or a ``DataLoader`` over one, and how to go through it.
 
     Args:
@@ -227,3 +229,29 @@ def _order_of(dataset: Any, sampler: Any, seed: int, *, shuffle: bool) -> Order:
     elif count != len(dataset) or not isinstance(sampler, SequentialSampler | RandomSampler):
         return Order(dataset, count, seed, sampler=sampler)
     return Order(dataset, count, seed if shuffle else None)
+
+
+class LikeDataLoader:
+    """The attributes of a ``DataLoader`` that scripts read, such as ``len(loader.dataset)``."""
+
+    def __init__(self, given: DataLoader[Any] | DatasetArguments) -> None:
+        self.dataset: Any = given.dataset
+        self.collate_fn: Collate = given.collate_fn
+        self.num_workers = given.num_workers
+        self.batch_size = given.batch_size
+        self.drop_last = given.drop_last
+        self.pin_memory = given.pin_memory
+
+    def _received(self, pending: Pending) -> Any:
+        """Return a batch, in page-locked memory where the user's ``DataLoader`` asked for it."""
+        batch = pending.result()
+        return tree_map_only(Tensor, Tensor.pin_memory, batch) if self.pin_memory else batch
+
+    @property
+    def sampler(self) -> NoReturn:
+        """Raise the error that says why this loader has no sampler."""
+        raise AttributeError(
+            "evener's loaders have no sampler: each epoch has an order of its own, which follows "
+            "from its number and the seed. Leave sampler.set_epoch(epoch) out, and iterate over "
+            "loader.epoch(epoch)"
+        )
