@@ -1,6 +1,6 @@
 """Cut an evaluation into slices, on which all ranks work at the same time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from evener.planning.apportion import apportion
@@ -11,7 +11,7 @@ Parts = dict[int, Sequence[int]]
 
 def evaluation_slices(
     samples: Sequence[int], batch_sizes: Mapping[int, int], speeds: Mapping[int, float]
-) -> list[Parts]:
+) -> Iterator[Parts]:
     """Cut samples into consecutive slices, whose parts follow in rank order.
 
     Every rank has a sample in each slice. The fastest rank has a whole batch, the others as much
@@ -24,26 +24,27 @@ def evaluation_slices(
         batch_sizes: Samples of a batch of each rank, in rank order.
         speeds: Samples per second of each rank, above 0.
 
-    Returns:
+    Yields:
         The slices, in order; none where there is no sample.
     """
     num_ranks = len(batch_sizes)
     if len(samples) < num_ranks:
-        return [{min(batch_sizes): samples}] if samples else []
+        if samples:
+            yield {min(batch_sizes): samples}
+        return
     seconds = min(size / Fraction(speeds[rank]) for rank, size in batch_sizes.items())
     whole = [max(1, int(Fraction(speeds[rank]) * seconds)) for rank in batch_sizes]
     sizes = _sizes(len(samples), sum(whole), num_ranks)
     # Each rank has one sample, and the rest is divided as a whole slice is.
     ratios = [part - 1 for part in whole] if sum(whole) > num_ranks else whole
     divided = {size: apportion(size - num_ranks, ratios) for size in {*sizes}}
-    slices, start = [], 0
+    start = 0
     for size in sizes:
         parts: Parts = {}
         for rank, further in zip(batch_sizes, divided[size], strict=True):
             parts[rank] = samples[start : start + 1 + further]
             start += 1 + further
-        slices.append(parts)
-    return slices
+        yield parts
 
 
 def _sizes(num_samples: int, whole: int, num_ranks: int) -> list[int]:

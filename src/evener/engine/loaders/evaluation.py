@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, tee
 from typing import Any, TypeVar, final
 
 import torch
@@ -258,25 +258,25 @@ class EvaluationLoader(LikeDataLoader):
 
     def _evaluate(self, positions: Sequence[int]) -> Iterator[Any]:
         """Yield this rank's batches of some positions of the data set, in their order."""
-        engine, size, indices = self._engine, self.batch_size, self._order.of(0)
-        num_ranks, rounds = self._agree(positions, fingerprint(indices))
-        # Fewer samples than ranks are the first one's. Where rows are gathered, the others come by
-        # the same calls of gather, with an echo of a sample.
-        echo = positions[:1] if self._gathers else ()
-        parts = [by_rank.get(engine.rank, echo) for by_rank in rounds]
-        batches = [[part[k : k + size] for k in range(0, len(part), size)] for part in parts]
-        place = Place(
-            in_training=engine.is_training,
-            is_shared=self._gathers or len(positions) >= num_ranks,
-            is_echo=not any(engine.rank in by_rank for by_rank in rounds),
-        )
+        engine, indices = self._engine, self._order.of(0)
+        ranks, slices = self._agree(positions, fingerprint(indices))
+        rounds, ahead = tee(slices)
+        place = Place(in_training=engine.is_training)
+        echo: Sequence[int] = ()
+        if len(positions) < len(ranks):  # all are the first rank's
+            place.is_shared, place.is_echo = self._gathers, engine.rank != ranks[0]
+            # The others come by its calls of gather, with an echo of a sample.
+            echo = positions[:1] if self._gathers else ()
         wanted = (
-            self._fetcher.submit(0, [indices[p] for p in batch]) for own in batches for batch in own
+            self._fetcher.submit(0, [indices[p] for p in batch])
+            for parts in ahead
+            for batch in self._cut(parts.get(engine.rank, echo))
         )
         fetched = deque(islice(wanted, _AHEAD))
         with self._gatherer.in_loop(place):
-            for number, (by_rank, own) in enumerate(zip(rounds, batches, strict=True)):
+            for number, parts in enumerate(rounds):
                 place.name, place.given = f"round {number}", frozenset()
+                own = self._cut(parts.get(engine.rank, echo))
                 for batch in own:
                     data = self._received(fetched.popleft())
                     fetched.extend(islice(wanted, 1))
@@ -291,15 +291,19 @@ class EvaluationLoader(LikeDataLoader):
                         "it equally often for each batch of the loop"
                     )
                 self._gathers |= bool(place.given)
-                for rank in by_rank.keys() - place.given:
-                    self._held.setdefault(rank, []).append(by_rank[rank])
+                for rank in parts.keys() - place.given:
+                    self._held.setdefault(rank, []).append(parts[rank])
 
     def close(self) -> None:
         """End the fetching of data; idempotent."""
         self._fetcher.close()
 
-    def _agree(self, positions: Sequence[int], order: int) -> tuple[int, list[Parts]]:
-        """Return how many ranks evaluate, and the parts of each in all rounds.
+    def _cut(self, part: Sequence[int]) -> list[Sequence[int]]:
+        """Return the batches of this rank's part of a round."""
+        return [part[k : k + self.batch_size] for k in range(0, len(part), self.batch_size)]
+
+    def _agree(self, positions: Sequence[int], order: int) -> tuple[list[int], Iterator[Parts]]:
+        """Return the ranks that evaluate, and the parts of each in all rounds.
 
         Args:
             positions: What is evaluated.
@@ -312,15 +316,15 @@ class EvaluationLoader(LikeDataLoader):
         own = [[count, order], self.batch_size, [*engine.policy.solo_speeds(self.batch_size)]]
         told = ask(engine, Purpose.EVALUATE, own)
         compare_orders({rank: other for rank, (other, *_) in told.items()}, engine.rank)
-        first = min(told)
-        if 0 < count < len(told) and not self._gathers:
+        ranks = [*told]
+        if 0 < count < len(ranks) and not self._gathers:
             engine.habits.tell_once(
-                f"an evaluation of {count} sample(s) on {len(told)} ranks: rank {first} does it "
-                "alone, the loop's body does not run on the others"
+                f"an evaluation of {count} sample(s) on {len(ranks)} ranks: rank {ranks[0]} does "
+                "it alone, the loop's body does not run on the others"
             )
         # Those of one rank: others may have been parked, and have missed windows.
-        *_, known = told[first]
-        is_known = all(known[rank] > 0 for rank in told)
-        speeds = {rank: known[rank] if is_known else 1.0 for rank in told}
+        *_, known = told[ranks[0]]
+        is_known = all(known[rank] > 0 for rank in ranks)
+        speeds = {rank: known[rank] if is_known else 1.0 for rank in ranks}
         sizes = {rank: size for rank, (_, size, _) in told.items()}
-        return len(told), evaluation_slices(positions, sizes, speeds)
+        return ranks, evaluation_slices(positions, sizes, speeds)
