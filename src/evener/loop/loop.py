@@ -284,8 +284,7 @@ class Loop:
             max_steps: End the run after this many optimizer steps (of all ranks together).
 
         Raises:
-            ConfigError: Sizes that make no sense.
-            DataError: An empty data set.
+            ConfigError: Sizes that make no sense, or an empty data set.
             TypeError: A data set without a length that is not an ``IterableDataset``.
         """
         batch_size = _optional("batch_size", batch_size, 1)

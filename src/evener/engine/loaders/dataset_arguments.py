@@ -207,14 +207,15 @@ class DatasetArguments:
         """Return how many samples an epoch trains on.
 
         Raises:
-            ConfigError: There is none, as none fills a batch.
+            ConfigError: There is none, or none fills a batch.
         """
         count = self.order.num_samples
         trained = count - count % self.batch_size if self.drop_last else count
-        if count and not trained:
+        if not trained:
             raise ConfigError(
-                f"drop_last leaves nothing of {count} samples in batches of {self.batch_size}; "
-                "use a smaller batch_size, or no drop_last"
+                f"an epoch has no batch: {count} samples, batch_size={self.batch_size} and "
+                f"drop_last={self.drop_last}; give at least one sample, and use a smaller "
+                "batch_size or no drop_last"
             )
         return trained
 
@@ -231,10 +232,14 @@ def _order_of(dataset: Any, sampler: Any, seed: int, *, shuffle: bool) -> Order:
     return Order(dataset, count, seed if shuffle else None)
 
 
+#: What says how data is loaded.
+Described = DataLoader[Any] | DatasetArguments
+
+
 class LikeDataLoader:
     """The attributes of a ``DataLoader`` that scripts read, such as ``len(loader.dataset)``."""
 
-    def __init__(self, given: DataLoader[Any] | DatasetArguments) -> None:
+    def __init__(self, given: Described) -> None:
         self.dataset: Any = given.dataset
         self.collate_fn: Collate = given.collate_fn
         self.num_workers = given.num_workers

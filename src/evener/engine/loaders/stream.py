@@ -67,8 +67,8 @@ class StreamLoader(TrainingLoader):
             generator=given.generator,
             **settings,
         )
-        # Of a stream, only the number of the epoch is known: each is one piece.
-        super().__init__(engine, self._given, max_steps, Cursor(1, 0))
+        super().__init__(engine, self._given, max_steps)
+        self.cursor = Cursor(1, 0)  # only the number of the epoch is known: each is one piece
         self._seed = seed
         iterable = isinstance(given.dataset, IterableDataset)
         what = given.dataset if iterable else given.batch_sampler

@@ -9,14 +9,13 @@ from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, Final, final
 
-from torch.utils.data import DataLoader
-
 from evener.data.cursor import Cursor
 from evener.data.fetching import Pending, Prefetch
 from evener.data.signature import sign
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.dataset_arguments import (
     DatasetArguments,
+    Described,
     Indices,
     LikeDataLoader,
     compare_orders,
@@ -41,24 +40,18 @@ class TrainingLoader(LikeDataLoader, ABC):
         engine: Says what this rank is to compute.
         given: The data set, and how it is loaded.
         max_steps: Optimizer steps of the run; ``None`` for no limit.
-        cursor: The data position.
 
     Attributes:
-        cursor: As given.
+        cursor: The data position; set by the subclass.
         left_at: File and line at which the user's loop was left last.
     """
 
-    def __init__(
-        self,
-        engine: ElasticEngine,
-        given: DataLoader[Any] | DatasetArguments,
-        max_steps: int | None,
-        cursor: Cursor,
-    ) -> None:
+    cursor: Cursor
+
+    def __init__(self, engine: ElasticEngine, given: Described, max_steps: int | None) -> None:
         super().__init__(given)
         self._engine = engine
         self._max_steps = max_steps
-        self.cursor = cursor
         self._next = 0
         self.left_at = ""
 
@@ -190,8 +183,8 @@ class TeamLoader(TrainingLoader):
         micro_batch_size: int,
         max_steps: int | None,
     ) -> None:
-        cursor = Cursor(arguments.count_trained(), arguments.seed)
-        super().__init__(engine, arguments, max_steps, cursor)
+        super().__init__(engine, arguments, max_steps)
+        self.cursor = Cursor(arguments.count_trained(), arguments.seed)
         self._order = arguments.order
         self._fetcher = arguments.fetcher(prefetch)
         self._most_samples = micro_batch_size

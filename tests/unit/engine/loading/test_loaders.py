@@ -178,7 +178,11 @@ def _workers() -> Any:
     [
         (lambda: DataLoader(DATA, batch_size=None), "batch_size=None"),
         (lambda: DATA, "batch_size is not given"),
-        (lambda: DataLoader(DATA, batch_size=50, drop_last=True), "drop_last leaves nothing of 22"),
+        (
+            lambda: DataLoader(DATA, batch_size=50, drop_last=True),
+            "22 samples, batch_size=50 and drop_last=True",
+        ),
+        (lambda: DataLoader([], batch_size=4), "an epoch has no batch: 0 samples"),
     ],
 )
 def test_loaders_that_are_refused(make: Any, named: str) -> None:
