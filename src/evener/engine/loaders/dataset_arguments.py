@@ -3,7 +3,6 @@
 import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -43,47 +42,6 @@ _NOT_INITIALISED = (
     "worker_init_fn is not called: each sample is loaded with generators seeded by (seed, epoch, "
     "index); open resources in the data set, when the first sample is read"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """In which order an epoch goes through the samples.
-
-    Attributes:
-        samples: What is read by index: the data set, or a part of it.
-        num_samples: Positions of an epoch.
-        seed: Gives each epoch another order; ``None`` goes from first to last.
-        drawn_from: Each position draws any of so many samples, instead of a permutation; 0 if not.
-        sampler: Draws the order, from generators that are seeded by the epoch.
-    """
-
-    samples: Any
-    num_samples: int
-    seed: int | None
-    drawn_from: int = 0
-    sampler: Any = None
-
-    def of(self, epoch: int) -> Indices:
-        """Return the order of an epoch, the same on every rank.
-
-        Raises:
-            UsageError: The sampler does not give as many indices as its length says.
-        """
-        if self.seed is None:
-            return range(self.num_samples)
-        if self.drawn_from:
-            return Draws(self.num_samples, self.drawn_from, self.seed, epoch)
-        if self.sampler is None:
-            return EpochOrder(self.num_samples, self.seed, epoch)
-        with generators_lock, preserved_generators():
-            seed_generators(derive_seed(self.seed, "sampler", epoch))
-            indices = array("q", map(int, self.sampler))
-        if len(indices) != self.num_samples:
-            raise UsageError(
-                f"{type(self.sampler).__name__} gave {len(indices)} indices in epoch {epoch}, its "
-                f"length is {self.num_samples}; let __len__ say how many it gives"
-            )
-        return indices
 
 
 def fingerprint(indices: Indices) -> int:
@@ -152,7 +110,8 @@ class DatasetArguments:
 
     Attributes:
         dataset: Map-style data set, as given.
-        order: Which sample comes when.
+        samples: What is read by index: the data set, or a part of it.
+        num_samples: Positions of an epoch.
         batch_size: Samples of an optimizer step, or of a batch of an evaluation.
         drop_last: Leave out the samples that fill no whole batch.
         pin_memory: Copy batches to page-locked memory.
@@ -174,9 +133,9 @@ class DatasetArguments:
         seed: int = 0,
     ) -> None:
         loader = as_data_loader(given, batch_size)
-        sampler, size, self.drop_last = loader.sampler, loader.batch_size, loader.drop_last
-        if size is None and isinstance(batches := loader.batch_sampler, BatchSampler):
-            sampler, size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
+        # A plain batch sampler only cuts what its sampler draws, as ``batch_size`` does.
+        cut: Any = loader.batch_sampler if type(loader.batch_sampler) is BatchSampler else loader
+        sampler, size, self.drop_last = cut.sampler, cut.batch_size, cut.drop_last
         if size is None:
             raise ConfigError(
                 "the DataLoader has batch_size=None, so its samples are batches of an unknown "
@@ -184,23 +143,51 @@ class DatasetArguments:
             )
         if shuffle is None:
             shuffle = given is not loader or not isinstance(sampler, SequentialSampler)
-        self.dataset: Any = loader.dataset
-        self.order = _order_of(loader.dataset, sampler, seed, shuffle=shuffle)
-        self.seed = seed
+        dataset: Any = loader.dataset
+        self.dataset, self.samples, self.num_samples = dataset, dataset, len(sampler)
+        self.seed, self._shuffles = seed, shuffle
+        self._drawn_from, self._sampler = 0, None
+        self.remarks = []
+        is_plain = isinstance(sampler, SequentialSampler | RandomSampler)
+        if isinstance(sampler, RandomSampler) and sampler.replacement:
+            self._drawn_from = len(dataset)
+        elif isinstance(sampler, SubsetRandomSampler):
+            self.samples = Subset(dataset, list(sampler.indices))
+        elif not is_plain or self.num_samples != len(dataset):
+            self._sampler = sampler
+            self.remarks.append(_DRAWN.format(type(sampler).__name__))
         self.batch_size = batch_size or size
         self.collate_fn: Collate = collate_fn or loader.collate_fn
         self.num_workers = loader.num_workers if num_workers is None else num_workers
         self.pin_memory = loader.pin_memory and pins_memory()
         self._context = loader.multiprocessing_context
-        self.remarks = []
-        if self.order.sampler is not None:
-            self.remarks.append(_DRAWN.format(type(sampler).__name__))
         if loader.worker_init_fn is not None and loader.num_workers:
             self.remarks.append(_NOT_INITIALISED)
 
+    def order(self, epoch: int) -> Indices:
+        """Return the order of an epoch, the same on every rank.
+
+        Raises:
+            UsageError: The sampler does not give as many indices as its length says.
+        """
+        if self._drawn_from:
+            return Draws(self.num_samples, self._drawn_from, self.seed, epoch)
+        if self._sampler is None:
+            count = self.num_samples
+            return EpochOrder(count, self.seed, epoch) if self._shuffles else range(count)
+        with generators_lock, preserved_generators():
+            seed_generators(derive_seed(self.seed, "sampler", epoch))
+            indices = array("q", map(int, self._sampler))
+        if len(indices) != self.num_samples:
+            raise UsageError(
+                f"{type(self._sampler).__name__} gave {len(indices)} indices in epoch {epoch}, its "
+                f"length is {self.num_samples}; let __len__ say how many it gives"
+            )
+        return indices
+
     def fetcher(self, prefetch: Prefetch = "auto") -> Fetcher:
         """Return what loads the samples."""
-        samples, workers = self.order.samples, self.num_workers
+        samples, workers = self.samples, self.num_workers
         return make_fetcher(samples, self.collate_fn, self.seed, workers, prefetch, self._context)
 
     def count_trained(self) -> int:
@@ -209,7 +196,7 @@ class DatasetArguments:
         Raises:
             ConfigError: There is none, or none fills a batch.
         """
-        count = self.order.num_samples
+        count = self.num_samples
         trained = count - count % self.batch_size if self.drop_last else count
         if not trained:
             raise ConfigError(
@@ -218,18 +205,6 @@ class DatasetArguments:
                 "batch_size or no drop_last"
             )
         return trained
-
-
-def _order_of(dataset: Any, sampler: Any, seed: int, *, shuffle: bool) -> Order:
-    """Return what a sampler picks of a data set, and in which order."""
-    count = len(sampler)
-    if isinstance(sampler, RandomSampler) and sampler.replacement:
-        return Order(dataset, count, seed, drawn_from=len(dataset))
-    if isinstance(sampler, SubsetRandomSampler):
-        dataset = Subset(dataset, list(sampler.indices))
-    elif count != len(dataset) or not isinstance(sampler, SequentialSampler | RandomSampler):
-        return Order(dataset, count, seed, sampler=sampler)
-    return Order(dataset, count, seed if shuffle else None)
 
 
 #: What says how data is loaded.

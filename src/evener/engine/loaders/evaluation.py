@@ -205,12 +205,12 @@ class EvaluationLoader(LikeDataLoader):
         self._held: dict[int, list[Sequence[int]]] = {}
         #: Whether rows are gathered in the newest loop.
         self._gathers = False
-        self._order = arguments.order
+        self._arguments = arguments
         self._fetcher = arguments.fetcher()
 
     def __len__(self) -> int:
         """Return the batches of one process; each rank has some of them."""
-        return -(-self._order.num_samples // self.batch_size)
+        return -(-self._arguments.num_samples // self.batch_size)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """Return the same as iterating: an evaluation has one order."""
@@ -224,7 +224,7 @@ class EvaluationLoader(LikeDataLoader):
                 after an epoch.
             UsageError: Ranks have data sets of different length or order.
         """
-        engine, count = self._engine, self._order.num_samples
+        engine, count = self._engine, self._arguments.num_samples
         self._held, self._gathers = {}, False
         batches: Iterator[Any] | None = self._evaluate(
             range(min(count, self.batch_size) if engine.is_alone else count)
@@ -258,7 +258,7 @@ class EvaluationLoader(LikeDataLoader):
 
     def _evaluate(self, positions: Sequence[int]) -> Iterator[Any]:
         """Yield this rank's batches of some positions of the data set, in their order."""
-        engine, indices = self._engine, self._order.of(0)
+        engine, indices = self._engine, self._arguments.order(0)
         ranks, slices = self._agree(positions, fingerprint(indices))
         rounds, ahead = tee(slices)
         place = Place(in_training=engine.is_training)

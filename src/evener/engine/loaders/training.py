@@ -185,7 +185,7 @@ class TeamLoader(TrainingLoader):
     ) -> None:
         super().__init__(engine, arguments, max_steps)
         self.cursor = Cursor(arguments.count_trained(), arguments.seed)
-        self._order = arguments.order
+        self._arguments = arguments
         self._fetcher = arguments.fetcher(prefetch)
         self._most_samples = micro_batch_size
         self._left = False
@@ -214,7 +214,7 @@ class TeamLoader(TrainingLoader):
         return engine.epoch_open()
 
     def _batches(self, epoch: int) -> Iterator[Any]:
-        engine, indices = self._engine, self._order.of(epoch)
+        engine, indices = self._engine, self._arguments.order(epoch)
         order = fingerprint(indices)
         if order and not engine.has_just_joined:
             own = [engine.rank, [len(indices), order]]
@@ -239,7 +239,7 @@ class TeamLoader(TrainingLoader):
         """
         team = self._engine.team
         if team.is_elastic:
-            team.describe(sign(self._fetcher, len(self._order.samples)))
+            team.describe(sign(self._fetcher, len(self._arguments.samples)))
 
     def close(self) -> None:
         """End the fetching of data; idempotent."""
