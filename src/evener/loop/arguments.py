@@ -95,8 +95,10 @@ def several(given: object) -> list[Any]:
 
 def _misplaced(name: str, value: object) -> ConfigError:
     """Return the error for an argument of another kind, or in the place of another."""
-    what = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80}"
-    if isinstance(value, Optimizer | nn.Module):
+    what = f"{value!r}"
+    if isinstance(value, type):
+        what = f"the class {value.__name__}"
+    elif callable(value) or isinstance(value, Optimizer):
         what = f"a {type(value).__name__}"
     return ConfigError(
         f"{name} is {what}; each rank makes its own model and optimizer and passes them in this "

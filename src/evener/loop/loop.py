@@ -22,7 +22,7 @@ from evener.data.fetching import Prefetch
 from evener.devices import count_accelerators
 from evener.engine.loaders.evaluation import EvaluationLoader
 from evener.engine.loaders.gathering import Gatherer
-from evener.engine.loaders.intake import Collate, Given, is_stream, read
+from evener.engine.loaders.intake import Collate, Given, Intake, is_stream, read
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.loaders.stream import StreamLoader, stream_of
 from evener.engine.memory import explain as explain_memory
@@ -37,7 +37,7 @@ from evener.engine.share import (
 )
 from evener.engine.state import Stateful
 from evener.engine.team_change import cannot_join
-from evener.errors import CheckpointError, ConfigError, EvenerError, PeerLostError
+from evener.errors import CheckpointError, EvenerError, PeerLostError
 from evener.loop.arguments import Models, Schedulers, check_arguments, in_evaluation
 from evener.loop.assembly import Assembly
 from evener.loop.event_stream import EventStream, SinkMaker
@@ -282,49 +282,27 @@ class Loop:
             ConfigError: Sizes that make no sense, an empty data set, or a sampler that splits the
                 data itself.
         """
-        batch_size = _optional("batch_size", batch_size, 1)
-        num_workers = _optional("num_workers", num_workers, 0)
         max_steps = _optional("max_steps", max_steps, 0)
-        seed = whole_number("seed", seed, 0)
-        engine = self._engine
+        seed, engine = whole_number("seed", seed, 0), self._engine
+        source = _source(batch_size, collate_fn, num_workers)
         loader: TeamLoader | StreamLoader
         if is_stream(dataset):
-            batches = stream_of(
-                dataset,  # type: ignore[arg-type]  # is_stream has looked
-                rank=engine.rank,
-                world_size=engine.world_size,
-                batch_size=batch_size,
-                collate_fn=collate_fn,
-                num_workers=num_workers,
-            )
+            ranks = {"rank": engine.rank, "world_size": engine.world_size}
+            batches = stream_of(dataset, **ranks, **source)  # type: ignore[arg-type]
             loader = StreamLoader(engine, batches, seed=seed, max_steps=max_steps)
         else:
-            intake = read(
-                dataset,
-                batch_size=batch_size,
-                collate_fn=collate_fn,
-                num_workers=num_workers,
-                shuffle=shuffle,
-                seed=seed,
-            )
-            num_samples = intake.count_trained()
-            size = self._most_samples(micro_batch_size, intake.batch_size, num_samples)
+            intake = read(dataset, **source, shuffle=shuffle, seed=seed)
             for remark in intake.remarks:
                 engine.habits.tell_once(remark)
-            if whole_micro_batches and isinstance(micro_batch_size, str):
-                raise ConfigError(
-                    f"whole_micro_batches needs a number of samples, and micro_batch_size is "
-                    f"{micro_batch_size!r}, which depends on the ranks; give a number"
-                )
+            if micro_batch_size in ("auto", "share") and not whole_micro_batches:
+                size = self._most_samples(intake, is_share=micro_batch_size == "share")
+            else:
+                size = whole_number("micro_batch_size", micro_batch_size, 1)
             engine.set_micro_batch_size(size)
             engine.whole_micro_batches = size if whole_micro_batches else 0
-            self.events.learn(num_samples=num_samples)
+            self.events.learn(num_samples=intake.count_trained())
             loader = TeamLoader(
-                engine,
-                intake,
-                prefetch=prefetch,
-                micro_batch_size=size,
-                max_steps=max_steps,
+                engine, intake, prefetch=prefetch, micro_batch_size=size, max_steps=max_steps
             )
             if not self._loaders:
                 loader.introduce_data()
@@ -390,17 +368,7 @@ class Loop:
         Raises:
             ConfigError: The data set cannot be split, or there is no batch size.
         """
-        if is_stream(dataset):
-            raise ConfigError(
-                "an IterableDataset or a batch sampler cannot be split for evaluation; give a "
-                "map-style data set, or let every rank evaluate on all of it"
-            )
-        intake = read(
-            dataset,
-            batch_size=_optional("batch_size", batch_size, 1),
-            collate_fn=collate_fn,
-            num_workers=_optional("num_workers", num_workers, 0),
-        )
+        intake = read(dataset, **_source(batch_size, collate_fn, num_workers))
         loader = EvaluationLoader(self._engine, self._gatherer, intake)
         self._eval_loaders.add(loader)
         return loader
@@ -428,18 +396,14 @@ class Loop:
         """
         return self._gatherer.gather(value)
 
-    def _most_samples(self, given: MicroBatchSize, batch_size: int, num_samples: int) -> int:
-        """Return the most samples of one forward/backward; see ``loader``."""
-        if not isinstance(given, str):
-            return whole_number("micro_batch_size", given, 1)
-        if given not in ("auto", "share"):
-            raise ConfigError(f"micro_batch_size is {given!r}; give a number, 'share' or 'auto'")
-        if given == "share" or self.assembly.takes_turns:
-            return batch_size
-        engine = self._engine
-        equal = -(-min(batch_size, num_samples) // engine.parts_of_batch)
-        least = _LEAST_FOR_STATISTICS if engine.options.avoid_ones else 1
-        return max(equal, min(batch_size, least))
+    def _most_samples(self, intake: Intake, *, is_share: bool) -> int:
+        """Return the most samples of a rank's part of a window; see ``loader``."""
+        size = intake.batch_size
+        if is_share or self.assembly.takes_turns:
+            return size
+        equal = -(-min(size, intake.count_trained()) // self._engine.parts_of_batch)
+        least = _LEAST_FOR_STATISTICS if self._engine.options.avoid_ones else 1
+        return max(equal, min(size, least))
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────
 
@@ -789,6 +753,17 @@ def _find_place(devices: Devices, process_group: Any, *, quiet: bool) -> Distrib
             quiet=quiet,
         )
     return place
+
+
+def _source(
+    batch_size: int | None, collate_fn: Collate | None, num_workers: int | None
+) -> dict[str, Any]:
+    """Return what the user says beside a data set, checked."""
+    return {
+        "batch_size": _optional("batch_size", batch_size, 1),
+        "collate_fn": collate_fn,
+        "num_workers": _optional("num_workers", num_workers, 0),
+    }
 
 
 def _optional(name: str, value: int | None, least: int) -> int | None:

@@ -378,7 +378,7 @@ def test_a_stream_has_no_length_and_goes_on_by_epochs(tmp_path: Path) -> None:
 def test_a_stream_cannot_be_split_for_evaluation_nor_finer_than_the_team() -> None:
     model, optimizer = line()
     with setup(SingleCommunicator(), model, optimizer) as ddp:
-        with pytest.raises(ConfigError, match="cannot be split for evaluation"):
+        with pytest.raises(ConfigError, match="so it cannot be split; give a data set with"):
             ddp.eval_loader(Part(0, 1), batch_size=4)
         with pytest.raises(ConfigError, match="batch_size is not given"):
             ddp.loader(Part(0, 1))
