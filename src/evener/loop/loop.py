@@ -702,21 +702,12 @@ class Loop:
         Args:
             error: What is being handled; it may have nothing to do with the team.
         """
-        engine = self._engine
-        if engine.is_lost:
+        if error is None or self._engine.is_lost:
+            return self._engine.is_lost
+        if self._engine.share.in_micro_batch or any(one.loop.holds(error) for one in self._loaders):
             return True
-        if error is None:
-            return False
-        if isinstance(error, EvenerError) and self._has_raised(error):
-            return True
-        if engine.has_left:
-            return any(loader.loop.holds(error) for loader in self._loaders)
-        return engine.share.in_micro_batch
-
-    def _has_raised(self, error: BaseException) -> bool:
-        """Return whether an error has come out of a method of this team, its loaders or trainer."""
         parts = (self, *self._loaders, *self._eval_loaders)
-        return any(
+        return isinstance(error, EvenerError) and any(
             owner in parts or getattr(owner, "_ddp", None) is self
             for owner in methods_passed(error)
         )
