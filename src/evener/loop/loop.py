@@ -445,12 +445,11 @@ class Loop:
         if not engine.is_training:
             share = self._start_unplanned()
         habits.before_backward(share, loss, weight, reduction)
-        summed = reduction == "sum"
-        if optimizer is None:
-            share.backward(loss, weight, summed=summed)
-        else:
+        part, own = None, None
+        if optimizer is not None:
+            part = self.assembly.part_of(optimizer)
             own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-            share.backward(loss, weight, self.assembly.part_of(optimizer), own, summed=summed)
+        share.backward(loss, weight, part, own, summed=reduction == "sum")
         habits.after_backward(share)
         engine.team.declare(TRAINING, done=1)
         engine.plan_ahead()
