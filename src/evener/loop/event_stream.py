@@ -22,8 +22,8 @@ from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
 
-#: Every rank of an elastic team keeps so many windows that another rank records: the main process
-#: may be lost before it has written them, and the next one records them again.
+#: Each rank keeps so many windows that another one records. In an elastic team the main process may
+#: be lost before it has written them; the next one then records them again.
 _KEPT: Final = 4
 
 #: Seconds of a rank in a window, as ``RankRow`` names them.
