@@ -1,6 +1,6 @@
 """The models, optimizers and schedulers of ``Ddp.setup``: checked, and brought into one form."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final
@@ -63,26 +63,30 @@ def check_arguments(model: object, optimizer: object, scheduler: object) -> list
         ConfigError: Names the argument and the call that is right. Also for a wrapped model, an
             optimizer that a window cannot step, or a scheduler that cannot follow one.
     """
-    models, optimizers, schedulers = map(several, (model, optimizer, scheduler))
-    for one in models:
-        if not isinstance(one, nn.Module):
-            raise _misplaced("model", one)
-    for one in optimizers or [None]:
-        if not isinstance(one, Optimizer):
-            raise _misplaced("optimizer", one)
-    for one in schedulers:
-        is_function = callable(one) and not isinstance(one, nn.Module | type)
-        if not (one is None or is_function or isinstance(one, LRScheduler)):
-            raise _misplaced("scheduler", one)
+    given: dict[str, tuple[object, Any]] = {
+        "model": (model, nn.Module),
+        "optimizer": (optimizer, Optimizer),
+        "scheduler": (scheduler, LRScheduler | Callable | None),
+    }
+    for name, (value, kind) in given.items():
+        for one in several(value) or [None]:
+            if not isinstance(one, kind):
+                what = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
+                raise ConfigError(
+                    f"{name} is {what}; each rank makes its own model and optimizer and passes "
+                    "them in this order: Ddp.setup(model, torch.optim.AdamW(model.parameters()), "
+                    "scheduler). Ddp.builder(model_fn, optim_fn, train_fn) takes functions"
+                )
+    models, optimizers, schedulers = several(model), several(optimizer), several(scheduler)
+    modules = chain.from_iterable(one.modules() for one in models)
+    for one in (*modules, *optimizers, *schedulers):
+        if why := next((why for kind, why in _UNFIT.items() if isinstance(one, kind)), None):
+            raise ConfigError(f"{type(one).__name__} {why}")
         if isinstance(one, LRScheduler) and one.optimizer not in optimizers:
             raise ConfigError(
                 f"{type(one).__name__} belongs to an optimizer that Ddp.setup was not given; make "
                 "it with one of those"
             )
-    modules = chain.from_iterable(one.modules() for one in models)
-    for one in (*modules, *optimizers, *schedulers):
-        if why := next((why for kind, why in _UNFIT.items() if isinstance(one, kind)), None):
-            raise ConfigError(f"{type(one).__name__} {why}")
     return optimizers
 
 
@@ -91,18 +95,6 @@ def several(given: object) -> list[Any]:
     if isinstance(given, Mapping):
         return [*given.values()]
     return [*given] if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-
-
-def _misplaced(name: str, value: object) -> ConfigError:
-    """Return the error for an argument of another kind, or in the place of another."""
-    what = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80}"
-    if isinstance(value, Optimizer | nn.Module):
-        what = f"a {type(value).__name__}"
-    return ConfigError(
-        f"{name} is {what}; each rank makes its own model and optimizer and passes them in this "
-        "order: Ddp.setup(model, torch.optim.AdamW(model.parameters()), scheduler). "
-        "Ddp.builder(model_fn, optim_fn, train_fn) takes functions"
-    )
 
 
 def combine_models(models: Models) -> tuple[nn.Module, tuple[nn.Module, ...]]:

@@ -396,8 +396,7 @@ def _check_kernels(device: torch.device) -> None:
 def _with_emulation(config: DdpConfig, team: Team) -> DdpConfig:
     """Return the options with the ranks that the launcher's command line slows."""
     factors, unknown = emulation_of_launcher(os.environ, team.world_size)
-    if unknown and team.rank == 0:
-        there = "rank 0 only" if team.world_size == 1 else f"ranks 0 to {team.world_size - 1}"
-        for rank in unknown:
-            say(f"evener: --emulate-slow for rank {rank} is ignored: this team has {there}")
+    for rank in unknown if team.rank == 0 else ():
+        there = f"ranks 0 to {team.world_size - 1}"
+        say(f"evener: --emulate-slow for rank {rank} is ignored: this team has {there}")
     return replace(config, emulate_slow={**config.emulate_slow, **factors}) if factors else config

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Final
 
 from evener.checkpoint import WrittenCheckpoint
@@ -23,8 +22,8 @@ from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
 
-#: Every rank of an elastic team keeps so many windows that another rank records: the main process
-#: may be lost before it has written them, and the next one records them again.
+#: Each rank keeps so many windows that another one records. In an elastic team the main process may
+#: be lost before it has written them; the next one then records them again.
 _KEPT: Final = 4
 
 #: Seconds of a rank in a window, as ``RankRow`` names them.
@@ -306,27 +305,6 @@ class EventStream:
     def _end_script(self) -> None:
         """End as the script does, which has not called ``close``; other ranks are not asked."""
         self.end(failed=self._error is not None, error=self._error)
-
-
-def find_sinks(paths: Sequence[str]) -> list[SinkMaker]:
-    """Return the functions that the key ``sinks`` names; the current folder is searched, too.
-
-    Raises:
-        ConfigError: One cannot be imported.
-    """
-    if paths and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    makers: list[SinkMaker] = []
-    for number, path in enumerate(paths):
-        try:
-            makers.append(resolve_name(path))
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"sinks[{number}] is {path!r}, which cannot be imported ({error}); give "
-                "package.module:function of something that is installed, in the current folder, "
-                "or on PYTHONPATH"
-            ) from None
-    return makers
 
 
 def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Fanout:

@@ -36,7 +36,7 @@ from evener.engine.share import (
 )
 from evener.engine.state import Stateful
 from evener.engine.team_change import cannot_join
-from evener.errors import CheckpointError, ConfigError, EvenerError, PeerLostError
+from evener.errors import CheckpointError, EvenerError, PeerLostError
 from evener.loop.arguments import Models, Schedulers, check_arguments, in_evaluation
 from evener.loop.assembly import Assembly
 from evener.loop.event_stream import EventStream, SinkMaker
@@ -284,52 +284,27 @@ class Loop:
             max_steps: End the run after this many optimizer steps (of all ranks together).
 
         Raises:
-            ConfigError: Sizes that make no sense, or an empty data set.
-            TypeError: A data set without a length that is not an ``IterableDataset``.
+            ConfigError: Sizes that make no sense, or a data set that is empty or cannot be split.
         """
-        batch_size = _optional("batch_size", batch_size, 1)
-        num_workers = _optional("num_workers", num_workers, 0)
         max_steps = _optional("max_steps", max_steps, 0)
-        seed = whole_number("seed", seed, 0)
-        engine = self._engine
+        seed, engine = whole_number("seed", seed, 0), self._engine
+        source = _source(batch_size, collate_fn, num_workers)
         loader: TeamLoader | StreamLoader
         if is_stream(dataset):
-            loader = StreamLoader(
-                engine,
-                dataset,
-                batch_size=batch_size,
-                collate_fn=collate_fn,
-                num_workers=num_workers,
-                seed=seed,
-                max_steps=max_steps,
-            )
+            loader = StreamLoader(engine, dataset, **source, seed=seed, max_steps=max_steps)
         else:
-            arguments = DatasetArguments(
-                dataset,
-                batch_size=batch_size,
-                collate_fn=collate_fn,
-                num_workers=num_workers,
-                shuffle=shuffle,
-                seed=seed,
-            )
-            num_samples = arguments.count_trained()
-            size = self._most_samples(micro_batch_size, arguments.batch_size, num_samples)
+            arguments = DatasetArguments(dataset, **source, shuffle=shuffle, seed=seed)
             for remark in arguments.remarks:
                 engine.habits.tell_once(remark)
-            if whole_micro_batches and isinstance(micro_batch_size, str):
-                raise ConfigError(
-                    f"whole_micro_batches needs a number of samples, and micro_batch_size is "
-                    f"{micro_batch_size!r}, which depends on the ranks; give a number"
-                )
+            if micro_batch_size in ("auto", "share") and not whole_micro_batches:
+                size = self._most_samples(arguments, is_share=micro_batch_size == "share")
+            else:
+                size = whole_number("micro_batch_size", micro_batch_size, 1)
             engine.set_micro_batch_size(size)
             engine.whole_micro_batches = size if whole_micro_batches else 0
-            self.events.learn(num_samples=num_samples)
+            self.events.learn(num_samples=arguments.count_trained())
             loader = TeamLoader(
-                engine,
-                arguments,
-                prefetch=prefetch,
-                micro_batch_size=size,
-                max_steps=max_steps,
+                engine, arguments, prefetch=prefetch, micro_batch_size=size, max_steps=max_steps
             )
             if not self._loaders:
                 loader.introduce_data()
@@ -393,19 +368,9 @@ class Loop:
             num_workers: As in ``loader``.
 
         Raises:
-            ConfigError: A stream, which cannot be split, or there is no batch size.
+            ConfigError: The data set cannot be split, or there is no batch size.
         """
-        if is_stream(dataset):
-            raise ConfigError(
-                "an IterableDataset or a batch sampler cannot be split for evaluation; give a "
-                "map-style data set, or let every rank evaluate on all of it"
-            )
-        arguments = DatasetArguments(
-            dataset,
-            batch_size=_optional("batch_size", batch_size, 1),
-            collate_fn=collate_fn,
-            num_workers=_optional("num_workers", num_workers, 0),
-        )
+        arguments = DatasetArguments(dataset, **_source(batch_size, collate_fn, num_workers))
         loader = EvaluationLoader(self._engine, self._gatherer, arguments)
         self._eval_loaders.add(loader)
         return loader
@@ -434,18 +399,14 @@ class Loop:
         """
         return self._gatherer.gather(value)
 
-    def _most_samples(self, given: MicroBatchSize, batch_size: int, num_samples: int) -> int:
-        """Return the most samples of one forward/backward; see ``loader``."""
-        if not isinstance(given, str):
-            return whole_number("micro_batch_size", given, 1)
-        if given not in ("auto", "share"):
-            raise ConfigError(f"micro_batch_size is {given!r}; give a number, 'share' or 'auto'")
-        if given == "share" or self.assembly.takes_turns:
-            return batch_size
-        engine = self._engine
-        equal = -(-min(batch_size, num_samples) // engine.parts_of_batch)
-        least = _LEAST_FOR_STATISTICS if engine.options.avoid_ones else 1
-        return max(equal, min(batch_size, least))
+    def _most_samples(self, arguments: DatasetArguments, *, is_share: bool) -> int:
+        """Return the most samples of a rank's part of a window; see ``loader``."""
+        size = arguments.batch_size
+        if is_share or self.assembly.takes_turns:
+            return size
+        equal = -(-min(size, arguments.count_trained()) // self._engine.parts_of_batch)
+        least = _LEAST_FOR_STATISTICS if self._engine.options.avoid_ones else 1
+        return max(equal, min(size, least))
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────
 
@@ -487,12 +448,11 @@ class Loop:
         if not engine.is_training:
             share = self._start_unplanned()
         habits.before_backward(share, loss, weight, reduction)
-        summed = reduction == "sum"
-        if optimizer is None:
-            share.backward(loss, weight, summed=summed)
-        else:
+        part, own = None, None
+        if optimizer is not None:
+            part = self.assembly.part_of(optimizer)
             own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-            share.backward(loss, weight, self.assembly.part_of(optimizer), own, summed=summed)
+        share.backward(loss, weight, part, own, summed=reduction == "sum")
         habits.after_backward(share)
         engine.team.declare(TRAINING, done=1)
         engine.plan_ahead()
@@ -745,20 +705,15 @@ class Loop:
             error: What is being handled; it may have nothing to do with the team.
         """
         engine = self._engine
-        if engine.is_lost:
-            return True
-        if error is None:
-            return False
-        if isinstance(error, EvenerError) and self._has_raised(error):
-            return True
+        if error is None or engine.is_lost:
+            return engine.is_lost
+        is_inside = engine.share.in_micro_batch
         if engine.has_left:  # by `break`, which is at another line, or by this error
-            return any(has_passed(error, loader.left_at) for loader in self._loaders)
-        return engine.share.in_micro_batch
-
-    def _has_raised(self, error: BaseException) -> bool:
-        """Return whether an error has come out of a method of this team, its loaders or trainer."""
+            is_inside = any(has_passed(error, loader.left_at) for loader in self._loaders)
+        if is_inside:
+            return True
         parts = (self, *self._loaders, *self._eval_loaders)
-        return any(
+        return isinstance(error, EvenerError) and any(
             owner in parts or getattr(owner, "_ddp", None) is self
             for owner in methods_passed(error)
         )
@@ -794,6 +749,17 @@ def _find_place(devices: Devices, process_group: Any, *, quiet: bool) -> Distrib
             quiet=quiet,
         )
     return place
+
+
+def _source(
+    batch_size: int | None, collate_fn: Collate | None, num_workers: int | None
+) -> dict[str, Any]:
+    """Return what the user says beside a data set, checked."""
+    return {
+        "batch_size": _optional("batch_size", batch_size, 1),
+        "collate_fn": collate_fn,
+        "num_workers": _optional("num_workers", num_workers, 0),
+    }
 
 
 def _optional(name: str, value: int | None, least: int) -> int | None:

@@ -30,8 +30,7 @@ from evener.errors import EvenerError, RunEndedError
 from evener.loop.arguments import Schedulers
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
-from evener.loop.event_stream import find_sinks
-from evener.tasks.recording import SUMS, RunTally, record, show, summarise
+from evener.tasks.recording import SUMS, RunTally, find_sinks, record, show, summarise
 from evener.tasks.rehearsal import Rehearsal, Speeds
 from evener.tasks.resuming import RUN, RUN_FOLDER, choose_checkpoint, find_run, is_finished
 from evener.tasks.run_results import TaskResult

@@ -118,8 +118,7 @@ class DatasetArguments:
         remarks: What cannot be kept or guaranteed, for the user.
 
     Raises:
-        ConfigError: There is no batch size.
-        TypeError: The data set has no length.
+        ConfigError: There is no batch size, or the data set cannot be split.
     """
 
     def __init__(
@@ -133,6 +132,14 @@ class DatasetArguments:
         seed: int = 0,
     ) -> None:
         loader = as_data_loader(given, batch_size)
+        kind = type(loader.dataset)
+        if getattr(kind, "__len__", None) is None or getattr(kind, "__getitem__", None) is None:
+            raise ConfigError(
+                f"the data set is a {kind.__name__}, which has no length or cannot be asked for a "
+                "sample by index, so it cannot be split; give a data set with len and [index] (a "
+                "list does: list(generator)). ddp.loader also takes a torch.utils.data."
+                "IterableDataset"
+            )
         # A plain batch sampler only cuts what its sampler draws, as ``batch_size`` does.
         cut: Any = loader.batch_sampler if type(loader.batch_sampler) is BatchSampler else loader
         sampler, size, self.drop_last = cut.sampler, cut.batch_size, cut.drop_last

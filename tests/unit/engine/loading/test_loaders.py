@@ -327,13 +327,13 @@ class NoLength(Dataset[int]):
 
 
 @pytest.mark.parametrize(
-    ("data", "kind"), [((x for x in X), "generator"), (NoLength(), "NoLength")]
+    ("data", "kind"), [((x for x in X), "generator"), ({1, 2}, "set"), (NoLength(), "NoLength")]
 )
-def test_a_data_set_without_a_length_is_refused(data: Any, kind: str) -> None:
+def test_what_cannot_be_split_is_refused_with_the_remedy(data: Any, kind: str) -> None:
     model, optimizer = line()
     with (
         setup(SingleCommunicator(), model, optimizer) as ddp,
-        pytest.raises(TypeError, match=rf"'{kind}' has no len"),
+        pytest.raises(ConfigError, match=rf"a {kind}, which has no length .*list\(generator\)"),
     ):
         ddp.loader(data, batch_size=4)
 
@@ -379,7 +379,7 @@ def test_a_stream_has_no_length_and_goes_on_by_epochs(tmp_path: Path) -> None:
 def test_a_stream_cannot_be_split_for_evaluation_nor_finer_than_the_team() -> None:
     model, optimizer = line()
     with setup(SingleCommunicator(), model, optimizer) as ddp:
-        with pytest.raises(ConfigError, match="cannot be split for evaluation"):
+        with pytest.raises(ConfigError, match="so it cannot be split; give a data set with"):
             ddp.eval_loader(Part(0, 1), batch_size=4)
         with pytest.raises(ConfigError, match="batch_size is not given"):
             ddp.loader(Part(0, 1))

@@ -267,9 +267,9 @@ def test_models_by_name_and_by_number() -> None:
         assert generator.training
     with pytest.raises(ConfigError, match=r"that optimizer 0 holds, too"):
         setup(SingleCommunicator(), generator, [adam(generator), adam(generator)])
-    with pytest.raises(ConfigError, match=r"not the model's"):
+    with pytest.raises(ConfigError, match=r"model is NoneType; .* in this order: Ddp.setup"):
         setup(SingleCommunicator(), [], [adam(generator)])
-    with pytest.raises(ConfigError, match=r"model is 3; .* in this order: Ddp.setup"):
+    with pytest.raises(ConfigError, match=r"model is int; .* in this order: Ddp.setup"):
         setup(SingleCommunicator(), [generator, 3], [adam(generator)])
 
 
