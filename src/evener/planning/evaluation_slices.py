@@ -50,10 +50,10 @@ def evaluation_slices(
 def _sizes(num_samples: int, whole: int, num_ranks: int) -> list[int]:
     """Return the sizes of the slices, each of at least ``num_ranks`` samples."""
     count, rest = divmod(num_samples, whole)
-    if rest == 0:
-        return [whole] * count
+    sizes = [whole] * count
     if rest >= num_ranks:
-        return [whole] * count + [rest]
-    last = whole + rest
-    halves = apportion(last, [1, 1]) if last >= 2 * num_ranks else (last,)
-    return [whole] * (count - 1) + [*halves]
+        sizes.append(rest)
+    elif rest:
+        last = sizes.pop() + rest
+        sizes += apportion(last, [1, 1]) if last >= 2 * num_ranks else [last]
+    return sizes
