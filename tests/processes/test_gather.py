@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from evener import CollectiveMismatchError, Ddp, DdpConfig, UsageError
+from evener import CollectiveError, CollectiveMismatchError, Ddp, DdpConfig, UsageError
 from evener.comm.base import Communicator
 from helpers.ranks import Rank, run_ranks
 from helpers.teams import run_team, setup
@@ -49,7 +49,7 @@ def go_through(ddp: Ddp, model: nn.Module, count: int, batch_size: int) -> None:
             assert not logits.requires_grad
             assert some.tolist() == list(range(1, count, 2))
             assert int(sizes.sum()) == count
-    assert bool(found) == (count > 0 and (count >= ddp.world_size or ddp.rank < count))
+    assert bool(found) == (count > 0 and (count >= ddp.world_size or ddp.rank == 0))
     assert ddp.weighted_mean(own) * ddp.world_size == pytest.approx(count), "not each sample once"
 
 
@@ -171,8 +171,8 @@ def other_length(ddp: Ddp, number: int, ids: Tensor) -> None:
     ("body", "words"),
     [
         (only_rank_0, ("rank 0 is gathering rows", "rank 1 is averaging a value")),
-        (not_in_the_second_round, ("as number 1 of round 1", "as number 1 of round 2")),
-        (twice_on_rank_1, ("as number 1 of round 1", "as number 2 of round 0")),
+        (not_in_the_second_round, ("(round 1, number 1)", "(round 2, number 1)")),
+        (twice_on_rank_1, ("(round 1, number 1)", "(round 0, number 2)")),
         (other_dtype, ("rank 0 gathers rows of shape (*) and dtype torch.float32", "torch.int64")),
         (other_length, ("rank 1 gathers rows of shape (*, 6)", "pad longer rows")),
     ],
@@ -182,6 +182,27 @@ def test_ranks_that_gather_unlike_rows_are_named(body: Body, words: tuple[str, .
         assert "Remedy: " in message
         for word in words:
             assert word in message
+
+
+def test_rows_of_an_earlier_batch_that_would_not_travel_are_named() -> None:
+    """Rank 0 has two batches of one sample, rank 1 has one."""
+
+    def run(comm: Communicator) -> str:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def evaluate(ddp: Ddp) -> None:
+            for number, (ids, _) in enumerate(ddp.eval_loader(numbered(3), batch_size=1)):
+                ddp.gather(ids)
+                if comm.rank == number == 0:
+                    ddp.gather(ids)
+            ddp.weighted_mean(1.0)
+
+        with setup(comm, model, optimizer) as ddp, pytest.raises(CollectiveError) as caught:
+            evaluate(ddp)
+        return str(caught.value)
+
+    assert "1 times for the last batch of round 0, and 2 times" in run_team(2, run)[0]
 
 
 def test_what_is_no_tensor_is_refused_with_the_remedy() -> None:
@@ -235,8 +256,8 @@ def test_fewer_samples_than_ranks_are_told_of(capsys: pytest.CaptureFixture[str]
                 len(ddp.gather(ids)) for ids, _ in ddp.eval_loader(numbered(2), batch_size=4)
             )
 
-    assert run_team(3, run) == [2, 2, 0]
-    assert "the loop's body does not run on the last 1" in capsys.readouterr().err
+    assert run_team(3, run) == [2, 0, 0]
+    assert "rank 0 does it alone" in capsys.readouterr().err
 
 
 def test_ranks_with_unlike_data_sets_give_both_lengths() -> None:
@@ -270,8 +291,9 @@ def test_a_sampler_that_draws_otherwise_on_another_rank_is_refused() -> None:
         return str(caught.value)
 
     first, second = run_team(2, run)
-    assert "draws other samples on rank 1 than on rank 0" in first
-    assert "draws other samples on rank 0 than on rank 1" in second
+    assert "rank 1 has 3 samples in order" in first
+    assert "rank 0 has 3 samples in order" in second
+    assert "A sampler must draw from torch's" in first
 
 
 def test_weighted_mean_of_ranks() -> None:

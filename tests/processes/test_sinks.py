@@ -161,9 +161,8 @@ def test_a_sink_is_named_in_yaml_by_an_import_path(
 @pytest.mark.parametrize(
     ("sinks", "why"),
     [
-        (Kept(), "give a list of evener.Sink"),
-        ([3], r"sinks\[0\] is 3, a int; give an evener.Sink, or a function"),
-        ([lambda: 3], "which returned 3, a int; return an evener.Sink"),
+        ([3], "sinks holds 3, and 3 is not an evener.Sink: give a list of sinks"),
+        ([lambda: 3], "lambda.* 3 is not an evener.Sink: give .* functions .* that return one"),
     ],
 )
 def test_what_is_no_sink_is_named(sinks: Any, why: str) -> None:

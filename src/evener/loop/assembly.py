@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.replicas import copy_from_first
 from evener.averaging.sharded_update import (
     FAST_BACKENDS,
     LEAST_DIVIDED,
@@ -37,12 +36,7 @@ from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
 from evener.engine.training_state import TrainingState
 from evener.errors import CollectiveError, ConfigError, UsageError
-from evener.loop.arguments import (
-    Models,
-    Schedulers,
-    combine_models,
-    parts_of,
-)
+from evener.loop.arguments import Models, Schedulers, combine_models, parts_of
 from evener.loop.consistency import Description, check_consistency, describe_training, summarise
 from evener.loop.precision import HALF, AutocastForward, choose_precision
 from evener.planning.cadence import CadencePolicy
@@ -53,8 +47,9 @@ from evener.planning.sync import SyncPolicy
 from evener.team.backends import check_backend, check_policy, connect_team, describe_exchange
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
-from evener.team.elastic_membership import ElasticMembership, join_team
+from evener.team.elastic_membership import join_team
 from evener.team.environment import COORDINATOR, AverageBackend, DistributedTrainConfig
+from evener.team.failures import note
 from evener.team.members import Member, describe_self, team_lines
 from evener.team.membership import Membership, begin_generation
 from evener.team.placement import Devices, choose_device
@@ -112,73 +107,75 @@ class Assembly:
         apply_threads(environment)
         self._move()
         training = describe_training(self.model, optimizers, scheduler, chosen, config)
-        if membership is None and communicator is None and COORDINATOR in os.environ:
-            membership = self._join(training, backend, config)
-        self.team = self._connect(backend, config, communicator, membership)
+        self.team = self._connect(training, backend, config, communicator, membership)
         try:
             self._config = _with_emulation(config, self.team)
-            self._introduce(training)
-            is_divided = self._divides_update()
-            self.flat = self._make_flat(is_divided=is_divided)
+            is_divided = self._introduce(training)
+            self.flat = FlatBuffers(
+                list(self.model.named_parameters()),
+                # Local steps exchange no gradients, so these stay where autograd has put them.
+                self.team.world_size if chosen is ApplyPolicy.SYNC else 1,
+                parts=parts_of(optimizers, self.model),
+                buckets=config.gradient_buckets,
+                comm=self.comm,
+                is_divided=is_divided,
+            )
             self._start_alike()
             self.model.train()
             self.buffers = BufferAverager(self.model, self.comm)
-            is_must = config.sharded_update == "on"
             self._sharded = ShardedUpdate(
-                self.flat, optimizers, is_wanted=is_divided, is_must=is_must
+                self.flat,
+                optimizers,
+                is_wanted=is_divided,
+                is_must=config.sharded_update == "on",
             )
             parts = (self.model, self.flat, self.buffers, optimizers)
             self.state = TrainingState(*parts, Schedule(optimizers, scheduler), self._sharded)
             self.engine = self._make_engine()
             self.team.watch_waits(self.engine.windows_s)
-            self._habits = self.engine.options.habits
-            self._face_optimizers()
+            for number, optimizer in enumerate(optimizers if self._sharded.is_on else ()):
+                # On the instance, as ``OptimizerGuards`` does with ``zero_grad``.
+                vars(optimizer)["state_dict"] = partial(self._state_dict_of, number)
         except BaseException:
             self.team.close()
             raise
         half = HALF.get(self.precision)
         self._autocast = [AutocastForward(m, self.device, half) for m in models if half]
-        self._habits.claim(models)
-        self._say_team(quiet=config.quiet)
-
-    def _join(self, training: Description, backend: str, config: DdpConfig) -> ElasticMembership:
-        """Return this process's place in the elastic team for which it was started."""
-        place = self.environment
-        asked = check_backend(place.comm_backend if backend == AverageBackend.AUTO else backend)
-        own = describe_exchange(place, asked, self.apply_policy, self.device)
-        return join_team(
-            os.environ,
-            summarise(training),
-            shares_memory=asked is not AverageBackend.GLOO,
-            timeout_s=config.timeout_s,
-            gpu=own if asked is AverageBackend.NCCL else None,
-        )
+        self.engine.options.habits.claim(models)
+        if self.engine.rounds.is_main and not config.quiet:
+            present = [self.team.people[rank] for rank in self.team.members]
+            exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
+            say("\n".join([*team_lines(present), exchange]))
 
     def _connect(
         self,
+        training: Description,
         backend: str,
         config: DdpConfig,
         communicator: Communicator | None,
         membership: Membership | None,
     ) -> Team:
-        policy, timeout_s = self.apply_policy, config.timeout_s
+        """Return the team, fixed or elastic, of which this process is to be a rank."""
+        place, policy, device = self.environment, self.apply_policy, self.device
+        timeout_s = config.timeout_s
+        if membership is None and (communicator is not None or COORDINATOR not in os.environ):
+            return Team(connect_team(place, backend, policy, device, timeout_s, communicator))
+        config.check_elastic()
         if membership is None:
-            place = self.environment
-            comm = connect_team(place, backend, policy, self.device, timeout_s, communicator)
-            return Team(comm)
+            asked = check_backend(place.comm_backend if backend == AverageBackend.AUTO else backend)
+            own = describe_exchange(place, asked, policy, device)
+            membership = join_team(
+                os.environ,
+                summarise(training),
+                shares_memory=asked is not AverageBackend.GLOO,
+                timeout_s=timeout_s,
+                gpu=own if asked is AverageBackend.NCCL else None,
+            )
         try:
-            config.check_elastic()
             return Team(begin_generation(membership), membership)
         except BaseException:
             membership.close()
             raise
-
-    def _say_team(self, *, quiet: bool) -> None:
-        if quiet or not self.engine.rounds.is_main:
-            return
-        present = [self.members[rank] for rank in self.team.members]
-        exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
-        say("\n".join([*team_lines(present), exchange]))
 
     @property
     def policy(self) -> Planner:
@@ -200,7 +197,7 @@ class Assembly:
         """Return the members' names, in rank order."""
         if self.team.is_elastic:  # others may come under the same numbers
             return [f"number {rank}" for rank in range(self.team.world_size)]
-        return [member.member for member in self.members]
+        return [member.member for member in self.team.people]
 
     def part_of(self, optimizer: Optimizer) -> int:
         """Return the number of one of the optimizers.
@@ -208,9 +205,8 @@ class Assembly:
         Raises:
             UsageError: It is none of them.
         """
-        for number, own in enumerate(self.optimizers):
-            if own is optimizer:
-                return number
+        if optimizer in self.optimizers:
+            return self.optimizers.index(optimizer)
         raise UsageError(
             f"this {type(optimizer).__name__} was not given to Ddp.setup; pass it there, in the "
             "list of optimizers"
@@ -219,7 +215,7 @@ class Assembly:
     def close(self) -> None:
         """Give back hooks and connections; idempotent."""
         self.engine.close_down()
-        self._habits.close()
+        self.engine.options.habits.close()
         self._sharded.abandon()
         for optimizer in self.optimizers:
             vars(optimizer).pop("state_dict", None)
@@ -236,13 +232,8 @@ class Assembly:
                 self.engine.collectives.ask("leaving the team (ddp.close)")
                 self._sharded.join()
 
-    def _face_optimizers(self) -> None:
-        """Make ``state_dict()`` of optimizers return the whole of a divided state."""
-        for number, optimizer in enumerate(self.optimizers if self._sharded.is_on else ()):
-            # On the instance, as ``OptimizerGuards`` does with ``zero_grad``.
-            vars(optimizer)["state_dict"] = partial(self._state_dict_of, number)
-
     def _state_dict_of(self, number: int) -> dict[str, Any]:
+        """Return the whole of an optimizer's state, which may be divided among ranks."""
         sharded, optimizer = self._sharded, self.optimizers[number]
         if not sharded.is_on:
             return type(optimizer).state_dict(optimizer)
@@ -250,50 +241,35 @@ class Assembly:
             self.engine.collectives.ask("gathering optimizer state (optimizer.state_dict)")
             return sharded.state_dict(number, keeps=True)
         except CollectiveError as error:
-            raise type(error)(
-                f"{error}. optimizer.state_dict() was called, and its state is divided among ranks "
+            note(
+                error,
+                "evener: optimizer.state_dict() was called, and its state is divided among ranks "
                 "(sharded_update): call it on all ranks together, or write a checkpoint with "
                 "ddp.save",
-                **vars(error),
-            ) from error
+            )
+            raise
 
     # ── who is there ─────────────────────────────────────────────────────────────────────────
 
-    def _make_flat(self, *, is_divided: bool) -> FlatBuffers:
-        return FlatBuffers(
-            list(self.model.named_parameters()),
-            # Local steps exchange no gradients, so these stay where autograd has put them.
-            self.team.world_size if self.apply_policy is ApplyPolicy.SYNC else 1,
-            parts=parts_of(self.optimizers, self.model),
-            buckets=self._config.gradient_buckets,
-            comm=self.comm,
-            is_divided=is_divided,
-        )
-
-    def _divides_update(self) -> bool:
-        """Return whether each rank updates its part of the parameters; all call it together.
+    def _why_replicated(self) -> str:
+        """Return why this rank should update all parameters; empty if it can update its part.
 
         Raises:
-            ConfigError: The user wants it divided, and the optimizers do not allow it.
+            ConfigError: The user wants the update divided, and an optimizer does not allow it.
         """
-        given = self._config.sharded_update
+        given, comm = self._config.sharded_update, self.comm
         is_sync = self.apply_policy is ApplyPolicy.SYNC
-        if not is_sync or given == "off" or self.comm.world_size == 1 or self.team.is_elastic:
-            return False  # an elastic team cannot divide what a lost rank would take with it
-        if given == "auto" and self.comm.backend not in FAST_BACKENDS:
-            return False
-        own = why_replicated(self.optimizers)
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        if given == "auto" and trained < LEAST_DIVIDED:
-            own = own or "the model is small"
-        # A rank's optimizer may be of another class of the same name.
-        reasons = self.team.introduce(own)
-        reason = next(filter(None, reasons), "")
+        # An elastic team cannot divide what a lost rank would take with it.
+        if given == "off" or not is_sync or comm.world_size == 1 or self.team.is_elastic:
+            return "it is not wanted"
+        reason = why_replicated(self.optimizers)
         if reason and given == "on":
             raise ConfigError(
                 f"sharded_update is 'on', but {reason}: use 'auto' or another optimizer"
             )
-        return not reason
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        does_not_pay = trained < LEAST_DIVIDED or comm.backend not in FAST_BACKENDS
+        return "it does not pay" if given == "auto" and does_not_pay else reason
 
     def _move(self) -> None:
         """Move the model, and what optimizers remember to where their parameters have gone."""
@@ -303,7 +279,11 @@ class Assembly:
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
 
-    def _introduce(self, training: Description) -> None:
+    def _introduce(self, training: Description) -> bool:
+        """Learn who the ranks are, which must train alike; return whether they divide the update.
+
+        All call it together.
+        """
         config, team = self._config, self.team
         config.check_team(team.world_size)
         own = describe_self(
@@ -315,8 +295,11 @@ class Assembly:
         )
         if team.is_elastic:
             own = replace(own, member=team.membership.member)
-        greetings = team.introduce({**asdict(own), "training": training})
+        # A rank's optimizer may be of another class of the same name.
+        further = {"training": training, "why_replicated": self._why_replicated()}
+        greetings = team.introduce({**asdict(own), **further})
         check_consistency([greeting.pop("training") for greeting in greetings])
+        reasons = [greeting.pop("why_replicated") for greeting in greetings]
         taken: Counter[str] = Counter()
         for greeting in greetings:
             # Machines may share a host name; in rank order, so that every rank finds the same ids.
@@ -325,11 +308,16 @@ class Assembly:
             if taken[name] > 1:
                 greeting["member"] = f"{name}#{taken[name]}"
         team.meet([Member(**one) for one in greetings])
+        return not any(reasons)
 
     def _start_alike(self) -> None:
         """Give every rank rank 0's parameters (frozen ones too) and buffers."""
-        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        copy_from_first(self.comm, [named], what="initial model")
+        trained = [group.data for group in self.flat.groups]
+        with torch.no_grad():
+            for own in (*trained, *self.flat.outside, *self.model.buffers()):
+                dense = own.contiguous()
+                self.comm.broadcast(dense, 0, what="initial model")
+                own.copy_(dense)
 
     # ── what runs the windows ────────────────────────────────────────────────────────────────
 
@@ -410,8 +398,7 @@ def _check_kernels(device: torch.device) -> None:
 def _with_emulation(config: DdpConfig, team: Team) -> DdpConfig:
     """Return the options with the ranks that the launcher's command line slows."""
     factors, unknown = emulation_of_launcher(os.environ, team.world_size)
-    if unknown and team.rank == 0:
-        there = "rank 0 only" if team.world_size == 1 else f"ranks 0 to {team.world_size - 1}"
-        for rank in unknown:
-            say(f"evener: --emulate-slow for rank {rank} is ignored: this team has {there}")
+    for rank in unknown if team.rank == 0 else ():
+        there = f"ranks 0 to {team.world_size - 1}"
+        say(f"evener: --emulate-slow for rank {rank} is ignored: this team has {there}")
     return replace(config, emulate_slow={**config.emulate_slow, **factors}) if factors else config

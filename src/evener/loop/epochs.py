@@ -7,7 +7,7 @@ from typing import Any
 
 from evener.devices import free_cached_memory
 from evener.engine.loaders.evaluation import EvaluationLoader
-from evener.engine.loaders.planned import TeamLoader
+from evener.engine.loaders.training import TeamLoader
 from evener.engine.memory import MicroBatchTooLarge, explain, is_out_of_memory
 from evener.engine.results import WindowResult
 from evener.errors import CoordinatorLostError
@@ -145,8 +145,8 @@ class EpochLoop(ABC):
         """
         ddp, engine = self.ddp, self.ddp.assembly.engine
         results: dict[int, Any] = {}
-        to_do: Iterable[Any] = batches
-        while to_do:
+        to_do: Iterable[Any] | None = batches
+        while to_do is not None:
             with ddp.evaluating():
                 for batch in to_do:
                     if not (heed_stop and ddp.wants_stop()):
@@ -154,7 +154,7 @@ class EpochLoop(ABC):
                             measure(batch)
             results = engine.collectives.ask("evaluating", result())
             # A rank that was lost before it could say its results: the others do its part.
-            to_do = () if batches.is_complete(results) else batches.make_up()
+            to_do = batches.make_up(results)
         return None if heed_stop and ddp.stopping else results
 
     def finish(self) -> Path | None:

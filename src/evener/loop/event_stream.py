@@ -6,9 +6,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Final
 
 from evener.checkpoint import WrittenCheckpoint
@@ -18,19 +17,15 @@ from evener.errors import ConfigError
 from evener.loop.assembly import Assembly
 from evener.observe.events import Event, Fanout, Sink, make_event
 from evener.planning.report import RankRecord
-from evener.planning.stragglers import Straggler
 from evener.team.members import Member
 from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
 
-#: The next main process records so many windows again, because the previous one may have been lost
-#: before it wrote them.
-_SECONDED: Final = 4
+#: Each rank keeps so many windows that another one records. In an elastic team the main process may
+#: be lost before it has written them; the next one then records them again.
+_KEPT: Final = 4
 
-
-#: Facts of ``run_started`` that are told in ``run_resumed``.
-_OF_A_RESUME: Final = frozenset({"resumed_from", "new_data"})
 #: Seconds of a rank in a window, as ``RankRow`` names them.
 _SECONDS: Final = (
     *("compute_s", "wait_s", "sync_s", "elapsed_s", "data_s", "update_s"),
@@ -57,18 +52,15 @@ class EventStream:
     def __init__(self, assembly: Assembly) -> None:
         self._engine = assembly.engine
         self._team = assembly.team
-        self._names = assembly.team.names
         self._makers: list[Sink | SinkMaker] = []
         self._sinks: Fanout | None = None  # open while this rank is the main process
         self._has_started = self._has_finished = False
         self._error: BaseException | None = None
-        self._shares: list[int] = []
-        #: The last windows that the main process of an elastic team, another rank, has recorded,
-        #: unless it was lost before.
-        self._seconded: deque[WindowResult] = deque(maxlen=_SECONDED)
+        self._planned: list[int] = []
+        self._kept: deque[WindowResult] = deque(maxlen=_KEPT)
         self.parked: tuple[int, ...] = ()
-        #: Names of the ranks by number, in this generation and in the one before.
-        self._present = self._former = self._everyone()
+        #: The ranks' names by number, in this generation and in the one before.
+        self._people = {self._engine.rounds.state.generation: self._present()}
         self._facts: dict[str, Any] = {
             "t": time.time(),
             "window": 0,
@@ -100,15 +92,10 @@ class EventStream:
         Raises:
             ConfigError: A function returned something else.
         """
-        if not sinks:
-            return
-        if self._engine.rounds.is_main:
-            opened = open_sinks(sinks)
-            if self._sinks is None:
-                self._sinks = opened
-            else:
-                self._sinks.add(opened)
-        if not self._makers:
+        if self._engine.rounds.is_main and sinks:
+            self._sinks = self._sinks or Fanout(warn)
+            self._sinks.add(open_sinks(sinks))
+        if sinks and not self._makers:
             self._engine.commits.observe(self.window)
             self._engine.generations.call_on_change(self.change)
             self._team.call_on_handover(self._close_sinks)
@@ -127,10 +114,9 @@ class EventStream:
             kind: See ``FIELDS`` of ``evener.observe.events``.
             **fields: Those of the kind; ``t`` is now unless given.
         """
-        if not self._engine.rounds.is_main or not self._makers:
-            return
-        self._tell_start()
-        self._emit(make_event(kind, **{"t": time.time(), **fields}))
+        if self._engine.rounds.is_main and self._makers:
+            self._tell_start()
+            self._emit(make_event(kind, **{"t": time.time(), **fields}))
 
     def _emit(self, event: Event) -> None:
         if self._sinks is None:  # another rank was the main process
@@ -160,59 +146,51 @@ class EventStream:
 
     def _tell_worker(self, member: Member, t: float) -> None:
         if member.device:  # otherwise no worker has that number
-            device = f"{member.device} ({member.device_name})"
-            who = {"rank": member.rank, "member": member.member}
-            self.tell("worker_started", t=t, pid=member.pid, host=member.host, device=device, **who)
+            self.tell("worker_started", t=t, pid=member.pid, **_place(member))
 
     def _start(self) -> Event:
         emulated = {str(m.rank): m.emulated for m in self._team.people if m.emulated != 1}
-        facts = {name: fact for name, fact in self._facts.items() if name not in _OF_A_RESUME}
+        # Facts of a resume are in ``run_resumed``.
+        facts = {k: v for k, v in self._facts.items() if k not in ("resumed_from", "new_data")}
         # In an elastic team a number may have no worker.
-        names = [name for name in self._names if name]
+        names = [name for name in self._team.names if name]
         return make_event("run_started", members=names, emulated=emulated, **facts)
 
     def window(self, result: WindowResult) -> None:
         """Record a committed window, its plan where shares changed, and stragglers."""
         if not self._engine.rounds.is_main:
             self._has_started = True  # the main process has written ``run_started``
-        if self._seconded and self._seconded[-1].window + 1 != result.window:
-            self._seconded.clear()  # this rank was parked, or left out
-        if self._team.is_elastic and (self._seconded or not self._engine.rounds.is_main):
-            self._seconded.append(result)  # ``change`` records it if this rank is the main one now
-        elif self._engine.rounds.is_main:
+        if self._kept and self._kept[-1].window + 1 != result.window:
+            self._kept.clear()  # this rank was parked, or left out
+        self._kept.append(result)
+        # In the middle of a change, ``change`` does it if this rank is the main process then.
+        if self._engine.rounds.is_main and self._engine.rounds.state.generation in self._people:
+            self._kept.clear()
             self._record(result)
 
     def _record(self, result: WindowResult) -> None:
-        state = self._engine.rounds.state
-        place: dict[str, Any] = {
-            "t": round(result.applied_t, 5),
-            "window": result.window,
-            "generation": result.generation,
-            "epoch": result.epoch,
-        }
+        place = _pick(result, "window", "generation", "epoch")
+        place["t"] = round(result.applied_t, 5)
         shares, cadence = [record.samples for record in result.ranks], result.cadence
         # Windows that are closed by time differ by a step or two: a new anchor is a new plan.
         planned = shares if cadence is None else [cadence.anchor]
-        if planned != self._shares:
-            self._shares = planned
-            policy = self._engine.policy
-            piece = {"start": result.start, "size": result.size, "shares": shares}
-            self.tell("plan", **place, **piece, reason=policy.why(result.window))
+        if planned != self._planned:
+            self._planned = planned
+            piece = {**_pick(result, "start", "size"), "shares": shares}
+            self.tell("plan", **place, **piece, reason=self._engine.policy.why(result.window))
         self.parked = result.parked
         # A window may be recorded in a later generation, where others have the numbers.
-        people = self._present if result.generation == state.generation else self._former
-        records = {rank: one for rank, one in enumerate(result.ranks) if rank in people}
-        rows = [self._row(rank, people[rank], one) for rank, one in records.items()]
+        people = self._people.get(result.generation) or self._present()
+        rows = [self._row(rank, name, result.ranks[rank]) for rank, name in people.items()]
         further: dict[str, Any] = {}
         if cadence is not None:  # local steps
-            for row, record in zip(rows, records.values(), strict=True):
-                row |= {"steps": record.steps, "stale_steps": record.stale_steps}
+            for row in rows:
+                row |= _pick(result.ranks[row["rank"]], "steps", "stale_steps")
             further = {
+                **_pick(cadence, "anchor", "guard"),
                 "turns": result.progress.steps + result.progress.skipped,
-                "anchor": cadence.anchor,
                 "window_s": _short(cadence.window_s) if math.isfinite(cadence.window_s) else None,
                 "divergence": _short(cadence.divergence),
-                "guard": cadence.guard,
             }
         if (redo_s := self._engine.generations.redo_s) is not None:
             further["redo_s"] = _rounded(redo_s)
@@ -221,100 +199,68 @@ class EventStream:
             **place,
             committed=[list(part) for part in result.ranges or [result.committed]],
             ranks=rows,
-            loss=_short(result.loss),
-            lr=_short(result.lr),
-            grad_norm=_short(result.grad_norm),
+            **{name: _short(getattr(result, name)) for name in ("loss", "lr", "grad_norm")},
             skipped=result.skipped,
             update_parts=max(record.update_parts for record in result.ranks),
             parked=list(self.parked),
             **further,
         )
         for one in result.stragglers:
-            self._straggler(one)
-
-    def _straggler(self, one: Straggler) -> None:
-        member = self._team.people[one.rank]
-        who: dict[str, Any] = {"rank": one.rank, "member": member.member, "window": one.window}
-        who |= {"since": one.since, "delay_s": _rounded(one.delay_s)}
-        if one.is_over:
-            self.tell("straggler_over", **who)
-            return
-        self.tell(
-            "straggler",
-            **who,
-            host=member.host,
-            device=f"{member.device} ({member.device_name})",
-            factor=round(one.factor, 3),
-            cause=one.cause.value,
-            compute_s=_rounded(one.compute_s),
-            expected_s=_rounded(one.expected_s),
-        )
+            member = self._team.people[one.rank]
+            self.tell(
+                "straggler_over" if one.is_over else "straggler",
+                **_pick(one, "window", "since", "cause"),
+                **_seconds(one, "factor", "compute_s", "expected_s", "delay_s"),
+                **_place(member),
+            )
 
     def _row(self, rank: int, name: str, record: RankRecord) -> dict[str, Any]:
         """Return the ``RankRow`` of a rank."""
         return {
             "rank": rank,
             "member": name,
-            "samples": record.samples,
-            "weight": record.weight,
+            **_pick(record, "samples", "weight", "sent_bytes", "micro_batches"),
             "loss": _short(record.loss_sum / record.weight) if record.weight else None,
-            "sent_bytes": record.sent_bytes,
-            "micro_batches": record.micro_batches,
-            **{name: _rounded(getattr(record, name)) for name in _SECONDS},
+            **_seconds(record, *_SECONDS),
         }
 
-    def _everyone(self) -> dict[int, str]:
-        return {rank: self._names[rank] for rank in self._engine.team.everyone}
+    def _present(self) -> dict[int, str]:
+        return {rank: self._team.names[rank] for rank in self._team.everyone}
 
     def change(self, change: Change) -> None:
         """Record that the team has changed: who was lost, who joined, and what it took."""
-        self._former, self._present = self._present, self._everyone()
+        *_, newest = self._people
+        self._people = {newest: self._people[newest], change.generation: self._present()}
         if not self._engine.rounds.is_main:
             return
-        generation, window = change.generation, change.window
+        window = change.window
         # Not those of a rank that was parked since, or of a team that has gone back to a
         # checkpoint. The window before this one may be committed later.
-        again = [result for result in self._seconded if result.window < window]
+        again = [result for result in self._kept if result.window < window]
         if again and again[-1].window < window - 2:
             again = []
-        self._seconded.clear()
-        for rank, name in change.lost.items():
-            self.tell("worker_lost", rank=rank, member=name, window=window, reason=change.why)
-        for rank, name in change.left.items():
-            self.tell("worker_left", rank=rank, member=name, window=window)
+        self._kept.clear()
+
+        def tell_each(kind: str, ranks: Mapping[int, str], **fields: Any) -> None:
+            for rank, name in ranks.items():
+                self.tell(kind, rank=rank, member=name, window=window, **fields)
+
+        tell_each("worker_lost", change.lost, reason=change.why)
+        tell_each("worker_left", change.left)
         self.tell(
             "reformed",
             # Readers drop the events of the previous main process from this window on.
             window=again[0].window if again else window,
-            generation=generation,
             members=list(change.members),
-            detect_s=change.detect_s,
-            reform_s=change.reform_s,
-            heal_s=change.heal_s,
+            **_pick(change, "generation", "detect_s", "reform_s", "heal_s"),
         )
-        for rank, name in change.healed.items():
-            self.tell(
-                "healed",
-                rank=rank,
-                member=name,
-                window=window,
-                donor=change.donor,
-                num_bytes=change.num_bytes,
-                elapsed_s=change.heal_s,
-            )
-        for rank, name in change.joined.items():
+        sent = {**_pick(change, "donor", "num_bytes"), "elapsed_s": change.heal_s}
+        tell_each("healed", change.healed, **sent)
+        for rank in change.joined:
             self._tell_worker(self._team.people[rank], time.time())
-            place = {"window": window, "generation": generation}
-            self.tell("worker_joined", rank=rank, member=name, **place)
+        tell_each("worker_joined", change.joined, generation=change.generation)
         for result in again:
             self._record(result)
-
-    def evaluation(
-        self, window: int, name: str, loss: float, weight: float, elapsed_s: float
-    ) -> None:
-        """Record the loss of a held-out set after so many windows."""
-        numbers = {"loss": loss, "weight": weight, "elapsed_s": elapsed_s}
-        self.tell("eval", window=window, name=name, **numbers)
 
     def checkpoint(self, written: WrittenCheckpoint) -> None:
         """Record a checkpoint that has reached the disk."""
@@ -322,11 +268,9 @@ class EventStream:
             "checkpoint",
             window=written.step,
             path=str(written.path),
-            num_bytes=written.num_bytes,
             rank=self._engine.rounds.rank,
-            begin_t=written.begin_t,
-            copy_s=_rounded(written.copy_s),
-            write_s=_rounded(written.write_s),
+            **_pick(written, "num_bytes", "begin_t"),
+            **_seconds(written, "copy_s", "write_s"),
         )
 
     def pending(self) -> list[threading.Event]:
@@ -363,61 +307,37 @@ class EventStream:
         self.end(failed=self._error is not None, error=self._error)
 
 
-def check_sinks(sinks: Sequence[Sink | SinkMaker]) -> None:
-    """Refuse what takes no events.
-
-    Raises:
-        ConfigError: Names it.
-    """
-    given: object = sinks
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise ConfigError(f"sinks is {given!r}; give a list of evener.Sink, such as [MySink()]")
-    for number, sink in enumerate(given):
-        if not (isinstance(sink, Sink) or callable(sink)):
-            raise ConfigError(
-                f"sinks[{number}] is {sink!r}, a {type(sink).__name__}; give an evener.Sink, or a "
-                "function without arguments that makes one, which is called on the main process"
-            )
-
-
-def find_sinks(paths: Sequence[str]) -> list[SinkMaker]:
-    """Return the functions that the key ``sinks`` names; the current folder is searched, too.
-
-    Raises:
-        ConfigError: One cannot be imported.
-    """
-    if paths and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    makers: list[SinkMaker] = []
-    for number, path in enumerate(paths):
-        try:
-            makers.append(resolve_name(path))
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"sinks[{number}] is {path!r}, which cannot be imported ({error}); give "
-                "package.module:function of something that is installed, in the current folder, "
-                "or on PYTHONPATH"
-            ) from None
-    check_sinks(makers)
-    return makers
-
-
 def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Fanout:
     """Return one sink that hands on to all of these, some of which may have to be made.
 
     Raises:
-        ConfigError: A function returned something else.
+        ConfigError: One is something else, or has returned something else.
     """
     fanout = Fanout(warn)
     for given in sinks:
-        sink: object = given if isinstance(given, Sink) else given()
-        if not isinstance(sink, Sink):
+        made: object = given() if callable(given) and not isinstance(given, Sink) else given
+        if not isinstance(made, Sink):
             raise ConfigError(
-                f"sinks holds {given!r}, which returned {sink!r}, a {type(sink).__name__}; return "
-                "an evener.Sink, a class with emit(event) and close()"
+                f"sinks holds {given!r}, and {made!r} is not an evener.Sink: give a list of sinks, "
+                "or of functions without arguments that return one"
             )
-        fanout.add(sink)
+        fanout.add(made)
     return fanout
+
+
+def _pick(value: object, *names: str) -> dict[str, Any]:
+    """Return some attributes of an object as fields of an event."""
+    return {name: getattr(value, name) for name in names}
+
+
+def _seconds(value: object, *names: str) -> dict[str, float]:
+    return {name: _rounded(getattr(value, name)) for name in names}
+
+
+def _place(member: Member) -> dict[str, Any]:
+    """Return who a member is, and where it computes."""
+    device = f"{member.device} ({member.device_name})"
+    return {**_pick(member, "rank", "member", "host"), "device": device}
 
 
 def _rounded(seconds: float) -> float:

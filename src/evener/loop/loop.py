@@ -2,27 +2,45 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from evener.checkpoint import write_checkpoint
 from evener.comm.base import Communicator
 from evener.comm.existing import default_group
+from evener.config.checks import whole_number
+from evener.config.options import Allowed
 from evener.config.settings import DdpConfig
+from evener.data.fetching import Prefetch
 from evener.devices import count_accelerators
+from evener.engine.loaders.dataset_arguments import Collate, DatasetArguments, Given, is_stream
+from evener.engine.loaders.evaluation import EvaluationLoader, Gatherer
+from evener.engine.loaders.stream import StreamLoader
+from evener.engine.loaders.training import TeamLoader
 from evener.engine.memory import explain as explain_memory
 from evener.engine.results import Progress, WindowResult
-from evener.engine.share import Share, Stopwatch, check_reduction, checked_weight
+from evener.engine.share import (
+    Share,
+    Stopwatch,
+    check_reduction,
+    checked_weight,
+    needs_plans,
+)
+from evener.engine.sync import SyncEngine
 from evener.engine.team_change import cannot_join
-from evener.errors import EvenerError, PeerLostError
+from evener.engine.training_state import Stateful
+from evener.errors import CheckpointError, EvenerError, PeerLostError
 from evener.loop.arguments import Models, Schedulers, check_arguments, in_evaluation
 from evener.loop.assembly import Assembly
-from evener.loop.data_side import DataSide
-from evener.loop.event_stream import SinkMaker, check_sinks
+from evener.loop.event_stream import EventStream, SinkMaker
+from evener.loop.saved_state import capture, find_state, restore
 from evener.observe.events import Sink
 from evener.places import has_passed, methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
@@ -35,6 +53,11 @@ from evener.team.membership import Membership
 from evener.team.placement import Devices, devices_of_host, place_in
 from evener.team.starting import start_all_ranks, start_elastic_team
 
+T = TypeVar("T")
+_LOADING = "loading a checkpoint (ddp.load)"
+_AVERAGING = "averaging a value (ddp.weighted_mean)"
+MicroBatchSize = int | Literal["auto", "share"]
+
 #: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
 CLOSING_S = 60.0
 
@@ -44,8 +67,12 @@ _NEVER_COMPUTED = (
     "result.loss where result is not None; or use ddp.on_commit(fn)"
 )
 
+_LEAST_FOR_STATISTICS = 3
+"""Least micro-batch of a model with batch statistics: any share of two or more samples can be cut
+into micro-batches of up to so many without one of a single sample."""
 
-class Loop(DataSide):
+
+class Loop:
     """A rank's place in the team; made by ``setup``.
 
     Users know it as ``Ddp``, which documents the public attributes.
@@ -55,7 +82,12 @@ class Loop(DataSide):
     """
 
     def __init__(self, assembly: Assembly) -> None:
-        super().__init__(assembly)
+        self.assembly = assembly
+        self._engine = assembly.engine
+        self.events = EventStream(assembly)
+        self._loaders: list[TeamLoader | StreamLoader] = []
+        self._eval_loaders: weakref.WeakSet[EvaluationLoader] = weakref.WeakSet()
+        self._gatherer = Gatherer(assembly.engine)
         self._closed = False
         explain_with(self._explain)
         self.world_size = assembly.team.world_size
@@ -131,7 +163,6 @@ class Loop(DataSide):
             LaunchError: The ranks did not find one another.
         """
         optimizers = check_arguments(model, optimizer, scheduler)
-        check_sinks(sinks)
         config = config or DdpConfig()
         config = replace(config, quiet=True) if quiet else config
         place = environment
@@ -165,7 +196,7 @@ class Loop(DataSide):
     @property
     def members(self) -> tuple[Member, ...]:
         """Return the member of each rank, or its last one in an elastic team; see ``devices``."""
-        return self.assembly.members
+        return self.assembly.team.people
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -201,6 +232,192 @@ class Loop(DataSide):
     def stopping(self) -> bool:
         """Return whether the team has agreed to stop; loaders then yield nothing more."""
         return self._engine.rounds.stopping
+
+    # ── data ─────────────────────────────────────────────────────────────────────────────────────
+
+    def loader(
+        self,
+        dataset: Given,
+        *,
+        batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int | None = None,
+        micro_batch_size: MicroBatchSize = "auto",
+        whole_micro_batches: bool = False,
+        prefetch: Prefetch = "auto",
+        max_steps: int | None = None,
+    ) -> TeamLoader | StreamLoader:
+        """Return a loader for training, which gives each rank its part of the data.
+
+        Over a map-style data set every sample is trained on exactly once an epoch, in windows of
+        ``batch_size`` samples that are split by speed. A ``DataLoader`` keeps its data set,
+        ``collate_fn``, ``num_workers``, ``pin_memory``, ``drop_last`` and sampler; its
+        ``batch_size`` becomes that of the whole team, so that the optimizer steps stay the same.
+
+        A plain ``BatchSampler`` counts as its sampler and ``batch_size``.
+
+        Over an ``IterableDataset``, or a ``DataLoader`` with another batch sampler, each rank reads
+        for itself and contributes one batch to every window. A message says once what is then not
+        guaranteed.
+
+        Args:
+            dataset: Anything with ``len`` and ``[index]``, an ``IterableDataset``, or a
+                ``DataLoader`` over either; the same on every rank.
+            batch_size: Samples of one optimizer step: of the whole team in SYNC, of a rank's own
+                local step in CADENCE and ASYNC.
+            seed: Seed of the epochs' permutations and of derived random numbers.
+            shuffle: Another order in each epoch; on for a data set, and for a ``DataLoader`` as it
+                was made.
+            collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
+            num_workers: 0 loads in this process, more in that many worker processes.
+            micro_batch_size: Most samples of one forward/backward on this rank; ``"share"`` is this
+                rank's whole part of a window. ``"auto"`` is the equal share of the batch, and at
+                least three samples with batch statistics. In CADENCE and ASYNC, and with several
+                models and optimizers, which may take turns (see ``step``), it is all of the batch.
+            whole_micro_batches: In SYNC, make each rank's share of a window a multiple of
+                ``micro_batch_size``, which must be a number, the same on every rank. For losses
+                that compare the samples of a micro-batch: only the last micro-batch of a window may
+                then be smaller, as in one process.
+            prefetch: ``"thread"`` loads ahead in a thread: for data sets that draw no random
+                numbers. ``"auto"`` loads inline, or ahead with worker processes.
+            max_steps: End the run after this many optimizer steps (of all ranks together).
+
+        Raises:
+            ConfigError: Sizes that make no sense, or a data set that is empty or cannot be split.
+        """
+        max_steps = _optional("max_steps", max_steps, 0)
+        seed, engine = whole_number("seed", seed, 0), self._engine
+        source = _source(batch_size, collate_fn, num_workers)
+        loader: TeamLoader | StreamLoader
+        if is_stream(dataset):
+            if not isinstance(engine, SyncEngine):
+                raise needs_plans()
+            loader = StreamLoader(engine, dataset, **source, seed=seed, max_steps=max_steps)
+        else:
+            arguments = DatasetArguments(dataset, **source, shuffle=shuffle, seed=seed)
+            for remark in arguments.remarks:
+                engine.options.habits.tell_once(remark)
+            if micro_batch_size in ("auto", "share") and not whole_micro_batches:
+                size = self._most_samples(arguments, is_share=micro_batch_size == "share")
+            else:
+                size = whole_number("micro_batch_size", micro_batch_size, 1)
+            engine.set_micro_batch_size(size)
+            engine.whole_micro_batches = size if whole_micro_batches else 0
+            self.events.learn(num_samples=arguments.count_trained())
+            loader = TeamLoader(
+                engine, arguments, prefetch=prefetch, micro_batch_size=size, max_steps=max_steps
+            )
+            if not self._loaders:
+                loader.introduce_data()
+        self._loaders.append(loader)
+        engine.run.positions.hold(loader.cursor)
+        return loader
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left to do, up to ``num_epochs``.
+
+        It is like ``range(num_epochs)``, but begins with the first epoch that is not committed:
+        after ``load``, and on a rank that joins an elastic team. Make the loader before.
+
+        Args:
+            num_epochs: Epochs of the run.
+        """
+        num_epochs = whole_number("num_epochs", num_epochs, 0)
+        engine = self._engine
+        planned = [loader for loader in self._loaders if isinstance(loader, TeamLoader)]
+        epoch = 0
+        while True:
+            if (
+                planned and engine.generations.is_joining
+            ):  # perhaps again, as the team has continued without it
+                planned[0].join()
+                epoch = (
+                    engine.run.open_cursor.epoch
+                )  # where the others are, be it the one that it was in
+            else:
+                epoch = max([epoch, *(one.cursor.epoch for one in planned)])
+            if epoch >= num_epochs:
+                return
+            yield epoch
+            epoch += 1
+
+    def eval_loader(
+        self,
+        dataset: Given,
+        *,
+        batch_size: int | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int | None = None,
+    ) -> EvaluationLoader:
+        """Return a loader for evaluation: each sample on one rank, once, in the data set's order.
+
+        All ranks iterate over it together: after an epoch, or in ``on_commit``, where those that
+        are not parked share the whole data set. In the loop, ``gather`` gives every rank the rows
+        of all ranks, for metrics that need them all (F1, AUC, BLEU). Use ``weighted_mean`` to
+        combine means of the ranks' parts exactly::
+
+            logits, labels = [], []
+            with ddp.evaluating():
+                for x, y in ddp.eval_loader(valid_set, batch_size=64):
+                    logits.append(ddp.gather(model(x)))
+                    labels.append(ddp.gather(y))
+            auc = roc_auc_score(torch.cat(labels), torch.cat(logits))  # the same on every rank
+
+        With fewer samples than ranks, rank 0 evaluates them all. The loop's body does not run on
+        the others, which get no rows: compute on rank 0 if that may happen.
+
+        Args:
+            dataset: Map-style data set, or a ``DataLoader`` over one; the same on every rank.
+            batch_size: Most samples of a batch on this rank; that of the ``DataLoader`` by default.
+            collate_fn: As in ``loader``.
+            num_workers: As in ``loader``.
+
+        Raises:
+            ConfigError: The data set cannot be split, or there is no batch size.
+        """
+        arguments = DatasetArguments(dataset, **_source(batch_size, collate_fn, num_workers))
+        loader = EvaluationLoader(self._engine, self._gatherer, arguments)
+        self._eval_loaders.add(loader)
+        return loader
+
+    def gather(self, value: T) -> T:
+        """Give every rank the rows of all ranks, in the order of the data set.
+
+        In the loop of an ``eval_loader``, concatenate the results of successive calls: they are the
+        rows of the whole data set in its order, each once, on every rank. All ranks call it equally
+        often for each batch, in the same order. With a tiny ``batch_size``, a rank may have two
+        batches in the last round: it gets no rows for the first of them, and all for the second.
+        Outside of any loop, rows come in rank order.
+
+        Args:
+            value: Tensor, or a list, tuple or dict of tensors, on any device. The first dimension
+                may differ between ranks; the others and the dtype are the same on all. A scalar
+                tensor is one row. No gradient flows.
+
+        Returns:
+            New tensors of the same dtype on the same device, in the same structure.
+
+        Raises:
+            UsageError: In a training loop, or not a dense tensor.
+            CollectiveMismatchError: Ranks gather rows of different kinds, or a different number of
+                times.
+        """
+        return self._gatherer.gather(value)
+
+    def _most_samples(self, arguments: DatasetArguments, *, is_share: bool) -> int:
+        """Return the most samples of a rank's part of a window; see ``loader``."""
+        size = arguments.batch_size
+        if is_share or self.assembly.takes_turns:
+            return size
+        engine = self._engine
+        parts = engine.team.world_size if engine.rounds.state.is_sync else 1
+        equal = -(-min(size, arguments.count_trained()) // parts)
+        least = _LEAST_FOR_STATISTICS if self._engine.options.avoid_ones else 1
+        return max(equal, min(size, least))
+
+    # ── training ─────────────────────────────────────────────────────────────────────────────────
 
     def backward(
         self,
@@ -239,12 +456,11 @@ class Loop(DataSide):
         if not engine.is_training:
             share = self._start_unplanned()
         engine.options.habits.before_backward(loss, share.open_samples, reduction)
-        summed = reduction == "sum"
-        if optimizer is None:
-            share.backward(loss, weight, summed=summed)
-        else:
+        part, own = None, None
+        if optimizer is not None:
+            part = self.assembly.part_of(optimizer)
             own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-            share.backward(loss, weight, self.assembly.part_of(optimizer), own, summed=summed)
+        share.backward(loss, weight, part, own, summed=reduction == "sum")
         engine.flat.attach_grads()
         engine.team.membership.declare(TRAINING, done=1)
         engine.plan_ahead()
@@ -318,13 +534,11 @@ class Loop(DataSide):
         """
         units = checked_weight(weight)
         product = float(value) * units if units else 0.0
-        said = self._engine.collectives.ask(
-            "averaging a value (ddp.weighted_mean)", [product, units]
-        )
+        said = self._engine.collectives.ask(_AVERAGING, [product, units])
         self._gatherer.check_complete(said)
         numerator = denominator = 0.0
-        for theirs, weight in said.values():  # from the left, as sum() rounds otherwise
-            numerator, denominator = numerator + theirs, denominator + weight
+        for theirs, their_units in said.values():  # from the left, as sum() rounds otherwise
+            numerator, denominator = numerator + theirs, denominator + their_units
         return numerator / denominator if denominator else float("nan")
 
     def on_commit(self, fn: Callable[[WindowResult], None]) -> Callable[[WindowResult], None]:
@@ -358,6 +572,95 @@ class Loop(DataSide):
         team = self._engine.team
         with team.in_phase(EVALUATING), in_evaluation(self.assembly.model):
             yield
+
+    # ── state ────────────────────────────────────────────────────────────────────────────────────
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Save and restore an object with ``save`` and ``load``.
+
+        Its state is taken from one rank, so it must be the same on every rank. Examples are a
+        scheduler, an average of the weights, and a metric over all ranks. Parked ranks receive it
+        when they are called back. After ``load``, registering restores the state.
+
+        Args:
+            name: Its name in checkpoints.
+            stateful: Has ``state_dict`` and ``load_state_dict``; the state consists of tensors,
+                numbers, strings, ``None``, lists, tuples and dicts.
+
+        Raises:
+            ConfigError: The name is taken or impossible.
+        """
+        state = self.assembly.state
+        state.register(name, stateful)
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint of the whole team to ``path``; all ranks call it together.
+
+        Raises:
+            CheckpointError: The main process could not write it.
+            ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
+        """
+        engine = self._engine
+        engine.collectives.ask("saving (ddp.save)")
+        if (
+            engine.generations.is_alone
+        ):  # the team has saved, or not, before this rank has joined it
+            return
+        engine.settle()  # parameters may be a window ahead of the data position
+        engine.prepare_save()  # not before: a function of ``on_commit`` may save, too
+        engine.verify()
+        if failure := engine.collectives.ask_main("saving", lambda: self._write(Path(path))):
+            raise CheckpointError(failure)
+
+    def _write(self, path: Path) -> str:
+        """Write a checkpoint, on the main rank; return why it could not, empty if it could."""
+        engine = self._engine
+        with engine.consensus.shown(), engine.team.in_phase("saving"):
+            try:
+                snapshot = capture(self.assembly, engine.run.positions.states())
+                written = write_checkpoint(path, snapshot)
+            except EvenerError as error:
+                return str(error)
+        self.events.checkpoint(written)
+        return ""
+
+    def load(self, path: str | Path, *, allow: Collection[Allowed] = ()) -> None:
+        """Restore a checkpoint, on any number of ranks; all ranks call it together.
+
+        Call it after ``setup``, before or after ``loader``, and before the first epoch.
+
+        Args:
+            path: The checkpoint, or a folder of which the newest complete one is taken.
+            allow: ``"data"`` continues with a data set of another size, or another seed, from its
+                first epoch on; model, optimizer and progress are kept.
+
+        Raises:
+            CheckpointError: Missing, damaged, of another model or data set, or not the same on
+                every rank.
+        """
+        assembly = self.assembly
+        try:
+            saved = find_state(assembly, Path(path))
+        except CheckpointError as error:
+            assembly.engine.collectives.ask(_LOADING, [str(error), 0])
+            raise
+        own = ["", saved.engine["progress"]["window"]]
+        answers = assembly.engine.collectives.ask(_LOADING, own)
+        first = next(iter(answers.values()))
+        for rank, (refused, window) in answers.items():
+            if refused:
+                raise CheckpointError(f"rank {rank} cannot load it: {refused}")
+            if window != first[1]:
+                raise CheckpointError(
+                    f"rank {rank} finds the checkpoint of window {window} in {path}, rank 0 that "
+                    f"of window {first[1]}; use storage that every rank sees"
+                )
+        positions = self._engine.run.positions
+        positions.restore(saved.positions, allow_new_data="data" in allow)
+        restore(assembly, saved)
+        self.events.learn(resumed_from=saved.path, window=self._engine.window)
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
         """Leave the team: end loaders and connections; idempotent.
@@ -412,20 +715,15 @@ class Loop(DataSide):
             error: What is being handled; it may have nothing to do with the team.
         """
         engine = self._engine
-        if engine.rounds.is_lost:
-            return True
-        if error is None:
-            return False
-        if isinstance(error, EvenerError) and self._has_raised(error):
-            return True
+        if error is None or engine.rounds.is_lost:
+            return engine.rounds.is_lost
+        is_inside = engine.share.in_micro_batch
         if engine.rounds.has_left:  # by `break`, which is at another line, or by this error
-            return any(has_passed(error, loader.left_at) for loader in self._loaders)
-        return engine.share.in_micro_batch
-
-    def _has_raised(self, error: BaseException) -> bool:
-        """Return whether an error has come out of a method of this team, its loaders or trainer."""
+            is_inside = any(has_passed(error, loader.left_at) for loader in self._loaders)
+        if is_inside:
+            return True
         parts = (self, *self._loaders, *self._eval_loaders)
-        return any(
+        return isinstance(error, EvenerError) and any(
             owner in parts or getattr(owner, "_ddp", None) is self
             for owner in methods_passed(error)
         )
@@ -461,3 +759,18 @@ def _find_place(devices: Devices, process_group: Any, *, quiet: bool) -> Distrib
             quiet=quiet,
         )
     return place
+
+
+def _source(
+    batch_size: int | None, collate_fn: Collate | None, num_workers: int | None
+) -> dict[str, Any]:
+    """Return what the user says beside a data set, checked."""
+    return {
+        "batch_size": _optional("batch_size", batch_size, 1),
+        "collate_fn": collate_fn,
+        "num_workers": _optional("num_workers", num_workers, 0),
+    }
+
+
+def _optional(name: str, value: int | None, least: int) -> int | None:
+    return None if value is None else whole_number(name, value, least)

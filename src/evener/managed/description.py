@@ -23,7 +23,7 @@ from evener.devices import count_accelerators
 from evener.engine.schedule import ProgressSchedule
 from evener.errors import CheckpointError, ConfigError
 from evener.files import explaining
-from evener.loop.event_stream import SinkMaker, check_sinks
+from evener.loop.event_stream import SinkMaker
 from evener.loop.precision import choose_precision
 from evener.managed.epoch_metrics import EpochContext, EpochMetrics
 from evener.observe.events import Sink
@@ -186,7 +186,6 @@ def describe(
     _check_data("dataset", run.dataset)
     if run.eval_dataset is not None:
         _check_data("eval_dataset", run.eval_dataset)
-    check_sinks(run.sinks)
     choose_precision(run.precision, torch.device("cpu"))
     policy = check_policy(run.policy)
     run.check_policy(policy)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from evener.checkpoint import find_newest
 from evener.comm.base import Communicator
 from evener.engine.loaders.evaluation import EvaluationLoader
-from evener.engine.loaders.planned import TeamLoader
+from evener.engine.loaders.training import TeamLoader
 from evener.engine.results import WindowResult
 from evener.engine.share import checked_weight
 from evener.errors import ConfigError, UsageError
@@ -179,7 +179,7 @@ class ManagedRank(EpochLoop):
 
     def _make_loader(self) -> TeamLoader:
         job = self.job
-        loader: TeamLoader = self.ddp.loader(
+        loader = self.ddp.loader(
             make_data(job.dataset),
             batch_size=job.batch_size,
             seed=job.seed,
@@ -188,6 +188,7 @@ class ManagedRank(EpochLoop):
             micro_batch_size=job.micro_batch_size,
             max_steps=job.num_steps,
         )
+        assert isinstance(loader, TeamLoader)  # not a stream
         return loader
 
     def _make_eval_loader(self) -> EvaluationLoader | None:
@@ -282,9 +283,11 @@ class ManagedRank(EpochLoop):
         numbers = reduce_scalars([document for document, _ in found.values()])
         if "loss" in numbers:
             weight = math.fsum(weight for _, weight in found.values())
+            measured = {"loss": numbers["loss"], "weight": weight}
             elapsed_s = time.perf_counter() - began_s
-            self.ddp.events.evaluation(
-                self.ddp.window, "heldout", numbers["loss"], weight, elapsed_s
+            window = self.ddp.window
+            self.ddp.events.tell(
+                "eval", window=window, name="heldout", **measured, elapsed_s=elapsed_s
             )
         return numbers
 

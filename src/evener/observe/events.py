@@ -67,7 +67,7 @@ FIELDS: Final = {
     # ``device``, with the likely ``cause`` for people; ``delay_s`` are the seconds by which windows
     # would have ended sooner so far.
     "straggler": "rank member window compute_s expected_s",
-    # It is as fast as before again, from ``window`` on.
+    # It is as fast as before again, from ``window`` on. It has the further fields of ``straggler``.
     "straggler_over": "rank member window since delay_s",
     # So many events were not written here, because the disk was too slow.
     "events_dropped": "num_events",

@@ -1,59 +1,59 @@
 """Cut an evaluation into slices, on which all ranks work at the same time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from evener.planning.apportion import apportion
 
-#: Samples of each rank in a slice of an evaluation.
-Parts = tuple[int, ...]
+#: The samples of each rank in a slice of an evaluation, by rank.
+Parts = dict[int, Sequence[int]]
 
 
 def evaluation_slices(
-    num_samples: int, batch_sizes: Sequence[int], speeds: Sequence[float]
-) -> list[Parts]:
-    """Divide a data set into consecutive slices, whose parts follow in rank order.
+    samples: Sequence[int], batch_sizes: Mapping[int, int], speeds: Mapping[int, float]
+) -> Iterator[Parts]:
+    """Cut samples into consecutive slices, whose parts follow in rank order.
 
-    The fastest rank has a whole batch in each slice, the others as much of theirs as they do in
-    the same time, at least one sample. Exact arithmetic, hence the same on every machine.
-
-    Only where whole slices have not two samples a rank, one slice may be left with fewer samples
-    than ranks. It is the last but one: in the last slice every rank has a sample, so that it
-    can be told then what it has missed; unless there are fewer samples than ranks in all.
+    Every rank has a sample in each slice. The fastest rank has a whole batch, the others as much
+    of theirs as they do in the same time. The last slices take what fills no whole one; with tiny
+    batches, a part of the last one may be larger than a batch. The first rank has all samples if
+    there are fewer than ranks. Exact arithmetic, hence the same on every machine.
 
     Args:
-        num_samples: Samples of the data set, 0 or more.
-        batch_sizes: Most samples of a rank in a slice, at least 1.
-        speeds: Samples per second of each rank; 0 for one that takes no part, not for all.
+        samples: Their positions, in order.
+        batch_sizes: Samples of a batch of each rank, in rank order.
+        speeds: Samples per second of each rank, above 0.
 
-    Returns:
+    Yields:
         The slices, in order; none where there is no sample.
     """
-    working = [rank for rank, speed in enumerate(speeds) if speed > 0]
-    seconds = min(batch_sizes[rank] / Fraction(speeds[rank]) for rank in working)
-    whole = tuple(max(int(Fraction(s) * seconds), int(s > 0)) for s in speeds)
-    return [_divide(size, whole) for size in _sizes(num_samples, sum(whole), len(working))]
+    num_ranks = len(batch_sizes)
+    if len(samples) < num_ranks:
+        if samples:
+            yield {min(batch_sizes): samples}
+        return
+    seconds = min(size / Fraction(speeds[rank]) for rank, size in batch_sizes.items())
+    whole = [max(1, int(Fraction(speeds[rank]) * seconds)) for rank in batch_sizes]
+    sizes = _sizes(len(samples), sum(whole), num_ranks)
+    # Each rank has one sample, and the rest is divided as a whole slice is.
+    ratios = [part - 1 for part in whole] if sum(whole) > num_ranks else whole
+    divided = {size: apportion(size - num_ranks, ratios) for size in {*sizes}}
+    start = 0
+    for size in sizes:
+        parts: Parts = {}
+        for rank, further in zip(batch_sizes, divided[size], strict=True):
+            parts[rank] = samples[start : start + 1 + further]
+            start += 1 + further
+        yield parts
 
 
 def _sizes(num_samples: int, whole: int, num_ranks: int) -> list[int]:
-    """Return the sizes of the slices; every rank has a sample in the last one."""
+    """Return the sizes of the slices, each of at least ``num_ranks`` samples."""
     count, rest = divmod(num_samples, whole)
-    if rest >= num_ranks or rest == 0 or count == 0:
-        return [whole] * count + [rest] * (rest > 0)
-    if whole + rest >= 2 * num_ranks:
-        half = (whole + rest) // 2
-        return [whole] * (count - 1) + [half, whole + rest - half]
-    # As late as possible, so that ranks have been in the same number of slices if a loop is left
-    # early.
-    return [whole] * (count - 1) + [rest, whole]
-
-
-def _divide(size: int, whole: Parts) -> Parts:
-    """Divide a slice in proportion to the parts of a whole one, with a sample each if possible."""
-    present = [rank for rank, part in enumerate(whole) if part]
-    if size <= len(present):
-        return tuple(int(rank in present[:size]) for rank in range(len(whole)))
-    if size == sum(whole):
-        return whole
-    beyond = apportion(size - len(present), [max(0, part - 1) for part in whole])
-    return tuple(more + (part > 0) for part, more in zip(whole, beyond, strict=True))
+    sizes = [whole] * count
+    if rest >= num_ranks:
+        sizes.append(rest)
+    elif rest:
+        last = sizes.pop() + rest
+        sizes += apportion(last, [1, 1]) if last >= 2 * num_ranks else [last]
+    return sizes

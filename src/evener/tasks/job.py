@@ -24,13 +24,13 @@ from evener.config.runs import JobConfig
 from evener.data.fetching import Prefetch
 from evener.ddp import Ddp
 from evener.engine.emulate import parse_emulation
+from evener.engine.loaders.training import TeamLoader
 from evener.engine.results import WindowResult
 from evener.errors import EvenerError, RunEndedError
 from evener.loop.arguments import Schedulers
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
-from evener.loop.event_stream import find_sinks
-from evener.tasks.recording import SUMS, RunTally, record, show, summarise
+from evener.tasks.recording import SUMS, RunTally, find_sinks, record, show, summarise
 from evener.tasks.rehearsal import Rehearsal, Speeds
 from evener.tasks.resuming import RUN, RUN_FOLDER, choose_checkpoint, find_run, is_finished
 from evener.tasks.run_results import TaskResult
@@ -292,7 +292,7 @@ class Job(EpochLoop):
                 f"to take about {100 * config.eval.time_fraction:.3g} % of the time "
                 "(eval.time_fraction); the one at the end uses all"
             )
-        self.loader = self.ddp.loader(
+        loader = self.ddp.loader(
             train,
             batch_size=config.batch_size,
             seed=config.seed,
@@ -301,6 +301,8 @@ class Job(EpochLoop):
             prefetch=task.prefetch,
             max_steps=config.max_steps,
         )
+        assert isinstance(loader, TeamLoader)  # not a stream
+        self.loader = loader
         self.ddp.assembly.state.carry("evener/job", self)
         self._engine.generations.call_on_cold_restart(self._load_newest)
         if self.team.membership.is_joining:
@@ -462,7 +464,8 @@ class Job(EpochLoop):
         self._evaluated = window, loss
         words = task.conclude(window, totals) if at_end else task.judge(window, totals)
         name = "heldout_all" if at_end else "heldout"
-        self.ddp.events.evaluation(window, name, loss, totals[1], elapsed_s)
+        numbers = {"loss": loss, "weight": totals[1], "elapsed_s": elapsed_s}
+        self.ddp.events.tell("eval", window=window, name=name, **numbers)
         if words:
             self.say(f"step {window}: {words}")
 

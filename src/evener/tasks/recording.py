@@ -6,10 +6,12 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Final
 
 from evener.checkpoint import Checkpoint
 from evener.config.folders import EVENTS
+from evener.errors import ConfigError
 from evener.loop.event_stream import SinkMaker
 from evener.loop.loop import Loop
 from evener.observe.events import Event, Sink, Totals
@@ -89,6 +91,27 @@ class RunTally(Sink):
 
     def _skip(self, line: int, why: str) -> None:
         warn(f"{self._path}:{line} is not an event and is left out of the run's totals: {why}")
+
+
+def find_sinks(paths: Sequence[str]) -> list[SinkMaker]:
+    """Return the functions that the key ``sinks`` names; the current folder is searched, too.
+
+    Raises:
+        ConfigError: One cannot be imported.
+    """
+    if paths and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    makers: list[SinkMaker] = []
+    for number, path in enumerate(paths):
+        try:
+            makers.append(resolve_name(path))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"sinks[{number}] is {path!r}, which cannot be imported ({error}); give "
+                "package.module:function of something that is installed, in the current folder, "
+                "or on PYTHONPATH"
+            ) from None
+    return makers
 
 
 def record(

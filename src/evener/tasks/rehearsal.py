@@ -12,7 +12,7 @@ import torch
 
 from evener.averaging.gradients import GradientAverager, Reading
 from evener.comm.base import SingleCommunicator
-from evener.engine.loaders.planned import split
+from evener.engine.loaders.training import split
 from evener.engine.share import Stopwatch
 from evener.engine.sync import SyncEngine
 from evener.loop.assembly import Assembly

@@ -3,10 +3,10 @@
 import threading
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from evener.data.randomness import generators_lock, seed_training
-from evener.engine.loaders.intake import Drawn
+from evener.engine.loaders.dataset_arguments import DatasetArguments
 from helpers.limits import PATIENCE_S
 
 
@@ -46,5 +46,7 @@ def test_no_other_thread_seeds_while_a_sampler_draws():
         def __len__(self):
             return 3
 
-    assert list(Drawn(Watched(), seed=0).of(0)) == [0, 1, 2]
+    given = DataLoader([4, 5, 6], batch_size=1, sampler=Watched())
+    arguments = DatasetArguments(given, batch_size=None, collate_fn=None, num_workers=None)
+    assert list(arguments.order(0)) == [0, 1, 2]
     assert free == [False]

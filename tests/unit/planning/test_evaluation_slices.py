@@ -1,4 +1,4 @@
-"""Rounds of an evaluation: each sample once, and every rank told of all of them."""
+"""Slices of an evaluation: each sample once, and every rank in each slice."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,34 +6,47 @@ from hypothesis import strategies as st
 from evener.planning.evaluation_slices import evaluation_slices
 
 RANKS = st.lists(
-    st.tuples(st.integers(1, 9), st.one_of(st.just(0.0), st.floats(1e-3, 1e3))),
+    st.tuples(st.integers(1, 9), st.floats(1e-3, 1e3)),
     min_size=1,
     max_size=5,
-).filter(lambda ranks: any(speed for _, speed in ranks))
+)
+
+
+def cut(num_samples: int, ranks: list[tuple[int, float]]) -> list[dict[int, list[int]]]:
+    slices = evaluation_slices(
+        range(num_samples),
+        {rank: size for rank, (size, _) in enumerate(ranks)},
+        {rank: speed for rank, (_, speed) in enumerate(ranks)},
+    )
+    return [{rank: [*part] for rank, part in parts.items()} for parts in slices]
+
+
+def sizes(num_samples: int, ranks: list[tuple[int, float]]) -> list[tuple[int, ...]]:
+    return [tuple(map(len, parts.values())) for parts in cut(num_samples, ranks)]
 
 
 @settings(deadline=None)
 @given(num_samples=st.integers(0, 80), ranks=RANKS)
-def test_each_sample_once_and_every_rank_in_the_last_round(
+def test_each_sample_once_in_rank_order_and_every_rank_in_each_slice(
     num_samples: int, ranks: list[tuple[int, float]]
 ) -> None:
-    slices = evaluation_slices(num_samples, [b for b, _ in ranks], [s for _, s in ranks])
-    working = [rank for rank, (_, speed) in enumerate(ranks) if speed]
-    assert sum(map(sum, slices)) == num_samples
+    slices = cut(num_samples, ranks)
+    assert [i for parts in slices for part in parts.values() for i in part] == [*range(num_samples)]
+    if num_samples < len(ranks):
+        assert all([*parts] == [0] for parts in slices)
+        return
     for parts in slices:
-        assert sum(parts) > 0
-        assert all(0 <= p <= (b if s else 0) for p, (b, s) in zip(parts, ranks, strict=True))
-    short = [parts for parts in slices if not all(parts[rank] for rank in working)]
-    assert len(short) <= 1
-    if num_samples >= len(working):
-        assert short in ([], slices[-2:-1])
+        assert [*parts] == [*range(len(ranks))]
+        assert all(parts.values())
+        fits = all(len(part) <= ranks[rank][0] for rank, part in parts.items())
+        assert fits or (parts is slices[-1] and sum(map(len, parts.values())) < 2 * len(ranks))
 
 
 def test_one_rank_has_the_batches_of_a_plain_loader() -> None:
-    assert evaluation_slices(10, [4], [123.0]) == [(4,), (4,), (2,)]
+    assert sizes(10, [(4, 123.0)]) == [(4,), (4,), (2,)]
 
 
 def test_parts_follow_speeds() -> None:
-    assert evaluation_slices(100, [16, 16], [100.0, 25.0]) == [(16, 4)] * 5
-    assert evaluation_slices(97, [32] * 3, [1.0] * 3) == [(16, 16, 16), (17, 16, 16)]
-    assert evaluation_slices(7, [1] * 3, [1.0] * 3) == [(1, 1, 1), (1, 0, 0), (1, 1, 1)]
+    assert sizes(100, [(16, 100.0), (16, 25.0)]) == [(16, 4)] * 5
+    assert sizes(97, [(32, 1.0)] * 3) == [(17, 16, 16), (16, 16, 16)]
+    assert sizes(7, [(1, 1.0)] * 3) == [(1, 1, 1), (2, 1, 1)]

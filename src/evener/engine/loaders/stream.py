@@ -1,7 +1,8 @@
 """A loader over what has no indices: every rank reads for itself, and contributes once a window."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, final
 
@@ -9,15 +10,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from evener.data.cursor import Cursor
 from evener.data.fetching import start_context
 from evener.devices import pins_memory
-from evener.engine.loaders.facts import LikeDataLoader
-from evener.engine.loaders.loops import closed_at_exit
+from evener.engine.loaders.dataset_arguments import Collate, Given, as_data_loader
+from evener.engine.loaders.training import TrainingLoader
 from evener.engine.sync import SyncEngine
-from evener.engine.team_change import cannot_join
-from evener.errors import CheckpointError, ConfigError
-from evener.parsing import Fields
-from evener.places import here
+from evener.errors import ConfigError
 from evener.planning.apportion import apportion
 
 _REMARK = (
@@ -30,7 +29,7 @@ _REMARK = (
 
 
 @final
-class StreamLoader(LikeDataLoader):
+class StreamLoader(TrainingLoader):
     """Iterates over an ``IterableDataset``, or over a ``DataLoader`` with batches of its own.
 
     Made by ``Ddp.loader``. Every ``ddp.step()`` closes a window, to which each rank contributes a
@@ -41,160 +40,85 @@ class StreamLoader(LikeDataLoader):
     def __init__(
         self,
         engine: SyncEngine,
-        batches: DataLoader[Any],
+        given: Given,
         *,
+        batch_size: int | None,
+        collate_fn: Collate | None,
+        num_workers: int | None,
         seed: int,
         max_steps: int | None,
     ) -> None:
-        super().__init__(batches)
-        self.batch_size = batches.batch_size  # of this rank
-        self._engine = engine
-        self._batches = batches
+        given = as_data_loader(given, batch_size)
+        workers = given.num_workers if num_workers is None else num_workers
+        settings = _own_part(given, batch_size, engine.rounds.rank, engine.team.world_size)
+        if workers:
+            settings |= {
+                "multiprocessing_context": start_context(given.multiprocessing_context),
+                "prefetch_factor": given.prefetch_factor,
+                "persistent_workers": given.persistent_workers,
+            }
+        self._given: DataLoader[Any] = DataLoader(
+            given.dataset,
+            collate_fn=collate_fn or given.collate_fn,
+            num_workers=workers,
+            pin_memory=given.pin_memory and pins_memory(),
+            timeout=given.timeout,
+            worker_init_fn=given.worker_init_fn,
+            generator=given.generator,
+            **settings,
+        )
+        super().__init__(engine, self._given, max_steps)
+        self._engine: SyncEngine = engine
+        self.cursor = Cursor(1, 0)  # only the number of the epoch is known: each is one piece
         self._seed = seed
-        self._max_steps = max_steps
-        self._epoch = 0
-        self._next = 0
-        #: File and line at which the user's loop was left last.
-        self.left_at = ""
-        iterable = isinstance(batches.dataset, IterableDataset)
-        what = batches.dataset if iterable else batches.batch_sampler
+        iterable = isinstance(given.dataset, IterableDataset)
+        what = given.dataset if iterable else given.batch_sampler
         engine.options.habits.tell_once(_REMARK.format(what=type(what).__name__))
 
     def __len__(self) -> int:
         """Return this rank's batches of an epoch; ``TypeError`` if the data set has no length."""
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the next epoch; see ``epoch``."""
-        return self.epoch(self._next)
-
-    @closed_at_exit
-    def epoch(self, epoch: int) -> Generator[Any, None, None]:
-        """Yield this rank's batches of an epoch; all ranks call it with the same number.
-
-        An epoch that was finished before a restart yields nothing.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-
-        Yields:
-            Batches.
-
-        Raises:
-            UsageError: ``ddp.step()`` was not called for the batch before, or an elastic team began
-                before this rank came.
-        """
-        engine = self._engine
-        if engine.generations.is_joining:
-            raise cannot_join("a stream")
-        self._next = epoch + 1
-        if self._finished or epoch < self._epoch:
-            return
-        engine.check_start(epoch)
-        engine.begin_stream(epoch)
-        self._epoch = epoch
-        try:
-            yield from self._rounds(epoch)
-            engine.end_epoch()
-            if not engine.rounds.stopping:
-                self._epoch = epoch + 1
-        except BaseException:  # GeneratorExit, after `break`; or an error, which others may not see
-            self.left_at = here()
-            engine.leave()
-            raise
-
-    @property
-    def cursor(self) -> None:
-        """Return ``None``: no window of a stream is planned."""
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many epochs are finished."""
-        return {"stream_epoch": self._epoch}
-
-    def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:
-        """Continue from ``state``; with ``allow_new_data``, from the first epoch of other data.
-
-        Raises:
-            CheckpointError: It is that of a map-style data set.
-        """
-        if "stream_epoch" not in state and allow_new_data:
-            return
-        if "stream_epoch" not in state:
-            raise CheckpointError(
-                "the checkpoint was written with a map-style data set, this run has a stream; "
-                "resume with the same kind of data"
-            )
-        self._epoch = Fields(dict(state)).whole("stream_epoch")
+        return len(self._given)
 
     def close(self) -> None:
         """Do nothing: worker processes end with the iterator."""
 
-    @property
-    def _finished(self) -> bool:
-        done = self._max_steps is not None and self._engine.turns >= self._max_steps
-        return self._engine.rounds.stopping or done
+    def _begin(self, epoch: int) -> AbstractContextManager[None]:
+        self._engine.begin_stream(epoch)
+        self.cursor.begin(epoch)
+        return nullcontext()
 
-    def _rounds(self, epoch: int) -> Iterator[Any]:
+    def _batches(self, epoch: int) -> Iterator[Any]:
         engine = self._engine
         asked_s = time.perf_counter()
-        for batch in self._batches:
+        for batch in self._given:
             engine.spans.receive(asked_s)
-            engine.seed_draws(self._seed, epoch, engine.window, engine.rounds.rank)
-            share = engine.open_share(1)
-            share.start_micro_batch(count_samples(batch))
-            yield batch
-            if share.in_micro_batch:
-                raise share.not_ended()
-            if self._finished:
-                return
+            place = self._seed, epoch, engine.window, engine.rounds.rank
+            yield from self._compute(batch, engine.open_share(1), count_samples(batch), *place)
+            if self._is_over:
+                break
             asked_s = time.perf_counter()
-        going_on = True
-        while going_on and not self._finished:
-            going_on = engine.join_unplanned() is not None
+        others_have_data = True
+        while others_have_data and not self._is_over:
+            others_have_data = engine.join_unplanned() is not None
+        engine.end_epoch()
+        if not engine.rounds.stopping:
+            self.cursor.begin(epoch + 1)
 
 
-def stream_of(
-    given: IterableDataset[Any] | DataLoader[Any],
-    *,
-    rank: int,
-    world_size: int,
-    batch_size: int | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    num_workers: int | None,
-) -> DataLoader[Any]:
-    """Return the batches that one rank reads.
+def _own_part(
+    given: DataLoader[Any], size: int | None, rank: int, world_size: int
+) -> dict[str, Any]:
+    """Return which batches a rank reads, as arguments of a ``DataLoader``.
 
-    A ``batch_size`` is that of the whole team: each rank reads an equal part. Of a ``DataLoader``
-    with batches of its own, each rank takes every ``world_size``-th.
+    A batch size is that of the whole team: each rank reads an equal part. Of batches of the user's
+    own, each rank takes every ``world_size``-th.
 
     Raises:
-        ConfigError: There is no batch size, or it is smaller than the team.
+        ConfigError: The batch size is smaller than the team.
     """
-    if not isinstance(given, DataLoader):
-        if batch_size is None:
-            raise ConfigError(
-                "batch_size is not given; pass the samples of one optimizer step of the whole team"
-            )
-        given = DataLoader(given, batch_size)
-    settings: dict[str, Any] = {
-        "collate_fn": collate_fn or given.collate_fn,
-        "num_workers": given.num_workers if num_workers is None else num_workers,
-        "pin_memory": given.pin_memory and pins_memory(),
-        "timeout": given.timeout,
-        "worker_init_fn": given.worker_init_fn,
-        "generator": given.generator,
-    }
-    if settings["num_workers"]:
-        settings |= {
-            "multiprocessing_context": start_context(given.multiprocessing_context),
-            "prefetch_factor": given.prefetch_factor,
-            "persistent_workers": given.persistent_workers,
-        }
     if given.batch_size is None and given.batch_sampler is not None:
-        taken = EveryNth(given.batch_sampler, rank, world_size)
-        return DataLoader(given.dataset, batch_sampler=taken, **settings)
-    size = batch_size or given.batch_size
+        return {"batch_sampler": EveryNth(given.batch_sampler, rank, world_size)}
+    size = size or given.batch_size
     if size is not None:
         if size < world_size:
             raise ConfigError(
@@ -202,7 +126,7 @@ def stream_of(
                 "each batch; give at least one sample for each"
             )
         size = apportion(size, [1.0] * world_size)[rank]
-    return DataLoader(given.dataset, batch_size=size, drop_last=given.drop_last, **settings)
+    return {"batch_size": size, "drop_last": given.drop_last}
 
 
 @final

@@ -17,7 +17,7 @@ from evener.config.settings import DdpConfig
 from evener.data.cursor import derive_seed
 from evener.ddp import Ddp
 from evener.devices import count_accelerators
-from evener.engine.loaders.planned import split
+from evener.engine.loaders.training import split
 from evener.engine.results import WindowResult
 from evener.engine.sync import SyncEngine
 from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError

@@ -77,7 +77,7 @@ def fit_head(
     ddp.weighted_mean(0.0)  # agrees on a stop
     if ddp.stopping:
         return False
-    if filled:  # with fewer samples than ranks, the last ranks have none
+    if filled:  # with fewer samples than ranks, only the first one has rows
         _fit(head, features, torch.tensor(data.indices)[chosen], pipeline)
     with torch.no_grad():
         for parameter in head.parameters():

@@ -312,7 +312,7 @@ def test_state_dict_on_one_rank_is_an_error_that_names_the_remedy() -> None:
                 elif otherwise == "evaluates":
                     ddp.weighted_mean(1.0)
         except CollectiveError as error:
-            return str(error)
+            return "".join(getattr(error, "__notes__", ()))
         return ""
 
     for otherwise in ("evaluates", "trains", "leaves"):

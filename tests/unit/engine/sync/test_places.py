@@ -27,7 +27,7 @@ def test_ranks_at_other_places_of_the_data_are_refused_before_anything_is_comput
         with wanted as caught, setup(comm, model, optimizer, shares=(1, 1)) as ddp:
             loader = ddp.loader(DATA, batch_size=8)
             committed = [[0, 8]] if comm.rank else []
-            loader.restore(loader.state_dict() | {"committed": committed})
+            loader.cursor.load_state_dict(loader.state_dict() | {"committed": committed})
             next(iter(loader.epoch(0)))
         return str(caught.value)
 

@@ -241,7 +241,9 @@ def test_a_scheduler_stepped_for_every_local_batch() -> None:
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: nn.Sequential(nn.DataParallel(m))])
 def test_a_model_that_is_wrapped_already(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = wrap(nn.Linear(3, 1))
-    with pytest.raises(ConfigError, match=r"wrapped in DataParallel.*plain module"):
+    with pytest.raises(
+        ConfigError, match=r"DataParallel would average .* a second time; .*plain module"
+    ):
         setup(SingleCommunicator(), model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
