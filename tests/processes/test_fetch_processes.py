@@ -174,8 +174,10 @@ def test_close_is_prompt_in_the_middle_of_a_sample(tmp_path, context):
     fetcher.close()
     assert time.monotonic() - start < PATIENCE_S / 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    with pytest.raises(CancelledError):
+    with pytest.raises(DataError, match="exit code -9"):
         pending[0].result(1)
+    with pytest.raises(CancelledError):
+        pending[5].result(1)
     assert open_files() <= before + 1  # multiprocessing's own tracker stays
 
 

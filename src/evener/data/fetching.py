@@ -19,7 +19,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -168,7 +168,7 @@ class Pending(Future[Any]):
         Raises:
             DataError: A sample could not be loaded (named by index), a worker died, or the
                 deadline has passed.
-            CancelledError: The fetcher was closed.
+            CancelledError: The fetcher was closed before it was begun.
         """
         if self._fetcher.inline is not None and not self.done():
             self.load(self._fetcher.inline)
@@ -206,7 +206,7 @@ class Fetcher(Closing):
         self.inline = inline
         self._tasks: Tasks = SimpleQueue()
         # Also for one that is forgotten, and where the interpreter ends.
-        self._end = weakref.finalize(self, _end, os.getpid(), self._tasks, len(loads), workers)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._tasks, workers)
         for load in loads:
             # Daemons: the end of the interpreter waits for no sample.
             threading.Thread(
@@ -239,16 +239,16 @@ def _load_all(tasks: Tasks, load: Load) -> None:
     while (pending := tasks.get()) is not None:
         pending.load(load)
         del pending  # or its batch would stay until the next one comes
+    tasks.put(None)  # for the next thread
 
 
-def _end(owner: int, tasks: Tasks, num_threads: int, workers: Sequence["Worker"]) -> None:
+def _end(owner: int, tasks: Tasks, workers: Sequence["Worker"]) -> None:
     if os.getpid() != owner:  # a forked child has copies
         return
     with suppress(Empty):
         while (pending := tasks.get_nowait()) is not None:
             pending.cancel()
-    for _ in range(num_threads):
-        tasks.put(None)
+    tasks.put(None)
     for worker in workers:
         worker.end()
 
@@ -283,7 +283,6 @@ class Worker:
     def __init__(self, name: str, recipe: Recipe, context: BaseContext) -> None:
         self._connection, theirs = context.Pipe()
         self._in_use = threading.Lock()
-        self._is_ended = False
         self._process: Any = context.Process(  # type: ignore[attr-defined]  # every context has it
             target=_serve, args=(recipe, theirs, os.getpid()), name=name, daemon=True
         )
@@ -301,7 +300,6 @@ class Worker:
 
         Raises:
             DataError: It could not, or has died.
-            CancelledError: It was ended meanwhile.
         """
         with self._in_use:
             try:
@@ -309,8 +307,6 @@ class Worker:
                 # Unpickling fetches tensors from the worker, so its death shows here as well.
                 batch, failure, trace = self._connection.recv()
             except Exception as error:
-                if self._is_ended:
-                    raise CancelledError from None
                 self._process.join(1.0)
                 raise DataError(
                     f"{self._process.name} (pid {self.pid}, exit code {self._process.exitcode}) "
@@ -324,7 +320,6 @@ class Worker:
 
     def end(self) -> None:
         """Kill the process, also in the middle of a sample."""
-        self._is_ended = True
         self._process.kill()
         # Its death ends `load`, unless something that the data set has started holds the other end.
         if self._in_use.acquire(timeout=1.0):
