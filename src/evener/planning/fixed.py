@@ -1,7 +1,7 @@
 """Fixed shares: the user gives the same proportions for every window."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 from evener.planning.apportion import apportion
 from evener.planning.plan import WindowPlan
@@ -26,10 +26,6 @@ class FixedShares(Policy):
         self._ratios = tuple(ratios)
         self._avoid_ones = avoid_ones
 
-    def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
-        """Return zeros: nothing is measured."""
-        return (0.0,) * len(self.members)
-
     def plan(
         self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
     ) -> WindowPlan:
@@ -40,10 +36,3 @@ class FixedShares(Policy):
             shares = without_ones(shares, self.micro_batch_sizes, idle)
         self._give_reason(window, "partition_ratios set the shares")
         return WindowPlan(window, epoch, start, size, shares)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: nothing is learnt."""
-        return {"policy": "fixed"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore what another run has learnt."""

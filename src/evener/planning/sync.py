@@ -149,7 +149,7 @@ class SyncPolicy(Policy):
         state says nothing keep what is known of them. The time of an exchange is not part of it,
         as that belongs to a team and not to a member. See ``Policy``.
         """
-        saved = state["members"] if state["policy"] == ApplyPolicy.SYNC else {}
+        saved = state["members"] if state.get("policy") == ApplyPolicy.SYNC else {}
         for member, speed in zip(self.members, self._speeds, strict=True):
             if member in saved:
                 speed.load_state_dict(saved[member])
