@@ -11,7 +11,7 @@ from evener.engine.late import LateEngine
 from evener.engine.results import WindowResult, Work
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import Policy
 from evener.protocol.row import DATA_LENGTH, Purpose
 

@@ -32,8 +32,7 @@ from evener.errors import (
     EvenerError,
     UsageError,
 )
-from evener.planning.local_plan import LocalPlan
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import LocalPlan, WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import NOTHING, TOLD_LATER, RankRecord, Report
 from evener.planning.stragglers import Straggler

@@ -9,7 +9,7 @@ from typing import Final, Generic, NamedTuple, TypeVar, final
 from torch import Tensor
 
 from evener.engine.results import Round
-from evener.planning.local_plan import LocalPlan
+from evener.planning.plans import LocalPlan
 
 T = TypeVar("T")
 

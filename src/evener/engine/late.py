@@ -24,7 +24,7 @@ from evener.engine.results import Progress, Round, WindowResult
 from evener.engine.share import Lap, Share, Stopwatch
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.report import LOSS, Report
 
 _TAKING: Final = (Adam, AdamW, Adagrad, SGD)

@@ -22,7 +22,7 @@ from evener.engine.share import Share, Stopwatch
 from evener.engine.state import OptimizerState, TrainingState
 from evener.engine.team import Team
 from evener.errors import CollectiveError, LeftOutError, UsageError
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.report import LOSS, NOTHING, Report
 from evener.planning.shares import in_whole_micro_batches

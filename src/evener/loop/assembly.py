@@ -43,10 +43,9 @@ from evener.loop.arguments import (
 from evener.loop.consistency import Description, check_consistency, describe_training, summarise
 from evener.loop.precision import HALF, AutocastForward, choose_precision
 from evener.planning.cadence import CadencePolicy
-from evener.planning.fixed import FixedShares
 from evener.planning.guard import make_guard
 from evener.planning.policies import ApplyPolicy, Planner, Policy
-from evener.planning.sync import SyncPolicy
+from evener.planning.sync import FixedShares, SyncPolicy
 from evener.protocol.row import Purpose
 from evener.team.backends import check_backend, check_policy, connect_team, describe_exchange
 from evener.team.channel import LEFT

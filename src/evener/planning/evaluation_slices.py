@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from fractions import Fraction
 
-from evener.planning.apportion import apportion
+from evener.planning.shares import apportion
 
 #: Samples of each rank in a slice of an evaluation.
 Parts = tuple[int, ...]

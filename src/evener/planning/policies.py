@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.report import Report
 
 

@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import median, median_low
 from typing import Any, Final, final
 
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import LEAST_APART, ApplyPolicy, Forecast, Parking, Policy
 from evener.planning.report import Report
-from evener.planning.shares import all_seconds, fastest_shares, finish_s, without_ones
+from evener.planning.shares import all_seconds, apportion, fastest_shares, finish_s, without_ones
 from evener.planning.speed import CostModel, SpeedModel, relative_error
 
 _DEAD_BAND: Final = 0.02
@@ -341,3 +341,32 @@ class SyncPolicy(Policy):
         slow_s = max(slowest_s + everyone.exchange_s, now_s)
         lost_s = _PATIENCE * (slow_s + 2.0 * everyone.window_s - 3.0 * now_s) + change_s
         return max(LEAST_APART, math.ceil(lost_s / (_TRIALS * now_s)))
+
+
+@final
+class FixedShares(Policy):
+    """Splits every window in given proportions, whatever is measured.
+
+    Args:
+        members: Member ids, by rank.
+        ratios: Proportions, by rank; 0 gives a rank nothing to do.
+        avoid_ones: Give no rank a micro-batch of one sample where that can be avoided.
+    """
+
+    def __init__(
+        self, members: Sequence[str], ratios: Sequence[float], *, avoid_ones: bool = False
+    ) -> None:
+        super().__init__(members)
+        self._ratios = tuple(ratios)
+        self._avoid_ones = avoid_ones
+
+    def plan(
+        self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
+    ) -> WindowPlan:
+        """Plan a window; ``work_for_all`` is ignored: the user has said what each rank does."""
+        shares = apportion(size, self._ratios)
+        if self._avoid_ones:
+            idle = [rank for rank, ratio in enumerate(self._ratios) if not ratio]
+            shares = without_ones(shares, self.micro_batch_sizes, idle)
+        self._give_reason(window, "partition_ratios set the shares")
+        return WindowPlan(window, epoch, start, size, shares)

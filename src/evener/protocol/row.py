@@ -14,8 +14,7 @@ from functools import cache
 from typing import Any, Final, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 from evener.errors import ProtocolError
-from evener.planning.local_plan import LocalPlan
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import LocalPlan, WindowPlan
 from evener.planning.report import NOTHING, Report
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.planning import sync as sync_module
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.planning.speed import CostModel, num_micro_batches

@@ -17,7 +17,7 @@ from evener.engine.loaders.loops import UserLoop, closed_at_exit
 from evener.engine.team_change import cannot_join
 from evener.errors import CheckpointError, ConfigError
 from evener.parsing import Fields
-from evener.planning.apportion import apportion
+from evener.planning.shares import apportion
 
 _REMARK = (
     "{what}: each rank reads it by itself and contributes one batch to each window, so "
