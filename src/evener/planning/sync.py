@@ -293,38 +293,34 @@ class SyncPolicy(Policy):
         that is hardly measured counts while it has no work: it contributes nothing then, and each
         exchange costs.
         """
-        shares, _ = self._best_shares(batch_size, self._away)
-        useless: Collection[int] = ()
-        if all(self._speeds[rank].is_settled or not shares[rank] for rank in self._present):
-            kept = self._better_alone(batch_size, main)
-            useless = [r for r in self._present if (not shares[r] if kept is None else r != kept)]
+        useless = self._useless_ranks(batch_size, main)
         self._useless_windows = {r: self._useless_windows.get(r, 0) + 1 for r in useless}
         ranks = [rank for rank, n in self._useless_windows.items() if n >= _PATIENCE]
-        if not ranks:
-            return None
         before, after = (self.forecast(batch_size, self._away.union(r)) for r in ((), ranks))
-        if any(shares[rank] for rank in ranks):
-            is_better = after.is_clearly_below(before)
-        else:
-            is_better = after.window_s <= before.window_s
+        if not ranks or after.window_s > before.window_s:
+            return None
         speeds = self.solo_speeds(batch_size)
-        return Parking({r: speeds[r] for r in ranks}, before, after) if is_better else None
+        return Parking({rank: speeds[rank] for rank in ranks}, before, after)
 
-    def _better_alone(self, batch_size: int, main: int) -> int | None:
-        """Return the rank that is clearly faster alone than all together, if there is one.
+    def _useless_ranks(self, batch_size: int, main: int) -> list[int]:
+        """Return the ranks that cost more than they contribute in this window.
 
         Args:
             batch_size: Samples of a window.
             main: The rank that stays unless another one is clearly faster.
         """
-        everyone = frozenset(range(len(self.members)))
-        speeds = self.solo_speeds(batch_size)
+        shares, _ = self._best_shares(batch_size, self._away)
+        if not all(self._speeds[rank].is_settled or not shares[rank] for rank in self._present):
+            return []
+        everyone, speeds = frozenset(range(len(self.members))), self.solo_speeds(batch_size)
         fastest = max(self._present, key=lambda rank: speeds[rank])
-        alone, of_main = (self.forecast(batch_size, everyone - {r}) for r in (fastest, main))
-        kept = fastest
-        if not alone.is_clearly_below(of_main):
-            kept, alone = main, of_main
-        return kept if alone.is_clearly_below(self.forecast(batch_size, self._away)) else None
+        kept, alone = main, self.forecast(batch_size, everyone - {main})
+        of_fastest = self.forecast(batch_size, everyone - {fastest})
+        if of_fastest.is_clearly_below(alone):
+            kept, alone = fastest, of_fastest
+        if alone.is_clearly_below(self.forecast(batch_size, self._away)):
+            return [rank for rank in self._present if rank != kept]
+        return [rank for rank in self._present if not shares[rank]]
 
     def windows_apart(self, batch_size: int, change_s: float) -> int:
         """Return after how many windows parked ranks are tried again; see ``Policy``.
