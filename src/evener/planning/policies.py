@@ -143,7 +143,8 @@ class Planner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, even of another team: members that are not here are ignored.
 
-        A state of another policy says nothing.
+        Raises:
+            CheckpointError: The state is of another policy, and this one cannot do without it.
         """
 
     def set_absent(self, ranks: frozenset[int]) -> None:

@@ -79,12 +79,14 @@ def fastest_shares(
     Returns:
         Shares by rank; they sum to ``total``.
     """
+    if total == 0:
+        return (0,) * len(costs)
     present = [rank for rank in range(len(costs)) if rank not in idle]
     ranks = (
         [costs[rank] for rank in present],
         [micro_batch_sizes[rank] or total for rank in present],
     )
-    shares = _nearly(total, least, *ranks) if total else [0] * len(present)
+    shares = _nearly(total, least, *ranks)
     ends = all_seconds([share + 1 for share in shares], *ranks)
     first = [(end, place) for place, end in enumerate(ends)]
     heapify(first)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import median, median_low
 from typing import Any, Final, final
 
+from evener.errors import CheckpointError
 from evener.planning.plans import WindowPlan
 from evener.planning.policies import LEAST_APART, ApplyPolicy, Forecast, Parking, Policy
 from evener.planning.report import Report
@@ -145,11 +146,20 @@ class SyncPolicy(Policy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, even of another team: members that are not here are ignored.
 
-        A run of another policy, or with fixed shares, has learnt nothing. Members of which the
-        state says nothing keep what is known of them. The time of an exchange is not part of it,
-        as that belongs to a team and not to a member. See ``Policy``.
+        A run with fixed shares has learnt nothing. Members of which the state says nothing keep
+        what is known of them. The time of an exchange is not part of it, as that belongs to a team
+        and not to a member. See ``Policy``.
+
+        Raises:
+            CheckpointError: The state is of another policy.
         """
-        saved = state["members"] if state.get("policy") == ApplyPolicy.SYNC else {}
+        policy = state.get("policy", ApplyPolicy.SYNC)
+        if policy != ApplyPolicy.SYNC:
+            raise CheckpointError(
+                f"the checkpoint is of a run with {policy=}, and this run has "
+                f"{ApplyPolicy.SYNC.value!r}: give the policy of that run"
+            )
+        saved = state.get("members", {})
         for member, speed in zip(self.members, self._speeds, strict=True):
             if member in saved:
                 speed.load_state_dict(saved[member])
