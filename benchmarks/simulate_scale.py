@@ -33,7 +33,7 @@ from evener.data.leases import LeaseBook
 from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ElChe
 from evener.planning.guard import LevelGuard
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.report import Report
 from evener.planning.speed import CostModel
 from evener.planning.sync import SyncPolicy

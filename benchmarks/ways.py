@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener import Ddp, DdpConfig, Sink
 from evener.engine.emulate import Slowdown
-from evener.planning.apportion import apportion
+from evener.planning.shares import apportion
 
 #: The event of a committed window.
 Window = Mapping[str, Any]

@@ -19,7 +19,7 @@ from evener.data.leases import LeaseBook
 from evener.engine import local
 from evener.engine.local import LocalEngine
 from evener.planning.cadence import CadencePolicy
-from evener.planning.local_plan import LocalPlan
+from evener.planning.plans import LocalPlan
 from helpers.clocks import RankClocks
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.elastic_runs import begin

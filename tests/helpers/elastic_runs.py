@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from evener import Ddp, DdpConfig, WindowResult
-from evener.planning.apportion import apportion
 from evener.planning.policies import Parking
+from evener.planning.shares import apportion
 from helpers.elastic import STEP, ElasticThreads, Kill, ThreadMembership
 from helpers.limits import PATIENCE_S
 from helpers.teams import ScriptedPolicy

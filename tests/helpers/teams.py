@@ -10,10 +10,10 @@ from torch import nn
 from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
-from evener.planning.apportion import apportion
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import Parking, Policy
 from evener.planning.report import Report
+from evener.planning.shares import apportion
 from evener.team.environment import DistributedTrainConfig
 from helpers.limits import PATIENCE_S
 

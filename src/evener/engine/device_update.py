@@ -13,7 +13,7 @@ from evener.comm.flat import FlatBuffers
 from evener.devices import DeviceQueue
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import Share, Stopwatch
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.report import LOSS
 
 

@@ -25,8 +25,7 @@ from evener.engine.share import Share, WindowSpans
 from evener.engine.team import Team
 from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import UsageError
-from evener.planning.local_plan import LocalPlan
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import LocalPlan, WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import Report
 from evener.protocol.machine import Action

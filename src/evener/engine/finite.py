@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from evener.errors import NonFiniteGradientError
-from evener.planning.local_plan import LocalPlan
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import LocalPlan, WindowPlan
 from evener.planning.report import LOSS, PARAMETERS
 
 

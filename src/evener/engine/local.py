@@ -31,7 +31,7 @@ from evener.engine.team import Team
 from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import CollectiveError
 from evener.planning.cadence import CadencePolicy
-from evener.planning.local_plan import LocalPlan
+from evener.planning.plans import LocalPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import PARAMETERS, Report
 from evener.protocol.machine import Action, State, land, unlike_parameters

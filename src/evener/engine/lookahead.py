@@ -13,7 +13,7 @@ from evener.engine.guards import OptimizerGuards
 from evener.engine.parking import describe_parking
 from evener.engine.run_state import RunState
 from evener.errors import UsageError
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import NOTEWORTHY_S, Parking, Policy
 from evener.planning.report import Report
 from evener.planning.shares import in_whole_micro_batches

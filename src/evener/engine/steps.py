@@ -13,7 +13,7 @@ from evener.engine.results import Progress
 from evener.engine.share import Share, Stopwatch
 from evener.engine.training_state import TrainingState
 from evener.planning.clock import WindowClock
-from evener.planning.local_plan import LocalPlan
+from evener.planning.plans import LocalPlan
 from evener.planning.report import LOSS, NOTHING, Report
 
 

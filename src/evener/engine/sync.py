@@ -24,7 +24,7 @@ from evener.engine.share import Share, Stopwatch
 from evener.engine.team import Team
 from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import CollectiveError, NonFiniteGradientError, UsageError
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import ApplyPolicy, Policy
 from evener.planning.report import LOSS, NOTHING, Report
 from evener.protocol.formation import PARKED

@@ -40,7 +40,6 @@ from evener.loop.arguments import Models, Schedulers, combine_models, parts_of
 from evener.loop.consistency import Description, check_consistency, describe_training, summarise
 from evener.loop.precision import HALF, AutocastForward, choose_precision
 from evener.planning.cadence import CadencePolicy
-from evener.planning.fixed import FixedShares
 from evener.planning.guard import make_guard
 from evener.planning.policies import ApplyPolicy, Planner, Policy
 from evener.planning.sync import SyncPolicy

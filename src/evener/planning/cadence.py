@@ -6,7 +6,7 @@ from typing import Any, final
 
 from evener.planning.elche import ElChe
 from evener.planning.guard import DivergenceGuard, Verdict, ask_guard
-from evener.planning.local_plan import LocalPlan
+from evener.planning.plans import LocalPlan
 from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import Report
 from evener.planning.shares import fastest_shares

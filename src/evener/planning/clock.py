@@ -15,16 +15,13 @@ class WindowClock:
     """
 
     def __init__(self) -> None:
-        self.num_steps = 0
         self._step_s = 0.0
-        self._most = self._least = 0
-        self._deadline_s = math.inf
+        self.open(0)
 
     def open(self, most: int) -> None:
         """Begin a window of no more than ``most`` steps, without a deadline so far."""
         self.num_steps = 0
-        self._most, self._least = most, 0
-        self._deadline_s = math.inf
+        self.limit(most, math.inf)
 
     def limit(self, most: int, deadline_s: float, *, least: int = 0) -> None:
         """Set the end of the window that has begun.

@@ -102,7 +102,7 @@ class ElChe:
         Raises:
             ConfigError: There is no such rank, or the ratio is below 1.
         """
-        self._check_rank(slow_rank)
+        _check("slow_rank", slow_rank, least=0, most=self._world_size - 1)
         _check("ratio", ratio, least=1.0)  # to name a fast rank, name another one as the slow one
         ratios = [1.0 if r == slow_rank else ratio for r in range(self._world_size)]
         return self.with_speeds(ratios)
@@ -187,7 +187,7 @@ class ElChe:
         Raises:
             ConfigError: There is no such rank.
         """
-        self._check_rank(rank)
+        _check("rank", rank, least=0, most=self._world_size - 1)
         return self._counts[rank]
 
     @property
@@ -358,13 +358,6 @@ class ElChe:
             )
         self.anchor = min(state["anchor"], self._max_anchor)
         self._counts, self._ms = counts, ms
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self._world_size:
-            raise ConfigError(
-                f"there is no rank {rank} among {self._world_size}; give 0 to "
-                f"{self._world_size - 1}"
-            )
 
     def _check_each(self, name: str, values: Sequence[float]) -> None:
         """Check that there is a finite number of 0 or more for each rank."""

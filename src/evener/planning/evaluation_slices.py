@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from evener.planning.apportion import apportion
+from evener.planning.shares import apportion
 
 #: The samples of each rank in a slice of an evaluation, by rank.
 Parts = dict[int, Sequence[int]]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.report import Report
 
 
@@ -81,7 +81,7 @@ class Parking(NamedTuple):
         return tuple(self.alone)
 
 
-class Planner(ABC):
+class Planner:
     """Learns the speeds of members, and keeps them over a change of the team.
 
     A member's id stays the same when ranks get new numbers. Only the planning rank's planner
@@ -122,7 +122,6 @@ class Planner(ABC):
         """Set how shares are computed; see ``micro_batch_sizes``."""
         self.micro_batch_sizes = tuple(sizes)
 
-    @abstractmethod
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
         """Return the predicted samples per second of each rank if it did a whole batch alone.
 
@@ -132,29 +131,27 @@ class Planner(ABC):
         Returns:
             Speeds by rank; 0.0 for a rank that has not been measured.
         """
+        return (0.0,) * len(self.members)
 
     def forget(self, ranks: Collection[int]) -> None:
         """Start these ranks as new ones: others, on other devices, have their numbers now."""
-        return
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the learnt state, by member id, as plain JSON types."""
+        """Return the learnt state, by member id, as plain JSON types; empty if there is none."""
+        return {}
 
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, even of another team: members that are not here are ignored.
 
         Raises:
-            CheckpointError: The state is of another policy.
+            CheckpointError: The state is of another policy, and this one cannot do without it.
         """
 
     def set_absent(self, ranks: frozenset[int]) -> None:
         """Give nothing to these numbers, which no member of an elastic team has."""
-        return
 
 
-class Policy(Planner):
+class Policy(Planner, ABC):
     """Plans SYNC windows, from reports of earlier ones if it learns."""
 
     def calibrate(self, speeds: Sequence[float]) -> None:

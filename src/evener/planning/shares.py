@@ -3,16 +3,37 @@
 Pure functions of predicted costs.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from heapq import heapify, heapreplace
 from itertools import chain
 from typing import Final
 
-from evener.planning.apportion import apportion
 from evener.planning.speed import CostModel
 
 _MOST_DEADLINES: Final = 64
 """Deadlines tried at most; after that more samples are handed out one by one."""
+
+
+def apportion(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
+    """Return shares of ``total`` as near to ``ratios`` as whole numbers can be.
+
+    The method of largest remainders; ties go to the lower rank.
+
+    Args:
+        total: What to divide, 0 or more.
+        ratios: Non-negative proportions, not all 0.
+
+    Returns:
+        Whole shares that sum to ``total``; 0 where the ratio is 0.
+    """
+    whole = math.fsum(ratios)
+    exact = [total * ratio / whole for ratio in ratios]
+    shares = [int(part) for part in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: shares[rank] - exact[rank])
+    for rank in by_remainder[: total - sum(shares)]:
+        shares[rank] += 1
+    return tuple(shares)
 
 
 def finish_s(
@@ -58,12 +79,14 @@ def fastest_shares(
     Returns:
         Shares by rank; they sum to ``total``.
     """
+    if total == 0:
+        return (0,) * len(costs)
     present = [rank for rank in range(len(costs)) if rank not in idle]
     ranks = (
         [costs[rank] for rank in present],
         [micro_batch_sizes[rank] or total for rank in present],
     )
-    shares = _nearly(total, least, *ranks) if total else [0] * len(present)
+    shares = _nearly(total, least, *ranks)
     ends = all_seconds([share + 1 for share in shares], *ranks)
     first = [(end, place) for place, end in enumerate(ends)]
     heapify(first)

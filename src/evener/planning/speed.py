@@ -60,10 +60,6 @@ class CostModel(NamedTuple):
         micro_batches = num_micro_batches(samples, micro_batch_size)
         return self.window_s + self.fixed_s * micro_batches + self.per_sample_s * samples
 
-    def samples_per_s(self, samples: int, micro_batch_size: int | None) -> float:
-        """Return the speed at ``samples`` in micro-batches of at most ``micro_batch_size``."""
-        return samples / self.seconds(samples, micro_batch_size)
-
     def scaled(self, factor: float) -> "CostModel":
         """Return the cost of a rank that takes ``factor`` times as long."""
         return CostModel(self.fixed_s * factor, self.per_sample_s * factor, self.window_s * factor)

@@ -3,8 +3,8 @@
 A rank is judged by its seconds before it meets the others: compute and waiting for data, compared
 with the median of its own past. Updates do not count, nor do windows with the first micro-batch of
 a size, because they say nothing about speed. Times are noisy, with a heavy tail, so one slow window
-means nothing: a rank is named after three more slow windows than others, and once the others have
-waited for it for a noteworthy time.
+means nothing: a rank is named after three in a row, and once the others have waited for it for a
+noteworthy time.
 """
 
 from collections import deque
@@ -20,8 +20,7 @@ FACTOR: Final = 1.3
 """A rank is slow in a window in which it needs so many times the expected seconds."""
 
 IN_A_ROW: Final = 3
-"""A rank is named after so many more slow windows than others; as many later ones that are not slow
-end the episode."""
+"""After so many slow windows in a row a rank is named, after as many others it has recovered."""
 
 _PAST: Final = 15
 _LEAST_PAST: Final = 8
@@ -66,7 +65,8 @@ class _Pace:
 
     def __init__(self) -> None:
         self.past: deque[Report] = deque(maxlen=_PAST)
-        #: Slow windows less others, from 0 to ``IN_A_ROW``; since when, and what they cost.
+        #: Slow windows in a row, ``IN_A_ROW`` at most; since when, and what they cost. Once the
+        #: rank is named, each other window takes one off.
         self.slow = self.since = 0
         self.delay_s = 0.0
         self.named: Straggler | None = None
@@ -130,7 +130,7 @@ class StragglerWatch:
                     pace.named = _name(rank, window, record, factor, pace)
                     found.append(pace.named)
                 continue
-            pace.slow = max(pace.slow - 1, 0)
+            pace.slow = pace.slow - 1 if pace.named else 0
             if pace.slow == 0:
                 if ratio < FACTOR:
                     pace.past.append(record)

@@ -5,10 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import median, median_low
 from typing import Any, Final, final
 
-from evener.planning.plan import WindowPlan
+from evener.errors import CheckpointError
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import LEAST_APART, ApplyPolicy, Forecast, Parking, Policy
 from evener.planning.report import Report
-from evener.planning.shares import all_seconds, fastest_shares, finish_s, without_ones
+from evener.planning.shares import all_seconds, apportion, fastest_shares, finish_s, without_ones
 from evener.planning.speed import CostModel, SpeedModel, relative_error
 
 _DEAD_BAND: Final = 0.02
@@ -145,11 +146,20 @@ class SyncPolicy(Policy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, even of another team: members that are not here are ignored.
 
-        A run of another policy, or with fixed shares, has learnt nothing. Members of which the
-        state says nothing keep what is known of them. The time of an exchange is not part of it,
-        as that belongs to a team and not to a member. See ``Policy``.
+        A run with fixed shares has learnt nothing. Members of which the state says nothing keep
+        what is known of them. The time of an exchange is not part of it, as that belongs to a team
+        and not to a member. See ``Policy``.
+
+        Raises:
+            CheckpointError: The state is of another policy.
         """
-        saved = state["members"] if state["policy"] == ApplyPolicy.SYNC else {}
+        policy = state.get("policy", ApplyPolicy.SYNC)
+        if policy != ApplyPolicy.SYNC:
+            raise CheckpointError(
+                f"the checkpoint is of a run with {policy=}, and this run has "
+                f"{ApplyPolicy.SYNC.value!r}: give the policy of that run"
+            )
+        saved = state.get("members", {})
         for member, speed in zip(self.members, self._speeds, strict=True):
             if member in saved:
                 speed.load_state_dict(saved[member])
@@ -293,38 +303,34 @@ class SyncPolicy(Policy):
         that is hardly measured counts while it has no work: it contributes nothing then, and each
         exchange costs.
         """
-        shares, _ = self._best_shares(batch_size, self._away)
-        useless: Collection[int] = ()
-        if all(self._speeds[rank].is_settled or not shares[rank] for rank in self._present):
-            kept = self._better_alone(batch_size, main)
-            useless = [r for r in self._present if (not shares[r] if kept is None else r != kept)]
+        useless = self._useless_ranks(batch_size, main)
         self._useless_windows = {r: self._useless_windows.get(r, 0) + 1 for r in useless}
         ranks = [rank for rank, n in self._useless_windows.items() if n >= _PATIENCE]
-        if not ranks:
-            return None
         before, after = (self.forecast(batch_size, self._away.union(r)) for r in ((), ranks))
-        if any(shares[rank] for rank in ranks):
-            is_better = after.is_clearly_below(before)
-        else:
-            is_better = after.window_s <= before.window_s
+        if not ranks or after.window_s > before.window_s:
+            return None
         speeds = self.solo_speeds(batch_size)
-        return Parking({r: speeds[r] for r in ranks}, before, after) if is_better else None
+        return Parking({rank: speeds[rank] for rank in ranks}, before, after)
 
-    def _better_alone(self, batch_size: int, main: int) -> int | None:
-        """Return the rank that is clearly faster alone than all together, if there is one.
+    def _useless_ranks(self, batch_size: int, main: int) -> list[int]:
+        """Return the ranks that cost more than they contribute in this window.
 
         Args:
             batch_size: Samples of a window.
             main: The rank that stays unless another one is clearly faster.
         """
-        everyone = frozenset(range(len(self.members)))
-        speeds = self.solo_speeds(batch_size)
+        shares, _ = self._best_shares(batch_size, self._away)
+        if not all(self._speeds[rank].is_settled or not shares[rank] for rank in self._present):
+            return []
+        everyone, speeds = frozenset(range(len(self.members))), self.solo_speeds(batch_size)
         fastest = max(self._present, key=lambda rank: speeds[rank])
-        alone, of_main = (self.forecast(batch_size, everyone - {r}) for r in (fastest, main))
-        kept = fastest
-        if not alone.is_clearly_below(of_main):
-            kept, alone = main, of_main
-        return kept if alone.is_clearly_below(self.forecast(batch_size, self._away)) else None
+        kept, alone = main, self.forecast(batch_size, everyone - {main})
+        of_fastest = self.forecast(batch_size, everyone - {fastest})
+        if of_fastest.is_clearly_below(alone):
+            kept, alone = fastest, of_fastest
+        if alone.is_clearly_below(self.forecast(batch_size, self._away)):
+            return [rank for rank in self._present if rank != kept]
+        return [rank for rank in self._present if not shares[rank]]
 
     def windows_apart(self, batch_size: int, change_s: float) -> int:
         """Return after how many windows parked ranks are tried again; see ``Policy``.
@@ -341,3 +347,32 @@ class SyncPolicy(Policy):
         slow_s = max(slowest_s + everyone.exchange_s, now_s)
         lost_s = _PATIENCE * (slow_s + 2.0 * everyone.window_s - 3.0 * now_s) + change_s
         return max(LEAST_APART, math.ceil(lost_s / (_TRIALS * now_s)))
+
+
+@final
+class FixedShares(Policy):
+    """Splits every window in given proportions, whatever is measured.
+
+    Args:
+        members: Member ids, by rank.
+        ratios: Proportions, by rank; 0 gives a rank nothing to do.
+        avoid_ones: Give no rank a micro-batch of one sample where that can be avoided.
+    """
+
+    def __init__(
+        self, members: Sequence[str], ratios: Sequence[float], *, avoid_ones: bool = False
+    ) -> None:
+        super().__init__(members)
+        self._ratios = tuple(ratios)
+        self._avoid_ones = avoid_ones
+
+    def plan(
+        self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
+    ) -> WindowPlan:
+        """Plan a window; ``work_for_all`` is ignored: the user has said what each rank does."""
+        shares = apportion(size, self._ratios)
+        if self._avoid_ones:
+            idle = [rank for rank, ratio in enumerate(self._ratios) if not ratio]
+            shares = without_ones(shares, self.micro_batch_sizes, idle)
+        self._give_reason(window, "partition_ratios set the shares")
+        return WindowPlan(window, epoch, start, size, shares)

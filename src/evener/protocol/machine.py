@@ -57,8 +57,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from evener.errors import CollectiveMismatchError, EvenerError, ProtocolError, UsageError
-from evener.planning.local_plan import LocalPlan
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import LocalPlan, WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import wording

@@ -9,7 +9,7 @@ from evener.data.cursor import Cursor, Slice
 from evener.data.leases import LeaseBook
 from evener.planning.cadence import CadencePolicy
 from evener.planning.clock import WindowClock
-from evener.planning.local_plan import LocalPlan
+from evener.planning.plans import LocalPlan
 from evener.planning.report import NOTHING, Report
 from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from evener.data.cursor import Cursor, Slice
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.report import NOTHING, Report
 from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow

@@ -16,7 +16,7 @@ from evener.engine.loaders.training import split
 from evener.engine.share import Stopwatch
 from evener.engine.sync import SyncEngine
 from evener.loop.assembly import Assembly
-from evener.planning.apportion import apportion
+from evener.planning.shares import apportion
 
 #: Runs one micro-batch of the given samples forward and backward: calls ``Ddp.backward``.
 TrainMicroBatch = Callable[[Sequence[int]], None]

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=200, database=None)
 SHARES = st.lists(st.integers(0, 40), min_size=1, max_size=9).map(tuple)

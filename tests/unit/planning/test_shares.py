@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.planning import shares as shares_module
-from evener.planning.apportion import apportion
 from evener.planning.shares import (
+    apportion,
     fastest_shares,
     finish_s,
     in_whole_micro_batches,

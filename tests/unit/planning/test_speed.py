@@ -38,7 +38,6 @@ def test_cost_by_example():
     assert cost.seconds(4, 4) == pytest.approx(0.9)
     assert cost.seconds(5, 4) == pytest.approx(1.5)
     assert cost.seconds(5, None) == pytest.approx(1.0)
-    assert cost.samples_per_s(5, None) == pytest.approx(5.0)
     assert cost.scaled(2.0) == CostModel(1.0, 0.2)
     assert [num_micro_batches(samples, 3) for samples in range(5)] == [0, 1, 1, 1, 2]
     assert [num_micro_batches(samples, None) for samples in range(3)] == [0, 1, 1]

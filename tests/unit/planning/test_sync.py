@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.errors import CheckpointError
 from evener.planning import sync as sync_module
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.planning.speed import CostModel, num_micro_batches
-from evener.planning.sync import SyncPolicy
+from evener.planning.sync import FixedShares, SyncPolicy
 from evener.simulation.simulated_rank import Link, SimulatedRank
 from evener.simulation.simulated_sync import SimulatedSync
 
@@ -83,7 +84,9 @@ class Team:
     def efficiency(self, num_windows):
         """Samples per second over the sum of what the ranks do alone."""
         total_s, _ = self.run(num_windows)
-        alone = [rank.cost.samples_per_s(self.batch_size, self.size) for rank in self.ranks]
+        alone = [
+            self.batch_size / rank.cost.seconds(self.batch_size, self.size) for rank in self.ranks
+        ]
         return self.batch_size * num_windows / total_s / sum(alone)
 
 
@@ -476,10 +479,11 @@ def test_what_is_known_is_not_forgotten_by_a_state_that_does_not_know_it():
     assert policy.solo_speeds(8) == (pytest.approx(10.0),)
 
 
-@pytest.mark.parametrize("state", [{"policy": "cadence", "members": ["a"]}, {"policy": "fixed"}])
-def test_the_state_of_another_policy_says_nothing(state):
+def test_the_state_of_another_policy_is_refused_and_fixed_shares_have_none():
     policy = SyncPolicy(["a"], [8])
-    policy.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="policy='cadence'"):
+        policy.load_state_dict({"policy": "cadence", "members": ["a"]})
+    policy.load_state_dict(FixedShares(["a"], [1.0]).state_dict())
     assert not policy.is_calibrated
 
 

@@ -22,7 +22,7 @@ from evener.errors import CollectiveMismatchError
 from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ElChe
 from evener.planning.guard import NoGuard
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import machine

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.planning.guard import Verdict
-from evener.planning.local_plan import LocalPlan
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import LocalPlan, WindowPlan
 from evener.planning.report import Report
 from evener.protocol.row import (
     ALL,

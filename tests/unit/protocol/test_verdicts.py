@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from evener.errors import CollectiveMismatchError, ProtocolError, UsageError
-from evener.planning.local_plan import LocalPlan
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import LocalPlan, WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import LOSS, NOTHING, Report
 from evener.protocol.formation import Formation

@@ -249,7 +249,7 @@ def test_rows_go_by_member_whatever_their_rank():
             row["rank"] = rank
     team = measured_team(events, "r")
     assert [rank.name for rank in team.ranks] == ["rank 0 (m0)", "rank 1 (m1)"]
-    found = [rank.cost.samples_per_s(n, None) for rank, n in zip(team.ranks, (51, 13), strict=True)]
+    found = [n / rank.cost.seconds(n, None) for rank, n in zip(team.ranks, (51, 13), strict=True)]
     assert found == pytest.approx([100, 25], rel=0.01)
 
 
@@ -285,7 +285,7 @@ def test_only_windows_of_the_last_team_count():
         window["ranks"][1]["compute_s"] = 9.0
     read = measured_team(events, "r")
     assert read.source == "r: 22 windows of policy sync"
-    found = [rank.cost.samples_per_s(n, None) for rank, n in zip(read.ranks, (43, 21), strict=True)]
+    found = [n / rank.cost.seconds(n, None) for rank, n in zip(read.ranks, (43, 21), strict=True)]
     assert found == pytest.approx([100, 50])
     assert max(read.ranks[1].noise.factors) == pytest.approx(1.0)
 

@@ -17,7 +17,7 @@ from evener.engine.loaders.dataset_arguments import Collate, Given, as_data_load
 from evener.engine.loaders.training import TrainingLoader
 from evener.engine.sync import SyncEngine
 from evener.errors import ConfigError
-from evener.planning.apportion import apportion
+from evener.planning.shares import apportion
 
 _REMARK = (
     "{what}: each rank reads it by itself and contributes one batch to each window, so "

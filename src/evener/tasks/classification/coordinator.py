@@ -23,7 +23,7 @@ from evener.engine.sync import SyncEngine
 from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError
 from evener.loop.event_stream import SinkMaker
 from evener.observe.events import Sink
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.tasks.classification.base_model import GivenModel
 from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.metrics import Evaluation

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import Parking
 from evener.team.environment import DistributedTrainConfig
 from helpers.limits import PATIENCE_S

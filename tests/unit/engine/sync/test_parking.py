@@ -13,7 +13,7 @@ from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.engine import lookahead as module
 from evener.engine.memory import MicroBatchTooLarge
-from evener.planning.plan import WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import Forecast, Parking
 from helpers.models import seeded
 from helpers.teams import ScriptedPolicy, run_team, setup
