@@ -262,7 +262,7 @@ class Roster:
         for ended in (Trouble.DISCONNECTED, Trouble.GONE):
             seat.troubles.pop(ended, None)
         seat.told.clear()  # messages may not have reached it
-        if seat.place is Place.REFUSED:
+        if seat.place is Place.REFUSED:  # it may not have heard why
             seat.place = Place.WORKING
         self.remember(now_s, held)
         self.tick(now_s)

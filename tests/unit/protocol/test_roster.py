@@ -1,7 +1,7 @@
 """The roster in virtual time: no split brain, progress, and single rules."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from random import Random
 
 import pytest
@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.errors import ConfigError
+from evener.parsing import Fields
 from evener.planning.silence import silence_deadline_s
 from evener.protocol.formation import (
     TRAINING,
     Formation,
     ProcessState,
     Standing,
+    read_message,
     read_team_limits,
 )
 from evener.protocol.roster import Outgoing, Roster
@@ -596,6 +598,14 @@ def test_a_new_coordinator_continues_from_the_highest_generation() -> None:
     new.process(100.5, "b", ProcessState.GONE)
     (message,) = [one for one in new.take() if (one.to, one.type) == ("a", "over")]
     assert message.content["generation"] == 2
+
+
+def test_a_formation_in_which_a_member_has_no_number_is_refused_where_it_is_read() -> None:
+    """Or a coordinator that was started again would continue from it."""
+    told = asdict(Team("a", "b").formation) | {"members": ["a", "b"], "receivers": ["b"]}
+    with pytest.raises(ValueError, match="numbers"):
+        read_message(Formation, Fields({**told, "numbers": [0]}))
+    assert read_message(Formation, Fields({**told, "numbers": [0, 1]})).members == ("a", "b")
 
 
 @pytest.mark.parametrize("text", ["", "2", "2:1", "0:2", "a:b", "2:", ":2", "-1:2", "1:2:3"])
