@@ -42,7 +42,7 @@ from evener.loop.precision import HALF, AutocastForward, choose_precision
 from evener.planning.cadence import CadencePolicy
 from evener.planning.guard import make_guard
 from evener.planning.policies import ApplyPolicy, Planner, Policy
-from evener.planning.sync import SyncPolicy
+from evener.planning.sync import FixedShares, SyncPolicy
 from evener.team.backends import check_backend, check_policy, connect_team, describe_exchange
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
