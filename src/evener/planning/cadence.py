@@ -112,9 +112,7 @@ class CadencePolicy(Planner):
         is_tail = available <= sum(most)
         window_ms = elche.anchor_wall_ms
         if is_tail:
-            num_present = len(self.members) - len(self._absent)
-            least = 0 if self._max_batch_diff is None else available // num_present
-            steps = most = self._bounded(self._split(available, least), max(1, least))
+            steps = most = self._last_steps(available)
             window_ms = max(1.0, *(c * ms for c, ms in zip(steps, self._ms(), strict=True)))
             rest = self._split(left - sum(steps))
             queues = tuple(s + r for s, r in zip(steps, rest, strict=True))
@@ -217,6 +215,17 @@ class CadencePolicy(Planner):
         if slowest > 0:
             return [ms or slowest for ms in known]
         return [1.0 / count for count in self.elche.batch_counts]
+
+    def _last_steps(self, available: int) -> tuple[int, ...]:
+        """Return steps by rank; without a limit on how far ranks are apart, they are all."""
+        if self._max_batch_diff is None:
+            return self._split(available)
+        present = [rank for rank in range(len(self.members)) if rank not in self._absent]
+        least = available // len(present)
+        if least:
+            return self._bounded(self._split(available, least), least)
+        # The first ranks: which ones must not depend on how fast they are.
+        return tuple(int(rank in present[:available]) for rank in range(len(self.members)))
 
     def _split(self, total: int, least: int = 0) -> tuple[int, ...]:
         """Return steps by rank, ``least`` or more, that sum to ``total``; the earliest finish."""

@@ -27,7 +27,7 @@ from evener.protocol.formation import EVALUATING
 T = TypeVar("T")
 
 _GATHERING = "gathering rows (ddp.gather)"
-_EVALUATING = "evaluating (iterating over an evaluation's loader)"
+_EVALUATING = "starting an evaluation (iterating over its loader)"
 _AHEAD = 3  # batches that are asked for before they are needed
 
 
