@@ -37,7 +37,7 @@ from evener.planning.plans import WindowPlan
 from evener.planning.report import Report
 from evener.planning.speed import CostModel
 from evener.planning.sync import SyncPolicy
-from evener.protocol.row import Purpose, Row, decode, encode, pack
+from evener.protocol.row import Purpose, Row, decode, encode
 from evener.simulation.simulated_rank import Link, SimulatedRank
 from evener.simulation.simulated_sync import SimulatedSync
 
@@ -200,7 +200,7 @@ class Rows:
         shares = (SAMPLES_A_RANK,) * num_ranks
         plan = WindowPlan(0, 0, 0, sum(shares), shares)
         report = Report(weight=1.0, samples=SAMPLES_A_RANK, micro_batches=4, compute_s=0.1)
-        self.row = Row(purpose=Purpose.WINDOW, window=0, report=report, body=tuple(pack(plan)))
+        self.row = Row(purpose=Purpose.WINDOW, window=0, report=report, plan=plan)
         self.num_ranks = num_ranks
         self.decide()
 

@@ -29,7 +29,7 @@ from evener.planning.plans import LocalPlan, WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import Report
 from evener.protocol.machine import Action
-from evener.protocol.row import Purpose, Row
+from evener.protocol.row import Plan, Purpose, Row
 from evener.team.terminal import write_unmarked
 
 #: In rounds of these purposes states are compared always, where ``verify_every`` is given.
@@ -228,18 +228,18 @@ class Engine(ABC):
             Whether that was done.
         """
 
-    def _agree_on_plan(self, numbers: Sequence[float], *, renew: bool) -> Round | None:
+    def _agree_on_plan(self, plan: Plan | None, *, renew: bool) -> Round | None:
         """Adopt the planner's plan; all ranks that are present call it together.
 
         Args:
-            numbers: The planner's plan.
+            plan: That of the planner.
             renew: See ``exchange_plans``.
 
         Returns:
             The round; ``None`` where the planner wishes that members change.
         """
-        body = (*self.run.data(self.batch_size), *numbers)
-        found = self.meet(Purpose.PLAN, body=body, renew=renew)
+        data = self.run.data(self.batch_size)
+        found = self.meet(Purpose.PLAN, plan=plan, renew=renew, **data)
         is_wished = found.rows[self.rounds.state.planner].renew and not self.rounds.stopping
         return None if is_wished else found
 

@@ -35,7 +35,7 @@ from evener.planning.plans import LocalPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import PARAMETERS, Report
 from evener.protocol.machine import Action, State, land, unlike_parameters
-from evener.protocol.row import DATA_LENGTH, Purpose, checksum, pack
+from evener.protocol.row import Plan, Purpose, checksum
 
 #: Batches of the queue that are being fetched while one is computed.
 _AHEAD: Final = 3
@@ -47,13 +47,13 @@ class Exchanged(NamedTuple):
     Attributes:
         over: The plan of the window.
         found: Its round.
-        next_plan: As numbers; none when something was not finite.
+        next_plan: ``None`` when something was not finite.
         differences: The exchanged buffers, where a rank has changed any.
     """
 
     over: LocalPlan
     found: Round
-    next_plan: tuple[float, ...] = ()
+    next_plan: Plan | None = None
     differences: Tensor | None = None
 
 
@@ -325,15 +325,15 @@ class LocalEngine(Engine):
 
     def _plan_next(
         self, comm: Communicator, state: State, found: Round, limit: int | None
-    ) -> tuple[float, ...]:
-        """Let the planner plan with what it has just heard; return the plan as numbers.
+    ) -> Plan | None:
+        """Let the planner plan with what it has just heard; return the plan.
 
         A round of its own: a window of local steps is long, and a fresh plan is worth the
         millisecond.
         """
         rows = found.rows.values()
         reports = [row.report for row in rows]
-        draft: tuple[float, ...] = ()
+        draft: LocalPlan | None = None
         sync_s = min(r.wait_s for r in reports) + max(r.sync_s for r in reports)
         self._policy.observe(found.reports(self.team.world_size), sync_s)
         if self.rounds.rank == state.planner:
@@ -344,11 +344,11 @@ class LocalEngine(Engine):
                 None if limit is None else limit - done,
                 stop=any(row.stop or row.left for row in rows),
             )
-        said = state.say(Purpose.PLAN, body=(*self.run.data(self.batch_size), *draft))
+        said = state.say(Purpose.PLAN, plan=draft, **self.run.data(self.batch_size))
         planned = self.rounds.exchange(said, comm, self.team.members)
         if planned.decision.error is not None:
             raise planned.decision.error
-        return planned.rows[state.planner].body[DATA_LENGTH:]
+        return planned.rows[state.planner].plan
 
     def _land(self) -> None:
         """Apply the result of the exchange in flight; wait for it if it has not ended."""
@@ -451,7 +451,7 @@ class LocalEngine(Engine):
             self.team.members,
             avoid_ones=self.options.avoid_ones,
         )
-        draft: tuple[float, ...] = ()
+        draft: LocalPlan | None = None
         if self.rounds.is_main:
             draft = self._draft(self.window, book.num_left, self._steps_left)
         if self._agree_on_plan(draft, renew=renew) is None:
@@ -462,11 +462,9 @@ class LocalEngine(Engine):
             self._go_by(plan)
         return True
 
-    def _draft(
-        self, window: int, left: int, limit: int | None, *, stop: bool = False
-    ) -> tuple[float, ...]:
+    def _draft(self, window: int, left: int, limit: int | None, *, stop: bool = False) -> LocalPlan:
         epoch = self.run.open_cursor.epoch
-        return tuple(pack(self._policy.plan(window, epoch, left=left, limit=limit, stop=stop)))
+        return self._policy.plan(window, epoch, left=left, limit=limit, stop=stop)
 
     def _go_by(self, plan: LocalPlan) -> None:
         """Follow a plan; batches of it that this rank has already computed count."""

@@ -3,7 +3,6 @@
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -17,7 +16,7 @@ from evener.planning.plans import WindowPlan
 from evener.planning.policies import NOTEWORTHY_S, Parking, Policy
 from evener.planning.report import Report
 from evener.planning.shares import in_whole_micro_batches
-from evener.protocol.row import pack
+from evener.protocol.row import Plan
 
 _UNLEARNT: Final = 32
 """Windows kept for the policy to learn of; it remembers fewer."""
@@ -52,8 +51,7 @@ class Lookahead:
 
     Attributes:
         latest_policy: The policy, which may not have learnt from the last windows.
-        draft: This rank's next plan, as numbers; empty if it does not plan, or nothing is left.
-            ``None`` if none was made.
+        draft: The plan of the window after the next, on the planner.
         leases: Leases of planned windows, and of the one whose plan comes next, by window.
         renews: Whether the planner wishes that the members of an elastic team change.
         recall_at: The window at which parked ranks are tried again.
@@ -66,7 +64,9 @@ class Lookahead:
         self._team = generations.rounds.team
         self._run, self._habits = run, habits
         self.latest_policy = policy
-        self.draft: tuple[float, ...] | None = None
+        self.draft: WindowPlan | None = None
+        #: Whether the slice after the last planned one was leased, and planned by the planner.
+        self._is_made = False
         self.leases: dict[int, Slice] = {}
         self.renews = False
         self.recall_at = 0
@@ -104,7 +104,7 @@ class Lookahead:
     def plan_ahead(self, batch_size: int, multiple: int) -> None:
         """Make the plan of the window after the next, once; see ``make``."""
         state = self._rounds.state
-        if state.plans and self.draft is None:
+        if state.plans and not self._is_made:
             if self._rounds.is_main and self._team.world_size > 1:
                 self._judge_ranks(batch_size)
             self.make(batch_size, multiple)
@@ -124,7 +124,7 @@ class Lookahead:
         """
         number = self._run.progress.window + len(self._rounds.state.plans)
         piece = self._run.open_cursor.take(batch_size)
-        self.draft, self.renews = (), False
+        self._is_made, self.renews = True, False
         if piece is None:
             return number
         self.leases[number] = piece
@@ -136,11 +136,12 @@ class Lookahead:
             plan = policy.plan(
                 number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
             )
-            flags = tuple(int(rank in self._to_park) for rank in range(self._team.world_size))
-            plan = replace(plan, parked=flags)
+            if self._to_park:
+                flags = (int(rank in self._to_park) for rank in range(self._team.world_size))
+                plan = replace(plan, parked=tuple(flags))
             if multiple:
                 plan = replace(plan, shares=in_whole_micro_batches(plan.shares, multiple))
-            self.draft = tuple(pack(plan))
+            self.draft = plan
         return number
 
     def make_first(
@@ -154,24 +155,26 @@ class Lookahead:
             self._to_park = frozenset()
         return self.make(batch_size, multiple, work_for_all=work_for_all)
 
-    def take(self) -> tuple[float, ...]:
+    def take(self) -> WindowPlan | None:
         """Return the draft, which is a plan from now on."""
-        draft, self.draft = self.draft, None
-        return draft or ()
+        draft, self.draft, self._is_made = self.draft, None, False
+        return draft
 
-    def check(self, numbers: Sequence[float], number: int) -> None:
+    def check(self, plan: Plan | None, number: int) -> None:
         """Refuse a plan for another slice of the epoch than the one that this rank has leased.
 
         Args:
-            numbers: The planner's plan.
+            plan: That of the planner.
             number: Of its window.
 
         Raises:
             UsageError: The planner is at another place of the data.
         """
         piece, state = self.leases.get(number), self._rounds.state
-        agreed = tuple(int(n) for n in numbers[:4]) or None
         own = None if piece is None else (number, piece.epoch, piece.start, piece.size)
+        agreed = None
+        if isinstance(plan, WindowPlan):
+            agreed = plan.window, plan.epoch, plan.start, plan.size
         if agreed != own:
             raise UsageError(
                 f"rank {state.planner} plans (window, epoch, start, size) {agreed}, rank "
@@ -183,7 +186,7 @@ class Lookahead:
         """Forget all plans and give their slices back."""
         self._rounds.state = self._rounds.state.release()
         self.leases.clear()
-        self.draft = None
+        self.draft, self._is_made = None, False
         if self._run.cursor is not None:
             self._run.cursor.release()
 

@@ -49,10 +49,14 @@ class RunState:
         assert self.cursor is not None, "no epoch was begun"
         return self.cursor
 
-    def data(self, batch_size: int) -> tuple[float, ...]:
-        """Return what must be the same on every rank: samples, ``batch_size`` and seed."""
+    def data(self, batch_size: int) -> dict[str, int]:
+        """Return the fields of a row that must be the same on all ranks."""
         cursor = self.open_cursor
-        return float(cursor.num_samples), float(batch_size), float(cursor.seed % 2**53)
+        return {
+            "num_samples": cursor.num_samples,
+            "batch_size": batch_size,
+            "seed": cursor.seed % 2**53,
+        }
 
     @property
     def told(self) -> Mapping[str, Any]:

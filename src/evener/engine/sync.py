@@ -29,7 +29,7 @@ from evener.planning.policies import ApplyPolicy, Policy
 from evener.planning.report import LOSS, NOTHING, Report
 from evener.protocol.formation import PARKED
 from evener.protocol.machine import Action
-from evener.protocol.row import ALL, DATA_LENGTH, Purpose, checksum
+from evener.protocol.row import ALL, Purpose, checksum
 
 #: An epoch may be lengthened by this part, so that every rank has work in its first window.
 _LONGER_EPOCH: Final = 0.01
@@ -151,7 +151,7 @@ class SyncEngine(Engine):
             found = self._agree_on_plan(lookahead.take(), renew=renew)
             if found is None:
                 return self.generations.change()
-            lookahead.check(found.rows[self.rounds.state.planner].body[DATA_LENGTH:], number)
+            lookahead.check(found.rows[self.rounds.state.planner].plan, number)
         return True
 
     def settle(self) -> None:
@@ -313,7 +313,7 @@ class SyncEngine(Engine):
             summed=self.share.is_summed(part),
             may_skip=self._skips or may_shrink,
             report=report,
-            body=lookahead.draft or (),
+            plan=lookahead.draft,
         )
 
     @property
@@ -389,7 +389,7 @@ class SyncEngine(Engine):
         plan, leases = state.plan, []
         reports = found.reports(self.team.world_size)
         if isinstance(plan, WindowPlan):
-            lookahead.check(found.rows[state.planner].body, self.window + len(state.plans))
+            lookahead.check(found.rows[state.planner].plan, self.window + len(state.plans))
             lookahead.take()
             leases.append(lookahead.leases.pop(plan.window))
             if self._on_device is None:

@@ -62,7 +62,7 @@ from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import wording
 from evener.protocol.formation import Formation
-from evener.protocol.row import ALL, DATA_LENGTH, Purpose, Row, unpack
+from evener.protocol.row import ALL, Plan, Purpose, Row
 
 
 class Phase(Enum):
@@ -101,9 +101,6 @@ class Action(Enum):
     """Apply the exchanged average to the consensus."""
     CHANGE = auto()
     """The generation ends, as the members of an elastic team are to change."""
-
-
-Plan = WindowPlan | LocalPlan
 
 
 class State(NamedTuple):
@@ -345,21 +342,19 @@ def _begin(state: State, rows: Mapping[int, Row]) -> Decision:
     """Adopt the planner's plan: an epoch begins, or continues in a new generation."""
     own = rows[state.me]
     for rank, row in rows.items():
-        if row.body[:DATA_LENGTH] != own.body[:DATA_LENGTH]:
+        if row.data != own.data:
             error = UsageError(wording.other_data(rank, row, state.me, own))
             return Decision(state=state, error=error)
-    return Decision(state=_accept(state, rows[state.planner].body[DATA_LENGTH:]))
+    return Decision(state=_accept(state, rows[state.planner].plan))
 
 
-def _accept(state: State, numbers: tuple[float, ...]) -> State:
+def _accept(state: State, plan: Plan | None) -> State:
     """Take a plan; without one, or where nothing is left to do, the epoch is over."""
     plans = state.plans
-    if numbers:
-        if state.is_sync:
-            plans = (*plans, unpack(WindowPlan, numbers))
-        else:
-            plan = unpack(LocalPlan, numbers)
-            plans = (plan,) if any(plan.most) else ()
+    if isinstance(plan, WindowPlan):
+        plans = (*plans, plan)
+    elif plan is not None:
+        plans = (plan,) if any(plan.most) else ()
     if state.phase is Phase.REST:
         return state._replace(plans=plans)
     phase = Phase.WORK if plans and not state.stopping else Phase.OUT
@@ -434,29 +429,27 @@ def _close(decision: Decision, rows: Mapping[int, Row], actions: tuple[Action, .
     state = before._replace(window=before.window + 1, applied=True)
     actions = (*actions, Action.APPLY)
     if before.plans:
-        state = _accept(state._replace(plans=state.plans[1:]), rows[state.planner].body)
+        state = _accept(state._replace(plans=state.plans[1:]), rows[state.planner].plan)
     goes_on = bool(state.plans) or not before.plans
     if rows[state.planner].renew and goes_on and not state.stopping:
         actions = (*actions, Action.CHANGE)
     return decision._replace(state=state, actions=actions)
 
 
-def land(
-    state: State, rows: Mapping[int, Row], numbers: tuple[float, ...], decision: Decision
-) -> Decision:
+def land(state: State, rows: Mapping[int, Row], plan: Plan | None, decision: Decision) -> Decision:
     """Land the average of a window of local steps whose exchange is over.
 
     Args:
         state: This rank's now, with the window in flight.
         rows: Of the window.
-        numbers: The planner's next plan.
+        plan: The next plan; ``None`` if something was not finite.
         decision: What was made of the rows.
     """
     over, has_left = state.flight, state.phase is Phase.REST
     assert over is not None, "no window is in flight"
     stopping = state.stopping or decision.state.stopping
     steps = sum(row.report.steps for row in rows.values())
-    state = _accept(state._replace(flight=None, stopping=False, plans=()), numbers)
+    state = _accept(state._replace(flight=None, stopping=False, plans=()), plan)
     is_over = state.plan is None
     is_left = any(row.left for row in rows.values())
     winds = stopping or state.winding or is_left

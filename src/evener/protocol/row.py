@@ -9,17 +9,19 @@ import zlib
 from collections.abc import Callable, Sequence
 from enum import Enum, IntEnum
 from functools import cache
+from types import NoneType
 from typing import Any, Final, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
+from evener.planning.plans import LocalPlan, WindowPlan
 from evener.planning.report import NOTHING, Report
 
 T = TypeVar("T")
 
+Plan = WindowPlan | LocalPlan
+_PLANS: Final = (NoneType, WindowPlan, LocalPlan)
+
 ALL: Final = -1
 """In place of the number of one optimizer: all of them."""
-
-DATA_LENGTH: Final = 3
-"""Numbers in what a rank says of its data, at the beginning of the body of a PLAN row."""
 
 
 class Purpose(IntEnum):
@@ -70,7 +72,11 @@ class Row(NamedTuple):
             a smaller scale may prevent, or the user's option.
         digest: Of the state after the previous window, where this rank compares it; else 0.
         report: Its part of the window.
-        body: Further numbers; their meaning depends on the purpose.
+        num_samples: Of the data set, as a rank says that begins an epoch.
+        batch_size: Of its loader.
+        seed: Of the order of samples, below 2**53.
+        plan: The planner's plan: of the window after the next in SYNC, and of the next one in
+            CADENCE, in ASYNC and where an epoch begins.
     """
 
     purpose: Purpose
@@ -90,38 +96,52 @@ class Row(NamedTuple):
     may_skip: bool = False
     digest: float = 0.0
     report: Report = NOTHING
-    body: tuple[float, ...] = ()
+    num_samples: int = 0
+    batch_size: int = 0
+    seed: int = 0
+    plan: Plan | None = None
+
+    @property
+    def data(self) -> tuple[int, int, int]:
+        """Return what must be the same on all ranks."""
+        return self.num_samples, self.batch_size, self.seed
 
 
 def encode(row: Row, world_size: int) -> list[float]:
-    """Return the row as numbers, as many for each purpose."""
+    """Return the row as numbers, as many with a plan as without."""
     room = 16 + 3 * world_size  # for the longest plan
-    body = [*row.body, *[0.0] * (room - len(row.body))]
-    return [*pack(row), *pack(row.report), float(len(row.body)), *body]
+    plan = [] if row.plan is None else pack(row.plan)
+    kind = float(_PLANS.index(type(row.plan)))
+    fill = [0.0] * (room - len(plan))
+    return [*pack(row), *pack(row.report), kind, float(len(plan)), *plan, *fill]
 
 
 def decode(numbers: Sequence[float]) -> Row:
     """Invert ``encode``."""
     head, report = len(_layout(Row).scalars), len(_layout(Report).scalars)
-    length, *body = numbers[head + report :]
-    return unpack(
-        Row,
-        numbers[:head],
-        report=unpack(Report, numbers[head : head + report]),
-        body=tuple(body[: int(length)]),
-    )
+    kind, length, *plan = numbers[head + report :]
+    given: dict[str, Any] = {"report": unpack(Report, numbers[head : head + report])}
+    if length:
+        of: Any = _PLANS[int(kind)]
+        given["plan"] = unpack(of, plan[: int(length)])
+    return unpack(Row, numbers[:head], **given)
 
 
 def pack(value: Any) -> list[float]:
-    """Return the fields of a row, report or plan as float64: single numbers first, then tuples."""
+    """Return the fields of a row, report or plan as float64: single numbers first, then tuples.
+
+    An empty tuple travels as zeros.
+    """
     numbers: list[float] = []
     whole: Any = type(value)
     layout = _layout(whole)
     for name, kind in layout.scalars.items():
         field = getattr(value, name)
         numbers.append(float(kind.index(field) if isinstance(kind, tuple) else field))
-    for name in layout.tuples:
-        numbers += map(float, getattr(value, name))
+    tuples = [getattr(value, name) for name in layout.tuples]
+    longest = max(map(len, tuples), default=0)
+    for field in tuples:
+        numbers += map(float, field or (0,) * longest)
     return numbers
 
 

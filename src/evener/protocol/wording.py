@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from evener.protocol.row import DATA_LENGTH, Purpose, Row
+from evener.protocol.row import Purpose, Row
 
 
 def mismatch(rows: Mapping[int, Row], told: Mapping[int, str]) -> str:
@@ -59,5 +59,4 @@ def other_reduction(summed: Mapping[int, bool]) -> str:
 
 
 def _data(row: Row) -> str:
-    num_samples, batch_size, seed = (int(number) for number in row.body[:DATA_LENGTH])
-    return f"{num_samples} samples with batch_size {batch_size} and seed {seed}"
+    return f"{row.num_samples} samples with batch_size {row.batch_size} and seed {row.seed}"

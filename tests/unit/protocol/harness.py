@@ -22,12 +22,12 @@ from evener.errors import CollectiveMismatchError
 from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ElChe
 from evener.planning.guard import NoGuard
-from evener.planning.plans import WindowPlan
+from evener.planning.plans import LocalPlan, WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import machine
 from evener.protocol.machine import Action, Decision, Phase, State
-from evener.protocol.row import ALL, DATA_LENGTH, Purpose, Row, decode, encode, pack
+from evener.protocol.row import ALL, Purpose, Row, decode, encode
 
 #: The rules that ranks go by; a test of the tests puts others in their place.
 RULES = SimpleNamespace(judge=machine.judge, land=machine.land)
@@ -634,9 +634,9 @@ class Rank(ABC):
         frozen = self.script.freezes is not None and self.state.window >= self.script.freezes
         return 2 if frozen else 3
 
-    def data(self) -> tuple[float, ...]:
+    def data(self) -> dict[str, int]:
         """What must be the same everywhere."""
-        return (float(self.cursor.num_samples), float(self.program.batch_size), 0.0)
+        return {"num_samples": self.cursor.num_samples, "batch_size": self.program.batch_size}
 
 
 # ── SYNC ─────────────────────────────────────────────────────────────────────────────────────────
@@ -648,7 +648,8 @@ class SyncRank(Rank):
     def __init__(self, network: Network, me: int) -> None:
         super().__init__(network, me)
         self.leases: dict[int, Slice] = {}
-        self.draft: tuple[float, ...] | None = None
+        self.draft: WindowPlan | None = None
+        self.is_made = False
         self.to_park: frozenset[int] = frozenset()
         self.num_groups = 0
         self.content: list[int] = []
@@ -743,8 +744,8 @@ class SyncRank(Rank):
             if not self.program.parks_again:
                 self.to_park = frozenset()
             number, planner = self.make_draft(), self.state.planner
-            rows, _ = yield from self.meet(Purpose.PLAN, body=(*self.data(), *self.take_draft()))
-            self.check_plan(rows[planner].body[DATA_LENGTH:], number)
+            rows, _ = yield from self.meet(Purpose.PLAN, plan=self.take_draft(), **self.data())
+            self.check_plan(rows[planner].plan, number)
 
     def hand_out(self, plan: WindowPlan) -> Steps:
         """A share: its micro-batches, and the close."""
@@ -804,7 +805,7 @@ class SyncRank(Rank):
                 samples=len(self.content),
                 non_finite=int(window in self.script.bad and bool(self.content)),
             ),
-            "body": self.draft or (),
+            "plan": self.draft,
         }
 
     def leave(self) -> None:
@@ -845,7 +846,7 @@ class SyncRank(Rank):
         window, plan, leases = self.state.window, self.state.plan, []
         if isinstance(plan, WindowPlan):
             assert plan.window == window, "S8: the plan of another window"
-            self.check_plan(rows[self.state.planner].body, window + len(self.state.plans))
+            self.check_plan(rows[self.state.planner].plan, window + len(self.state.plans))
             self.take_draft()
             leases.append(self.leases.pop(window))
         if self.state.is_parked:
@@ -884,10 +885,10 @@ class SyncRank(Rank):
     def make_draft(self) -> int:
         """Leases the slice after the last planned one; the planner plans it."""
         number = self.state.window + len(self.state.plans)
-        if self.draft is not None:
+        if self.is_made:
             return number
         piece = self.cursor.take(self.program.batch_size)
-        self.draft = ()
+        self.is_made = True
         if piece is not None:
             self.leases[number] = piece
         if self.me == self.state.planner and piece is not None:
@@ -895,7 +896,7 @@ class SyncRank(Rank):
             shares = self.shares(number, piece.size)
             flags = tuple(int(rank in self.to_park) for rank in range(self.program.world_size))
             plan = WindowPlan(number, piece.epoch, piece.start, piece.size, shares, flags)
-            self.draft = tuple(pack(plan))
+            self.draft = plan
         return number
 
     def decide_parking(self) -> None:
@@ -914,23 +915,23 @@ class SyncRank(Rank):
         found = Counter(dealt[k % len(dealt)] for k in range(size))
         return tuple(found[rank] for rank in range(self.program.world_size))
 
-    def take_draft(self) -> tuple[float, ...]:
+    def take_draft(self) -> WindowPlan | None:
         """What this rank says of the window after the next."""
-        draft, self.draft = self.draft, None
-        return draft or ()
+        draft, self.draft, self.is_made = self.draft, None, False
+        return draft
 
-    def check_plan(self, body: tuple[float, ...], number: int) -> None:
+    def check_plan(self, plan: Any, number: int) -> None:
         """The plan must be of the slice that this rank has leased."""
         piece = self.leases.get(number)
-        body = body[:4]
-        own = () if piece is None else (number, piece.epoch, piece.start, piece.size)
-        assert tuple(map(int, body)) == own, f"rank {self.me}: {body} is planned, {own} is leased"
+        own = None if piece is None else (number, piece.epoch, piece.start, piece.size)
+        said = plan and (plan.window, plan.epoch, plan.start, plan.size)
+        assert said == own, f"rank {self.me}: {plan} is planned, {own} is leased"
 
     def drop_plans(self) -> None:
         """Slices are given back."""
         self.state = self.state.release()
         self.leases.clear()
-        self.draft = None
+        self.draft, self.is_made = None, False
         self.cursor.release()
 
     # ── parking ──────────────────────────────────────────────────────────────────────────────────
@@ -982,7 +983,7 @@ class Outcome(NamedTuple):
     rows: dict[int, Row]
     verdict: Decision
     place: Hashable
-    next_plan: tuple[float, ...] = ()
+    next_plan: Any = None
     retired: tuple[Slice, ...] = ()
     content: tuple[Slice, ...] = ()
 
@@ -1043,10 +1044,10 @@ class LocalRank(Rank):
 
     def work(self) -> Steps:
         """Steps and windows."""
-        draft: tuple[float, ...] = ()
+        draft: LocalPlan | None = None
         if self.me == self.state.planner:
             draft = self.draft(self.state.window, stop=False)
-        yield from self.meet(Purpose.PLAN, body=(*self.data(), *draft))
+        yield from self.meet(Purpose.PLAN, plan=draft, **self.data())
         if self.state.plan is not None:
             self.book.fill(self.state.plan.queues)
             self.go_by()
@@ -1173,12 +1174,12 @@ class LocalRank(Rank):
         assert not content or content == retired, "S8"
         reports = [row.report for row in rows.values()]
         self.planner.observe(reports, 0.001)
-        draft: tuple[float, ...] = ()
+        draft: LocalPlan | None = None
         if self.me == state.planner:
             stop = any(row.stop or row.left for row in rows.values())
             made = sum(report.steps for report in reports)
             draft = self.draft(state.window + (made > 0), stop=stop)
-        said = state.say(Purpose.PLAN, body=(*self.data(), *draft))
+        said = state.say(Purpose.PLAN, plan=draft, **self.data())
         assert said.own is not None
         number = yield from self.say(said.own, channel)
         plans = yield from self.hear(said.own, channel, number, state.members)
@@ -1186,14 +1187,14 @@ class LocalRank(Rank):
         if error is not None:
             self.tell((channel, number), str(error))
             raise error
-        numbers = plans[state.planner].body[DATA_LENGTH:]
+        numbers = plans[state.planner].plan
         return Outcome(state.flight, rows, verdict, place, numbers, retired, content)
 
-    def draft(self, window: int, *, stop: bool) -> tuple[float, ...]:
+    def draft(self, window: int, *, stop: bool) -> LocalPlan:
         """The planner's next plan."""
         left = self.book.num_left
         plan = self.planner.plan(window, self.cursor.epoch, left=left, limit=None, stop=stop)
-        return tuple(pack(plan))
+        return plan
 
     def land(self) -> Steps:
         """Takes over what the exchange came to."""

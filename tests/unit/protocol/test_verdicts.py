@@ -12,11 +12,11 @@ from evener.planning.policies import ApplyPolicy
 from evener.planning.report import LOSS, NOTHING, Report
 from evener.protocol.formation import Formation
 from evener.protocol.machine import Action, Decision, Phase, State, judge, land
-from evener.protocol.row import Purpose, Row, pack
+from evener.protocol.row import Purpose, Row
 
-DATA = (600.0, 8.0, 7.0)
+DATA = {"num_samples": 600, "batch_size": 8, "seed": 7}
 FIRST, SECOND = (WindowPlan(window, 0, window * 4, 4, (2, 2), (0, 0)) for window in (3, 4))
-THIRD = tuple(pack(WindowPlan(5, 0, 20, 4, (2, 2), (0, 0))))
+THIRD = WindowPlan(5, 0, 20, 4, (2, 2), (0, 0))
 TWO = Report(weight=2.0, loss_sum=6.0, samples=2)
 
 
@@ -71,7 +71,7 @@ def both(state: State, *rows: Row) -> Decision:
 
 
 def test_a_window_is_committed_and_the_next_one_applied() -> None:
-    planned = row(body=THIRD)
+    planned = row(plan=THIRD)
     found = both(working(), planned, row())
     assert found.actions == (Action.COMMIT, Action.APPLY)
     assert (found.weight, found.loss, found.part, found.skip) == (4.0, 3.0, None, False)
@@ -83,7 +83,7 @@ def test_a_window_is_committed_and_the_next_one_applied() -> None:
 
 
 def test_nothing_is_committed_where_nothing_was_applied() -> None:
-    assert both(working(applied=False), row(body=THIRD), row()).actions == (Action.APPLY,)
+    assert both(working(applied=False), row(plan=THIRD), row()).actions == (Action.APPLY,)
 
 
 @pytest.mark.parametrize("purpose", [Purpose.WINDOW, Purpose.REST, Purpose.CHANGE])
@@ -102,7 +102,7 @@ def test_the_last_plan_ends_the_epoch() -> None:
 
 
 def test_a_stop_ends_the_epoch_after_the_window_that_is_computed() -> None:
-    for rows in ([row(body=THIRD, stop=True), row()], [row(body=THIRD), row(stop=True)]):
+    for rows in ([row(plan=THIRD, stop=True), row()], [row(plan=THIRD), row(stop=True)]):
         found = both(working(), *rows)
         assert found.actions == (Action.COMMIT, Action.APPLY)
         assert found.state.stopping
@@ -114,19 +114,19 @@ def test_the_plan_is_that_of_the_planner() -> None:
         2, world_size=3, members=(1, 2), planner=1, plans=(replace(FIRST, shares=(0, 2, 2)),)
     )
     plan = replace(SECOND, shares=(0, *SECOND.shares), parked=(1, 0, 0))
-    found = judge(state, {1: row(body=tuple(pack(plan))), 2: row()})
+    found = judge(state, {1: row(plan=plan), 2: row()})
     assert found.state.plans == (plan,)
     assert found.state.planner == 1
 
 
 def test_a_change_of_the_members_comes_after_the_window() -> None:
-    found = both(working(), row(body=THIRD, renew=True), row())
+    found = both(working(), row(plan=THIRD, renew=True), row())
     assert found.actions[-2:] == (Action.APPLY, Action.CHANGE)
-    assert Action.CHANGE not in both(working(), row(body=THIRD), row(renew=True)).actions
+    assert Action.CHANGE not in both(working(), row(plan=THIRD), row(renew=True)).actions
     # At its end an epoch has another place for it, and a stop ends the team.
     assert Action.CHANGE not in both(working(plans=(FIRST,)), row(renew=True), row()).actions
     assert (
-        Action.CHANGE not in both(working(), row(body=THIRD, renew=True, stop=True), row()).actions
+        Action.CHANGE not in both(working(), row(plan=THIRD, renew=True, stop=True), row()).actions
     )
 
 
@@ -164,7 +164,7 @@ def test_a_rank_without_a_share_has_no_say_in_which_optimizer_is_stepped() -> No
 
 def test_a_window_without_weight_is_left_out() -> None:
     nothing = TWO._replace(weight=0.0, loss_sum=0.0)
-    found = both(working(), row(body=THIRD, report=nothing), row(report=nothing))
+    found = both(working(), row(plan=THIRD, report=nothing), row(report=nothing))
     assert found.actions == (Action.COMMIT, Action.APPLY)
     assert found.skip
     assert math.isnan(found.loss)
@@ -176,7 +176,7 @@ def test_what_is_not_finite_stops_all_ranks_or_is_left_out_on_all() -> None:
     assert found.culprit == 1
     assert found.actions == (Action.COMMIT, Action.RESTORE)
     assert found.state.plans == (FIRST, SECOND)
-    found = both(working(), row(body=THIRD), row(report=bad, may_skip=True))
+    found = both(working(), row(plan=THIRD), row(report=bad, may_skip=True))
     assert found.culprit is None
     assert found.skip
     assert found.actions == (Action.COMMIT, Action.APPLY)
@@ -205,7 +205,7 @@ def test_unlike_numbers_of_trainable_parameters_are_an_error() -> None:
 
 
 def test_unlike_learning_rates_are_told_before_the_window_is_applied() -> None:
-    found = both(working(), row(body=THIRD, rates=1.0), row(rates=2.0))
+    found = both(working(), row(plan=THIRD, rates=1.0), row(rates=2.0))
     assert found.actions == (Action.COMMIT, Action.RATES, Action.APPLY)
 
 
@@ -263,20 +263,20 @@ def test_a_change_of_the_generation_commits_the_window_before() -> None:
 
 def test_an_epoch_begins_with_the_planners_plan() -> None:
     fresh = working(plans=(), phase=Phase.OUT)
-    said = (*DATA, *pack(FIRST))
-    found = both(fresh, row(Purpose.PLAN, body=said), row(Purpose.PLAN, body=DATA))
+    said = {**DATA, "plan": FIRST}
+    found = both(fresh, row(Purpose.PLAN, **said), row(Purpose.PLAN, **DATA))
     assert found.state.plans == (FIRST,)
     assert found.state.phase is Phase.WORK
-    found = both(fresh, row(Purpose.PLAN, body=DATA), row(Purpose.PLAN, body=DATA))
+    found = both(fresh, row(Purpose.PLAN, **DATA), row(Purpose.PLAN, **DATA))
     assert found.state.phase is Phase.OUT
-    stopped = row(Purpose.PLAN, body=DATA, stop=True)
-    assert both(fresh, row(Purpose.PLAN, body=said), stopped).state.phase is Phase.OUT
+    stopped = row(Purpose.PLAN, **DATA, stop=True)
+    assert both(fresh, row(Purpose.PLAN, **said), stopped).state.phase is Phase.OUT
 
 
 @pytest.mark.parametrize("place", range(3))
 def test_other_data_on_a_rank_is_an_error(place: int) -> None:
-    other = tuple(number + (k == place) for k, number in enumerate(DATA))
-    rows = row(Purpose.PLAN, body=DATA), row(Purpose.PLAN, body=other)
+    other = {name: number + (k == place) for k, (name, number) in enumerate(DATA.items())}
+    rows = row(Purpose.PLAN, **DATA), row(Purpose.PLAN, **other)
     found = both(working(plans=()), *rows)
     assert isinstance(found.error, UsageError)
     assert "rank 1 trains on" in str(found.error)
@@ -287,8 +287,8 @@ def test_a_plan_of_local_steps_takes_the_place_of_the_one_before() -> None:
     here, nothing = local_plan(), local_plan(4, most=(0, 0), steps=(0, 0))
     begun = working(policy=ApplyPolicy.CADENCE, plans=(local_plan(2),))
     for plan, phase in ((here, Phase.WORK), (nothing, Phase.OUT)):
-        said = row(Purpose.PLAN, body=(*DATA, *pack(plan)))
-        state = both(begun, said, row(Purpose.PLAN, body=DATA)).state
+        said = row(Purpose.PLAN, plan=plan, **DATA)
+        state = both(begun, said, row(Purpose.PLAN, **DATA)).state
         assert state.phase is phase
         assert state.plans == ((plan,) if plan is here else ())
 
@@ -336,9 +336,8 @@ def stepped(steps: int = 2, **given: Any) -> Row:
 
 
 def landed(state: State, *rows: Row, plan: LocalPlan | None = None) -> Decision:
-    numbers = () if plan is None else tuple(pack(plan))
     found = dict(enumerate(rows))
-    return land(state, found, numbers, judge(state, found))
+    return land(state, found, plan, judge(state, found))
 
 
 def test_a_window_of_local_steps_is_exchanged_and_lands() -> None:
@@ -451,8 +450,8 @@ def test_the_lowest_rank_that_stays_plans_also_when_the_others_have_come_back() 
 
 def test_a_parked_rank_is_idle_whatever_the_others_do() -> None:
     plan = parked(2).plans[1]
-    body = tuple(pack(replace(plan, window=5, start=20)))
-    found = judge(parked(2), {0: row(body=body), 1: row(), 2: IDLE._replace(trainable=9, rates=7)})
+    plan = replace(plan, window=5, start=20)
+    found = judge(parked(2), {0: row(plan=plan), 1: row(), 2: IDLE._replace(trainable=9, rates=7)})
     assert found.actions == (Action.COMMIT, Action.APPLY)
     asked = judge(parked(2), {0: row(Purpose.ASK), 1: row(Purpose.ASK), 2: IDLE})
     assert (asked.actions, asked.error) == ((), None)
