@@ -105,10 +105,10 @@ class DeviceUpdate:
         """Return the 2-norm of the mean gradient, before clipping."""
         return self._values.norm * self._factor
 
-    def show(self, result: WindowResult, progress: Progress) -> WindowResult:
+    def show(self, result: WindowResult) -> WindowResult:
         """Return the window's result, whose late numbers are read when they are asked for."""
         made = object.__new__(LateResult)
-        vars(made).update(vars(result), progress=progress, update=self)
+        vars(made).update(vars(result), update=self)
         return made
 
     def complete(self, result: WindowResult) -> WindowResult:

@@ -1,13 +1,13 @@
 """The windows of one rank: what loaders and loops ask for, and what every policy does alike."""
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
-
-import torch
 
 from evener.data.cursor import Cursor, derive_seed
 from evener.data.randomness import seed_training
@@ -17,7 +17,7 @@ from evener.engine.commits import Commits
 from evener.engine.consensus import Consensus
 from evener.engine.generations import GenerationChangedError, Generations
 from evener.engine.options import EngineOptions
-from evener.engine.results import Progress, WindowResult, Work
+from evener.engine.results import CadenceRecord, WindowResult, Work
 from evener.engine.rounds import Round, Rounds
 from evener.engine.run_state import RunState
 from evener.engine.schedule import agree_on_rates, rates_of, set_rates
@@ -25,7 +25,7 @@ from evener.engine.share import Share, WindowSpans
 from evener.engine.team import Team
 from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import UsageError
-from evener.planning.plans import LocalPlan, WindowPlan
+from evener.planning.plans import WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import Report
 from evener.protocol.machine import Action
@@ -89,7 +89,7 @@ class Engine(ABC):
         self.batch_size = self.whole_micro_batches = 0
         self.max_steps: int | None = None
         self.known_sizes: set[int] = set()
-        self.queue = queue_of(self.device)
+        self.queue = queue_of(self.flat.groups[0].data.device)
         self.share = self._open(0, 1.0)
         self.spans = WindowSpans(team)
         self.in_epoch = self.is_planning = False
@@ -109,11 +109,6 @@ class Engine(ABC):
         """Return the policy that divides the work; only the lowest present rank's decides."""
 
     @property
-    def progress(self) -> Progress:
-        """Return what the team has applied so far."""
-        return self.run.progress
-
-    @property
     def window(self) -> int:
         """Number of the window that is being computed."""
         return self.run.progress.window
@@ -122,11 +117,6 @@ class Engine(ABC):
     def turns(self) -> int:
         """Return what ``max_steps`` limits: the team's optimizer steps, skipped ones included."""
         return self.run.progress.steps + self.run.progress.skipped
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the model on this rank."""
-        return self.flat.groups[0].data.device
 
     @property
     def is_training(self) -> bool:
@@ -199,7 +189,8 @@ class Engine(ABC):
             # The team may change here, too: epochs of one window have no other place for it. It may
             # also begin another epoch without this rank.
             while not self.generations.is_alone:
-                if self.generations.keep(self._plan_first):
+                renew = self.generations.wants_renewal
+                if self.generations.keep(partial(self.exchange_plans, renew=renew)):
                     break
             yield from self._work()
         finally:
@@ -208,9 +199,6 @@ class Engine(ABC):
     def _calibrate(self) -> None:
         """Learn how fast ranks are beside one another, where that is needed."""
         return
-
-    def _plan_first(self) -> bool:
-        return self.exchange_plans(renew=self.generations.wants_renewal)
 
     @abstractmethod
     def _work(self) -> Iterator[Work]:
@@ -265,26 +253,9 @@ class Engine(ABC):
     def end_micro_batch(self) -> WindowResult | None:
         """End a micro-batch, and with it whatever ends there; see ``Ddp.step``."""
 
-    def step_part(self, part: int) -> WindowResult | None:
-        """Step one optimizer alone; see ``Ddp.step``."""
-        raise UsageError(
-            "ddp.step(optimizer) needs policy 'sync': in windows of local steps every optimizer is "
-            "stepped on every batch; leave the argument out, or use policy 'sync'"
-        )
-
     @abstractmethod
     def drop_share(self) -> None:
         """Discard gradients and buffer changes of the open share."""
-
-    def shrink(self, samples: int) -> None:
-        """Discard the open share, because a micro-batch of ``samples`` did not fit into memory."""
-        self.run.limits.shrink(samples)
-        self.drop_share()
-
-    def set_micro_batch_size(self, size: int) -> None:
-        """Tell the planner the largest micro-batch, where memory sets no other limit."""
-        self.run.limits.start_with(size)
-        self.policy.set_micro_batch_sizes(self.run.limits.sizes)
 
     def leave(self) -> None:
         """Leave an epoch in its middle, by ``break`` or an error; others learn of it later."""
@@ -300,8 +271,16 @@ class Engine(ABC):
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 
     def prepare_save(self) -> None:
-        """Agree on ``optimizer_states`` before a save; all ranks call it together."""
-        return  # where optimizers are in the same state on all ranks
+        """Agree on what is saved: at a commit, or between epochs; all ranks call it together.
+
+        Raises:
+            ReplicasDifferError: On every rank, where ``verify_every`` is given.
+        """
+        if self.consensus.check.every:
+            digest = self.consensus.digest_shown()
+            digests = self.collectives.ask("comparing replicas (verify_every)", digest)
+            if len(set(digests.values())) > 1:
+                self.consensus.compare_shown(self.team.comm, self.window - 1)
 
     @abstractmethod
     def optimizer_states(self) -> list[OptimizerState]:
@@ -313,20 +292,6 @@ class Engine(ABC):
         self.policy.set_micro_batch_sizes(self.run.limits.sizes)
         self.consensus.accept()
         self.rounds.state = self.rounds.state._replace(window=self.window)
-
-    def verify(self) -> None:
-        """Compare the state of all ranks, if ``verify_every`` is given.
-
-        All ranks call it together: at a commit, or between epochs.
-
-        Raises:
-            ReplicasDifferError: On every rank.
-        """
-        if self.consensus.check.every:
-            digest = self.consensus.digest_shown()
-            digests = self.collectives.ask("comparing replicas (verify_every)", digest)
-            if len(set(digests.values())) > 1:
-                self.consensus.compare_shown(self.team.comm, self.window - 1)
 
     def close_down(self) -> None:
         """End the exchanges and all work beside the training loop; idempotent."""
@@ -451,22 +416,46 @@ class Engine(ABC):
         busy = {rank: rates[rank] for rank in rates if rows[rank].purpose is not Purpose.IDLE}
         set_rates(self.optimizers, agree_on_rates(busy))
 
-    def _advance(self, *, made: int, skipped: int, samples: int, weight: float) -> None:
-        """Count a window that was applied, of some optimizer steps."""
-        self.windows_s.append(self.spans.elapsed_s)
-        self.run.advance(made=made, skipped=skipped, samples=samples, weight=weight)
+    def _result_of(
+        self,
+        found: Round,
+        plan: Plan,
+        *,
+        skipped: bool,
+        grad_norm: float = math.nan,
+        lr: float = math.nan,
+        ranges: tuple[tuple[int, int], ...] = (),
+        cadence: CadenceRecord | None = None,
+    ) -> WindowResult:
+        """Return what a round has made of a window; times of waiting come when it is committed.
 
-    def _result_of(self, found: Round, plan: WindowPlan | LocalPlan, **rest: Any) -> WindowResult:
-        """Return what a round has made of a window; times of waiting come when it is committed."""
+        Args:
+            found: The round.
+            plan: Of the window.
+            skipped: See ``WindowResult``, here and below.
+            grad_norm: 2-norm of the averaged gradient.
+            lr: The learning rate.
+            ranges: What was trained, where the plan does not say so.
+            cadence: How the plan of local steps was made.
+        """
+        start, size = ranges[0][0] if ranges else 0, sum(stop - start for start, stop in ranges)
+        if isinstance(plan, WindowPlan):
+            start, size = plan.start, plan.size
         return WindowResult(
             window=plan.window,
             epoch=plan.epoch,
+            start=start,
+            size=size,
             loss=found.decision.loss,
             weight=found.decision.weight,
-            progress=self.progress,
+            grad_norm=grad_norm,
+            lr=lr,
+            skipped=skipped,
+            progress=self.run.progress,
             applied_t=time.time(),
             ranks=found.records(self.team.world_size),
+            ranges=ranges,
+            cadence=cadence,
             generation=self.rounds.state.generation,
             parked=tuple(sorted(self.rounds.state.parked)),
-            **rest,
         )

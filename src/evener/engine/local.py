@@ -114,7 +114,7 @@ class LocalEngine(Engine):
             self._replica.reset_model()
         self.flat.zero_()
         self.training.schedule.accept()
-        self.training.schedule.agree(self.progress, 0)
+        self.training.schedule.agree(self.run.progress, 0)
         self.run.open_cursor.release()
         super()._begin()
 
@@ -230,7 +230,7 @@ class LocalEngine(Engine):
         self._in_batch = False
         self._replica.adopt()
         flight = self.rounds.state.flight
-        if not self._steps.finish(self.share, flight, self.progress, self.batch_size):
+        if not self._steps.finish(self.share, flight, self.run.progress, self.batch_size):
             self.buffers.rewind()
             for tell in self.on_left_out:
                 tell(self.share.micro_batches)
@@ -397,13 +397,14 @@ class LocalEngine(Engine):
         weight, stale_steps = found.decision.weight, self._steps.num_done
         divergence = self._replica.agree(weight, outcome.differences, moved_on=stale_steps > 0)
         if not math.isfinite(divergence):
-            raise overflow(outcome.over, self.progress.steps + 1)
+            raise overflow(outcome.over, self.run.progress.steps + 1)
         reports = found.reports(self.team.world_size)
         skipped = sum(report.skipped for report in reports)
         made = sum(report.steps for report in reports) - skipped
         samples = sum(report.samples for report in reports)
-        self._advance(made=made, skipped=skipped, samples=samples, weight=weight)
-        self.training.schedule.agree(self.progress, made)
+        self.windows_s.append(self.spans.elapsed_s)
+        self.run.advance(made=made, skipped=skipped, samples=samples, weight=weight)
+        self.training.schedule.agree(self.run.progress, made)
         retired = [
             piece
             for rank, row in found.rows.items()
@@ -413,9 +414,6 @@ class LocalEngine(Engine):
         self.result = self._result_of(
             found,
             over,
-            start=ranges[0][0],
-            size=sum(stop - start for start, stop in ranges),
-            grad_norm=math.nan,
             lr=self._steps.lr,
             skipped=weight == 0,
             ranges=ranges,
@@ -502,7 +500,7 @@ class LocalEngine(Engine):
     def recovered(self) -> None:
         """Continue with the consensus, and the learning rates that belong to it."""
         super().recovered()
-        self.training.schedule.agree(self.progress, 0)
+        self.training.schedule.agree(self.run.progress, 0)
 
     def use_team(self) -> None:
         """Use the ranks that are present from now on."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn, final
 
@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from evener.averaging.gradients import GradientAverager, Reading
 from evener.averaging.weights import power_of_two_near
-from evener.data.cursor import Slice
 from evener.engine.calibration import time_slices
 from evener.engine.consensus import SyncConsensus
 from evener.engine.device_update import DeviceUpdate
@@ -109,7 +108,9 @@ class SyncEngine(Engine):
             return
         what = "timing its device before the first window"
         self.collectives.ask(what)
-        own = time_slices(self.device, self.options.dtype, self.options.slowdown)
+        own = time_slices(
+            self.flat.groups[0].data.device, self.options.dtype, self.options.slowdown
+        )
         speeds = self.collectives.ask(what, own)
         # Ranks that are absent count as fast until they have come and are measured.
         fastest = max(speeds.values())
@@ -340,7 +341,7 @@ class SyncEngine(Engine):
         if part is None and not closes_turns and self._can_run_ahead():
             assert self.queue is not None
             self._on_device = DeviceUpdate(
-                share, averager, self.flat, self.queue, self._update_lap, self.progress
+                share, averager, self.flat, self.queue, self._update_lap, self.run.progress
             )
             return done
         # In a sharded update the norm of the mean is taken anyway, before anything is applied, and
@@ -396,37 +397,28 @@ class SyncEngine(Engine):
                 lookahead.observe(reports, plan, _exchange_s(found))
         else:
             plan = self._unplanned(reports)
-        if state.is_parked:
-            self._pass_by(found, plan, leases)
-            return
-        result = self._end_turns(found) if self._turns else self._apply(found, plan)
+        told: Mapping[str, Any] = {}
+        if state.is_parked:  # this rank follows what the others have applied
+            result = self._result_of(found, plan, skipped=found.decision.skip)
+        elif self._turns:
+            result = self._end_turns(found)
+        else:
+            result = self._apply(found, plan)
         made = not result.skipped
         weight = result.weight if made else 0.0
-        self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
-        self.result = replace(result, progress=self.progress)
+        self.windows_s.append(self.spans.elapsed_s)
+        self.run.advance(made=made, skipped=not made, samples=plan.size, weight=weight)
+        result = replace(result, progress=self.run.progress)
         if self._on_device is not None:
-            self.result = self._on_device.show(result, self.progress)
-        told = {"wait_s": found.wait_s, "sync_s": self._sync_s, **self.spans.apply()}
-        self.run.applied = Applied(self.result, leases, told)
+            result = self._on_device.show(result)
+        if not state.is_parked:
+            self.result = result
+            told = {"wait_s": found.wait_s, "sync_s": self._sync_s, **self.spans.apply()}
+        self.run.applied = Applied(result, leases, told)
         self._unread, self._on_device = self._on_device, None
         if (torn := self._torn) is not None:  # the window counts as applied by now
             self._torn = None
             raise torn
-
-    def _pass_by(self, found: Round, plan: WindowPlan, leases: Sequence[Slice]) -> None:
-        """Follow a window that the others have applied, as a parked rank."""
-        skipped, weight = found.decision.skip, found.decision.weight
-        self._advance(made=not skipped, skipped=skipped, samples=plan.size, weight=weight)
-        result = self._result_of(
-            found,
-            plan,
-            start=plan.start,
-            size=plan.size,
-            grad_norm=math.nan,
-            lr=math.nan,
-            skipped=skipped,
-        )
-        self.run.applied = Applied(result, leases, {})
 
     def _unplanned(self, reports: Sequence[Report]) -> WindowPlan:
         """Return the plan that a window without one has followed."""
@@ -466,7 +458,7 @@ class SyncEngine(Engine):
         self._sync_s = time.perf_counter() - started_s
         watch = Stopwatch(self.options.slowdown, self.queue)
         if not schedule.is_empty:
-            schedule.before_update(self.progress)
+            schedule.before_update(self.run.progress)
         lr = float(self.optimizers[part or 0].param_groups[0]["lr"])
         stepped = self.optimizers if part is None else [self.optimizers[part]]
         if not skipped:
@@ -481,9 +473,7 @@ class SyncEngine(Engine):
             self._share_parameters(part, what)
             if not schedule.is_empty:
                 schedule.after_update(None if part is None else stepped[0])
-        return self._result_of(
-            found, plan, start=plan.start, size=plan.size, grad_norm=norm, lr=lr, skipped=skipped
-        )
+        return self._result_of(found, plan, grad_norm=norm, lr=lr, skipped=skipped)
 
     def _end_turns(self, found: Round) -> WindowResult:
         """Return what optimizers have done in their turns, as one window."""
@@ -516,7 +506,7 @@ class SyncEngine(Engine):
         """
         if self._skips or self.run.loss_scale.can_shrink:
             return True
-        blamed, step, are_finite = None, self.progress.steps + 1, self._averager.has_measured
+        blamed, step, are_finite = None, self.run.progress.steps + 1, self._averager.has_measured
         if self._sharded.is_on:
             blamed = self._sharded.blame(part, what=f"window {plan.window}")
             are_finite |= self._sharded.can_blame
@@ -593,7 +583,7 @@ class SyncEngine(Engine):
         self.meet(purpose, **said)
 
     def _non_finite(self, rank: int, code: int, plan: WindowPlan) -> NonFiniteGradientError:
-        error = non_finite_on(rank, code, plan, self.flat.names, self.progress.steps + 1)
+        error = non_finite_on(rank, code, plan, self.flat.names, self.run.progress.steps + 1)
         return self.run.loss_scale.exhausted(error)
 
     # ── a change of the team ─────────────────────────────────────────────────────────────────────
@@ -628,6 +618,7 @@ class SyncEngine(Engine):
             sharded, is_main = self._sharded, self.rounds.is_main
             every = range(len(self.optimizers))
             self._gathered = [sharded.state_dict(n, keeps=is_main) for n in every]
+        super().prepare_save()
 
     def optimizer_states(self) -> list[OptimizerState]:
         """Return the states that every rank has, or those of the last ``prepare_save``."""

@@ -36,7 +36,7 @@ from evener.engine.share import (
 from evener.engine.sync import SyncEngine
 from evener.engine.team_change import cannot_join
 from evener.engine.training_state import Stateful
-from evener.errors import CheckpointError, EvenerError, PeerLostError
+from evener.errors import CheckpointError, EvenerError, PeerLostError, UsageError
 from evener.loop.arguments import Models, Schedulers, check_arguments, in_evaluation
 from evener.loop.assembly import Assembly
 from evener.loop.event_stream import EventStream, SinkMaker
@@ -60,6 +60,11 @@ MicroBatchSize = int | Literal["auto", "share"]
 
 #: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
 CLOSING_S = 60.0
+
+_NO_TURNS = (
+    "ddp.step(optimizer) needs policy 'sync': in windows of local steps every optimizer is stepped "
+    "on every batch; leave the argument out, or use policy 'sync'"
+)
 
 _NEVER_COMPUTED = (
     "evener: rank {} has had no share of any window so far, so its loop's body has not run, and "
@@ -226,7 +231,7 @@ class Loop:
     @property
     def progress(self) -> Progress:
         """Return what the team has applied so far."""
-        return self._engine.progress
+        return self._engine.run.progress
 
     @property
     def stopping(self) -> bool:
@@ -303,7 +308,8 @@ class Loop:
                 size = self._most_samples(arguments, is_share=micro_batch_size == "share")
             else:
                 size = whole_number("micro_batch_size", micro_batch_size, 1)
-            engine.set_micro_batch_size(size)
+            engine.run.limits.start_with(size)
+            engine.policy.set_micro_batch_sizes(engine.run.limits.sizes)
             engine.whole_micro_batches = size if whole_micro_batches else 0
             self.events.learn(num_samples=arguments.count_trained())
             loader = TeamLoader(
@@ -500,6 +506,8 @@ class Loop:
         engine.options.habits.check_gradients()
         if optimizer is None:
             return engine.end_micro_batch()
+        if not isinstance(engine, SyncEngine):
+            raise UsageError(_NO_TURNS)
         return engine.step_part(self.assembly.part_of(optimizer))
 
     def _start_unplanned(self) -> Share:
@@ -608,7 +616,6 @@ class Loop:
             return
         engine.settle()  # parameters may be a window ahead of the data position
         engine.prepare_save()  # not before: a function of ``on_commit`` may save, too
-        engine.verify()
         if failure := engine.collectives.ask_main("saving", lambda: self._write(Path(path))):
             raise CheckpointError(failure)
 

@@ -271,7 +271,8 @@ class TeamLoader(TrainingLoader):
             except MicroBatchTooLarge:
                 if samples == 1 or share.turns:
                     raise MicroBatchTooLarge(samples) from None
-                engine.shrink(samples)
+                engine.run.limits.shrink(samples)
+                engine.drop_share()
                 self._fetched.clear()
                 micro_batches = self._submit(positions, permutation)
                 share = engine.open_share(len(micro_batches))

@@ -330,7 +330,9 @@ class _ThreadRank:
         self._window = Accumulator(self.ddp)
         self._size = config.micro_batch_size
         if self._size != "auto":
-            self.ddp.assembly.engine.set_micro_batch_size(self._size)
+            engine = self.ddp.assembly.engine
+            engine.run.limits.start_with(self._size)
+            engine.policy.set_micro_batch_sizes(engine.run.limits.sizes)
         if (on_cpu := devices.count("cpu")) > 1:
             share_cores(on_cpu)
 
