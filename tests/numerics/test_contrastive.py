@@ -84,6 +84,6 @@ def test_whole_micro_batches_need_a_size() -> None:
     model = network()
     with (
         setup(SingleCommunicator(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as ddp,
-        pytest.raises(ConfigError, match=r"micro_batch_size is 'auto'.*give a number"),
+        pytest.raises(ConfigError, match=r"micro_batch_size is 'auto'; give a whole number"),
     ):
         ddp.loader(PAIRS, batch_size=BATCH, whole_micro_batches=True)

@@ -56,7 +56,7 @@ FOUND_AT_ONCE = {
     "a rank made faster": (
         ["run.yaml", "--emulate-slow", "0:0.5"],
         2,
-        ["--emulate-slow 0:0.5", "1 or more"],
+        ["--emulate-slow '0:0.5'", "1 or more"],
     ),
     "the demo of a file": (["run.yaml", "--demo"], 2, ["--demo", "run.yaml", "leave one"]),
     "a name that is a path": (["run.yaml", "--name", "a/b"], 2, ["'a/b'", "--out"]),

@@ -204,7 +204,7 @@ def test_a_checkpoint_knows_no_rank_count(team):
     state = json.loads((team.checkpoints[-1] / "state.json").read_text())
     # What is of one device goes by its member; what is of the team is there once.
     of_members = {"planner", "micro_batch_limits"}
-    of_the_team = {"progress", "positions", "schedule", "optimizers", "loss_scale"}
+    of_the_team = {"progress", "positions", "schedule", "optimizers", "registered", "loss_scale"}
     assert set(state) == of_members | of_the_team
     assert state["progress"]["window"] == NUM_WINDOWS
     (position,) = state["positions"]

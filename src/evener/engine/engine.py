@@ -15,8 +15,8 @@ from evener.devices import kind_of, queue_of
 from evener.engine.collectives import Collectives
 from evener.engine.commits import Commits
 from evener.engine.consensus import Consensus
+from evener.engine.engine_options import EngineOptions
 from evener.engine.generations import GenerationChangedError, Generations
-from evener.engine.options import EngineOptions
 from evener.engine.results import CadenceRecord, WindowResult, Work
 from evener.engine.rounds import Round, Rounds
 from evener.engine.run_state import RunState

@@ -11,7 +11,7 @@ import torch
 from evener.data.cursor import Cursor
 from evener.engine.commits import Commits
 from evener.engine.consensus import Consensus
-from evener.engine.options import EngineOptions
+from evener.engine.engine_options import EngineOptions
 from evener.engine.results import WindowResult
 from evener.engine.rounds import CollectiveResult, Round, Rounds
 from evener.engine.run_state import RunState
@@ -48,7 +48,7 @@ class Presence(Enum):
     PRESENT = auto()
 
 
-class Windows(Protocol):
+class WindowRunner(Protocol):
     """What a change of the generation needs of the windows under way."""
 
     commits: Commits
@@ -119,7 +119,7 @@ class Generations:
         redo_s: Seconds from a change to the commit of its first window, while that is told.
     """
 
-    def __init__(self, rounds: Rounds, run: RunState, windows: Windows) -> None:
+    def __init__(self, rounds: Rounds, run: RunState, windows: WindowRunner) -> None:
         self.rounds, self.windows = rounds, windows
         self._run, self._team = run, rounds.team
         is_joining = self._team.membership.is_joining

@@ -19,8 +19,8 @@ from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
 from evener.engine.background import Job
 from evener.engine.engine import Engine
+from evener.engine.engine_options import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.options import EngineOptions
 from evener.engine.replica import Replica
 from evener.engine.results import Applied, CadenceRecord, WindowResult, Work
 from evener.engine.rounds import Round

@@ -212,11 +212,11 @@ class Rounds:
             for rank, one in zip(ranks, received, strict=True)
         }
         decision = judge(state, rows)
+        present = {rank: one for rank, one in rows.items() if rank not in state.parked}
         if isinstance(decision.error, CollectiveMismatchError):
             told = _tell_places(comm, rows, what)
-            mismatch = CollectiveMismatchError(wording.mismatch(rows, told))
+            mismatch = CollectiveMismatchError(wording.mismatch(present, told))
             decision = decision._replace(error=mismatch)
-        present = {rank: one for rank, one in rows.items() if rank not in state.parked}
         return Round(present, decision, time.perf_counter() - started_s)
 
 

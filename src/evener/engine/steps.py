@@ -8,7 +8,7 @@ from typing import final
 
 from evener.averaging.gradients import GradientAverager, Reading
 from evener.comm.base import SingleCommunicator
-from evener.engine.options import EngineOptions
+from evener.engine.engine_options import EngineOptions
 from evener.engine.results import Progress
 from evener.engine.share import Share, Stopwatch
 from evener.engine.training_state import TrainingState

@@ -14,9 +14,9 @@ from evener.engine.calibration import time_slices
 from evener.engine.consensus import SyncConsensus
 from evener.engine.device_update import DeviceUpdate
 from evener.engine.engine import Engine
+from evener.engine.engine_options import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.lookahead import Lookahead
-from evener.engine.options import EngineOptions
 from evener.engine.results import Applied, WindowResult, Work
 from evener.engine.rounds import Round
 from evener.engine.share import Share, Stopwatch

@@ -26,10 +26,10 @@ from evener.devices import kind_of, move
 from evener.doctor.judgement import has_kernels
 from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine
+from evener.engine.engine_options import EngineOptions
 from evener.engine.guards import OptimizerGuards, refuse_second_team
 from evener.engine.local import LocalEngine
 from evener.engine.loss_scale import LossScale
-from evener.engine.options import EngineOptions
 from evener.engine.schedule import Schedule
 from evener.engine.slowness import Slowness
 from evener.engine.sync import SyncEngine

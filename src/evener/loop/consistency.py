@@ -47,9 +47,10 @@ def describe_training(
     """Return what ``check_consistency`` compares, in the order in which it is compared."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parts = {
-        "option": {**vars(config), "policy": policy.value},
+        # Before options: gradient buckets follow from the model, and would be named instead.
         "parameter": [_shape(*named) for named in model.named_parameters()],
         "buffer": [_shape(*named) for named in model.named_buffers()],
+        "option": {**vars(config), "policy": policy.value},
         # Before optimizers: schedulers leave traces in those, which would be named instead.
         "scheduler": [
             {"class": _class(one)} | (one.state_dict() if isinstance(one, LRScheduler) else {})

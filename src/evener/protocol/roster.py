@@ -38,7 +38,7 @@ from evener.protocol.formation import (
 _SILENT_S: Final = 5.0
 
 
-class Place(Enum):
+class Activity(Enum):
     """What a worker does, by its own messages."""
 
     WORKING = auto()
@@ -73,7 +73,7 @@ class Seat:
         wish: The number that it gets if that is free: its last one, or its place on its launcher.
         number: Its number in the team.
         facts: What must be the same on all workers.
-        place: What it does.
+        activity: What it does.
         knows: The last generation that it was in, as it or a message to it said.
         standing: What it held when it became ready.
         told: By type, the last message to it, of those that are sent once.
@@ -93,7 +93,7 @@ class Seat:
     wish: int = NO_NUMBER
     number: int = NO_NUMBER
     facts: Mapping[str, Any] = field(default_factory=dict)
-    place: Place = Place.WORKING
+    activity: Activity = Activity.WORKING
     knows: int = 0
     standing: Standing | None = None
     told: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Seat:
     @property
     def can_join(self) -> bool:
         """Return whether it may be in the next generation."""
-        return self.place is Place.READY and not self.troubles
+        return self.activity is Activity.READY and not self.troubles
 
     @property
     def is_connected(self) -> bool:
@@ -127,7 +127,7 @@ class Seat:
 
     def lives(self, now_s: float) -> bool:
         """Return whether it neither left nor is lost."""
-        return self.place is not Place.LEFT and not self.why_lost(now_s)
+        return self.activity is not Activity.LEFT and not self.why_lost(now_s)
 
 
 class Outgoing(NamedTuple):
@@ -262,8 +262,8 @@ class Roster:
         for ended in (Trouble.DISCONNECTED, Trouble.GONE):
             seat.troubles.pop(ended, None)
         seat.told.clear()  # messages may not have reached it
-        if seat.place is Place.REFUSED:  # it may not have heard why
-            seat.place = Place.WORKING
+        if seat.activity is Activity.REFUSED:  # it may not have heard why
+            seat.activity = Activity.WORKING
         self.remember(now_s, held)
         self.tick(now_s)
         return ""
@@ -313,11 +313,11 @@ class Roster:
             standing: What it holds; ``None`` without state.
         """
         seat = self._seats[member]
-        if seat.place is Place.REFUSED:
+        if seat.activity is Activity.REFUSED:
             return
-        if seat.place is not Place.READY:
+        if seat.activity is not Activity.READY:
             self._arrival_s = now_s
-        seat.place, seat.knows, seat.standing = Place.READY, generation, standing
+        seat.activity, seat.knows, seat.standing = Activity.READY, generation, standing
         seat.lease_end_s = 0.0
         self.tick(now_s)
 
@@ -330,7 +330,7 @@ class Roster:
             finished: Whether the run has ended: it was done to its end, or the team was stopped.
         """
         seat = self._seats[member]
-        seat.place, seat.lease_end_s = Place.LEFT, 0.0
+        seat.activity, seat.lease_end_s = Activity.LEFT, 0.0
         if self.is_member(member):
             self.run_has_ended |= finished
             self._end(now_s, f"{member} left the team")
@@ -344,7 +344,7 @@ class Roster:
             self._paces.append(now_s - seat.advanced_s)
         if (micro_batches, phase) != (seat.micro_batches, seat.phase):
             seat.micro_batches, seat.phase, seat.advanced_s = micro_batches, phase, now_s
-        renews = seat.place is Place.WORKING and self.is_member(member) and not self._over
+        renews = seat.activity is Activity.WORKING and self.is_member(member) and not self._over
         if renews:
             seat.lease_end_s = now_s + self.deadlines.lease_s
         return renews
@@ -420,11 +420,11 @@ class Roster:
         The first message may not have reached them.
         """
         for seat in self._seats.values():
-            if seat.place is not Place.READY:
+            if seat.activity is not Activity.READY:
                 continue
             if not self.is_member(seat.member):
                 if seat.standing is not None:
-                    seat.place = Place.WORKING  # it asks again
+                    seat.activity = Activity.WORKING  # it asks again
                     self._send(seat.member, "left_out", {"generation": self.generation})
             elif seat.knows >= self.generation:
                 self._end(now_s, f"{seat.member} has left it")
@@ -469,13 +469,15 @@ class Roster:
             if seat in members:
                 self._tell(seat, "wanted", {"value": wanted})
                 why = self._over if is_due else ""
-            if seat.knows and why and seat.place is Place.WORKING:
+            if seat.knows and why and seat.activity is Activity.WORKING:
                 self._tell(seat, "over", {"generation": seat.knows, "why": why})
 
     def _name_late(self, now_s: float) -> None:
         """Name living members for which others wait in vain; end none of them."""
         waiting = [
-            seat for seat in self._members() if seat.place is Place.READY or seat.phase == WAITING
+            seat
+            for seat in self._members()
+            if seat.activity is Activity.READY or seat.phase == WAITING
         ]
         if not waiting:
             return
@@ -497,7 +499,9 @@ class Roster:
     def _awaited(self, now_s: float) -> list[Seat]:
         """Return the living members that have not left the newest generation."""
         return [
-            seat for seat in self._members() if seat.place is Place.WORKING and seat.lives(now_s)
+            seat
+            for seat in self._members()
+            if seat.activity is Activity.WORKING and seat.lives(now_s)
         ]
 
     # ── the next generation ──────────────────────────────────────────────────────────────────────
@@ -548,7 +552,7 @@ class Roster:
 
     def _refuse(self, members: Iterable[str], kind: str, why: str) -> None:
         for member in members:
-            self._seats[member].place = Place.REFUSED
+            self._seats[member].activity = Activity.REFUSED
             self._send(member, kind, {"why": why})
 
     def _form(self, now_s: float, ready: list[str], standings: dict[str, Standing]) -> None:
@@ -589,7 +593,7 @@ class Roster:
         # The facts of the team's members count; before there is a team, those of the first workers.
         others = sorted(self._seats.values(), key=lambda one: not self.is_member(one.member))
         for other in others:
-            if other.member == seat.member or other.place is Place.REFUSED:
+            if other.member == seat.member or other.activity is Activity.REFUSED:
                 continue
             for name in sorted(seat.facts.keys() & other.facts.keys()):
                 mine, theirs = seat.facts[name], other.facts[name]
@@ -605,7 +609,7 @@ class Roster:
 
     def _enter(self, seat: Seat) -> None:
         assert self.formation is not None
-        seat.place, seat.knows = Place.WORKING, self.generation
+        seat.activity, seat.knows = Activity.WORKING, self.generation
         seat.told.clear()
         self._send(seat.member, "formed", asdict(self.formation))
 

@@ -243,7 +243,7 @@ def test_a_folder_of_a_run_that_cannot_begin_is_given_back(tmp_path: Path) -> No
         def open_data(self, job: Job) -> tuple[Any, Any]:
             return [], HELD_OUT
 
-    with pytest.raises(ConfigError, match="empty"):
+    with pytest.raises(ConfigError, match="no batch"):
         run_task(Empty(), out=tmp_path, quiet=True)
     assert list(tmp_path.iterdir()) == []
 

@@ -262,8 +262,8 @@ def test_the_first_parameter_that_differs_is_named_on_every_rank(culprit: int) -
 
     for error in on_threads(3, program):
         assert isinstance(error, ReplicasDifferError)
-        assert (error.rank, error.parameter, error.window) == (culprit, spoilt[0], 1)
-        for text in ("after window 1", repr(spoilt[0]), f"rank {culprit}", "Remedy"):
+        assert (error.rank, error.parameter, error.window) == (culprit, spoilt[0], 0)
+        for text in ("after window 0", repr(spoilt[0]), f"rank {culprit}", "Remedy"):
             assert text in str(error)
 
 
@@ -275,17 +275,16 @@ def test_replicas_are_looked_at_only_when_it_is_due(
     option: dict[str, int], in_config: dict[str, int], found: int
 ) -> None:
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> int:
-        model = llama()
-        with DistributedTrainer(
-            TransformerTrainer(model, OPTIMIZER), comm, config, **option, **quiet(**in_config)
-        ) as distributed:
-            with torch.no_grad():
-                model.get_parameter("lm_head.weight").view(-1)[0] += comm.rank
-            for number in range(5):
-                try:
+        trainer = TransformerTrainer(llama(), OPTIMIZER)
+        options = {**option, **quiet(**in_config)}
+        try:
+            with DistributedTrainer(trainer, comm, config, **options) as distributed:
+                with torch.no_grad():
+                    trainer.model.get_parameter("lm_head.weight").view(-1)[0] += comm.rank
+                for _ in range(5):
                     distributed.train_batch(lm_batch(comm.rank, 1))
-                except ReplicasDifferError:
-                    return number
+        except ReplicasDifferError as error:
+            return error.window
         return -1
 
     assert on_threads(2, program) == [found, found]
@@ -434,7 +433,7 @@ def test_ranks_with_other_models_are_refused_on_every_rank() -> None:
 
     for error in on_threads(2, program):
         assert isinstance(error, ConfigError)
-        assert "build the same model on every rank" in str(error)
+        assert "rank 1 and rank 0 differ in parameter." in str(error)
 
 
 def test_ranks_may_compute_in_other_precisions() -> None:
