@@ -60,7 +60,7 @@ class EventStream:
         self._kept: deque[WindowResult] = deque(maxlen=_KEPT)
         self.parked: tuple[int, ...] = ()
         #: The ranks' names by number, in this generation and in the one before.
-        self._people = {self._engine.rounds.state.generation: self._present()}
+        self._people: dict[int, dict[int, str]] = {}
         self._facts: dict[str, Any] = {
             "t": time.time(),
             "window": 0,
@@ -96,6 +96,7 @@ class EventStream:
             self._sinks = self._sinks or Fanout(warn)
             self._sinks.add(open_sinks(sinks))
         if sinks and not self._makers:
+            self._people = {self._engine.rounds.state.generation: self._present()}
             self._engine.commits.observe(self.window)
             self._engine.generations.call_on_change(self.change)
             self._team.call_on_handover(self._close_sinks)
