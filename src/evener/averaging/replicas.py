@@ -25,14 +25,18 @@ def copy_from_first(
         what: Names the exchange in errors.
     """
     first, *others = replicas
+    by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name in sorted(first):
-        tensor = first[name].detach()
-        if comm.world_size > 1:
-            travels = tensor.contiguous()
-            comm.broadcast(travels, 0, what=f"{what}: {name}")
-            if comm.rank:
-                tensor.copy_(travels)
-        for other in others:
+        by_kind.setdefault((first[name].device, first[name].dtype), []).append(name)
+    for names in by_kind.values() if comm.world_size > 1 else ():
+        own = [first[name].detach() for name in names]
+        packed = torch.cat([tensor.reshape(-1) for tensor in own])
+        comm.broadcast(packed, 0, what=f"{what}: {names[0]}")
+        parts = torch.split(packed, [tensor.numel() for tensor in own])
+        for tensor, part in zip(own, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+    for other in others:
+        for name, tensor in first.items():
             other[name].detach().copy_(tensor)
 
 
