@@ -4,7 +4,8 @@ import math
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, final
+from itertools import chain
+from typing import Any, ClassVar, final
 
 import torch
 
@@ -15,20 +16,6 @@ from evener.engine.results import Progress, WindowResult
 from evener.engine.share import Share, Stopwatch
 from evener.planning.plans import WindowPlan
 from evener.planning.report import LOSS
-
-
-class Values(NamedTuple):
-    """The numbers of an update that the host has read.
-
-    Attributes:
-        loss_sum: Σ weight · loss.
-        norm: 2-norm of the gradients as they were summed.
-        non_finite: See ``Report``.
-    """
-
-    loss_sum: float
-    norm: float
-    non_finite: int
 
 
 @final
@@ -61,12 +48,12 @@ class DeviceUpdate:
         before: Progress,
     ) -> None:
         self._share, self._averager, self._update = share, averager, update
-        losses, norms = share.losses_of(), averager.gather(each=True)
-        self._num_losses, self._numbers = len(losses), flat.with_gradients()
-        self._reading = Reading([*losses, *norms], queue)
-        every = torch.cat([part.reshape(-1) for part in (*losses, *norms)])
-        self._norm = torch.linalg.vector_norm(every[len(losses) :])
-        self._factor = share.scale_of() / share.divisor_of()
+        self._losses, norms = share.losses(), averager.gather(each=True)
+        self._numbers = flat.with_gradients()
+        self._reading = Reading([*self._losses.values, *norms], queue)
+        every = torch.cat([part.reshape(-1) for part in (*self._losses.values, *norms)])
+        self._norm = torch.linalg.vector_norm(every[len(self._losses.values) :])
+        self._factor = share.scale_of() / self._losses.divisor
         self.plan, self.before = WindowPlan(0, 0, 0, 0, ()), before
 
     def apply(self, plan: WindowPlan, max_norm: float | None) -> None:
@@ -78,32 +65,32 @@ class DeviceUpdate:
             self._averager.multiply(clip.clamp(max=1.0))
 
     @cached_property
-    def _values(self) -> Values:
-        read = self._reading.read()
-        losses, norms = read[: self._num_losses], read[self._num_losses :]
-        loss_sum = self._share.loss_sum_of(None, (value for (value,) in losses))
-        squares, non_finite = 0.0, 0
-        for number, norm in zip(self._numbers, (n for own in norms for n in own), strict=True):
-            squares += norm * norm
-            if not (non_finite or math.isfinite(norm)):
-                non_finite = number + 1
-        non_finite = non_finite if math.isfinite(loss_sum) else LOSS
-        return Values(loss_sum, math.sqrt(squares), non_finite)
+    def _values(self) -> tuple[float, list[float]]:
+        """Return Σ weight · loss, and the norm of each gradient."""
+        read, num_losses = self._reading.read(), len(self._losses.values)
+        return self._losses.sum_of(read[:num_losses]), list(chain(*read[num_losses:]))
 
     @property
     def non_finite(self) -> int:
         """Return what is not finite, as in ``Report``; waits for the device."""
-        return self._values.non_finite
+        loss_sum, norms = self._values
+        bad = (i + 1 for i, n in zip(self._numbers, norms, strict=True) if not math.isfinite(n))
+        return next(bad, 0) if math.isfinite(loss_sum) else LOSS
 
     @property
     def loss(self) -> float:
         """Return the mean loss per unit of weight."""
-        return self._values.loss_sum / self._share.weight
+        return self._values[0] / self._share.weight
+
+    @property
+    def own_norm(self) -> float:
+        """Return the 2-norm of the gradients as they were summed."""
+        return math.sqrt(sum(norm * norm for norm in self._values[1]))
 
     @property
     def grad_norm(self) -> float:
         """Return the 2-norm of the mean gradient, before clipping."""
-        return self._values.norm * self._factor
+        return self.own_norm * self._factor
 
     def show(self, result: WindowResult) -> WindowResult:
         """Return the window's result, whose late numbers are read when they are asked for."""
@@ -113,12 +100,12 @@ class DeviceUpdate:
 
     def complete(self, result: WindowResult) -> WindowResult:
         """Return the window's result with the numbers that its report lacks."""
-        share, values = self._share, self._values
+        share = self._share
         update_s = 0.0 if self._update is None else self._update.seconds
         own = result.ranks[0]._replace(
-            loss_sum=values.loss_sum,
-            own_norm=values.norm,
-            non_finite=values.non_finite,
+            loss_sum=self._values[0],
+            own_norm=self.own_norm,
+            non_finite=self.non_finite,
             compute_s=share.compute_s + update_s,
             update_s=update_s,
             warmup_s=share.warmup_s,

@@ -43,10 +43,9 @@ def parse_emulation(specs: Sequence[str], world_size: int | None = None) -> dict
                 "for a rank 1 that takes three times as long"
             )
         if world_size is not None and rank >= world_size:
-            there = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
             raise ConfigError(
-                f"--emulate-slow {spec}: there is no rank {rank}, this team has {there}; "
-                "name one of these, or start more ranks (--nproc, or MAX of --elastic)"
+                f"--emulate-slow {spec}: there is no rank {rank} in a team of {world_size}; start "
+                "more ranks (--nproc, or MAX of --elastic)"
             )
         factors[rank] = factor
     return factors
@@ -116,11 +115,11 @@ class Slowdown:
             Seconds slept: what is missing to ``factor`` times the compute since then. The caller
             adds them to its compute time.
         """
+        if self.factor == 1:
+            return 0.0
         compute_s, wall_s = start
         due_s = self.factor * (self._clock() - compute_s)
         extra_s = max(0.0, due_s - (time.perf_counter() - wall_s))
-        if self.factor == 1 or not extra_s:
-            return 0.0
         self._sleep(extra_s)
         return extra_s
 

@@ -2,13 +2,20 @@
 
 from collections.abc import Sequence
 
+from evener.engine.loss_scale import SMALLEST_SCALE
 from evener.errors import NonFiniteGradientError
 from evener.planning.plans import LocalPlan, WindowPlan
 from evener.planning.report import LOSS, PARAMETERS
 
 
 def non_finite_on(
-    rank: int, code: int, plan: WindowPlan | LocalPlan, names: Sequence[str], step: int
+    rank: int,
+    code: int,
+    plan: WindowPlan | LocalPlan,
+    names: Sequence[str],
+    step: int,
+    *,
+    loss_scale: float,
 ) -> NonFiniteGradientError:
     """Return the error for a rank that reports a non-finite number.
 
@@ -18,12 +25,19 @@ def non_finite_on(
         plan: The window that is not applied.
         names: Trainable parameters, in flat order.
         step: The optimizer step that it would have been.
+        loss_scale: That of fp16 on the rank; 0 where it computes in another precision.
     """
     name = names[code - 1] if code > 0 else None
     what = {LOSS: "the loss", PARAMETERS: "a parameter"}.get(code)
     if what is None:
         what = f"the gradient of parameter {name!r}"
-    return _error(f"{what} is not finite on rank {rank}", rank, name, plan, step)
+    error = _error(f"{what} is not finite on rank {rank}", rank, name, plan, step)
+    if 0 < loss_scale <= SMALLEST_SCALE:
+        error.add_note(
+            f"evener: the loss scale of fp16 is down to {loss_scale:g}, so it is not a passing "
+            f"overflow: use precision='bf16' or 'fp32' on rank {rank} if the others are fine"
+        )
+    return error
 
 
 def overflow(

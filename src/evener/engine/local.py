@@ -434,10 +434,9 @@ class LocalEngine(Engine):
     def _refuse_non_finite(self, rank: int, found: Round) -> NoReturn:
         assert self._landing is not None
         report = found.rows[rank].report
-        error = non_finite_on(
-            rank, report.non_finite, self._landing.over, self.flat.names, report.steps + 1
-        )
-        raise self.run.loss_scale.exhausted(error, report.loss_scale)
+        plan, code, step = self._landing.over, report.non_finite, report.steps + 1
+        scale = report.loss_scale
+        raise non_finite_on(rank, code, plan, self.flat.names, step, loss_scale=scale)
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from evener.errors import NonFiniteGradientError
 from evener.planning.report import Report
 
 FIRST_SCALE: Final = 2.0**16
@@ -58,22 +57,21 @@ class LossScale:
 
     def may_shrink(self, rank: int) -> bool:
         """Return whether a non-finite value on a rank may be an overflow at this scale."""
-        return self.can_shrink and rank in self.fp16_ranks
+        return self.of(rank) > SMALLEST_SCALE
 
-    def update(self, *, overflowed: bool, used: float | None = None) -> None:
-        """Learn from a window that had weight; every rank calls it with the same arguments.
+    def of(self, rank: int) -> float:
+        """Return the scale that was agreed on; 0 for a rank of another precision."""
+        return self.value if rank in self.fp16_ranks else 0.0
 
-        Args:
-            overflowed: Whether it did.
-            used: The scale that it was computed with, where that may be an earlier one.
-        """
+    def update(self, *, overflowed: bool) -> None:
+        """Learn from a window that had weight; every rank calls it with the same argument."""
         if self.is_used:
-            half = max((used or self.value) / 2, SMALLEST_SCALE)
-            self._learn(1, min(half, self.value) if overflowed else None)
+            half = max(self.value / 2, SMALLEST_SCALE)
+            self._learn(1, half if overflowed else None)
 
     def reset(self) -> None:
         """Continue with what the team has agreed on, in this rank's local steps."""
-        self.own = self.value if self._rank in self.fp16_ranks else 0.0
+        self.own = self.of(self._rank)
 
     def shrink(self) -> bool:
         """Learn of a local step that was not finite; return whether a smaller scale was left."""
@@ -96,24 +94,6 @@ class LossScale:
             self._learn(good, min(scales) if overflowed else None)
         if self.own:
             self.own = min(self.own, self.value) if self.own < before else self.value
-
-    def exhausted(
-        self, error: NonFiniteGradientError, own: float | None = None
-    ) -> NonFiniteGradientError:
-        """Return the error of a window that overflows, with the remedy at the smallest scale.
-
-        Args:
-            error: What stops the team.
-            own: The scale of the rank that it names, where ranks have scales of their own.
-        """
-        scale = self.value if own is None else own
-        if error.rank in self.fp16_ranks and scale <= SMALLEST_SCALE:
-            error.add_note(
-                f"evener: the loss scale of fp16 is down to {scale:g}, so it is not a passing "
-                f"overflow: use precision='bf16' or 'fp32' on rank {error.rank} if the others are "
-                "fine"
-            )
-        return error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale as plain JSON types."""

@@ -77,7 +77,6 @@ class Schedule:
     ``Progress`` gives the factor of each parameter group's base rate before the update.
 
     Attributes:
-        is_empty: There is neither, so that ``before_update`` and ``after_update`` do nothing.
         agreed_rates: Learning rates at the last ``agree``.
     """
 
@@ -90,7 +89,6 @@ class Schedule:
         self._optimizers = optimizers
         self._schedulers = list(several) if isinstance(several, Sequence) else []
         self._factor = None if isinstance(several, Sequence) else several
-        self.is_empty = not self._schedulers and self._factor is None
         self.agreed_rates: Rates = []
         self._places = self._find_places()
         #: The rates that were set here last; ``None`` if any rate is accepted.

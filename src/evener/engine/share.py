@@ -3,6 +3,7 @@
 ``WindowSpans`` measures how the time of a whole window is spent.
 """
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -11,10 +12,12 @@ from typing import Any, Final, Self, final
 
 from torch import Tensor
 
+from evener.averaging.gradients import GradientAverager, Reading
 from evener.devices import DeviceQueue, Milestone
 from evener.engine.emulate import Slowdown
 from evener.engine.team import Team
 from evener.errors import UsageError
+from evener.planning.report import LOSS
 
 LARGEST_WEIGHT: Final = 2.0**53
 """Counts up to here are exact in float64. Beyond, and below its inverse, gradients may overflow or
@@ -34,29 +37,26 @@ class Stopwatch:
     """
 
     def __init__(self, slowdown: Slowdown, queue: DeviceQueue | None = None) -> None:
-        self._slow = (slowdown, slowdown.start()) if slowdown.factor > 1 else None
+        self._slowdown, self._before = slowdown, slowdown.start()
         self._queue = queue if queue is not None and queue.has_milestones else None
         self.added_s = 0.0
-        self._started = self._stopped = self._now()
+        self._started: Any = self._now()
+        self._stopped = self._started
 
     def stop(self) -> Self:
         """End the measurement, and sleep as long as the emulation of a slow rank demands."""
-        if self._slow is not None and self._queue is not None:
+        if self._slowdown.factor > 1 and self._queue is not None:
             self._queue.finish()  # the emulation sleeps in proportion to compute
         self._stopped = self._now()
-        if self._slow is not None:
-            slowdown, start = self._slow
-            self.added_s += slowdown.after(start)
+        self.added_s += self._slowdown.after(self._before)
         return self
 
     @property
     def seconds(self) -> float:
         """Return what was measured, the sleep included; waits until the device has stopped, too."""
-        if isinstance(self._started, Milestone):
-            assert isinstance(self._stopped, Milestone)
-            return self._started.seconds_to(self._stopped) + self.added_s
-        assert isinstance(self._stopped, float)
-        return self._stopped - self._started + self.added_s
+        if self._queue is not None:
+            return float(self._started.seconds_to(self._stopped)) + self.added_s
+        return float(self._stopped - self._started) + self.added_s
 
     def _now(self) -> Milestone | float:
         return time.perf_counter() if self._queue is None else self._queue.mark()
@@ -75,14 +75,12 @@ class WindowSpans:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._applied_s = time.perf_counter()
         self._sent_bytes = 0
         self.restart()
-        self._wait_s = self._sync_s = self._applied_s
 
     def restart(self) -> None:
         """Begin with a window now: the first one of an epoch."""
-        self._applied_s = time.perf_counter()
+        self._applied_s = self._wait_s = self._sync_s = time.perf_counter()
         #: When this rank asked for the first data of its work, if it has any, and its wait for it.
         self._began_s: float | None = None
         self._data_s = 0.0
@@ -137,18 +135,50 @@ class WindowSpans:
 
 
 @dataclass(slots=True)
-class _Part:
+class Losses:
     """Losses of a share for one optimizer, or for all together.
 
     Attributes:
         is_summed: Whether they are sums over their units.
         weight: Their weight.
-        losses: By what each of them counts in the sum of losses, and the losses.
+        factors: By what each of them counts in the sum of losses: not by its weight where it is a
+            sum already.
+        values: The losses, shape ``()`` each; a device may still compute them.
     """
 
-    is_summed: bool
+    is_summed: bool = False
     weight: float = 0.0
-    losses: list[tuple[float, Tensor]] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    @property
+    def divisor(self) -> float:
+        """Return what the gradient would be divided by if no other rank had a share."""
+        return 1.0 if self.is_summed else self.weight
+
+    def sum_of(self, values: Iterable[Sequence[float]]) -> float:
+        """Return Σ weight · loss, of ``values`` as they were read."""
+        return sum(factor * loss for factor, (loss,) in zip(self.factors, values, strict=True))
+
+    def judge(
+        self, averager: GradientAverager, norms: Sequence[Tensor], part: int | None = None
+    ) -> tuple[float, int]:
+        """Read losses and norms, with one wait for the device.
+
+        Args:
+            averager: Has gathered the gradients.
+            norms: What it returned then.
+            part: As in ``GradientAverager.gather``.
+
+        Returns:
+            Σ weight · loss, and what is not finite; see ``Report.non_finite``.
+        """
+        values = Reading([*self.values, *norms]).read()
+        loss_sum = self.sum_of(values[: len(self.values)])
+        index = averager.judge(values[len(self.values) :], part)
+        if not math.isfinite(loss_sum):
+            return loss_sum, LOSS
+        return loss_sum, 0 if index is None else index + 1
 
 
 @final
@@ -199,7 +229,7 @@ class Share:
         self._scale = scale
         self._slowdown = slowdown
         self._known_sizes = known_sizes
-        self._parts: dict[int | None, _Part] = {}
+        self._parts: dict[int | None, Losses] = {}
         #: By part, the weight of the micro-batch that is being computed.
         self._open_weights: dict[int | None, float] = {}
         self._laps: list[Stopwatch] = []
@@ -215,40 +245,18 @@ class Share:
     @property
     def weight(self) -> float:
         """Return the weight of the micro-batches so far, of the first turn if there are several."""
-        return self.weight_of(next(iter(self._parts), None))
+        return self.losses(next(iter(self._parts), None)).weight
 
-    def weight_of(self, part: int | None) -> float:
-        """Return the weight of the losses of a part."""
-        return self._parts[part].weight if part in self._parts else 0.0
+    def losses(self, part: int | None = None) -> Losses:
+        """Return the losses of a part."""
+        return self._parts.get(part) or Losses()
 
     def scale_of(self, part: int | None = None) -> float:
         """Return what the weights of a part were divided by.
 
         A power of two, or the divisor of the only micro-batch.
         """
-        return self._scale if self._scale is not None else self.divisor_of(part) or 1.0
-
-    def is_summed(self, part: int | None = None) -> bool:
-        """Return whether the losses of a part are sums."""
-        return part in self._parts and self._parts[part].is_summed
-
-    def divisor_of(self, part: int | None = None) -> float:
-        """Return what the part's gradient would be divided by if no other rank had a share."""
-        return 1.0 if self.is_summed(part) else self.weight_of(part)
-
-    def losses_of(self, part: int | None = None) -> list[Tensor]:
-        """Return the losses of a part, shape ``()`` each; a device may still compute them."""
-        return [loss for _, loss in self._parts[part].losses] if part in self._parts else []
-
-    def loss_sum_of(self, part: int | None, losses: Iterable[float]) -> float:
-        """Return Σ weight · loss of a part; ``losses`` are the values of ``losses_of``.
-
-        The weight is not a factor of losses that are sums already.
-        """
-        if part not in self._parts:
-            return 0.0
-        pairs = zip(self._parts[part].losses, losses, strict=True)
-        return sum(factor * value for (factor, _), value in pairs)
+        return self._scale if self._scale is not None else self.losses(part).divisor or 1.0
 
     @property
     def compute_s(self) -> float:
@@ -305,16 +313,15 @@ class Share:
                 "optimizer for every loss, or for none"
             )
         units = float(self.open_samples) if weight is None else checked_weight(weight)
-        losses = self._parts.setdefault(part, _Part(summed))
+        losses = self._parts.setdefault(part, Losses(summed))
         if losses.is_summed != summed:
             raise UsageError(
                 "ddp.backward was called with reduction='sum' and without it in one window; make "
                 "both losses sums, or both means, or add them up before one call"
             )
         if part not in self._open_weights:
-            self._open_weights[part] = units
             losses.weight += units
-        known = self._open_weights[part]
+        known = self._open_weights.setdefault(part, units)
         if weight is not None and units != known:
             raise UsageError(
                 f"second ddp.backward on one micro-batch with weight {units}, the first had "
@@ -326,7 +333,8 @@ class Share:
         scale = factor / self.scale_of(part)
         scaled = loss if scale == 1.0 else loss * scale
         scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
-        losses.losses.append((factor, loss.detach().reshape(())))
+        losses.factors.append(factor)
+        losses.values.append(loss.detach().reshape(()))
 
     def not_ended(self) -> UsageError:
         """Return the error of a loop that continues without ``ddp.step()``."""

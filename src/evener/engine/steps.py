@@ -6,7 +6,7 @@ from dataclasses import replace
 from operator import add
 from typing import final
 
-from evener.averaging.gradients import GradientAverager, Reading
+from evener.averaging.gradients import GradientAverager
 from evener.comm.base import SingleCommunicator
 from evener.engine.engine_options import EngineOptions
 from evener.engine.results import Progress
@@ -92,13 +92,15 @@ class LocalSteps:
             Whether it was made. A step that is not finite, or has no weight, is left out.
         """
         watch = Stopwatch(self._options.slowdown, share.queue)
-        losses, norms = share.losses_of(), self._averager.gather()
+        norms = self._averager.gather()
         gathering = watch.stop()
-        values = Reading([*losses, *norms]).read()  # the one wait for a device
-        loss_sum = share.loss_sum_of(None, (value for (value,) in values[: len(losses)]))
-        index = self._averager.judge(values[len(losses) :])
+        loss_sum, code = share.losses().judge(self._averager, norms)
         watch = Stopwatch(self._options.slowdown)
-        code = self._average(share, loss_sum, index)
+        if not code and share.weight > 0:
+            what, scale, divisor = "a local step", share.scale_of(), share.losses().divisor
+            max_norm = self._options.max_grad_norm
+            norm = self._averager.average(scale, divisor, what=what, max_norm=max_norm)
+            code = 0 if math.isfinite(norm) else LOSS
         made = not code and share.weight > 0
         overflowed = False
         if made:
@@ -106,8 +108,7 @@ class LocalSteps:
             self._run_ahead(in_flight, progress, batch_size)
             self._update()
         elif code:
-            scale = self._options.loss_scale
-            overflowed = scale.shrink()
+            overflowed = self._options.loss_scale.shrink()
             if overflowed or self._options.non_finite == "skip":
                 code = 0
         self._flat.zero_()
@@ -134,26 +135,6 @@ class LocalSteps:
         )
         self._work = Report(*map(add, self._work, step))
         return made
-
-    def _average(self, share: Share, loss_sum: float, index: int | None) -> int:
-        """Divide the gradients by their weight, and clip them.
-
-        Returns:
-            0, or what is not finite (nothing may be applied then): -1 for the loss, k + 1 for the
-            gradient of trainable parameter k.
-        """
-        if not math.isfinite(loss_sum):
-            return LOSS
-        if index is not None:
-            return index + 1
-        if share.weight > 0:
-            max_norm = self._options.max_grad_norm
-            norm = self._averager.average(
-                share.scale_of(), share.divisor_of(), what="a local step", max_norm=max_norm
-            )
-            if not math.isfinite(norm):
-                return LOSS
-        return 0
 
     def _run_ahead(self, in_flight: LocalPlan | None, progress: Progress, batch_size: int) -> None:
         """Set the learning rates for what the team is predicted to have done by now.

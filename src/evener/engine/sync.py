@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn, final
 
 from torch.optim import Optimizer
 
-from evener.averaging.gradients import GradientAverager, Reading
+from evener.averaging.gradients import GradientAverager
 from evener.averaging.weights import power_of_two_near
 from evener.engine.calibration import time_slices
 from evener.engine.consensus import SyncConsensus
@@ -25,7 +25,7 @@ from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import CollectiveError, NonFiniteGradientError, UsageError
 from evener.planning.plans import WindowPlan
 from evener.planning.policies import ApplyPolicy, Policy
-from evener.planning.report import LOSS, NOTHING, Report
+from evener.planning.report import NOTHING, Report
 from evener.protocol.formation import PARKED
 from evener.protocol.machine import Action
 from evener.protocol.row import ALL, Purpose, checksum
@@ -301,7 +301,6 @@ class SyncEngine(Engine):
         report, rounds = self._report(part), self.rounds
         self.spans.begin_wait()
         loss_scale, lookahead = self.run.loss_scale, self.lookahead
-        may_shrink = loss_scale.is_used and loss_scale.may_shrink(rounds.rank)
         is_planned = bool(rounds.state.plans)
         self._meet_read(
             purpose,
@@ -311,8 +310,8 @@ class SyncEngine(Engine):
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
             hooked=self.options.habits.are_hooked,
-            summed=self.share.is_summed(part),
-            may_skip=self._skips or may_shrink,
+            summed=self.share.losses(part).is_summed,
+            may_skip=self._skips or loss_scale.may_shrink(rounds.rank),
             report=report,
             plan=lookahead.draft,
         )
@@ -328,7 +327,7 @@ class SyncEngine(Engine):
         share, averager = self.share, self._averager
         closes_turns = bool(self._turns) and part is None
         done = Report(
-            weight=share.weight if closes_turns else share.weight_of(part),
+            weight=share.weight if closes_turns else share.losses(part).weight,
             micro_batches=share.micro_batches,
             samples=share.samples,
             buffers_changed=not self.buffers.is_empty and self.buffers.changed(),
@@ -350,15 +349,11 @@ class SyncEngine(Engine):
         in_mean = self._sharded.can_blame and not self.run.loss_scale.is_used
         in_mean &= self.rounds.state.plan is not None
         norms = [] if closes_turns else averager.gather(part, unmeasured=in_mean)
-        losses = share.losses_of(part)
-        values = Reading([*losses, *norms]).read()  # the one wait for a device
-        loss_sum = share.loss_sum_of(part, (value for (value,) in values[: len(losses)]))
-        index = averager.judge(values[len(losses) :], part)
-        found = 0 if index is None else index + 1
+        loss_sum, non_finite = share.losses(part).judge(averager, norms, part)
         update_s = 0.0 if self._update_lap is None else self._update_lap.seconds
         return done._replace(
             loss_sum=loss_sum,
-            non_finite=found if math.isfinite(loss_sum) else LOSS,
+            non_finite=non_finite,
             own_norm=averager.own_norm,
             compute_s=share.compute_s + update_s,
             update_s=update_s,
@@ -457,8 +452,7 @@ class SyncEngine(Engine):
             self._average_buffers(found, 0.0 if skipped else weight, what)
         self._sync_s = time.perf_counter() - started_s
         watch = Stopwatch(self.options.slowdown, self.queue)
-        if not schedule.is_empty:
-            schedule.before_update(self.run.progress)
+        schedule.before_update(self.run.progress)
         lr = float(self.optimizers[part or 0].param_groups[0]["lr"])
         stepped = self.optimizers if part is None else [self.optimizers[part]]
         if not skipped:
@@ -471,8 +465,7 @@ class SyncEngine(Engine):
         self._update_lap = watch.stop()
         if not skipped:
             self._share_parameters(part, what)
-            if not schedule.is_empty:
-                schedule.after_update(None if part is None else stepped[0])
+            schedule.after_update(None if part is None else stepped[0])
         return self._result_of(found, plan, grad_norm=norm, lr=lr, skipped=skipped)
 
     def _end_turns(self, found: Round) -> WindowResult:
@@ -506,15 +499,15 @@ class SyncEngine(Engine):
         """
         if self._skips or self.run.loss_scale.can_shrink:
             return True
-        blamed, step, are_finite = None, self.run.progress.steps + 1, self._averager.has_measured
+        blamed, are_finite = None, self._averager.has_measured
         if self._sharded.is_on:
             blamed = self._sharded.blame(part, what=f"window {plan.window}")
             are_finite |= self._sharded.can_blame
         self.flat.zero_(part)
         if blamed is None:
-            raise overflow(plan, step, are_finite=are_finite)
+            raise overflow(plan, self.run.progress.steps + 1, are_finite=are_finite)
         rank, number = blamed
-        raise non_finite_on(rank, number + 1, plan, self.flat.names, step)
+        raise self._non_finite(rank, number + 1, plan)
 
     def _step(self, stepped: Sequence[Optimizer], part: int | None) -> None:
         """Update the parameters, or this rank's part of them."""
@@ -583,8 +576,8 @@ class SyncEngine(Engine):
         self.meet(purpose, **said)
 
     def _non_finite(self, rank: int, code: int, plan: WindowPlan) -> NonFiniteGradientError:
-        error = non_finite_on(rank, code, plan, self.flat.names, self.run.progress.steps + 1)
-        return self.run.loss_scale.exhausted(error)
+        scale, step = self.run.loss_scale.of(rank), self.run.progress.steps + 1
+        return non_finite_on(rank, code, plan, self.flat.names, step, loss_scale=scale)
 
     # ── a change of the team ─────────────────────────────────────────────────────────────────────
 
