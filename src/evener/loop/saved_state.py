@@ -120,7 +120,7 @@ def find_state(assembly: Assembly, path: Path) -> SavedState:
             "optimizers and schedulers that it was written from"
         )
     # On a copy, which shows whether it is of another policy.
-    copy.deepcopy(assembly.policy).load_state_dict(saved.engine["planner"])
+    copy.deepcopy(assembly.engine.policy).load_state_dict(saved.engine["planner"])
     return saved
 
 
