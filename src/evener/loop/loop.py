@@ -656,7 +656,7 @@ class Loop:
                     "storage that every rank sees"
                 )
         positions = self._engine.run.positions
-        positions.restore(saved.positions, allow_new_data="data" in allow)
+        positions.restore(saved.engine["positions"], allow_new_data="data" in allow)
         restore(assembly, saved)
         self.events.learn(resumed_from=saved.path, window=self._engine.window)
 

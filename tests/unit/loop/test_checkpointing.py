@@ -224,7 +224,7 @@ def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path, failures: lis
         checkpointer.save(CURSOR)
         checkpointer.finish(CURSOR)
         shutil.rmtree(tmp_path / "run")
-        ddp.assembly.engine.progress = Progress(window=2)
+        ddp.assembly.engine.run.progress = Progress(window=2)
         checkpointer.save(CURSOR)
         checkpointer.finish(CURSOR)
         assert checkpointer.path == folder / "step-2"
