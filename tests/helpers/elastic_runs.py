@@ -110,7 +110,7 @@ def begin(
 
 def park_nobody(ddp: Ddp) -> None:
     """What is worth parking rests on measured times: here nothing does."""
-    policy: Any = ddp.assembly.policy
+    policy: Any = ddp.assembly.engine.policy
     policy.decide_parking = lambda batch_size, main: None
 
 

@@ -86,7 +86,7 @@ def test_a_plain_torch_script_can_meet_by_the_same_variables(sandbox):
     assert sandbox.mailbox.rest() == ["0 3.0", "1 3.0"]
 
 
-def test_ranks_of_a_script_are_slowed_on_purpose_and_absent_ones_named(sandbox):
+def test_ranks_of_a_script_are_slowed_on_purpose_and_absent_ones_refused(sandbox):
     script = sandbox.script(
         "import torch\n"
         "from evener import Ddp\n"
@@ -95,15 +95,16 @@ def test_ranks_of_a_script_are_slowed_on_purpose_and_absent_ones_named(sandbox):
         "with Ddp.setup(model, sgd, devices='cpu') as ddp:\n"
         "    tell([member.emulated for member in ddp.members])\n"
     )
-    slow = ("--emulate-slow", "1:3", "--emulate-slow", "5:2")
-    ended = sandbox.evener("launch", "--nproc", 2, *slow, script).end()
+    ended = sandbox.evener("launch", "--nproc", 2, "--emulate-slow", "1:3", script).end()
     assert ended.code == 0, ended.err
     assert sandbox.mailbox.rest() == ["0 [1.0, 3.0]", "1 [1.0, 3.0]"]
     assert "emulated 3x slower" in ended.err
-    assert ended.err.count("--emulate-slow for rank 5 is ignored: this team has ranks 0 to 1") == 1
+    refused = sandbox.evener("launch", "--nproc", 2, "--emulate-slow", "5:2", script).end()
+    assert refused.code == 2
+    assert "emulate_slow names rank 5, but the team has ranks 0 to 1" in refused.err
     refused = sandbox.evener("launch", "--emulate-slow", "1:0.5", script).end()
     assert refused.code == 2
-    assert "with a factor of 1 or more" in refused.err
+    assert "is not RANK:FACTOR with a factor of 1 or more" in refused.err
 
 
 def test_the_launcher_never_imports_torch(sandbox):

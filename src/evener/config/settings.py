@@ -26,9 +26,11 @@ from evener.config.checks import (
     is_whole,
 )
 from evener.errors import ConfigError
+from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ANCHOR, LEAST_OVERHEAD, MAX_ANCHOR, MOST_OVERHEAD, ElChe
 from evener.planning.guard import LEAST_FACTOR, DivergenceGuard, make_guard
-from evener.planning.policies import ApplyPolicy
+from evener.planning.policies import ApplyPolicy, Policy
+from evener.planning.sync import FixedShares, SyncPolicy
 
 
 def _not_all_zero(shares: Sequence[float]) -> Sequence[float]:
@@ -284,6 +286,38 @@ class DdpConfig(TrainingOptions):
         if isinstance(self.speed_hint, Mapping):
             return tuple(self.speed_hint.get(rank, 1.0) for rank in range(world_size))
         return tuple(self.speed_hint)
+
+    def make_policy(self, members: Sequence[str], *, avoid_ones: bool) -> Policy:
+        """Return what plans the windows of SYNC with these settings.
+
+        Args:
+            members: Member ids, by rank.
+            avoid_ones: Give no rank a micro-batch of one sample where that can be avoided.
+        """
+        if self.partition_ratios is not None:
+            return FixedShares(members, self.partition_ratios, avoid_ones=avoid_ones)
+        policy = SyncPolicy(members, [None] * len(members), avoid_ones=avoid_ones)
+        if speeds := self.hinted_speeds(len(members)):
+            policy.calibrate(speeds)
+        return policy
+
+    def make_cadence_policy(self, members: Sequence[str], *, in_background: bool) -> CadencePolicy:
+        """Return what plans the windows of CADENCE and ASYNC with these settings.
+
+        Args:
+            members: Member ids, by rank.
+            in_background: Averages are formed while ranks continue.
+        """
+        cadence = self.make_cadence(len(members))
+        if speeds := self.hinted_speeds(len(members)):
+            cadence.with_speeds(speeds)
+        return CadencePolicy(
+            members,
+            cadence,
+            make_guard(self.divergence_guard, self.divergence_threshold, self.divergence_factor),
+            max_batch_diff=self.max_batch_diff,
+            in_background=in_background,
+        )
 
     def check_policy(self, policy: ApplyPolicy) -> None:
         """Refuse options that were given and have no effect with the policy.

@@ -51,23 +51,10 @@ def parse_emulation(specs: Sequence[str], world_size: int | None = None) -> dict
     return factors
 
 
-def emulation_of_launcher(
-    environ: Mapping[str, str], world_size: int
-) -> tuple[dict[int, float], list[int]]:
-    """Return what ``evener launch --emulate-slow`` asks of a script's ranks.
-
-    Args:
-        environ: The process's environment.
-        world_size: Ranks in the team.
-
-    Returns:
-        Factors of ranks of the team, and the ranks that it does not have: the launcher cannot know
-        how large a team the script makes.
-    """
+def emulation_of_launcher(environ: Mapping[str, str]) -> dict[int, float]:
+    """Return the factors that ``evener launch --emulate-slow`` asks for, by rank of a script."""
     given = environ.get(EMULATE_SLOW)
-    factors = parse_emulation(given.split(",")) if given else {}
-    absent = [rank for rank in factors if rank >= world_size]
-    return {rank: factors[rank] for rank in factors if rank < world_size}, absent
+    return parse_emulation(given.split(",")) if given else {}
 
 
 def compute_clock(device: str) -> Callable[[], float]:

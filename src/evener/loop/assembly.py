@@ -22,8 +22,7 @@ from evener.averaging.sharded_update import (
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.config.settings import DdpConfig
-from evener.devices import kind_of, move
-from evener.doctor.judgement import has_kernels
+from evener.devices import move
 from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine
 from evener.engine.engine_options import EngineOptions
@@ -39,10 +38,7 @@ from evener.errors import CollectiveError, ConfigError, UsageError
 from evener.loop.arguments import Models, Schedulers, combine_models, parts_of
 from evener.loop.consistency import Description, check_consistency, describe_training, summarise
 from evener.loop.precision import HALF, AutocastForward, choose_precision
-from evener.planning.cadence import CadencePolicy
-from evener.planning.guard import make_guard
-from evener.planning.policies import ApplyPolicy, Planner, Policy
-from evener.planning.sync import FixedShares, SyncPolicy
+from evener.planning.policies import ApplyPolicy
 from evener.team.backends import check_backend, check_policy, connect_team, describe_exchange
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
@@ -95,6 +91,8 @@ class Assembly:
     ) -> None:
         self.apply_policy = chosen = check_policy(policy)
         config.check_policy(chosen)
+        slow = {**config.emulate_slow, **emulation_of_launcher(os.environ)}
+        self._config = config = replace(config, emulate_slow=slow)
         check_backend(backend)
         self.model, models = combine_models(model)
         refuse_second_team(models)
@@ -108,7 +106,6 @@ class Assembly:
         training = describe_training(self.model, optimizers, scheduler, chosen, config)
         self.team = self._connect(training, backend, config, communicator, membership)
         try:
-            self._config = _with_emulation(config, self.team)
             is_divided = self._introduce(training)
             self.flat = FlatBuffers(
                 list(self.model.named_parameters()),
@@ -177,19 +174,9 @@ class Assembly:
             raise
 
     @property
-    def policy(self) -> Planner:
-        """Return the policy that divides the work."""
-        return self.engine.policy
-
-    @property
     def comm(self) -> Communicator:
         """Return the communicator of all ranks, parked ones included."""
         return self.team.whole
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """Return the member of each rank."""
-        return self.team.people
 
     @property
     def names(self) -> list[str]:
@@ -272,7 +259,6 @@ class Assembly:
 
     def _move(self) -> None:
         """Move the model, and what optimizers remember to where their parameters have gone."""
-        _check_kernels(self.device)
         move(self.model, self.device)
         for optimizer in self.optimizers if self.device.type != "cpu" else ():
             if optimizer.state:
@@ -322,40 +308,15 @@ class Assembly:
 
     def _make_engine(self) -> Engine:
         """Return the engine of a policy; all ranks call it together."""
-        team, options = self.team, self._make_options()
-        speeds = self._config.hinted_speeds(team.world_size)
-        engine: Engine
+        team, config, options = self.team, self._config, self._make_options()
         if self.apply_policy is ApplyPolicy.SYNC:
-            planner = self._plan_shares(speeds, avoid_ones=options.avoid_ones)
-            engine = SyncEngine(team, planner, self.state, options)
-        else:
-            if self.apply_policy is ApplyPolicy.ASYNC and team.world_size > 1:
-                team.open_background()
-            cadence = self._plan_steps(speeds, in_background=team.background is not None)
-            engine = LocalEngine(team, cadence, self.state, options)
-        return engine
-
-    def _plan_shares(self, speeds: Sequence[float] | None, *, avoid_ones: bool) -> Policy:
-        ratios = self._config.partition_ratios
-        if ratios is not None:
-            return FixedShares(self.names, ratios, avoid_ones=avoid_ones)
-        planner = SyncPolicy(self.names, [None] * len(self.members), avoid_ones=avoid_ones)
-        if speeds is not None:
-            planner.calibrate(speeds)
-        return planner
-
-    def _plan_steps(self, speeds: Sequence[float] | None, *, in_background: bool) -> CadencePolicy:
-        config = self._config
-        cadence = config.make_cadence(self.team.world_size)
-        if speeds is not None:
-            cadence.with_speeds(speeds)
-        guard = make_guard(
-            config.divergence_guard, config.divergence_threshold, config.divergence_factor
-        )
-        most = config.max_batch_diff
-        return CadencePolicy(
-            self.names, cadence, guard, max_batch_diff=most, in_background=in_background
-        )
+            shares = config.make_policy(self.names, avoid_ones=options.avoid_ones)
+            return SyncEngine(team, shares, self.state, options)
+        if self.apply_policy is ApplyPolicy.ASYNC and team.world_size > 1:
+            team.open_background()
+        is_late = team.background is not None
+        cadence = config.make_cadence_policy(self.names, in_background=is_late)
+        return LocalEngine(team, cadence, self.state, options)
 
     def _make_options(self) -> EngineOptions:
         config, team = self._config, self.team
@@ -374,30 +335,5 @@ class Assembly:
             ),
             stop_requested=config.stop_when,
             habits=OptimizerGuards(self.flat, self.optimizers, warn=warn, speaks=own.rank == 0),
-            slowness=Slowness(self.members, warn=warn),
+            slowness=Slowness(team.people, warn=warn),
         )
-
-
-def _check_kernels(device: torch.device) -> None:
-    """Refuse a GPU that this build of torch has no kernels for.
-
-    Raises:
-        ConfigError: It is one.
-    """
-    architecture = kind_of(device).architecture(device)
-    built_for = tuple(torch.cuda.get_arch_list()) if architecture else ()
-    if built_for and not has_kernels(architecture, built_for):
-        raise ConfigError(
-            f"{device} needs kernels for {architecture}, and this build of torch has those for "
-            f"{', '.join(built_for)}: install a build whose list has {architecture}, or leave the "
-            "device out with devices=... or CUDA_VISIBLE_DEVICES"
-        )
-
-
-def _with_emulation(config: DdpConfig, team: Team) -> DdpConfig:
-    """Return the options with the ranks that the launcher's command line slows."""
-    factors, unknown = emulation_of_launcher(os.environ, team.world_size)
-    for rank in unknown if team.rank == 0 else ():
-        there = f"ranks 0 to {team.world_size - 1}"
-        say(f"evener: --emulate-slow for rank {rank} is ignored: this team has {there}")
-    return replace(config, emulate_slow={**config.emulate_slow, **factors}) if factors else config

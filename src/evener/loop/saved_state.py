@@ -15,7 +15,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from evener.averaging.sharded_update import ELEMENTWISE
 from evener.checkpoint import Snapshot, copy_to_cpu, encode_document, find_newest, open_checkpoint
 from evener.engine.training_state import TrainingContent, unpack
 from evener.errors import CheckpointError
@@ -34,14 +33,12 @@ class SavedState:
 
     Attributes:
         path: The checkpoint.
-        positions: The data position of each loader, in the order in which they were made.
         model: Parameters and buffers by name, on the CPU.
         training: Optimizers, schedule, and registered objects.
-        engine: The argument of ``Engine.load_state_dict``.
+        engine: The argument of ``Engine.load_state_dict``, with the data position of each loader.
     """
 
     path: Path
-    positions: tuple[Mapping[str, Any], ...]
     model: Mapping[str, Tensor]
     training: TrainingContent
     engine: Mapping[str, Any]
@@ -109,7 +106,6 @@ def find_state(assembly: Assembly, path: Path) -> SavedState:
     state = checkpoint.document(STATE)
     saved = SavedState(
         path=checkpoint.path,
-        positions=tuple(state["positions"]),
         model=checkpoint.tensors("model"),
         training=unpack(state, checkpoint.tensors(TRAINING)),
         engine=state,
@@ -120,7 +116,7 @@ def find_state(assembly: Assembly, path: Path) -> SavedState:
             "optimizers and schedulers that it was written from"
         )
     # On a copy, which shows whether it is of another policy.
-    copy.deepcopy(assembly.policy).load_state_dict(saved.engine["planner"])
+    copy.deepcopy(assembly.engine.policy).load_state_dict(saved.engine["planner"])
     return saved
 
 
@@ -154,14 +150,6 @@ def _differences(saved: SavedState, assembly: Assembly) -> Iterator[str]:
                 optional = value is None or isinstance(value, bool | str) or key == "initial_lr"
                 if key not in group and not optional:
                     yield f"optimizer {number} has {key!r} here only"
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        of_shape = ELEMENTWISE.get(type(optimizer), frozenset())  # others may keep parts of a shape
-        for index, values in state["state"].items():
-            for key in values.keys() & of_shape:
-                # SGD without momentum keeps a buffer that is None.
-                if isinstance(values[key], Tensor) and values[key].shape != parameters[index].shape:
-                    shapes = f"{tuple(values[key].shape)} for {tuple(parameters[index].shape)}"
-                    yield f"state.{index}.{key} of optimizer {number} has the shape {shapes}"
 
 
 def _layout(

@@ -130,7 +130,7 @@ def test_the_planner_learns_what_a_share_costs_in_small_micro_batches() -> None:
         rank = Rank(comm, 2 if comm.rank else PLENTY, "forward", speed_hint=(1.0, 1.0))
         with rank.ddp:
             rank.train(1)
-            return rank.ddp.assembly.policy.micro_batch_sizes, rank.loader.micro_batch_size
+            return rank.ddp.assembly.engine.policy.micro_batch_sizes, rank.loader.micro_batch_size
 
     assert run_team(2, body) == [((8, 2), 8), ((8, 2), 2)]
 
