@@ -2,6 +2,7 @@
 
 import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from traceback import walk_tb
@@ -36,3 +37,15 @@ def raised_at(error: BaseException) -> str:
         if is_users(frame.f_code.co_filename):
             place = f"{frame.f_code.co_filename}:{line}"
     return place
+
+
+def has_passed(error: BaseException, place: str) -> bool:
+    """Return whether an exception has passed through a place, which ``here`` has returned."""
+    passed = walk_tb(error.__traceback__)
+    return any(f"{frame.f_code.co_filename}:{line}" == place for frame, line in passed)
+
+
+def methods_passed(error: BaseException) -> Iterator[object]:
+    """Yield the objects whose methods an exception has passed through."""
+    for frame, _ in walk_tb(error.__traceback__):
+        yield frame.f_locals.get("self")

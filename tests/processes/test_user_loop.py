@@ -153,8 +153,8 @@ def train(
         after(number)
 
 
-def run_while_another_error_is_handled(rank: Rank) -> list[str]:
-    """Trains two windows in a handler, such as: nothing to resume from, so start anew."""
+def close_while_another_error_is_handled(rank: Rank, other: Exception, how: str) -> list[str]:
+    """Trains two windows while ``other`` is handled, or handles it when it closes."""
     told: list[str] = []
 
     class Told(Sink):
@@ -165,22 +165,40 @@ def run_while_another_error_is_handled(rank: Rank) -> list[str]:
         def close(self) -> None:
             pass
 
-    try:
-        raise CheckpointError("no checkpoint")
-    except CheckpointError:
-        ddp, model = begin(rank, sinks=[Told()])
+    def two_windows(ddp: Ddp, model: nn.Module) -> None:
         for batch in ddp.loader(torch.arange(48.0).view(16, 3), batch_size=4).epoch(0):
             ddp.backward(model(batch).mean())
             ddp.step()
             if ddp.window == 2:
                 break
-        ddp.close()
+
+    def whole_run() -> None:
+        ddp, model = begin(rank, sinks=[Told()])
+        with ddp:
+            two_windows(ddp, model)
+
+    if how == "a run in the handler":  # such as: nothing to resume from, so start anew
+        try:
+            raise other
+        except type(other):
+            whole_run()
+    else:
+        ddp, model = begin(rank, sinks=[Told()])
+        two_windows(ddp, model)
+        try:
+            raise other
+        except type(other):
+            ddp.close()
     return told
 
 
-def test_a_run_in_a_handler_of_something_else_commits_what_was_applied() -> None:
+@pytest.mark.parametrize("how", ["a run in the handler", "close in the handler"])
+@pytest.mark.parametrize("other", [KeyError("a key"), CheckpointError("no checkpoint")])
+def test_closing_in_a_handler_of_something_else_commits_what_was_applied(
+    other: Exception, how: str
+) -> None:
     whole = ["window", "window", "completed"]
-    assert run_ranks(run_while_another_error_is_handled, 2) == [whole, []]
+    assert run_ranks(close_while_another_error_is_handled, 2, other, how) == [whole, []]
 
 
 def gather_a_text_and_close(rank: Rank) -> None:

@@ -42,7 +42,7 @@ from evener.loop.assembly import Assembly
 from evener.loop.event_stream import EventStream, SinkMaker
 from evener.loop.saved_state import capture, find_state, restore
 from evener.observe.events import Sink
-from evener.places import raised_at
+from evener.places import has_passed, methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import EVALUATING, TRAINING, read_team_limits
 from evener.team.elastic_membership import check_team_limits
@@ -94,8 +94,6 @@ class Loop:
         self._eval_loaders: weakref.WeakSet[EvaluationLoader] = weakref.WeakSet()
         self._gatherer = Gatherer(assembly.engine)
         self._closed = False
-        #: What is handled around the whole run: no failure of it.
-        self._outer = sys.exception()
         explain_with(self._explain)
         self.world_size = assembly.team.world_size
         self.device = assembly.device
@@ -651,16 +649,18 @@ class Loop:
         try:
             saved = find_state(assembly, Path(path))
         except CheckpointError as error:
-            assembly.engine.collectives.ask(_LOADING, str(error))
+            assembly.engine.collectives.ask(_LOADING, [str(error), 0])
             raise
-        own = saved.engine["progress"]["window"]
-        found = assembly.engine.collectives.ask(_LOADING, own)
-        for rank, theirs in found.items():
-            if theirs != own:
-                it = theirs if isinstance(theirs, str) else f"it finds that of window {theirs}"
+        own = ["", saved.engine["progress"]["window"]]
+        answers = assembly.engine.collectives.ask(_LOADING, own)
+        first = next(iter(answers.values()))
+        for rank, (refused, window) in answers.items():
+            if refused:
+                raise CheckpointError(f"rank {rank} cannot load it: {refused}")
+            if window != first[1]:
                 raise CheckpointError(
-                    f"rank {rank} cannot load the checkpoint of window {own} in {path}: {it}; use "
-                    "storage that every rank sees"
+                    f"rank {rank} finds the checkpoint of window {window} in {path}, rank 0 that "
+                    f"of window {first[1]}; use storage that every rank sees"
                 )
         positions = self._engine.run.positions
         positions.restore(saved.engine["positions"], allow_new_data="data" in allow)
@@ -675,28 +675,25 @@ class Loop:
         Without an error, ranks first commit the applied window. In CADENCE and ASYNC they also
         average the steps of loops that were left by ``break``. All ranks do that together, and wait
         for one another for at most 60 s (or ``DdpConfig.timeout_s``, if that is less). After an
-        error of the team, and while an exception is handled that was raised since ``setup``, this
-        rank waits for no other, and the run counts as failed.
+        error of the team, or one that has ended this rank's loop, this rank waits for no other.
 
         Raises:
             CollectiveError: A rank was lost, or did not come.
             ReplicasDifferError: Of what is committed, with ``DdpConfig.verify_every``.
         """
         error = sys.exception()
-        self._close(None if error is self._outer else error)
+        self._close(error, failed=self._is_lost(error))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._close(error)
+        self._close(error, failed=error is not None or self._is_lost(None))
 
-    def _close(self, error: BaseException | None) -> None:
+    def _close(self, error: BaseException | None, *, failed: bool) -> None:
         if error is not None:
             self._explain(error)
-        engine = self._engine
-        failed = error is not None or engine.rounds.is_lost
-        waits, self._closed, self._outer = not (self._closed or failed), True, None
+        engine, waits, self._closed = self._engine, not (self._closed or failed), True
         if not isinstance(error, PeerLostError):  # the hook has yet to show that
             forget(self._explain)
         try:
@@ -717,6 +714,26 @@ class Loop:
             if not (failed or (engine.rounds.stopping and engine.team.membership.is_leaving)):
                 engine.team.membership.leave(finished=True)
             self.assembly.close()
+
+    def _is_lost(self, error: BaseException | None) -> bool:
+        """Return whether the other ranks need not be waited for.
+
+        Args:
+            error: What is being handled; it may have nothing to do with the team.
+        """
+        engine = self._engine
+        if error is None or engine.rounds.is_lost:
+            return engine.rounds.is_lost
+        is_inside = engine.share.in_micro_batch
+        if engine.rounds.has_left:  # by `break`, which is at another line, or by this error
+            is_inside = any(has_passed(error, loader.left_at) for loader in self._loaders)
+        if is_inside:
+            return True
+        parts = (self, *self._loaders, *self._eval_loaders)
+        return isinstance(error, EvenerError) and any(
+            owner in parts or getattr(owner, "_ddp", None) is self
+            for owner in methods_passed(error)
+        )
 
     def _explain(self, error: BaseException) -> None:
         """Add to an exception what is known about it here: cause, remedy, rank, file, line."""

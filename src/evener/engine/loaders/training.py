@@ -25,6 +25,7 @@ from evener.engine.memory import MicroBatchTooLarge
 from evener.engine.results import Work
 from evener.engine.share import Share
 from evener.errors import UsageError
+from evener.places import here
 from evener.protocol.formation import TRAINING
 
 #: What a rank is doing, for the case that others wait for it.
@@ -42,6 +43,7 @@ class TrainingLoader(LikeDataLoader, ABC):
 
     Attributes:
         cursor: The data position; set by the subclass.
+        left_at: File and line at which the user's loop was left last.
     """
 
     cursor: Cursor
@@ -51,6 +53,7 @@ class TrainingLoader(LikeDataLoader, ABC):
         self._engine = engine
         self._max_steps = max_steps
         self._next = 0
+        self.left_at = ""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the epoch after the one that was iterated over last, from 0; see ``epoch``."""
@@ -96,6 +99,7 @@ class TrainingLoader(LikeDataLoader, ABC):
             try:
                 yield from self._batches(epoch)
             except BaseException:  # GeneratorExit, after `break`; or an error of this rank alone
+                self.left_at = here()
                 engine.leave()
                 raise
 
