@@ -215,6 +215,10 @@ MISFITS: dict[str, tuple[Callable[[Path], None], str]] = {
     "another shape": (retype("model", "0.weight", lambda t: t[:2]), "'0.weight' is of shape"),
     "a weight that is missing": (lacks("model", "0.weight"), "'0.weight' is missing there"),
     "another number of optimizers": (state("optimizers", value=[]), "optimizer 0 is missing there"),
+    "a moment of another shape": (
+        retype("training", "optimizers.0.state.0.exp_avg", lambda t: t[:1]),
+        "state.0.exp_avg of optimizer 0 has the shape",
+    ),
     "no schedulers": (state("schedule", value=[]), "schedulers is 0 there and 1 here"),
     "another policy": (state("planner", value={"policy": "x"}), "policy='x'"),
     "an average of the user's": (state("registered", value={}), "no state of 'ema'"),

@@ -22,7 +22,8 @@ from evener.averaging.sharded_update import (
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.config.settings import DdpConfig
-from evener.devices import move
+from evener.devices import kind_of, move
+from evener.doctor.judgement import has_kernels
 from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine
 from evener.engine.engine_options import EngineOptions
@@ -259,6 +260,7 @@ class Assembly:
 
     def _move(self) -> None:
         """Move the model, and what optimizers remember to where their parameters have gone."""
+        _check_kernels(self.device)
         move(self.model, self.device)
         for optimizer in self.optimizers if self.device.type != "cpu" else ():
             if optimizer.state:
@@ -336,4 +338,20 @@ class Assembly:
             stop_requested=config.stop_when,
             habits=OptimizerGuards(self.flat, self.optimizers, warn=warn, speaks=own.rank == 0),
             slowness=Slowness(team.people, warn=warn),
+        )
+
+
+def _check_kernels(device: torch.device) -> None:
+    """Refuse a GPU that this build of torch has no kernels for.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    architecture = kind_of(device).architecture(device)
+    built_for = tuple(torch.cuda.get_arch_list()) if architecture else ()
+    if built_for and not has_kernels(architecture, built_for):
+        raise ConfigError(
+            f"{device} needs kernels for {architecture}, and this build of torch has those for "
+            f"{', '.join(built_for)}: install a build whose list has {architecture}, or leave the "
+            "device out with devices=... or CUDA_VISIBLE_DEVICES"
         )

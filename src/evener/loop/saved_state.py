@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from evener.averaging.sharded_update import ELEMENTWISE
 from evener.checkpoint import Snapshot, copy_to_cpu, encode_document, find_newest, open_checkpoint
 from evener.engine.training_state import TrainingContent, unpack
 from evener.errors import CheckpointError
@@ -150,6 +151,14 @@ def _differences(saved: SavedState, assembly: Assembly) -> Iterator[str]:
                 optional = value is None or isinstance(value, bool | str) or key == "initial_lr"
                 if key not in group and not optional:
                     yield f"optimizer {number} has {key!r} here only"
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        of_shape = ELEMENTWISE.get(type(optimizer), frozenset())  # others may keep parts of a shape
+        for index, values in state["state"].items():
+            for key in values.keys() & of_shape:
+                # SGD without momentum keeps a buffer that is None.
+                if isinstance(values[key], Tensor) and values[key].shape != parameters[index].shape:
+                    shapes = f"{tuple(values[key].shape)} for {tuple(parameters[index].shape)}"
+                    yield f"state.{index}.{key} of optimizer {number} has the shape {shapes}"
 
 
 def _layout(
