@@ -291,12 +291,7 @@ class ElChe:
         Args:
             factor: The anchor is multiplied by it and rounded up, to 1 at least, also below what it
                 started from. Taken to be within 0.1 to 1.
-
-        Raises:
-            ConfigError: It is not a number.
         """
-        if math.isnan(factor):
-            raise ConfigError("factor is nan; give a part such as 0.5")
         part = min(max(factor, 0.1), 1.0)
         self.anchor = min(self.anchor, max(1, math.ceil(self.anchor * part)))
         if self.is_calibrated:
