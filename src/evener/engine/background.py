@@ -12,7 +12,7 @@ _LIMIT_S: Final = 10.0
 
 
 @final
-class Job(Generic[T]):
+class BackgroundJob(Generic[T]):
     """Runs one job at a time.
 
     In the background, each job has its own thread, which is not a daemon. So no thread waits for

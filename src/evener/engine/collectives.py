@@ -166,4 +166,4 @@ class Collectives:
 
     def _tell_alone(self, what: str) -> None:
         text = _ALONE.format(what, here(), self._rounds.rank)
-        self._generations.windows.options.habits.tell_once(text)
+        self._generations.windows.options.guards.tell_once(text)

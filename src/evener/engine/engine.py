@@ -319,7 +319,7 @@ class Engine(ABC):
     def use_team(self) -> None:
         """Use the ranks that are present from now on, in the policy and in exchanges."""
         self.policy.set_absent(self.team.absent)
-        self.options.habits.speak(for_all=self.rounds.is_main)
+        self.options.guards.speak(for_all=self.rounds.is_main)
         write_unmarked(self.rounds.is_main)
 
     def recovered(self) -> None:

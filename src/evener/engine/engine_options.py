@@ -25,5 +25,5 @@ class EngineOptions:
     loss_scale: LossScale
     slowdown: Slowdown
     stop_requested: Callable[[], bool] | None
-    habits: OptimizerGuards
+    guards: OptimizerGuards
     slowness: Slowness

@@ -185,7 +185,7 @@ class Generations:
             (change, begun_s), self._begun = self._begun, None
             self.redo_s = time.perf_counter() - begun_s
             if change.lost:
-                self.windows.options.habits.notice(
+                self.windows.options.guards.notice(
                     f"window {result.window}, the first one of generation {change.generation}, is "
                     f"committed {self.redo_s:.2f} s after that began"
                 )
@@ -361,7 +361,7 @@ class Generations:
             load()
         window, is_script = self._run.progress.window, not self._on_cold_restart
         text = describe_loss_of_state(window, is_script=is_script)
-        self.windows.options.habits.notice(text)
+        self.windows.options.guards.notice(text)
 
     def _resume(self) -> bool:
         """Commit what is applied, and agree on new plans where all ranks plan windows.
@@ -525,7 +525,7 @@ class Generations:
         self._detect_s = 0.0
         self._begun = (change, time.perf_counter())
         self.windows.options.slowness.restart(self._team.people)
-        self.windows.options.habits.notice(str(change))
+        self.windows.options.guards.notice(str(change))
         for tell in self._on_change:
             tell(change)
 

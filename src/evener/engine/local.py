@@ -17,7 +17,7 @@ from evener.averaging.weights import power_of_two_near
 from evener.comm.base import Communicator
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
-from evener.engine.background import Job
+from evener.engine.background import BackgroundJob
 from evener.engine.engine import Engine
 from evener.engine.engine_options import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
@@ -89,8 +89,10 @@ class LocalEngine(Engine):
         super().__init__(team, training, options, way, self._replica)
         self._policy = policy
         policy.set_absent(team.absent)
-        #: In ASYNC, averages are formed in a thread.
-        self._job: Job[Exchanged] = Job(f"average-{team.rank}" if team.background else "")
+        is_late = team.background is not None  # in ASYNC, averages are formed in a thread
+        self._job: BackgroundJob[Exchanged] = BackgroundJob(
+            f"average-{team.rank}" if team.background else ""
+        )
         self._steps = LocalSteps(training, options)
         self._book: LeaseBook | None = None
         #: The rest of this rank's queue, without the batch that is open.

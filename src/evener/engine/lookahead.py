@@ -47,7 +47,7 @@ class Lookahead:
         generations: Know the team.
         run: Holds the data position.
         policy: Divides the work.
-        habits: Tell the user of parked ranks.
+        guards: Tell the user of parked ranks.
 
     Attributes:
         latest_policy: The policy, which may not have learnt from the last windows.
@@ -58,11 +58,11 @@ class Lookahead:
     """
 
     def __init__(
-        self, generations: Generations, run: RunState, policy: Policy, habits: OptimizerGuards
+        self, generations: Generations, run: RunState, policy: Policy, guards: OptimizerGuards
     ) -> None:
         self._generations, self._rounds = generations, generations.rounds
         self._team = generations.rounds.team
-        self._run, self._habits = run, habits
+        self._run, self._guards = run, guards
         self.latest_policy = policy
         self.draft: WindowPlan | None = None
         #: Whether the slice after the last planned one was leased, and planned by the planner.
@@ -237,7 +237,7 @@ class Lookahead:
         now_s = time.monotonic()
         self._costs_since_s = min(self._costs_since_s, now_s)
         if now_s - self._costs_since_s >= NOTEWORTHY_S:
-            self._habits.tell_once(_MAIN_STAYS.format(main))
+            self._guards.tell_once(_MAIN_STAYS.format(main))
         others = {rank: speed for rank, speed in found.alone.items() if rank != main}
         after = policy.forecast(batch_size, self._team.away.union(others))
         # A window of the same length has no work for them.
@@ -264,4 +264,4 @@ class Lookahead:
         took_effect = self._team.parked.issuperset(parking.ranks)
         if took_effect and time.monotonic() - since_s >= NOTEWORTHY_S:
             self._untold = None
-            self._habits.notice(describe_parking(parking, batch_size, self.recall_at))
+            self._guards.notice(describe_parking(parking, batch_size, self.recall_at))

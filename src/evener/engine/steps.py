@@ -38,7 +38,7 @@ class LocalSteps:
         self._flat = training.flat
         self._schedule = training.schedule
         self._options = options
-        self._habits = options.habits
+        self._guards = options.guards
         self._lr_factor = options.lr_factor
         self._averager = GradientAverager(self._flat, SingleCommunicator())
         self._clock = WindowClock()
@@ -166,7 +166,7 @@ class LocalSteps:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * self._lr_factor
         try:
-            self._habits.step(self.optimizers)
+            self._guards.step(self.optimizers)
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate

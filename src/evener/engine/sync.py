@@ -54,7 +54,7 @@ class SyncEngine(Engine):
     ) -> None:
         consensus = SyncConsensus(training, options.verify_every)
         super().__init__(team, training, options, ApplyPolicy.SYNC, consensus)
-        self.lookahead = Lookahead(self.generations, self.run, policy, options.habits)
+        self.lookahead = Lookahead(self.generations, self.run, policy, options.guards)
         policy.set_absent(team.absent)
         self._averager = GradientAverager(self.flat, team.comm)
         self._sharded = training.sharded
@@ -309,7 +309,7 @@ class SyncEngine(Engine):
             renew=lookahead.renews if is_planned else self.generations.wants_renewal,
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
-            hooked=self.options.habits.are_hooked,
+            hooked=self.options.guards.are_hooked,
             summed=self.share.losses(part).is_summed,
             may_skip=self._skips or loss_scale.may_shrink(rounds.rank),
             report=report,
@@ -512,10 +512,10 @@ class SyncEngine(Engine):
     def _step(self, stepped: Sequence[Optimizer], part: int | None) -> None:
         """Update the parameters, or this rank's part of them."""
         if self._sharded.is_on:
-            self.options.habits.step(stepped, self._sharded.stepping(stepped))
+            self.options.guards.step(stepped, self._sharded.stepping(stepped))
         else:
             self.flat.mask_untouched(part)
-            self.options.habits.step(stepped)
+            self.options.guards.step(stepped)
             self.flat.attach_data()
 
     def _share_parameters(self, part: int | None, what: str) -> None:

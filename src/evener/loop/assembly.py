@@ -138,7 +138,7 @@ class Assembly:
             raise
         half = HALF.get(self.precision)
         self._autocast = [AutocastForward(m, self.device, half) for m in models if half]
-        self.engine.options.habits.claim(models)
+        self.engine.options.guards.claim(models)
         if self.engine.rounds.is_main and not config.quiet:
             present = [self.team.people[rank] for rank in self.team.members]
             exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
@@ -202,7 +202,7 @@ class Assembly:
     def close(self) -> None:
         """Give back hooks and connections; idempotent."""
         self.engine.close_down()
-        self.engine.options.habits.close()
+        self.engine.options.guards.close()
         self._sharded.abandon()
         for optimizer in self.optimizers:
             vars(optimizer).pop("state_dict", None)
@@ -336,7 +336,7 @@ class Assembly:
                 own.emulated, clock=compute_clock(own.device), stop_requested=config.stop_when
             ),
             stop_requested=config.stop_when,
-            habits=OptimizerGuards(self.flat, self.optimizers, warn=warn, speaks=own.rank == 0),
+            guards=OptimizerGuards(self.flat, self.optimizers, warn=warn, speaks=own.rank == 0),
             slowness=Slowness(team.people, warn=warn),
         )
 

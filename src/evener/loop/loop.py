@@ -303,7 +303,7 @@ class Loop:
         else:
             arguments = DatasetArguments(dataset, **source, shuffle=shuffle, seed=seed)
             for remark in arguments.remarks:
-                engine.options.habits.tell_once(remark)
+                engine.options.guards.tell_once(remark)
             if micro_batch_size in ("auto", "share") and not whole_micro_batches:
                 size = self._most_samples(arguments, is_share=micro_batch_size == "share")
             else:
@@ -461,7 +461,7 @@ class Loop:
         share = engine.share
         if not engine.is_training:
             share = self._start_unplanned()
-        engine.options.habits.before_backward(loss, share.open_samples, reduction)
+        engine.options.guards.before_backward(loss, share.open_samples, reduction)
         part, own = None, None
         if optimizer is not None:
             part = self.assembly.part_of(optimizer)
@@ -503,7 +503,7 @@ class Loop:
             UsageError: Gradients were written by something else than ``backward``.
         """
         engine = self._engine
-        engine.options.habits.check_gradients()
+        engine.options.guards.check_gradients()
         if optimizer is None:
             return engine.end_micro_batch()
         if not isinstance(engine, SyncEngine):
@@ -515,7 +515,7 @@ class Loop:
         engine = self._engine
         if engine.generations.is_joining:
             raise cannot_join("windows without ddp.loader")
-        engine.options.habits.tell_once(
+        engine.options.guards.tell_once(
             "training without ddp.loader: every ddp.step() is one update, to which each rank "
             "contributes once, with the weight given to ddp.backward (1 by default). Not "
             "guaranteed: which rank sees which samples, that each is seen once an epoch, shares "

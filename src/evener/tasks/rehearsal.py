@@ -164,10 +164,10 @@ class Rehearsal:
             watch = Stopwatch(engine.options.slowdown)
         flat = self._assembly.flat
         if self._sharded.is_on:
-            engine.options.habits.step(engine.optimizers, self._sharded.stepping(engine.optimizers))
+            engine.options.guards.step(engine.optimizers, self._sharded.stepping(engine.optimizers))
         else:
             flat.mask_untouched()
-            engine.options.habits.step(engine.optimizers)
+            engine.options.guards.step(engine.optimizers)
         flat.attach_data()
         flat.zero_()
         watch.stop()

@@ -50,7 +50,7 @@ class Run:
         def prepare(ddp: Ddp) -> None:
             engine: Any = ddp.assembly.engine
             engine.lookahead.latest_policy = Parks(ddp, misfits, apart)
-            engine.options.habits.notice = self.told.append
+            engine.options.guards.notice = self.told.append
             self._ddps[engine.team.membership.member] = ddp
 
         def commit(membership: ThreadMembership, result: WindowResult) -> None:

@@ -162,7 +162,7 @@ def test_a_replacement_on_another_machine_finds_its_own_memory_limit(
 
 def test_a_stale_exchange_hands_its_result_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_LIMIT_S", 0.0)
-    exchanger: background.Job[str] = background.Job("flight")
+    exchanger: background.BackgroundJob[str] = background.BackgroundJob("flight")
     hangs, goes_on = threading.Event(), threading.Event()
 
     def stale() -> str:

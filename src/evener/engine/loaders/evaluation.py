@@ -32,7 +32,7 @@ _AHEAD = 3  # batches that are asked for before they are needed
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class EvaluationPlace:
     """Where this rank is in the loop of an evaluation.
 
     Attributes:
@@ -63,12 +63,12 @@ class Gatherer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         #: Of the loops that are not over, the innermost one last.
-        self._places: list[Place] = []
+        self._places: list[EvaluationPlace] = []
         #: The window before which an evaluation has ended, and the ranks that have results of it.
         self._ended: tuple[int, frozenset[int]] = (-1, frozenset())
 
     @contextmanager
-    def in_loop(self, place: Place) -> Iterator[None]:
+    def in_loop(self, place: EvaluationPlace) -> Iterator[None]:
         """Exchange rows of this place, in a ``with`` block."""
         self._places.append(place)
         try:
@@ -90,7 +90,7 @@ class Gatherer:
         lost = sorted(ranks.difference(averaged))
         if lost and window == engine.window and not engine.generations.is_alone:
             self._ended = -1, frozenset()
-            engine.options.habits.notice(
+            engine.options.guards.notice(
                 f"rank {lost[0]} was lost after its part of an evaluation, and before the result "
                 f"was averaged at {here()}: the average is that of the other ranks' samples"
             )
@@ -98,7 +98,7 @@ class Gatherer:
     def gather(self, value: T) -> T:
         """See ``Ddp.gather``."""
         # An iterator that a script holds on to is no reason to gather in a training loop.
-        place = self._places[-1] if self._places else Place()
+        place = self._places[-1] if self._places else EvaluationPlace()
         if self._engine.is_training and not (self._engine.rounds.committing or place.in_training):
             raise UsageError(
                 "ddp.gather inside a training loop, in which ranks run different numbers of "
@@ -107,7 +107,7 @@ class Gatherer:
             )
         return tree_map(partial(self._gather_tensor, place), value)  # type: ignore[no-any-return]
 
-    def _gather_tensor(self, place: Place, leaf: Any) -> Tensor:
+    def _gather_tensor(self, place: EvaluationPlace, leaf: Any) -> Tensor:
         """Gather the rows of a tensor; a scalar is one row.
 
         Raises:
@@ -245,7 +245,7 @@ class EvaluationLoader(LikeDataLoader):
         if not lost:
             return None
         if self._gathers:
-            self._engine.options.habits.tell_once(
+            self._engine.options.guards.tell_once(
                 f"rank {lost[0]} was lost in an evaluation: in what ddp.gather returns, the rows "
                 "of its remaining samples come last, not in the order of the data set"
             )
@@ -256,7 +256,7 @@ class EvaluationLoader(LikeDataLoader):
         engine, indices = self._engine, self._arguments.order(0)
         ranks, slices = self._agree(positions, fingerprint(indices))
         rounds, ahead = tee(slices)
-        place = Place(in_training=engine.is_training)
+        place = EvaluationPlace(in_training=engine.is_training)
         echo: Sequence[int] = ()
         if len(positions) < len(ranks):  # all are the first rank's
             place.is_shared, place.is_echo = self._gathers, engine.rounds.rank != ranks[0]
@@ -313,7 +313,7 @@ class EvaluationLoader(LikeDataLoader):
         compare_orders({rank: other for rank, (other, *_) in told.items()}, engine.rounds.rank)
         ranks = [*told]
         if 0 < count < len(ranks) and not self._gathers:
-            engine.options.habits.tell_once(
+            engine.options.guards.tell_once(
                 f"an evaluation of {count} sample(s) on {len(ranks)} ranks: rank {ranks[0]} does "
                 "it alone, the loop's body does not run on the others"
             )

@@ -49,7 +49,7 @@ def go_through(
     model, optimizer = line()
     said: list[str] = []
     with setup(comm, model, optimizer, shares=shares[: comm.world_size]) as ddp:
-        ddp.assembly.engine.options.habits.notice = said.append  # type: ignore[method-assign]
+        ddp.assembly.engine.options.guards.notice = said.append  # type: ignore[method-assign]
         loader = ddp.loader(make(ddp), **options)
         seen: list[int] = []
         for epoch in range(epochs):
@@ -417,7 +417,7 @@ def test_without_a_loader_each_step_is_an_update_by_weight(world_size: int) -> N
         own = rows[comm.rank]
         with setup(comm, model, optimizer) as ddp:
             said: list[str] = []
-            ddp.assembly.engine.options.habits.notice = said.append  # type: ignore[method-assign]
+            ddp.assembly.engine.options.guards.notice = said.append  # type: ignore[method-assign]
             ddp.on_commit(lambda result: committed.append(result.window))
             for k in range(3):
                 x = X[[i + 6 * k for i in own]]

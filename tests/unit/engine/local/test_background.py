@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from evener.engine.background import Job
+from evener.engine.background import BackgroundJob
 
 
 class Handle:
@@ -18,7 +18,7 @@ class LostError(Exception):
 
 @pytest.fixture
 def exchanger():
-    with_thread = Job("test")
+    with_thread = BackgroundJob("test")
     yield with_thread
     with_thread.close()
 

@@ -70,7 +70,7 @@ def test_a_parked_rank_is_named_and_tried_again_in_mid_epoch(
         told: list[str] = []
         seen: list[int] = []
         windows: list[int] = []
-        ddp.assembly.engine.options.habits.notice = told.append  # type: ignore[method-assign]
+        ddp.assembly.engine.options.guards.notice = told.append  # type: ignore[method-assign]
         with ddp:
             for (x,) in ddp.loader(DATA, batch_size=6).epoch(0):
                 seen += (x[:, 0] * SAMPLES).round().int().tolist()
@@ -97,7 +97,7 @@ def test_a_rank_that_is_parked_for_a_moment_is_not_worth_a_warning() -> None:
     def body(comm: Communicator) -> list[str]:
         ddp, model, _ = begin(comm)
         told: list[str] = []
-        ddp.assembly.engine.options.habits.notice = told.append  # type: ignore[method-assign]
+        ddp.assembly.engine.options.guards.notice = told.append  # type: ignore[method-assign]
         with ddp:
             for (x,) in ddp.loader(DATA, batch_size=6).epoch(0):
                 ddp.backward(model(x).square().mean())
