@@ -89,7 +89,7 @@ class LocalEngine(Engine):
         super().__init__(team, training, options, way, self._replica)
         self._policy = policy
         policy.set_absent(team.absent)
-        is_late = team.background is not None  # in ASYNC, averages are formed in a thread
+        # In ASYNC, averages are formed in a thread.
         self._job: BackgroundJob[Exchanged] = BackgroundJob(
             f"average-{team.rank}" if team.background else ""
         )
