@@ -90,7 +90,8 @@ class Slowdown:
 
     def start(self) -> Started:
         """Return the readings before some compute, for ``after``."""
-        return self._clock(), time.perf_counter()
+        # A clock of a thread may take half a millisecond to read.
+        return (self._clock(), time.perf_counter()) if self.factor > 1 else (0.0, 0.0)
 
     def after(self, start: Started) -> float:
         """Sleep as long as the slower device would still compute.
