@@ -202,7 +202,7 @@ def replay(
     def body(membership: ThreadMembership) -> list[Tensor]:
         with begin(membership, seed=1, **options) as ddp:
             engine: Any = ddp.assembly.engine
-            engine.lookahead.latest_policy = ScriptedPolicy(
+            engine.lookahead.stale_policy = ScriptedPolicy(
                 membership.most, lambda window, size: shares[window]
             )
             return loop(ddp, ddp.assembly.model, lambda result: None, batch_size=batch_size).state

@@ -77,9 +77,7 @@ def setup(
         config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
     )
     if shares is not None:
-        ddp.assembly.engine.lookahead.latest_policy = ScriptedPolicy(
-            communicator.world_size, shares
-        )
+        ddp.assembly.engine.lookahead.stale_policy = ScriptedPolicy(communicator.world_size, shares)
     return ddp
 
 

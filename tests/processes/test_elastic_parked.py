@@ -19,7 +19,7 @@ def train(rank: Rank, address: str) -> tuple[Windows, list[list[float]], list[in
     ddp, model = set_up(rank, address, "1:3")
     with ddp:
         engine: Any = ddp.assembly.engine
-        engine.lookahead.latest_policy = Parks(ddp, misfits=[2], apart=100)
+        engine.lookahead.stale_policy = Parks(ddp, misfits=[2], apart=100)
         trained = loop(ddp, model, commit)
     return *summary(trained), trained.handed_out
 

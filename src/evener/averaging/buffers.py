@@ -154,7 +154,7 @@ class BufferAverager:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the last consensus back, as after timing runs or a discarded window."""
+        """Put the last consensus back, as after a discarded window."""
         self._copy(self._buffers, self.agreed)
         self._marks = _marks(self._buffers)
 
@@ -175,22 +175,17 @@ class BufferAverager:
     # ── averages ─────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def average(
-        self, weight: float, total_weight: float, *, what: str, unless: Tensor | None = None
-    ) -> None:
+    def average(self, weight: float, total_weight: float, *, what: str) -> None:
         """Agree on the buffers; all ranks call it together.
 
         Args:
             weight: Weight of this rank's part of the window.
             total_weight: The same, summed over ranks; larger than 0.
             what: Names the exchange in errors.
-            unless: Shape ``()``: where it is not 0, the buffers become those of the last agreement.
         """
         if not self.is_empty:
             packed = self.snapshot()
             self.exchange(packed, self._comm, weight, total_weight, what=what)
-            if unless is not None:
-                packed.masked_fill_(unless.bool().to(packed.device), 0.0)
             self.agree(packed, moved_on=False)
 
     @torch.no_grad()

@@ -2,11 +2,10 @@
 
 A gradient is the sum over the window of ``weight * gradient of loss``, divided by the sum of
 ``weight``, both over all ranks and all micro-batches. The divisor is known only after the exchange.
-Until then sums are divided by a power of two near the weight that is planned, so that half
+Until then sums are divided by a power of two near the weight of the window before, so that half
 precision does not overflow; a power of two changes exponents and no digits.
 
-All sums run from the left in rank order: the built-in ``sum()`` rounds differently from Python
-3.12 on. Pure: no torch, no clock, no I/O.
+Pure: no torch, no clock, no I/O.
 """
 
 import math
@@ -16,10 +15,10 @@ _LARGEST_EXPONENT = 126
 
 
 def power_of_two_near(weight: float) -> float:
-    """Return the power of two nearest to the planned weight of a window; equal on all ranks.
+    """Return the power of two nearest to the weight expected of a window; equal on all ranks.
 
     Args:
-        weight: Planned weight of the window over all ranks. Between two powers the nearer counts,
+        weight: Expected weight of the window over all ranks. Between two powers the nearer counts,
             halfway the upper one.
 
     Returns:

@@ -5,7 +5,7 @@ documents, and a manifest with the SHA-256 of each file. It appears under that n
 complete, so a killed process or a full disk leaves the previous one in use.
 """
 
-from evener.checkpoint.codec import encode_document, flatten_optimizer, unflatten_optimizer
+from evener.checkpoint.codec import encode_document
 from evener.checkpoint.copies import alias_table, copy_to_cpu
 from evener.checkpoint.manifest import step_name
 from evener.checkpoint.reader import Checkpoint, find_newest, open_checkpoint
@@ -19,9 +19,7 @@ __all__ = [
     "copy_to_cpu",
     "encode_document",
     "find_newest",
-    "flatten_optimizer",
     "open_checkpoint",
     "step_name",
-    "unflatten_optimizer",
     "write_checkpoint",
 ]

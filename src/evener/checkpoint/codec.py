@@ -93,27 +93,3 @@ def encode_document(name: str, document: Any) -> bytes:
         CheckpointError: It holds a value of another type.
     """
     return json.dumps(encode(document, path=name), allow_nan=False).encode()
-
-
-def flatten_optimizer(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
-    """Split ``optimizer.state_dict()`` into tensors and JSON.
-
-    Args:
-        state_dict: ``{"state": {index: {...}}, "param_groups": [...]}``; values may be tensors,
-            numbers (also infinite), strings, ``None``, and nested lists, tuples and dicts, as in
-            L-BFGS. A tensor learning rate is a tensor like any other.
-
-    Returns:
-        The tensors under dotted names such as ``state.0.exp_avg`` (the optimizer's own, not
-        copies: pass them through ``copy_to_cpu``), and a JSON document that refers to them.
-
-    Raises:
-        CheckpointError: The state holds an object of another type; the message has its path.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    return tensors, {key: encode(one, path=key, tensors=tensors) for key, one in state_dict.items()}
-
-
-def unflatten_optimizer(tensors: Mapping[str, torch.Tensor], document: Any) -> dict[str, Any]:
-    """Undo :func:`flatten_optimizer`; the result goes to ``optimizer.load_state_dict``."""
-    return {key: decode(value, tensors=tensors) for key, value in document.items()}

@@ -79,6 +79,7 @@ class Engine(ABC):
         self.flat, self.buffers = training.flat, training.buffers
         self.optimizers = training.optimizers
         self.rounds = Rounds(team, way, options.stop_requested)
+        options.guards.speak(for_all=self.rounds.is_main)
         self.run = RunState(team.world_size, options.loss_scale)
         self.consensus = consensus
         self.commits = Commits(
@@ -106,7 +107,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def policy(self) -> Planner:
-        """Return the policy that divides the work; only the lowest present rank's decides."""
+        """Return the policy that divides the work; only the planner's decides."""
 
     @property
     def window(self) -> int:
@@ -116,7 +117,7 @@ class Engine(ABC):
     @property
     def turns(self) -> int:
         """Return what ``max_steps`` limits: the team's optimizer steps, skipped ones included."""
-        return self.run.progress.steps + self.run.progress.skipped
+        return self.run.progress.turns
 
     @property
     def is_training(self) -> bool:

@@ -83,7 +83,7 @@ class WindowRunner(Protocol):
         """Continue with the state that has arrived."""
 
     def exchange_plans(self, *, renew: bool = False, work_for_all: bool = False) -> bool:
-        """Agree on the plans of the next windows; return whether there are any."""
+        """Agree on the plans of the next windows; return whether ranks plan windows at all."""
 
 
 class Generations:
@@ -231,7 +231,7 @@ class Generations:
     def keep(self, exchange: Callable[[], T]) -> T | bool:
         """Exchange something; where a rank is lost in it, begin the next generation.
 
-        This is the one place at which the loss of a rank is caught.
+        Between changes, this is the one place at which the loss of a rank is caught.
 
         Returns:
             The result of ``exchange``; after a loss, that of ``change``.

@@ -67,7 +67,6 @@ class OptimizerGuards:
         flat: Knows the gradients.
         optimizers: Those of ``Ddp.setup``.
         warn: Tells the user something.
-        speaks: Whether this rank warns for the team.
     """
 
     def __init__(
@@ -76,11 +75,10 @@ class OptimizerGuards:
         optimizers: Sequence[Optimizer],
         *,
         warn: Callable[[str], None],
-        speaks: bool,
     ) -> None:
         self._flat = flat
         self._warn = warn
-        self._speaks = speaks
+        self._speaks = False
         self._stepping = False
         self._told: set[str] = set()
         self._optimizers = optimizers

@@ -283,8 +283,8 @@ class LocalEngine(Engine):
     def _exchange(self, state: State, packed: Tensor, limit: int | None) -> Exchanged:
         """Exchange a window; all ranks call it together.
 
-        It writes to scratch buffers and the planner only, so it may run in a thread while the rank
-        makes further local steps.
+        It writes to scratch buffers, and to what no other thread reads meanwhile. So it may run in
+        a thread while the rank makes further local steps.
 
         Args:
             state: This rank's, as it was when the window was over; its own row is said now.

@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 from evener.data.cursor import Slice
 from evener.engine.generations import Generations
 from evener.engine.guards import OptimizerGuards
-from evener.engine.parking import describe_parking
 from evener.engine.run_state import RunState
 from evener.errors import UsageError
 from evener.planning.plans import WindowPlan
@@ -50,7 +49,7 @@ class Lookahead:
         guards: Tell the user of parked ranks.
 
     Attributes:
-        latest_policy: The policy, which may not have learnt from the last windows.
+        stale_policy: The policy, which may not have learnt from the last windows.
         draft: The plan of the window after the next, on the planner.
         leases: Leases of planned windows, and of the one whose plan comes next, by window.
         renews: Whether the planner wishes that the members of an elastic team change.
@@ -63,7 +62,7 @@ class Lookahead:
         self._generations, self._rounds = generations, generations.rounds
         self._team = generations.rounds.team
         self._run, self._guards = run, guards
-        self.latest_policy = policy
+        self.stale_policy = policy
         self.draft: WindowPlan | None = None
         #: Whether the slice after the last planned one was leased, and planned by the planner.
         self._is_made = False
@@ -95,9 +94,9 @@ class Lookahead:
         to judge each of them costs more than all of them at once.
         """
         for window in self._unlearnt:
-            self.latest_policy.observe(*window)
+            self.stale_policy.observe(*window)
         self._unlearnt.clear()
-        return self.latest_policy
+        return self.stale_policy
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 
@@ -129,7 +128,7 @@ class Lookahead:
             return number
         self.leases[number] = piece
         if self._rounds.is_main:
-            policy = self.policy if self._team.world_size > 1 else self.latest_policy
+            policy = self.policy if self._team.world_size > 1 else self.stale_policy
             self.plan_without(self._to_park)
             if self._num_trials:
                 self._num_trials, work_for_all = self._num_trials - 1, math.inf
@@ -264,4 +263,32 @@ class Lookahead:
         took_effect = self._team.parked.issuperset(parking.ranks)
         if took_effect and time.monotonic() - since_s >= NOTEWORTHY_S:
             self._untold = None
-            self._guards.notice(describe_parking(parking, batch_size, self.recall_at))
+            self._guards.notice(_describe(parking, batch_size, self.recall_at))
+
+
+def _describe(parking: Parking, batch_size: int, recall_at: int) -> str:
+    """Return the warning that ranks are parked, with the forecasts that led to it.
+
+    Args:
+        parking: The decision.
+        batch_size: Samples of a window.
+        recall_at: The window at which they are tried again.
+    """
+    ranks, before, after = parking.ranks, parking.before, parking.after
+    each = [
+        f"rank {rank} alone does {speed:.3g} samples/s"
+        if speed
+        else f"rank {rank} is too slow for a single sample of a batch, by the calibration"
+        for rank, speed in parking.alone.items()
+    ]
+    whom, are = ("it", "is") if len(ranks) == 1 else ("them", "are")
+    text = f"{' and '.join(f'rank {rank}' for rank in ranks)} {are} parked: {', '.join(each)}"
+    if 0.0 < after.window_s < before.window_s:
+        text += (
+            f"; the team is predicted to do {batch_size / before.window_s:.3g} samples/s with "
+            f"{whom} (a window takes {1000 * before.window_s:.3g} ms, of which the exchange "
+            f"{1000 * before.exchange_s:.3g} ms) and {batch_size / after.window_s:.3g} without"
+        )
+    elif after.window_s:
+        text += f"; a window takes no longer without {whom}"
+    return f"{text}. The team tries again with {whom} at window {recall_at}"

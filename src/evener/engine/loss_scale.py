@@ -17,7 +17,7 @@ class LossScale:
 
     Losses are multiplied by a power of two before backward. All ranks use the same one, whatever
     their own precision, and undo it in the multiplication that divides by the weight: the average
-    is right for any mixture. An overflow on one rank is reported in the meeting that closes the
+    is right for any mixture. An overflow on one rank is reported in the round that closes the
     window; then every rank leaves the window out and halves the scale. No rank decides by itself,
     so nothing has to be exchanged.
 

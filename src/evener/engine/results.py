@@ -27,6 +27,11 @@ class Progress:
     weight: float = 0.0
     skipped: int = 0
 
+    @property
+    def turns(self) -> int:
+        """Return the optimizer steps that were due."""
+        return self.steps + self.skipped
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRecord:
@@ -125,8 +130,8 @@ class Applied(NamedTuple):
     Attributes:
         result: Its result.
         leases: The samples that it took from the epoch.
-        told: What this rank's report of the next window says of it: seconds of waiting for others,
-            seconds of averaging, and its distance from the average.
+        told: What this rank's report of the next window says of it: the fields ``TOLD_LATER``
+            of it, such as seconds of waiting for others.
     """
 
     result: WindowResult

@@ -75,8 +75,8 @@ class Rounds:
 
     Attributes:
         team: As given.
-        state: The state of the team, as this rank knows it. Nothing else says which ranks have
-            left, rest, stop or are parked.
+        state: The state of the team, as this rank knows it. It alone says which ranks have left,
+            rest or stop, and who is parked from the next exchange on.
         latest: The newest exchange outside of windows.
         is_asking: Whether this rank is in one.
         committing: Whether the functions of ``on_commit`` are being called. Parked ranks are not

@@ -365,7 +365,7 @@ class Share:
         self.turns += 1
 
     def pause(self) -> None:
-        """Stop the clock while ranks exchange in mid-batch; ``resume`` restarts it."""
+        """Stop the clock, as while ranks exchange in mid-batch; ``resume`` restarts it."""
         self._laps.append(self._watch.stop())
 
     def resume(self) -> None:

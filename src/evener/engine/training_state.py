@@ -268,6 +268,6 @@ class TrainingState:
 
     def _transfer(self, comm: Communicator, tensor: Tensor, source: int, what: str) -> Tensor:
         travels = tensor.contiguous()
-        comm.broadcast(travels, source, what=f"{what} of a recall")
+        comm.broadcast(travels, source, what=f"{what} of the team's state")
         self.num_bytes += travels.nbytes
         return travels

@@ -336,7 +336,7 @@ class Assembly:
                 own.emulated, clock=compute_clock(own.device), stop_requested=config.stop_when
             ),
             stop_requested=config.stop_when,
-            guards=OptimizerGuards(self.flat, self.optimizers, warn=warn, speaks=own.rank == 0),
+            guards=OptimizerGuards(self.flat, self.optimizers, warn=warn),
             slowness=Slowness(team.people, warn=warn),
         )
 

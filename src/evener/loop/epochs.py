@@ -182,8 +182,8 @@ class EpochLoop(ABC):
 
     def is_due(self, result: WindowResult) -> bool:
         """Return whether a checkpoint is due after a window; the same on every rank."""
-        every, progress = self._checkpoint_every, result.progress
-        return every > 0 and (progress.steps + progress.skipped) % every < result.optimizer_steps
+        every = self._checkpoint_every
+        return every > 0 and result.progress.turns % every < result.optimizer_steps
 
     @abstractmethod
     def train_micro_batch(self, batch: Any) -> object:

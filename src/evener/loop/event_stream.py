@@ -189,7 +189,7 @@ class EventStream:
                 row |= _pick(result.ranks[row["rank"]], "steps", "stale_steps")
             further = {
                 **_pick(cadence, "anchor", "guard"),
-                "turns": result.progress.steps + result.progress.skipped,
+                "turns": result.progress.turns,
                 "window_s": _short(cadence.window_s) if math.isfinite(cadence.window_s) else None,
                 "divergence": _short(cadence.divergence),
             }

@@ -653,14 +653,14 @@ class Loop:
             raise
         own = ["", saved.engine["progress"]["window"]]
         answers = assembly.engine.collectives.ask(_LOADING, own)
-        first = next(iter(answers.values()))
+        first, (_, there) = next(iter(answers.items()))
         for rank, (refused, window) in answers.items():
             if refused:
                 raise CheckpointError(f"rank {rank} cannot load it: {refused}")
-            if window != first[1]:
+            if window != there:
                 raise CheckpointError(
-                    f"rank {rank} finds the checkpoint of window {window} in {path}, rank 0 that "
-                    f"of window {first[1]}; use storage that every rank sees"
+                    f"rank {rank} finds the checkpoint of window {window} in {path}, rank {first} "
+                    f"that of window {there}; use storage that every rank sees"
                 )
         positions = self._engine.run.positions
         positions.restore(saved.engine["positions"], allow_new_data="data" in allow)

@@ -48,7 +48,6 @@ class CadencePolicy(Planner):
         self._max_batch_diff = max_batch_diff
         self._in_background = in_background
         self._verdict = Verdict.STABLE
-        self._micro_batch_size = 1
         self._samples_per_step = [0.0] * len(members)
         self._last_anchor = 0
         self._absent: frozenset[int] = frozenset()
@@ -155,7 +154,7 @@ class CadencePolicy(Planner):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state`` if it is of the same members, in any order.
 
-        Another team, or a run of another policy, starts its cadence over: a wrong one costs more
+        Another team, or a run of SYNC, starts its cadence over: a wrong one costs more
         than one window of a step each.
         """
         saved = list(state.get("members", ()))

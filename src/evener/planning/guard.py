@@ -41,8 +41,9 @@ class DivergenceGuard(ABC):
     """Judges how far ranks were apart when they averaged.
 
     Derive a class for a rule of your own and give an object of it as
-    ``DdpConfig(divergence_guard=...)``. Only rank 0, which plans, asks it: once a window, in the
-    order of windows. It must not call anything that ranks do together.
+    ``DdpConfig(divergence_guard=...)``. Each rank asks its own once a window, in the order of
+    windows; what that of the planning rank says counts. It must not call anything that ranks do
+    together.
     """
 
     @abstractmethod

@@ -17,8 +17,8 @@ class WindowPlan:
         size: Samples of the window over all ranks.
         shares: Whole samples for each rank, by rank; they sum to ``size``, which is checked where a
             plan is received.
-        parked: By rank, 1 where it is parked from this window on, and 0 elsewhere; empty where the
-            window follows no plan.
+        parked: By rank, 1 where it is parked from this window on, and 0 elsewhere; may be empty
+            where nobody is.
     """
 
     window: int

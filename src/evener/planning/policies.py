@@ -157,8 +157,7 @@ class Policy(Planner, ABC):
     def calibrate(self, speeds: Sequence[float]) -> None:
         """Set the speeds of the ranks until they are measured.
 
-        Only a prior: one rank counts as 16 times as fast as another at most, and it has no vote
-        once a window of a rank was measured.
+        Only a prior, which has no vote once a window of a rank was measured.
 
         Args:
             speeds: One a rank, relative to one another; larger is faster. Where one is not finite
@@ -172,7 +171,8 @@ class Policy(Planner, ABC):
         Args:
             reports: One report a rank, in rank order.
             plan: The plan that the window was computed by.
-            sync_s: Seconds that the exchange took, without waiting for the slowest rank.
+            sync_s: Seconds that the exchange of the window before took, without waiting for the
+                slowest rank; NaN if unknown.
         """
         return
 
@@ -216,6 +216,6 @@ class Policy(Planner, ABC):
 
         Args:
             batch_size: Samples of a window.
-            change_s: Seconds that it took to call ranks back and to park them; 0 if unknown.
+            change_s: Seconds that it took to call ranks back; 0 if unknown.
         """
         return LEAST_APART

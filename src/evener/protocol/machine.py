@@ -18,7 +18,7 @@ The whole table is in ``judge`` and the functions below it; the first line that 
     CHANGE                                            COMMIT; then ranks are parked or called back,
                                                       or a new generation is formed
     WINDOW or STEP                                    COMMIT, and:
-      ... trainable parameters differ                 error on every rank
+      ... in SYNC, trainable parameters differ        error on every rank
       ... learning rates differ                       RATES, and one of the lines below
       ... a rank drops it, as it was told to stop     DROP
       ... different optimizers are to be stepped      error on every rank
@@ -69,7 +69,7 @@ class Phase(Enum):
     """Where a rank is."""
 
     OUT = auto()
-    """No epoch is open, and nothing is owed."""
+    """No epoch with plans is open."""
     WORK = auto()
     """In an epoch, with a plan."""
     REST = auto()

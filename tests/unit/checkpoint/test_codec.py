@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from evener.checkpoint import flatten_optimizer, unflatten_optimizer
+from evener.checkpoint.codec import decode, encode
 from evener.errors import CheckpointError
 
 CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -28,6 +28,15 @@ CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "lbfgs": (torch.optim.LBFGS, {"max_iter": 4}),
     "lbfgs-wolfe": (torch.optim.LBFGS, {"max_iter": 4, "line_search_fn": "strong_wolfe"}),
 }
+
+
+def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
+    tensors: dict[str, torch.Tensor] = {}
+    return tensors, {key: encode(one, path=key, tensors=tensors) for key, one in state.items()}
+
+
+def unflatten_optimizer(tensors: dict[str, torch.Tensor], document: Any) -> dict[str, Any]:
+    return {key: decode(one, tensors=tensors) for key, one in document.items()}
 
 
 def build(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -49,7 +49,7 @@ class Run:
 
         def prepare(ddp: Ddp) -> None:
             engine: Any = ddp.assembly.engine
-            engine.lookahead.latest_policy = Parks(ddp, misfits, apart)
+            engine.lookahead.stale_policy = Parks(ddp, misfits, apart)
             engine.options.guards.notice = self.told.append
             self._ddps[engine.team.membership.member] = ddp
 

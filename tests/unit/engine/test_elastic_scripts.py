@@ -289,7 +289,7 @@ def test_all_leave_an_epoch_by_break_as_one_is_lost(*, by_result: bool) -> None:
             def split(window: int, size: int) -> list[float]:
                 return [3, 3, 2, 0, 0] if len(engine.team.members) == 3 else [4, 4, 0, 0, 0]
 
-            engine.lookahead.latest_policy = ScriptedPolicy(membership.most, split)
+            engine.lookahead.stale_policy = ScriptedPolicy(membership.most, split)
             loader = ddp.loader(DATA, batch_size=BATCH, seed=3, micro_batch_size=4)
             for epoch in range(3):
                 for x, y in loader.epoch(epoch):

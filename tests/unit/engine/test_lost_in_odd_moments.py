@@ -100,7 +100,7 @@ def test_handing_over_may_take_longer_than_an_exchange() -> None:
 
     def body(comm: Communicator) -> int:
         ddp, model, _ = frozen_bias(comm, "sync")
-        ddp.assembly.engine.lookahead.latest_policy = ParksMain()
+        ddp.assembly.engine.lookahead.stale_policy = ParksMain()
         ddp.assembly.team.call_on_handover(lambda: time.sleep(3.0))
         data = TensorDataset(torch.arange(80.0).unsqueeze(1) / 80)
         with ddp:

@@ -55,7 +55,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     divided = {}
     with setup(comm, model, optimizer, sharded_update=mode, verify_every=1) as ddp:
-        ddp.assembly.engine.lookahead.latest_policy = Parks(comm.world_size, misfits)
+        ddp.assembly.engine.lookahead.stale_policy = Parks(comm.world_size, misfits)
         loader = ddp.loader(TensorDataset(X, Y), batch_size=12, shuffle=False)
         for x, y in loader.epoch(0):
             divided[ddp.window] = ddp.assembly.state.sharded.is_on
@@ -105,7 +105,7 @@ def test_an_overflow_of_fp16_leaves_the_window_out_on_all_ranks() -> None:
             communicator=comm,
             config=config,
         ) as ddp:
-            ddp.assembly.engine.lookahead.latest_policy = ScriptedPolicy(2, [1, 1])
+            ddp.assembly.engine.lookahead.stale_policy = ScriptedPolicy(2, [1, 1])
             skipped = []
             loader = ddp.loader(TensorDataset(X.float(), Y.float()), batch_size=24, shuffle=False)
             for x, y in loader.epoch(0):

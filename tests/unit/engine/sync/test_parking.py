@@ -56,7 +56,7 @@ def begin(comm: Communicator, *, frozen: bool = False) -> tuple[Ddp, nn.Module, 
     model.get_parameter("bias").requires_grad_(not frozen)
     ddp = setup(comm, model, torch.optim.SGD(model.parameters(), lr=0.01))
     policy = ParksOnce()
-    ddp.assembly.engine.lookahead.latest_policy = policy
+    ddp.assembly.engine.lookahead.stale_policy = policy
     return ddp, model, policy
 
 
@@ -118,7 +118,7 @@ def test_the_rank_that_plans_is_parked_while_another_one_is_already() -> None:
 
     def body(comm: Communicator) -> tuple[list[int], bool, list[float]]:
         ddp, model, _ = begin(comm)
-        ddp.assembly.engine.lookahead.latest_policy = ParksTwice()
+        ddp.assembly.engine.lookahead.stale_policy = ParksTwice()
         seen: list[int] = []
         with ddp:
             for (x,) in ddp.loader(DATA, batch_size=6).epoch(0):

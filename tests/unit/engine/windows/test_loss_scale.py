@@ -38,7 +38,7 @@ def setup(
         communicator=comm,
         config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
     )
-    ddp.assembly.engine.lookahead.latest_policy = ScriptedPolicy(comm.world_size, shares)
+    ddp.assembly.engine.lookahead.stale_policy = ScriptedPolicy(comm.world_size, shares)
     return ddp, model
 
 
