@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from evener.comm.threads import ThreadCommunicator
-from evener.engine.background import Job
+from evener.engine.background import BackgroundJob
 from helpers.limits import PATIENCE_S
 
 
@@ -49,7 +49,7 @@ class RankClocks:
 
         For both ranks of a team, however long the exchange takes; the plan may let them make fewer.
         """
-        original = Job.start
+        original = BackgroundJob.start
 
         def start(exchanger: Any, job: Any) -> None:
             exchanger.looks = 0
@@ -59,8 +59,8 @@ class RankClocks:
             exchanger.looks += 1  # once when it begins, and after each step
             return exchanger.looks > steps and bool(wait([exchanger._future], PATIENCE_S).done)
 
-        self._monkeypatch.setattr(Job, "start", start)
-        self._monkeypatch.setattr(Job, "ready", property(ready))
+        self._monkeypatch.setattr(BackgroundJob, "start", start)
+        self._monkeypatch.setattr(BackgroundJob, "ready", property(ready))
 
     def _now_s(self) -> float:
         own: float | None = getattr(self._own, "now_s", None)

@@ -92,7 +92,7 @@ class _DividedState(MutableMapping[Any, Any]):
 _States = dict[Any, dict[str, Any]]
 
 
-class _Piece(NamedTuple):
+class _OwnedPiece(NamedTuple):
     """This rank's piece of a parameter.
 
     Attributes:
@@ -149,7 +149,7 @@ class ShardedUpdate:
         #: The ranks among which the update is divided; ``None`` while it is not.
         self._comm: Communicator | None = None
         #: By parameter of the user's.
-        self._pieces: dict[Tensor, _Piece] = {}
+        self._pieces: dict[Tensor, _OwnedPiece] = {}
         #: By flat group that is divided, this rank's part of it.
         self._parts: dict[FlatGroup, slice] = {}
         #: Flat numbers of the parameters that some rank had a gradient of, at the last ``average``.
@@ -184,7 +184,7 @@ class ShardedUpdate:
             for number, (first, end) in zip(group.indices, group.spans(), strict=True):
                 where = slice(max(first, part.start), min(end, part.stop))
                 own = Parameter(group.data[where], requires_grad=False)
-                piece = _Piece(number, group, first, where, own, group.grad_values[where])
+                piece = _OwnedPiece(number, group, first, where, own, group.grad_values[where])
                 self._pieces[self._flat.parameters[number]] = piece
         self._divide_given()
 
@@ -377,7 +377,7 @@ class ShardedUpdate:
             vars(optimizer)["state"] = self._face
         return self._comm
 
-    def _part_of(self, value: Tensor, piece: _Piece) -> Tensor:
+    def _part_of(self, value: Tensor, piece: _OwnedPiece) -> Tensor:
         """Return this rank's piece of what is kept for each element of a parameter."""
         flat = torch.empty(value.numel(), dtype=piece.grad.dtype, device=value.device)
         view_like(flat, 0, self._flat.order_of(piece.number)).copy_(value)
