@@ -51,7 +51,7 @@ FOUND_AT_ONCE = {
     "a rank that is not there": (
         ["run.yaml", "--nproc", "2", "--emulate-slow", "2:3"],
         2,
-        ["--emulate-slow 2:3", "no rank 2", "ranks 0 to 1"],
+        ["--emulate-slow 2:3", "no rank 2", "a team of 2"],
     ),
     "a rank made faster": (
         ["run.yaml", "--emulate-slow", "0:0.5"],

@@ -205,7 +205,7 @@ def test_under_torchrun_the_team_is_settled(monkeypatch, capsys, arguments, opti
         (["pretrain", "--nproc", "-2"], "--nproc is -2"),
         (["pretrain", "--nproc", "2", "--emulate-slow", "2:3"], "there is no rank 2"),
         (["pretrain", "--emulate-slow", "1:3"], "there is no rank 1 in a team of 1"),
-        (["pretrain", "--elastic", "1:2", "--emulate-slow", "2:3"], "has ranks 0 to 1"),
+        (["pretrain", "--elastic", "1:2", "--emulate-slow", "2:3"], "in a team of 2"),
         (["pretrain", "missing.yaml"], "missing.yaml does not exist"),
         (["pretrain", "broken.yaml"], "broken.yaml:3:5"),
         (["pretrain", "unknown.yaml"], "'batchsize'"),

@@ -293,7 +293,7 @@ def test_a_job_that_was_left_out_for_an_epoch_joins_the_next_one(tmp_path: Path)
                 self.stop()
             if result.window >= 4 and len(team.formations) == 2 and self.ddp.rank == 0:
                 in_epoch_1.set()
-                while not self.ddp.assembly.team.wants_change:
+                while not self.ddp.assembly.team.membership.wants_change:
                     time.sleep(0.001)  # or it would do the run to its end
 
         def stop(self) -> None:
