@@ -59,9 +59,9 @@ POINTS = {
     # Rounds of rows: SYNC calibrates and plans in four, and has one for each window. Local steps
     # are planned in one, and each window has two.
     "before publishing": Point("before", "a round", skip=7),
-    "mid-heal, the donor": Point("before", "of a recall", founders=2, healing="donor"),
-    "mid-heal, the receiver": Point("after", "of a recall", founders=2, healing="receiver"),
-    "mid-heal, another one": Point("before", "of a recall", founders=2, healing="other"),
+    "mid-heal, the donor": Point("before", "of the team's state", founders=2, healing="donor"),
+    "mid-heal, the receiver": Point("after", "of the team's state", founders=2, healing="receiver"),
+    "mid-heal, another one": Point("before", "of the team's state", founders=2, healing="other"),
 }
 #: What the suite runs; the rest takes `--all`.
 USUAL = {

@@ -83,8 +83,6 @@ class Seat:
         advanced_s: When one of the two changed.
         named_s: The value of ``advanced_s`` when the terminal named it as late.
         heard_s: When its last heartbeat came, or it arrived.
-        attended_s: When its supervisor last reported that its process runs; infinite without one:
-            a worker alone may be silent for long, as in a call that holds the interpreter's lock.
         troubles: From when on it is lost, and why.
     """
 
@@ -103,7 +101,6 @@ class Seat:
     advanced_s: float = 0.0
     named_s: float | None = None
     heard_s: float = 0.0
-    attended_s: float = inf
     troubles: dict[Trouble, tuple[float, str]] = field(default_factory=dict)
 
     @property
@@ -169,6 +166,9 @@ class Roster:
     _seats: dict[str, Seat] = field(default_factory=dict)
     _outgoing: list[Outgoing] = field(default_factory=list)
     _looked_s: float = 0.0
+    #: When a supervisor last reported that a worker's process runs, also before it has arrived.
+    #: Without one, a worker may be silent for long, as in a call that holds the interpreter's lock.
+    _attended_s: dict[str, float] = field(default_factory=dict)
     _over: str = "it has not begun"  # why the newest generation is over; empty while it is not
     _over_s: float = 0.0
     _forgotten_lease_s: float = 0.0  # no worker that was forgotten commits later
@@ -367,9 +367,7 @@ class Roster:
 
     def attend(self, now_s: float, members: Iterable[str]) -> None:
         """Note the workers whose processes run, as their supervisor reports again and again."""
-        for member in members:
-            if member in self._seats:
-                self._seats[member].attended_s = now_s
+        self._attended_s |= dict.fromkeys(members, now_s)
 
     # ── what is due ──────────────────────────────────────────────────────────────────────────────
 
@@ -402,7 +400,7 @@ class Roster:
         for seat in self._seats.values():
             if was_stopped:
                 seat.heard_s = now_s  # what was sent meanwhile is yet to be heard
-            if now_s - max(seat.heard_s, seat.attended_s) < patience_s:
+            if now_s - max(seat.heard_s, self._attended_s.get(seat.member, inf)) < patience_s:
                 seat.troubles.pop(Trouble.SILENT, None)
                 continue
             lived = seat.lives(now_s)

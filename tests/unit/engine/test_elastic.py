@@ -92,7 +92,7 @@ def test_a_rank_that_has_received_other_bits_contributes_nothing(
 
     def damage(comm: MortalCommunicator, flat: Tensor, source: int, call: Call) -> None:
         broadcast(comm, flat, source, call)
-        if threading.current_thread().name == "j" and call.what == "parameters of a recall":
+        if threading.current_thread().name == "j" and call.what == "parameters of the team's state":
             flat.add_(1)
 
     monkeypatch.setattr(MortalCommunicator, "_broadcast", damage)

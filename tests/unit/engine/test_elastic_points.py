@@ -30,9 +30,9 @@ def named(point: str, policy: str, members: int) -> Kill:
         "after": Kill("w1", f"{what} of window 1", when="after"),
         "mid-update": Kill("w1", STEP, skip=1),
         "before publishing": Kill("w1", "a round", skip=APPLIED[policy]),
-        "mid-heal, the donor": Kill("w0", "of a recall"),
-        "mid-heal, the receiver": Kill("j", "of a recall", when="after"),
-        "mid-heal, another one": Kill("w1", "of a recall"),
+        "mid-heal, the donor": Kill("w0", "of the team's state"),
+        "mid-heal, the receiver": Kill("j", "of the team's state", when="after"),
+        "mid-heal, another one": Kill("w1", "of the team's state"),
     }[point]
 
 
