@@ -1,12 +1,11 @@
 """The sharded update: each rank steps its part of the parameters, and keeps the state of it."""
 
-import copy
 import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from itertools import product
+from itertools import chain, product
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn, final
 
@@ -68,6 +67,8 @@ def why_replicated(optimizers: Sequence[Optimizer]) -> str:
                 f"parameter can be updated alone by torch.optim's {known} only, not by their "
                 "subclasses or others"
             )
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            return f"optimizer {number} ({kind.__name__}) is differentiable"
     return ""
 
 
@@ -90,26 +91,27 @@ class _DividedState(MutableMapping[Any, Any]):
 
 #: What an optimizer keeps for each parameter.
 _States = dict[Any, dict[str, Any]]
+#: What an index of states says of a value that is kept for each element.
+_BY_ELEMENT = "by element"
 
 
-class _OwnedPiece(NamedTuple):
-    """This rank's piece of a parameter.
+class _Place(NamedTuple):
+    """Where a parameter lies, and which piece of it is this rank's.
 
     Attributes:
-        number: The parameter's flat number.
+        number: Its flat number.
         group: Its flat group.
         offset: Its first element there.
-        where: The elements of the piece there: none where other ranks own all of the parameter.
-        own: Those elements, as a parameter. The optimizer steps it even if it is empty. So every
-            rank knows the numbers that an optimizer keeps for a parameter, such as its steps.
-        grad: Its gradient.
+        where: The elements of this rank's piece there.
+        piece: Those elements; ``None`` where other ranks own all of the parameter.
+        grad: The piece's gradient.
     """
 
     number: int
     group: FlatGroup
     offset: int
     where: slice
-    own: Parameter
+    piece: Parameter | None
     grad: Tensor
 
 
@@ -148,13 +150,12 @@ class ShardedUpdate:
         self._is_must = is_must
         #: The ranks among which the update is divided; ``None`` while it is not.
         self._comm: Communicator | None = None
-        #: By parameter of the user's.
-        self._pieces: dict[Tensor, _OwnedPiece] = {}
+        self._places: dict[Tensor, _Place] = {}
         #: By flat group that is divided, this rank's part of it.
         self._parts: dict[FlatGroup, slice] = {}
         #: Flat numbers of the parameters that some rank had a gradient of, at the last ``average``.
         self._touched: set[int] = set()
-        #: By optimizer, the states of this rank's pieces, and those of parameters without one.
+        #: By optimizer, the states of this rank's pieces, and those of parameters without a place.
         self._own: list[_States] = []
         self._face = _DividedState("")
         self.can_blame = False
@@ -172,26 +173,15 @@ class ShardedUpdate:
         Nothing is exchanged, as all hold the same state. Without effect where one rank is alone, or
         the buffers cannot be cut into equal parts: then each rank continues with the whole state.
         """
-        groups, size = self._flat.groups, comm.world_size
-        if not self._is_wanted or size == 1 or any(g.data.numel() % size for g in groups):
-            return
-        self._comm = comm
-        self._face = _DividedState(_DIVIDED.format(size))
-        self._own = [{} for _ in self._optimizers]
-        for group in groups:
-            length = group.data.numel() // size
-            part = self._parts[group] = slice(length * comm.rank, length * (comm.rank + 1))
-            for number, (first, end) in zip(group.indices, group.spans(), strict=True):
-                where = slice(max(first, part.start), min(end, part.stop))
-                own = Parameter(group.data[where], requires_grad=False)
-                piece = _OwnedPiece(number, group, first, where, own, group.grad_values[where])
-                self._pieces[self._flat.parameters[number]] = piece
-        self._divide_given()
+        is_possible = self._is_wanted and comm.world_size > 1
+        if is_possible and _has_equal_parts(self._flat.groups, comm):
+            self._comm = comm
+            self._face = _DividedState(_DIVIDED.format(comm.world_size))
+            self._own = [defaultdict(dict) for _ in self._optimizers]
+            self._catch_up()
 
     def join_if_needed(self, hooked: Sequence[int]) -> None:
-        """End the division if the next update cannot be divided; all ranks call it together.
-
-        Where parameters have become trainable, the state is divided anew.
+        """Gather the state if the next update cannot be divided; all ranks call it together.
 
         Args:
             hooked: Ranks on which the step of an optimizer has a hook of the user's, or is the
@@ -207,13 +197,9 @@ class ShardedUpdate:
                 "optimizer.step), which has to see all gradients, but sharded_update is 'on': "
                 "remove the hook, or use 'auto'"
             )
-        comm = self._comm
-        assert comm is not None
-        is_stale = len(self._parts) < len(self._flat.groups)
-        if hooked or is_stale:
+        assert self._comm is not None
+        if hooked or not _has_equal_parts(self._flat.groups, self._comm):  # a buffer may be new
             self.join()
-        if is_stale and not hooked:
-            self.divide(comm)
 
     def join(self) -> None:
         """Give the optimizers back their whole state; all ranks call it together."""
@@ -229,7 +215,7 @@ class ShardedUpdate:
         for optimizer, state in zip(self._optimizers, states, strict=True):
             vars(optimizer)["state"] = state
         self._comm, self.can_blame = None, False
-        self._pieces, self._parts, self._own = {}, {}, []
+        self._places, self._parts, self._own = {}, {}, []
 
     def state_dict(self, number: int, *, keeps: bool) -> dict[str, Any]:
         """Return what ``state_dict()`` of an optimizer is with the parts of all ranks.
@@ -264,7 +250,7 @@ class ShardedUpdate:
         All ranks call it together. See ``GradientAverager.average``; the other parts are of no use
         afterwards.
         """
-        factor, comm, groups = scale / divisor, self._divide_given(), self._flat.groups_of(part)
+        factor, comm, groups = scale / divisor, self._catch_up(), self._flat.groups_of(part)
         self.can_blame = True
         for group in groups:
             # Ranks have exchanged rows, and none touches its gradients between that and this.
@@ -325,8 +311,11 @@ class ShardedUpdate:
     @contextmanager
     def stepping(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Show optimizers this rank's pieces, with their states, for the length of a block."""
-        pairs = zip(self._optimizers, self._own, strict=True)
-        shown = [(optimizer, own) for optimizer, own in pairs if optimizer in optimizers]
+        shown = [
+            (optimizer, own)
+            for optimizer, own in zip(self._optimizers, self._own, strict=True)
+            if any(optimizer is one for one in optimizers)
+        ]
         before = [(group, group["params"]) for one, _ in shown for group in one.param_groups]
         try:
             for group, parameters in before:
@@ -344,44 +333,67 @@ class ShardedUpdate:
         """Return this rank's pieces of those that some rank had a gradient of, with it."""
         pieces = []
         for parameter in parameters:
-            piece = self._pieces.get(parameter)
-            if piece is not None and piece.number in self._touched:
-                piece.own.grad = piece.grad
-                pieces.append(piece.own)
+            place = self._places.get(parameter)
+            if place and place.piece is not None and place.number in self._touched:
+                place.piece.grad = place.grad
+                pieces.append(place.piece)
         return pieces
 
     # ── pieces and their states ──────────────────────────────────────────────────────────────────
 
-    @torch.no_grad()
-    def _divide_given(self) -> Communicator:
-        """Keep this rank's pieces of states that optimizers were given."""
-        assert self._comm is not None
+    def _catch_up(self) -> Communicator:
+        """Divide the groups that are new, as parameters were thawed, and states that were given.
+
+        A group without equal parts gets no places, so each rank keeps the whole state of it until
+        ``join_if_needed`` ends the sharded update before the group's first update.
+        """
+        comm = self._comm
+        assert comm is not None
+        groups = [group for group in self._flat.groups if group not in self._parts]
+        new = [group for group in groups if _has_equal_parts([group], comm)]
+        for group in new:
+            self._make_places(group, comm)
         for number, optimizer in enumerate(self._optimizers):
-            given = vars(optimizer)["state"]
-            if given is self._face:
-                continue
-            by_element = ELEMENTWISE[type(optimizer)]
-            own: _States = defaultdict(dict)
-            for parameter, state in given.items():
-                piece = self._pieces.get(parameter)
-                if piece is None:
-                    own[parameter] = state
-                    continue
-                own[piece.own] = {
-                    name: self._part_of(value, piece)
+            is_given = optimizer.state is not self._face
+            if is_given or new:
+                states = optimizer.state if is_given else self._own[number]
+                self._own[number] = self._cut(ELEMENTWISE[type(optimizer)], states)
+                vars(optimizer)["state"] = self._face
+        return comm
+
+    def _make_places(self, group: FlatGroup, comm: Communicator) -> None:
+        size = group.data.numel() // comm.world_size
+        part = self._parts[group] = slice(size * comm.rank, size * (comm.rank + 1))
+        for number, (first, end) in zip(group.indices, group.spans(), strict=True):
+            where = slice(max(first, part.start), min(end, part.stop))
+            piece = None
+            if where.start < where.stop or first == end:  # one without elements has a state, too
+                piece = Parameter(group.data[where], requires_grad=False)
+            place = _Place(number, group, first, where, piece, group.grad_values[where])
+            self._places[self._flat.parameters[number]] = place
+
+    @torch.no_grad()
+    def _cut(self, by_element: frozenset[str], states: Mapping[Any, dict[str, Any]]) -> _States:
+        """Return this rank's pieces of states; all of those of parameters without a place."""
+        own: _States = defaultdict(dict)
+        for parameter, state in states.items():
+            place = self._places.get(parameter)
+            if place is None:
+                own[parameter] = state
+            elif place.piece is not None:
+                own[place.piece] = {
+                    name: self._part_of(value, place)
                     if name in by_element and value is not None
                     else value
                     for name, value in state.items()
                 }
-            self._own[number] = own
-            vars(optimizer)["state"] = self._face
-        return self._comm
+        return own
 
-    def _part_of(self, value: Tensor, piece: _OwnedPiece) -> Tensor:
+    def _part_of(self, value: Tensor, place: _Place) -> Tensor:
         """Return this rank's piece of what is kept for each element of a parameter."""
-        flat = torch.empty(value.numel(), dtype=piece.grad.dtype, device=value.device)
-        view_like(flat, 0, self._flat.order_of(piece.number)).copy_(value)
-        return flat[piece.where.start - piece.offset :][: piece.grad.numel()].clone()
+        flat = torch.empty(value.numel(), dtype=place.grad.dtype, device=value.device)
+        view_like(flat, 0, self._flat.order_of(place.number)).copy_(value)
+        return flat[place.where.start - place.offset :][: place.grad.numel()].clone()
 
     @torch.no_grad()
     def _gather(self, number: int, *, keeps: bool) -> _States:
@@ -391,32 +403,44 @@ class ShardedUpdate:
             What the optimizer would hold alone: new tensors, as the parameters lie. Of no use where
             this rank does not keep it.
         """
-        comm, own = self._divide_given(), self._own[number]
-        by_element = ELEMENTWISE[type(self._optimizers[number])]
-        pieces = {piece.own: parameter for parameter, piece in self._pieces.items()}
-        whole: _States = defaultdict(dict)
-        for key, state in own.items():
-            whole[pieces.get(key, key)] = {
-                name: None if name in by_element and key in pieces else copy.deepcopy(value)
-                for name, value in state.items()
-            }
+        comm, optimizer, own = self._catch_up(), self._optimizers[number], self._own[number]
+        by_element = ELEMENTWISE[type(optimizer)]
+        pieces = {place.piece: place for place in self._places.values() if place.piece is not None}
+        rest = {key: state for key, state in own.items() if key not in pieces}
+        told = [
+            (place.number, {name: _describe(v, name in by_element) for name, v in state.items()})
+            for piece, place in pieces.items()
+            if (state := own.get(piece)) is not None
+        ]
+        notes = comm.all_gather_json(told, what="index of optimizer state")
+        # All ranks that own pieces of a parameter say the same of it.
+        index: dict[int, dict[str, Any]] = dict(chain.from_iterable(notes))
+        whole: _States = dict(rest)
+        for i, entries in index.items():
+            parameter = self._flat.parameters[i]
+            whole[parameter] = {n: _read(value, parameter.device) for n, value in entries.items()}
         for group, name in product(self._parts, sorted(by_element)):
-            members = [
-                (parameter, piece)
-                for parameter, piece in self._pieces.items()
-                if piece.group is group and own.get(piece.own, {}).get(name) is not None
-            ]
+            members = [i for i in group.indices if index.get(i, {}).get(name) == _BY_ELEMENT]
             if not members:
                 continue
             buffer = torch.zeros_like(group.data)
-            for _, piece in members:
-                buffer[piece.where] = own[piece.own][name]
+            for piece, place in pieces.items():
+                if place.number in members:
+                    buffer[place.where] = own[piece][name]
             comm.all_gather_parts(buffer, what=f"optimizer state {name}")
-            for parameter, piece in members if keeps else ():
+            for i in members if keeps else ():
+                parameter, order = self._flat.parameters[i], self._flat.order_of(i)
                 value = torch.empty_like(parameter, dtype=buffer.dtype, requires_grad=False)
-                order = self._flat.order_of(piece.number)
-                whole[parameter][name] = value.copy_(view_like(buffer, piece.offset, order))
-        return whole
+                offset = self._places[parameter].offset
+                whole[parameter][name] = value.copy_(view_like(buffer, offset, order))
+        # As a plain optimizer has them: in the order of its groups.
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        order_of_keys = dict.fromkeys([*parameters, *rest])
+        return defaultdict(dict, {key: whole[key] for key in order_of_keys if key in whole})
+
+
+def _has_equal_parts(groups: Iterable[FlatGroup], comm: Communicator) -> bool:
+    return all(group.data.numel() % comm.world_size == 0 for group in groups)
 
 
 def _first_non_finite(group: FlatGroup, values: Tensor) -> float:
@@ -425,3 +449,21 @@ def _first_non_finite(group: FlatGroup, values: Tensor) -> float:
     if not found.numel():
         return 0.0
     return float(group.indices.start + bisect_right(group.offsets, int(found[0])))
+
+
+def _describe(value: Any, is_element: bool) -> Any:
+    """Return what is kept for a parameter in JSON."""
+    if not isinstance(value, Tensor):
+        return value
+    if is_element:
+        return _BY_ELEMENT
+    return [value.tolist(), str(value.dtype).removeprefix("torch."), value.device.type]
+
+
+def _read(told: Any, device: torch.device) -> Any:
+    """Undo ``_describe`` of a number; what is kept for each element follows."""
+    if not isinstance(told, list):
+        return told
+    number, dtype, kind = told
+    where = "cpu" if kind == "cpu" else device
+    return torch.tensor(number, dtype=getattr(torch, dtype), device=where)
