@@ -228,7 +228,7 @@ class Cursor:
             raise CheckpointError(
                 f"the checkpoint's data cursor has num_samples={state.get('num_samples')!r} and "
                 f"seed={state.get('seed')!r}, this run has num_samples={self.num_samples} and "
-                f"seed={self.seed}: going on would repeat or miss samples. Use the data set and "
+                f"seed={self.seed}: to continue would repeat or miss samples. Use the data set and "
                 "the seed of that run, start a new run, or begin this data anew with "
                 'ddp.load(path, allow=("data",))'
             )

@@ -44,8 +44,8 @@ def parse_emulation(specs: Sequence[str], world_size: int | None = None) -> dict
             )
         if world_size is not None and rank >= world_size:
             raise ConfigError(
-                f"--emulate-slow {spec}: there is no rank {rank} in a team of {world_size}; start "
-                "more ranks (--nproc, or MAX of --elastic)"
+                f"--emulate-slow {spec}: there is no rank {rank} in a team of {world_size}; name "
+                f"a rank below {world_size}, or start more (--nproc, or MAX of --elastic)"
             )
         factors[rank] = factor
     return factors
