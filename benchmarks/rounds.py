@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from evener.team.environment import STORE_FD, DistributedTrainConfig
-from evener.team.launch import launch
+from evener.team.launch import LaunchPlan, launch
 
 TIMEOUT_S = 300.0
 _FOLDER = "EVENER_BENCHMARK_FOLDER"
@@ -41,7 +41,7 @@ def run_ranks(count: int, *, threads: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {_FOLDER: folder, "OMP_NUM_THREADS": str(threads)}
         try:
-            status = launch([sys.executable, *sys.argv], nproc=count)
+            status = launch([sys.executable, *sys.argv], LaunchPlan(nproc=count))
         finally:
             del os.environ[_FOLDER]
         if status:

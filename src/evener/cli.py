@@ -15,7 +15,7 @@ from dataclasses import MISSING, fields, replace
 from importlib.util import find_spec
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_origin
 
 import typer
 
@@ -42,9 +42,12 @@ from evener.team.address import check_port
 from evener.team.child import apply_threads, die_with, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import local_devices
-from evener.team.meeting import DEFAULT_PORT, DEFAULT_TIMEOUT_S, Node, choose_node
+from evener.team.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, Nodes, choose_nodes
 from evener.team.signals import end_in_silence
 from evener.team.terminal import printable
+
+if TYPE_CHECKING:
+    from evener.team.launch import LaunchPlan
 
 app = typer.Typer(
     name="evener",
@@ -127,7 +130,9 @@ _TAKEN: Final = {
     ),
     "out": typer.Option(metavar="DIR", help="Folder of runs."),
     "name": typer.Option(help="Name of the run."),
-    "nnodes": typer.Option("--nnodes", metavar="N", help="Machines of the run; start it on each."),
+    "nnodes": typer.Option(
+        "--nnodes", metavar="N", help="Machines of the run, N or MIN:MAX; start it on each."
+    ),
     "node_rank": typer.Option(metavar="K", help="Number of this machine, 0 to N - 1."),
     "master_addr": typer.Option(metavar="HOST", help="Address of machine 0 that all can reach."),
     "port": typer.Option(
@@ -288,7 +293,7 @@ def classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
     nproc = _count_ranks(options.nproc, DEMO_NPROC if options.config is None else 1)
     config = resolve_classify(options, holds_runs=not options.node_rank)
     if needs_demo_base(config):
-        if choose_node(options, config.timeout_s) is not None:
+        if choose_nodes(options, config.timeout_s) is not None:
             raise ConfigError(
                 "model.path is empty, for which each machine would train a base model of its own; "
                 "with --nnodes, name the folder of a model that all machines have"
@@ -302,7 +307,10 @@ def classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
             if not options.quiet:
                 print("there is no base model yet: pretraining the demo's first", file=sys.stderr)
             demo = ["pretrain", "--demo", "--set", "measure=false", "--out", str(options.out)]
-            if code := _launch_evener([*demo, *(["--quiet"] if options.quiet else [])], DEMO_NPROC):
+            demo += ["--quiet"] if options.quiet else []
+            from evener.team.launch import LaunchPlan, launch
+
+            if code := launch([*_PYTHON, "evener", *demo], LaunchPlan(nproc=DEMO_NPROC)):
                 return code
         base = find_demo_base(options.out)
         if base is None:
@@ -329,38 +337,36 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os.execv(command[0], command)  # a rank already: become the script
-    if options.elastic is not None:
-        with _with_dashboard(Path("runs"), options, None):
-            program = [str(options.script), *options.arguments]
-            return _launch_elastic(options, command, program)
-    _check_fixed(options)
-    node = choose_node(options, DEFAULT_TIMEOUT_S)
-    nproc = _count_ranks(options.nproc)
-    with _with_dashboard(Path("runs"), options, node):
-        return launch(command, nproc=nproc, port=options.port, node=node)
+    nodes = choose_nodes(options, DEFAULT_TIMEOUT_S, is_elastic=options.elastic is not None)
+    plan = _plan(options, nodes, [str(options.script), *options.arguments])
+    with _with_dashboard(Path("runs"), options, nodes):
+        return launch(command, plan)
 
 
 # The address comes before our options, so the program's own options have to pass through.
 @_command(JoinOptions, context_settings={"ignore_unknown_options": True})
 def join(options: JoinOptions, _arguments: Sequence[str]) -> int:
     """Add workers to a running elastic team, with the program of the team."""
-    from evener.team.elastic_launch import MAX_FAILURES, ElasticRun, launch_elastic
+    from evener.team.agent import MAX_FAILURES
+    from evener.team.launch import LaunchPlan, launch
 
-    first = options.program[0]
-    is_task = first in _TASKS
-    if not (is_task or first == "-m" or Path(first).is_file()):
+    program = options.program
+    if program[0].endswith((".yaml", ".yml")):  # of a run
+        program = ("pretrain", *program)
+    is_task = program[0] in _TASKS
+    if not (is_task or program[0] == "-m" or Path(program[0]).is_file()):
         raise ConfigError(
-            f"{first} is not a file; give what the team runs: a script, -m and a module, or one of "
-            f"{', '.join(_TASKS)}, with its arguments"
+            f"{program[0]} is not a file; give what the team runs: a script, -m and a module, a "
+            f"run's YAML, or one of {', '.join(_TASKS)}, with its arguments"
         )
     module = "evener" if is_task else "evener.team.script"
-    run = ElasticRun(
+    plan = LaunchPlan(
         join=options.coordinator,
         nproc=options.nproc,
         token_file=options.token_file,
         max_failures=MAX_FAILURES if options.max_failures is None else options.max_failures,
     )
-    return launch_elastic([*_PYTHON, module, *options.program], run)
+    return launch([*_PYTHON, module, *program], plan)
 
 
 @_command(ReportOptions)
@@ -441,12 +447,12 @@ def dashboard(options: DashboardOptions, _arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _with_dashboard(folder: Path, options: LaunchOptions, node: Node | None) -> Iterator[None]:
+def _with_dashboard(folder: Path, options: LaunchOptions, nodes: Nodes | None) -> Iterator[None]:
     """Serve a dashboard of the runs in a folder during the block, if it is wanted.
 
     Of several machines the first one serves it: rank 0 writes the events there.
     """
-    if not options.dashboard or (node is not None and node.number > 0):
+    if not options.dashboard or (nodes is not None and nodes.number):
         yield
         return
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
@@ -503,57 +509,55 @@ def plan(options: PlanOptions, _arguments: Sequence[str]) -> int:
 
 
 def _count_ranks(given: int | None, least: int = 1) -> int:
-    from evener.team.supervisor import check_nproc
+    from evener.team.worker_processes import check_nproc
 
     nproc = max(least, local_devices()) if given is None else given
     check_nproc(nproc)
     return nproc
 
 
-def _check_fixed(options: LaunchOptions) -> None:
-    given = {"--max-failures": options.max_failures, "--token-file": options.token_file}
-    for option, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{option} is {value}, but the team is not elastic; give --elastic MIN:MAX, or "
-                f"leave {option} out"
-            )
+def _plan(
+    options: LaunchOptions, nodes: Nodes | None, program: Sequence[str], nproc: int | None = None
+) -> "LaunchPlan":
+    """What the user said about workers, for the launcher.
 
+    Args:
+        options: Those of the command.
+        nodes: The machines of the run.
+        program: What workers run.
+        nproc: Ranks of this host in a fixed team; by default, what the user said.
+    """
+    from evener.team.agent import MAX_FAILURES
+    from evener.team.launch import LaunchPlan
 
-def _launch_elastic(options: LaunchOptions, command: Sequence[str], program: Sequence[str]) -> int:
-    from evener.team.elastic_launch import MAX_FAILURES, ElasticRun, launch_elastic
-
-    for option, value in options.given.items():
+    is_elastic = options.elastic is not None or (nodes is not None and not nodes.are_fixed)
+    if options.max_failures is not None and not is_elastic:
         raise ConfigError(
-            f"{option} is {value}, and --elastic is given; for workers of several machines, run "
-            "`evener coordinator --host`, and `evener join` on each"
+            f"--max-failures is {options.max_failures}, but the team is not elastic; give "
+            "--elastic MIN:MAX, or leave --max-failures out"
         )
-    assert options.elastic is not None
-    run = ElasticRun(
-        limits=options.elastic,
-        nproc=options.nproc,
+    return LaunchPlan(
+        elastic=options.elastic or "",
+        nodes=nodes,
+        nproc=options.nproc if is_elastic else nproc or _count_ranks(options.nproc),
         port=options.port,
         token_file=options.token_file,
         max_failures=MAX_FAILURES if options.max_failures is None else options.max_failures,
         program=program,
     )
-    return launch_elastic(command, run)
 
 
 def _launch_task(
     options: TaskOptions, nproc: int, timeout_s: float, arguments: Sequence[str]
 ) -> int:
-    if options.elastic is not None:
+    from evener.team.launch import launch
+
+    nodes = choose_nodes(options, timeout_s, is_elastic=options.elastic is not None)
+    if nodes is None:
         _check_emulation(options, nproc)
-        command = [*_PYTHON, "evener", *arguments]
-        with _with_dashboard(options.out, options, None):
-            return _launch_elastic(options, command, arguments)
-    _check_fixed(options)
-    node = choose_node(options, timeout_s)
-    if node is None:
-        _check_emulation(options, nproc)
-    with _with_dashboard(options.out, options, node):
-        return _launch_evener(arguments, nproc, options.port, node)
+    plan = _plan(options, nodes, arguments, nproc)
+    with _with_dashboard(options.out, options, nodes):
+        return launch([*_PYTHON, "evener", *arguments], plan)
 
 
 def _check_emulation(options: TaskOptions, nproc: int) -> None:
@@ -561,15 +565,6 @@ def _check_emulation(options: TaskOptions, nproc: int) -> None:
         nproc if options.elastic is None else read_team_limits(options.elastic, "--elastic")[1]
     )
     parse_emulation(options.emulate_slow, world_size)
-
-
-def _launch_evener(
-    arguments: Sequence[str], nproc: int, port: int | None = None, node: Node | None = None
-) -> int:
-    from evener.team.launch import launch
-
-    command = [*_PYTHON, "evener", *arguments]
-    return launch(command, nproc=nproc, port=port, store_waits=True, node=node)
 
 
 def _become_rank(options: TaskOptions, place: DistributedTrainConfig) -> None:

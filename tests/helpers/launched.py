@@ -194,12 +194,13 @@ class Sandbox:
             settle_s: How long the launcher waits for the reason why a rank lost another.
         """
         code = (
-            "import signal, sys; from evener.team import launch, supervisor; "
+            "import signal, sys; from evener.team import agent, launch; "
             # Ignored, and so left alone, where these tests were started by nohup.
             "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
-            "supervisor._SETTLE_S = float(sys.argv[3]); "
+            "agent._SETTLE_S = float(sys.argv[3]); "
             "rank = [sys.executable, '-P', '-m', 'evener.team.script', *sys.argv[4:]]; "
-            "sys.exit(launch.launch(rank, nproc=int(sys.argv[1]), grace_s=float(sys.argv[2])))"
+            "plan = launch.LaunchPlan(nproc=int(sys.argv[1]), grace_s=float(sys.argv[2])); "
+            "sys.exit(launch.launch(rank, plan))"
         )
         periods = (nproc, grace_s, settle_s)
         return self.start(sys.executable, "-P", "-c", code, *periods, script, *arguments)

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from evener.protocol.formation import Deadlines
-from evener.team import elastic_launch
-from evener.team.elastic_launch import ElasticRun, open_team
+from evener.team import agent
 from evener.team.environment import TOKEN_FILE
+from evener.team.launch import LaunchPlan, open_team
 from helpers.coordinators import serving
-from helpers.launched import Running, Sandbox, wait_until_gone
+from helpers.launched import Running, Sandbox
 from helpers.limits import PATIENCE_S
 
 # The launcher takes a worker that says this for one that is in the team.
@@ -41,12 +41,13 @@ def launch(sandbox: Sandbox, body: str, *options: object, first: str = "") -> Ru
     """Two workers; a standby loads a small library; the launcher runs ``first`` before all."""
     code = (
         f"{first}\nimport sys; "
-        "from evener.team.elastic_launch import LIBRARIES, ElasticRun, launch_elastic; "
+        "from evener.team.agent import LIBRARIES; "
+        "from evener.team.launch import LaunchPlan, launch; "
         "from evener.team.child import run_child; "
         "LIBRARIES['evener.team.script'] = ('json.tool',); "
-        "run = ElasticRun(limits='1:3', nproc=2, max_failures=3); "
+        "plan = LaunchPlan(elastic='1:3', nproc=2, max_failures=3); "
         "rank = [sys.executable, '-B', '-P', '-m', 'evener.team.script', *sys.argv[1:]]; "
-        "sys.exit(run_child(lambda: launch_elastic(rank, run)))"
+        "sys.exit(run_child(lambda: launch(rank, plan)))"
     )
     return sandbox.start(sys.executable, "-P", "-c", code, sandbox.script(JOINED + body), *options)
 
@@ -71,7 +72,9 @@ def next_line(running: Running, start: str) -> str:
     raise AssertionError(f"no line within {PATIENCE_S:g} s begins with {start!r}")
 
 
-def test_workers_die_stop_and_leave_and_the_coordinator_comes_back(sandbox: Sandbox) -> None:
+def test_workers_die_stop_and_leave_and_the_coordinator_is_silent(
+    sandbox: Sandbox,
+) -> None:
     running = launch(sandbox, "pass_gate()\n")
     join = next_line(running, "evener: elastic team of 1 to 3 workers, 2 of them here; ")
     words = join.split("`")[1].split()
@@ -93,24 +96,17 @@ def test_workers_die_stop_and_leave_and_the_coordinator_comes_back(sandbox: Sand
     os.kill(pid, signal.SIGCONT)
     assert "runs again" in next_line(running, "evener: worker ")
 
-    os.kill(find_process(b"coordinator", bytes(token)), signal.SIGKILL)
-    assert "started again; workers continue" in next_line(running, "evener: the coordinator ")
-
     # What it prints for people works as it stands.
     joining = sandbox.evener(*words[1:5], sandbox.folder / "script.py", "--lr", 1)
     ((member, (pid, _)),) = workers(sandbox, 1).items()
     assert member.endswith("/0")
 
-    coordinator = find_process(b"coordinator", bytes(token))
-    os.kill(coordinator, signal.SIGSTOP)
-    said = next_line(running, "evener: the coordinator at ")
-    assert f"(pid {coordinator}) is stopped since " in said
+    os.kill(running.process.pid, signal.SIGSTOP)  # and the coordinator, a thread of the launcher
+    said = next_line(joining, "evener: the coordinator at ")
+    assert " has not answered since " in said
     assert "the workers of this launcher wait for it up to 60 s" in said
-    assert f"`kill -CONT {coordinator}` continues it" in said
-    assert " has not answered since " in next_line(joining, "evener: the coordinator at ")
-    os.kill(coordinator, signal.SIGCONT)
-    for launcher in (running, joining):
-        assert "answers again" in next_line(launcher, "evener: the coordinator at ")
+    os.kill(running.process.pid, signal.SIGCONT)
+    assert "answers again" in next_line(joining, "evener: the coordinator at ")
 
     os.kill(pid, signal.SIGINT)  # it alone leaves, and is not replaced
     ended = joining.end()
@@ -202,23 +198,6 @@ def find_process(*words: bytes) -> int:
     raise AssertionError(f"no process has {words} in its command")
 
 
-def test_a_launcher_that_is_killed_takes_its_coordinator_along(sandbox: Sandbox) -> None:
-    """Also before its lifeline has heard of the coordinator."""
-    sandbox.token_file("not a secret at all")
-    launcher = sandbox.script(
-        "from pathlib import Path\n"
-        "from evener.team.coordinator_process import CoordinatorProcess\n"
-        "coordinator = CoordinatorProcess('1:2', None, Path('token'))\n"
-        "tell(str(coordinator.pid))\n"
-        "wait_forever()\n"
-    )
-    running = sandbox.start(sys.executable, "-P", launcher)
-    assert "listens on" in next_line(running, "evener coordinator: ")
-    pid = int(sandbox.mailbox.read(1)[0].split()[1])
-    running.process.kill()
-    assert wait_until_gone(pid)
-
-
 def test_a_launcher_that_is_killed_leaves_no_token_behind(sandbox: Sandbox) -> None:
     running = launch(sandbox, "wait_forever()\n")
     words = next_line(running, "evener: elastic team of 1 to 3 workers").split("`")[1].split()
@@ -256,7 +235,7 @@ def test_a_first_failure_before_anybody_has_joined_ends_the_run(sandbox: Sandbox
         (["--elastic", "1:2", "--nproc", 0], "--nproc is 0"),
         (["--elastic", "1:2", "--max-failures", -1], "--max-failures is -1"),
         (["--max-failures", 3], "--max-failures is 3, but the team is not elastic"),
-        (["--elastic", "1:2", "--nnodes", 2], "--nnodes is 2, and --elastic is given"),
+        (["--elastic", "1:2", "--nnodes", 2], "--nnodes is 2, but --master-addr is missing"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
@@ -276,15 +255,15 @@ def test_a_worker_that_has_lost_the_coordinator_is_not_replaced(sandbox: Sandbox
 
 
 def test_a_team_whose_coordinator_has_no_token_is_joined_without_one() -> None:
-    with serving(1, 2, Deadlines()) as address, open_team(ElasticRun(join=address)) as team:
-        assert team.limits == (1, 2)
-        assert team.environment(0, "m")[TOKEN_FILE] == ""
+    with serving(1, 2, Deadlines()) as address, open_team(LaunchPlan(join=address)) as team:
+        assert team.connection.limits == (1, 2)
+        assert team.environment({}, 0, "m")[TOKEN_FILE] == ""
 
 
 def test_pauses_grow_where_workers_fail_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(elastic_launch.time, "monotonic", lambda: now_s)
-    slot = elastic_launch._Slot(0)
+    monkeypatch.setattr(agent.time, "monotonic", lambda: now_s)
+    slot = agent._Slot(0)
     pauses = []
     for _ in range(4):
         assert slot.begin("host") not in pauses

@@ -323,9 +323,9 @@ def test_descriptors_that_are_used_up_are_an_error_with_limit_and_remedy(sandbox
 
 def test_a_program_that_is_not_there(sandbox):
     code = (
-        "import sys; from evener.team.launch import launch; "
+        "import sys; from evener.team.launch import LaunchPlan, launch; "
         "from evener.team.child import run_child; "
-        "sys.exit(run_child(lambda: launch(['/no/such/program'], nproc=2)))"
+        "sys.exit(run_child(lambda: launch(['/no/such/program'], LaunchPlan(nproc=2))))"
     )
     ended = sandbox.start(sys.executable, "-P", "-c", code).end()
     assert ended.code == 1

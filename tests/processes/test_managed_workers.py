@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from evener.errors import LaunchError, UsageError, WorkerError
 from evener.managed.epoch_metrics import EpochMetrics
-from evener.managed.processes import WorkerTeam
-from evener.team.supervisor import Child
+from evener.managed.workers import ManagedAgent
+from evener.team.worker_processes import Child
 from helpers.launched import Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S
 from helpers.managed import (
@@ -138,7 +138,7 @@ def test_a_killed_worker_is_named_and_the_others_keep_the_model():
 
 @pytest.mark.long  # the next one has all of it but the end of the worker that hangs
 def test_a_worker_that_hangs_is_named_and_the_others_keep_the_model(monkeypatch):
-    monkeypatch.setattr("evener.managed.processes.SURVIVORS_S", 0.5)
+    monkeypatch.setattr("evener.managed.workers.SURVIVORS_S", 0.5)
     handle = describe_job(**TWO, num_epochs=10**6, timeout_s=4.0).run()
     assert next(handle.metrics()).epoch == 0
     pids = handle._run.pids
@@ -156,8 +156,8 @@ def test_a_worker_that_no_signal_ends_is_not_waited_for(monkeypatch, capfd):
         child.signals.add(signal.SIGKILL)
 
     monkeypatch.setattr(Child, "kill", note)
-    monkeypatch.setattr("evener.managed.processes.SURVIVORS_S", 0.5)
-    monkeypatch.setattr("evener.managed.processes._EXIT_S", 0.5)
+    monkeypatch.setattr("evener.managed.workers.SURVIVORS_S", 0.5)
+    monkeypatch.setattr("evener.managed.workers._EXIT_S", 0.5)
     monkeypatch.setattr("evener.team.supervisor._DEATH_S", 0.5)
     handle = describe_job(**TWO, num_epochs=10**6, timeout_s=4.0).run()
     assert next(handle.metrics()).epoch == 0
@@ -243,9 +243,9 @@ def test_a_worker_that_becomes_another_program_while_the_run_fails_is_not_waited
     tmp_path, monkeypatch
 ):
     known = tmp_path / "the failure is known"
-    order = WorkerTeam._order
+    order = ManagedAgent._order
 
-    def note_and_order(team: WorkerTeam, what: str, children: Sequence[Child]) -> None:
+    def note_and_order(team: ManagedAgent, what: str, children: Sequence[Child]) -> None:
         known.touch()
         order(team, what, children)
 
@@ -256,8 +256,8 @@ def test_a_worker_that_becomes_another_program_while_the_run_fails_is_not_waited
             time.sleep(0.01)
         os.execvp("sleep", ["sleep", "3600"])
 
-    monkeypatch.setattr(WorkerTeam, "_order", note_and_order)
-    monkeypatch.setattr("evener.managed.processes.SURVIVORS_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(ManagedAgent, "_order", note_and_order)
+    monkeypatch.setattr("evener.managed.workers.SURVIVORS_S", 10 * PATIENCE_S)
     with pytest.raises(WorkerError, match=r"rank 0 .* failed: ValueError: bad sample"):
         describe_job(**TWO, train_fn=train).run().join(timeout_s=PATIENCE_S)
 

@@ -7,7 +7,7 @@ import signal
 import psutil
 import pytest
 
-from evener.team.launch import GRACE_S
+from evener.team.agent import GRACE_S
 from helpers.elastic_ranks import wait_until
 from helpers.lineage import check_exactly_once
 from helpers.pretraining import RUN_TIMEOUT_S, Lab

@@ -8,8 +8,9 @@ import pytest
 from evener import cli
 from evener.cli import DEMO_EMULATE_SLOW, DEMO_NPROC
 from evener.config.options import PretrainOptions
-from evener.team import elastic_launch, launch
-from evener.team.meeting import Node
+from evener.team import launch
+from evener.team.launch import LaunchPlan
+from evener.team.nodes import Nodes
 from helpers.limits import PATIENCE_S
 
 RANK_1_OF_2 = {
@@ -31,11 +32,11 @@ def _alone(monkeypatch, tmp_path):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What the command line would have started, as keywords; nothing is."""
+    """The commands that would have been started, and the plans; nothing is."""
     calls = []
 
-    def record(command, **options):
-        calls.append({"command": list(command), **options})
+    def record(command, plan):
+        calls.append((list(command), plan))
         return 42
 
     monkeypatch.setattr(launch, "launch", record)
@@ -56,21 +57,14 @@ def trained(monkeypatch):
 def test_alone_pretrain_starts_ranks_with_the_same_command_line(launched):
     arguments = ["pretrain", "--nproc", "3", "--set", "seed=1", "--port", "1234", "--name", "x"]
     assert cli.main(arguments) == 42
-    assert launched == [
-        {
-            "command": [sys.executable, "-P", "-m", "evener", *arguments],
-            "nproc": 3,
-            "port": 1234,
-            "store_waits": True,
-            "node": None,
-        }
-    ]
+    plan = LaunchPlan(nproc=3, port=1234, program=arguments)
+    assert launched == [([sys.executable, "-P", "-m", "evener", *arguments], plan)]
 
 
 @pytest.mark.parametrize(("flags", "nproc"), [([], 1), (["--demo"], DEMO_NPROC)])
 def test_number_of_ranks_by_default(launched, flags, nproc):
     assert cli.main(["pretrain", *flags]) == 42
-    assert launched[0]["nproc"] == nproc
+    assert launched[0][1].nproc == nproc
 
 
 def test_a_rank_runs_the_task_with_what_the_user_gave(trained, monkeypatch):
@@ -132,17 +126,22 @@ def test_launch_hands_all_arguments_after_the_script_to_it(launched):
     assert cli.main(["launch", "--nproc", "2", "train.py", "--port", "1", "-x", "y"]) == 42
     program = [sys.executable, "-P", "-m", "evener.team.script"]
     command = [*program, "train.py", "--port", "1", "-x"]
-    assert launched == [{"command": [*command, "y"], "nproc": 2, "port": None, "node": None}]
+    plan = LaunchPlan(nproc=2, program=["train.py", "--port", "1", "-x", "y"])
+    assert launched == [([*command, "y"], plan)]
 
 
-def test_join_runs_a_module_too(monkeypatch):
+def test_join_runs_a_module_too(launched):
     """A script that was started as a module, and became a launcher, tells how to add a worker."""
-    runs = []
-    launch = lambda command, run: runs.append((command, run.join)) or 42  # noqa: E731
-    monkeypatch.setattr(elastic_launch, "launch_elastic", launch)
     assert cli.main(["join", "127.0.0.1:29600", "--", "-m", "package.train", "--lr", "1"]) == 42
     program = [sys.executable, "-P", "-m", "evener.team.script"]
-    assert runs == [([*program, "-m", "package.train", "--lr", "1"], "127.0.0.1:29600")]
+    plan = LaunchPlan(nproc=1, join="127.0.0.1:29600")
+    assert launched == [([*program, "-m", "package.train", "--lr", "1"], plan)]
+
+
+def test_join_takes_the_file_of_a_run(launched):
+    assert cli.main(["join", "127.0.0.1:29600", "run.yaml", "--out", "o"]) == 42
+    command = [sys.executable, "-P", "-m", "evener", "pretrain", "run.yaml", "--out", "o"]
+    assert launched[0][0] == command
 
 
 NODES = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"]
@@ -162,8 +161,8 @@ def test_one_machine_of_several(launched, arguments, timeout_s):
     Path("base").mkdir()
     Path("run.yaml").write_text("model: {path: base}\n")
     assert cli.main(arguments) == 42
-    node = Node(number=1, nnodes=2, host="10.0.0.1", port=29_500, timeout_s=timeout_s)
-    assert launched[0]["node"] == node
+    place = {"number": 1, "host": "10.0.0.1", "port": 29_500, "timeout_s": timeout_s}
+    assert launched[0][1].nodes == Nodes(least=2, most=2, **place)
 
 
 def test_a_run_to_resume_need_not_be_known_on_every_machine_at_once(launched, capsys):
@@ -231,7 +230,7 @@ def test_an_unknown_option_is_refused(capsys):
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch, capsys):
-    def broken(command, **options):
+    def broken(command, *options):
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)

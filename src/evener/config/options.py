@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from evener.protocol.formation import Deadlines
-from evener.team.meeting import DEFAULT_TIMEOUT_S, NodeOptions
+from evener.team.nodes import DEFAULT_TIMEOUT_S, NodeOptions
 
 Allowed = Literal["data", "precision"]
 """What a resume may change when the user says so."""

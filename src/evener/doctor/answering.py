@@ -10,7 +10,7 @@ from evener.comm.addresses import LOOPBACK, open_port
 from evener.doctor.conversation import Conversation, StrangerError, challenge
 from evener.doctor.host_facts import HostFacts
 from evener.team.address import parse_address
-from evener.team.meeting import DEFAULT_PORT
+from evener.team.nodes import DEFAULT_PORT
 from evener.team.terminal import say
 
 #: Most bytes of one transfer.

@@ -18,7 +18,7 @@ from evener.doctor.host_facts import HostFacts, MeasuredLink
 from evener.doctor.judgement import Problem
 from evener.parsing import MOST_WHOLE
 from evener.team.address import parse_address
-from evener.team.meeting import DEFAULT_PORT
+from evener.team.nodes import DEFAULT_PORT
 from evener.team.terminal import printable
 
 #: Seconds to wait for an answer.

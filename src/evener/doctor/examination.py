@@ -31,8 +31,8 @@ from evener.doctor.host_facts import (
     TorchBuild,
 )
 from evener.team.host import available_cores, local_devices
-from evener.team.meeting import DEFAULT_PORT
 from evener.team.members import own_versions
+from evener.team.nodes import DEFAULT_PORT
 
 if sys.platform != "win32":
     import resource

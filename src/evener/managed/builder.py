@@ -17,10 +17,9 @@ from evener.managed.description import (
     describe,
     find_launched_place,
 )
-from evener.managed.elastic_processes import ElasticWorkers
 from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.handle import DdpHandle, InlineRun
-from evener.managed.processes import WorkerTeam
+from evener.managed.workers import ProcessRun
 from evener.planning.guard import DivergenceGuard
 from evener.planning.policies import ApplyPolicy
 from evener.team.environment import AverageBackend
@@ -230,5 +229,5 @@ class DdpBuilder:
         if place is not None:
             return DdpHandle(InlineRun(run, place))
         if run.elastic is not None:
-            return DdpHandle(ElasticWorkers(run))
-        return DdpHandle(InlineRun(run) if len(run.device_names) == 1 else WorkerTeam(run))
+            return DdpHandle(ProcessRun(run))
+        return DdpHandle(InlineRun(run) if len(run.device_names) == 1 else ProcessRun(run))

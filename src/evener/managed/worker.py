@@ -1,6 +1,6 @@
 """A worker process of a managed run: ``python -P -m evener.managed.worker``.
 
-Started by ``WorkerTeam`` and ``ElasticWorkers`` alone. It never runs the user's script: what it
+Started by ``ProcessRun`` alone. It never runs the user's script: what it
 needs comes pickled by value in a file without a name. It speaks to the process that started it, and
 ends with it.
 """
@@ -16,10 +16,10 @@ from dataclasses import asdict
 
 from evener.errors import RunEndedError
 from evener.managed.description import ManagedRun
-from evener.managed.processes import JOB_FD
 from evener.managed.rank import EVAL_TIMEOUT_S, ManagedRank
 from evener.managed.trained import pack_trained
 from evener.managed.travel import unpack
+from evener.managed.workers import JOB_FD
 from evener.observe.events import Event, Sink
 from evener.team.channel import DONE, READY, Channel
 from evener.team.child import prepare_rank
@@ -134,7 +134,7 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see start_in_silence
     # On its way out Python would look through all of torch for garbage: up to three seconds.
     atexit.register(gc.freeze)
-    assert channel is not None  # WorkerTeam hands it over
+    assert channel is not None  # ProcessRun hands it over
     return ManagedProcess(channel, job_fd).run()
 
 

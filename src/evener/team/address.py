@@ -47,6 +47,11 @@ def parse_address(address: object, name: str, *, may_bind: bool = False) -> tupl
     return host, int(port)
 
 
+def join_address(host: str, port: int) -> str:
+    """Return ``HOST:PORT``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def check_port(port: int, name: str, least: int = 1) -> int:
     """Return a port, if it can be one; ``name`` is for the ConfigError otherwise."""
     if not least <= port <= _LARGEST_PORT:

@@ -1,6 +1,6 @@
 """A connection to the coordinator of an elastic team, that is made again whenever it ends.
 
-Supervisors use it, so it loads no torch.
+Agents use it, so it loads no torch.
 """
 
 import os
@@ -28,10 +28,13 @@ from evener.protocol.formation import (
 from evener.team.address import parse_address
 from evener.team.channel import Channel, Message
 from evener.team.sealed import MOST_MESSAGE_BYTES, TO_COORDINATOR, Seal, new_nonce
+from evener.team.terminal import printable, say
 from evener.version import __version__
 
 _CONNECT_S: Final = 2.0
 _PAUSE_S: Final = 0.1
+# Hosts that are started together come within so long; nothing is printed before.
+_SILENT_S: Final = 1.0
 
 
 class CoordinatorConnection(Closing):
@@ -41,7 +44,7 @@ class CoordinatorConnection(Closing):
         address: ``HOST:PORT`` of the coordinator.
         token: The team's; ``None`` where it has none.
         member: Name of this end.
-        role: ``worker`` or ``supervisor``.
+        role: ``worker`` or ``agent``.
         timeout_s: Longest wait for the first connection.
 
     Attributes:
@@ -119,6 +122,13 @@ class CoordinatorConnection(Closing):
     def _hear(self, kind: str, fields: Fields) -> None:
         """Take in a message; the lock is held. Raise ValueError if it is none."""
 
+    def _say_farewell(self) -> list[Message]:
+        """Return what is said last, before the connection is closed on purpose."""
+        return []
+
+    def _on_break(self) -> None:
+        """The connection has ended; the lock is held. It is made again."""
+
     # ── for both ─────────────────────────────────────────────────────────────────────────────────
 
     def _start(self, timeout_s: float) -> None:
@@ -177,6 +187,8 @@ class CoordinatorConnection(Closing):
                 self._talk(channel, seal)
             lost_s = time.monotonic()
             with self._changed:
+                if not self._closed:
+                    self._on_break()
                 self._is_welcome = False
                 self._outgoing.clear()
                 self._changed.notify_all()
@@ -295,11 +307,14 @@ class CoordinatorConnection(Closing):
                 return
             if channel.has_ended:
                 return
+        if self._closed:
+            for message in self._say_farewell():
+                channel.tell(seal.close(message))
 
 
 @final
-class SupervisorConnection(CoordinatorConnection):
-    """How a supervisor tells the coordinator about its processes; see ``CoordinatorConnection``."""
+class AgentConnection(CoordinatorConnection):
+    """How an agent tells the coordinator about its processes; see ``CoordinatorConnection``."""
 
     def __init__(self, address: str, *, token: bytes | None, timeout_s: float = 10.0) -> None:
         self._workers: frozenset[str] = frozenset()
@@ -307,8 +322,15 @@ class SupervisorConnection(CoordinatorConnection):
         self._members: set[str] = set()
         self._held: Formation | None = None  # the newest generation
         self._run_has_ended = False
+        self._node: Message | None = None  # this host, in a fixed team
+        self._place: Fields | None = None
+        self._missing = ""  # hosts that have not come
+        self._refusal: LaunchError | None = None
+        self._is_dismissed = False  # the coordinator has ended in order
+        self._relayed: list[Message] = []
+        self._lost_hosts: list[str] = []
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
-        super().__init__(address, token=token, member=name, role="supervisor", timeout_s=timeout_s)
+        super().__init__(address, token=token, member=name, role="agent", timeout_s=timeout_s)
 
     @property
     def workers(self) -> frozenset[str]:
@@ -340,16 +362,85 @@ class SupervisorConnection(CoordinatorConnection):
                 self._members.discard(member)
             self._post(message)
 
+    # ── a fixed team ─────────────────────────────────────────────────────────────────────────────
+
+    def enter(
+        self, node: int, nnodes: int, nproc: int, port: int, *, timeout_s: float
+    ) -> tuple[int, int, str, int]:
+        """Introduce this host, and wait for its place in a fixed team.
+
+        Args:
+            node: Its number.
+            nnodes: Hosts of the team.
+            nproc: Ranks that it starts.
+            port: On host 0, a port for process groups of the script's own.
+            timeout_s: Longest wait for the other hosts.
+
+        Returns:
+            The first rank of this host, the ranks of the team, and host 0's address and port.
+
+        Raises:
+            LaunchError: This host is refused, or another one did not come.
+        """
+        began_s, is_said = time.monotonic(), False
+        with self._changed:
+            self._node = {
+                "type": "node", "number": node, "nnodes": nnodes, "nproc": nproc, "port": port,
+            }  # fmt: skip
+            self._post(self._node)
+            while self._place is None:
+                if failure := self._refusal or self._failure:
+                    raise failure
+                waited_s = time.monotonic() - began_s
+                missing = self._missing or "the coordinator's answer"
+                if waited_s >= timeout_s:
+                    raise LaunchError(
+                        f"node {node} waited {timeout_s:.0f} s at {self.address} for {missing}: "
+                        "start the same command there with its --node-rank, or look at its output"
+                    )
+                if waited_s >= _SILENT_S and not is_said:
+                    is_said = True
+                    say(f"evener: node {node} waits at {self.address} for {missing}")
+                self._changed.wait(min(timeout_s - waited_s, _SILENT_S))
+            place = self._place
+        world_size, port = place.whole("world_size", least=1), place.whole("port", least=0)
+        return place.whole("first", least=0), world_size, place.text("host"), port
+
+    def relay(self, content: Message) -> None:
+        """Tell the agents of the other hosts."""
+        with self._changed:
+            self._post({"type": "relay", "content": content})
+
+    def take_relayed(self) -> list[Message]:
+        """Return what other agents have told since the last call."""
+        with self._changed:
+            relayed, self._relayed = self._relayed, []
+        return relayed
+
+    def take_lost(self) -> list[str]:
+        """Return the hosts to which the connection has broken off since the last call."""
+        with self._changed:
+            lost, self._lost_hosts = self._lost_hosts, []
+        return lost
+
     def _introduction(self) -> Message:
         # A restarted coordinator must not continue from an older generation, of which a worker may
         # come back that was left out of the newest one.
         return {"held": None if self._held is None else asdict(self._held)}
 
     def _begin(self, welcome: Fields) -> list[Message]:
-        return list(self._known.values())
+        node = [] if self._node is None else [self._node]
+        return [*node, *self._known.values()]
 
     def _beat(self, now_s: float) -> Message:
         return {"type": "beat", "members": list(self._members)}
+
+    def _say_farewell(self) -> list[Message]:
+        return [{"type": "farewell"}]
+
+    def _on_break(self) -> None:
+        if self._place is not None and not self._is_dismissed:
+            self._lost_hosts.append(f"node 0 ({self._host})")
 
     def _hear(self, kind: str, fields: Fields) -> None:
         if kind == "formed":
@@ -358,3 +449,15 @@ class SupervisorConnection(CoordinatorConnection):
             self._run_has_ended = True
         elif kind == "beaten":
             self._workers = frozenset(fields.texts("workers"))
+        elif kind == "place":
+            self._place = fields
+        elif kind == "missing":
+            self._missing = fields.text("nodes")
+        elif kind == "refused_node":
+            self._refusal = LaunchError(fields.text("why"))
+        elif kind == "farewell":
+            self._is_dismissed = True
+        elif kind == "relayed":
+            self._relayed.append(fields.fields("content").values)
+        elif kind == "lost":
+            self._lost_hosts.append(printable(fields.text("node")))

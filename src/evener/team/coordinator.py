@@ -12,11 +12,13 @@ import json
 import math
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
 
+from evener.closing import Closing
 from evener.comm.addresses import LOOPBACK, open_port
 from evener.errors import ConfigError
 from evener.parsing import Fields, parse_json, short
@@ -29,12 +31,14 @@ from evener.protocol.formation import (
     Standing,
     read_message,
 )
+from evener.protocol.nodes import Node, Nodes
 from evener.protocol.roster import Roster
 from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
 from evener.team.terminal import say
 from evener.version import __version__
 
 _TICK_S: Final = 0.05
+_END_S: Final = 5.0
 #: Connections that have not said who they are; the oldest is closed for a new one.
 _MOST_STRANGERS: Final = 32
 #: A peer that does not read what it is sent is closed when so many bytes wait for it.
@@ -55,6 +59,7 @@ class CoordinatorOptions:
         most: Most members.
         token: What workers must know; ``None`` admits every process of this host.
         deadlines: Those of the team.
+        nnodes: Hosts of a fixed team; 0 for an elastic team.
     """
 
     host: str = LOOPBACK
@@ -63,6 +68,7 @@ class CoordinatorOptions:
     most: int
     token: bytes | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
+    nnodes: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.deadlines.timeout_s < math.inf:
@@ -75,6 +81,39 @@ class CoordinatorOptions:
                 f"--host-lease-s is {self.deadlines.host_lease_s:g}; give the seconds after which "
                 f"a silent machine is lost, at least {self.deadlines.lease_s:g} (lease_s)"
             )
+
+
+@final
+class CoordinatorThread(Closing):
+    """A coordinator on a thread of this process, until it is closed.
+
+    Args:
+        options: How it is started.
+
+    Attributes:
+        port: Where it listens.
+
+    Raises:
+        ConfigError: See ``Coordinator``.
+        LaunchError: See ``Coordinator``.
+    """
+
+    def __init__(self, options: CoordinatorOptions) -> None:
+        self._coordinator = Coordinator(options)
+        self.port = self._coordinator.port
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="evener-coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._coordinator.stop)
+            self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._coordinator.serve())
 
 
 def coordinate(options: CoordinatorOptions) -> int:
@@ -123,11 +162,12 @@ class Coordinator:
         self.options = options
         self.roster = Roster(options.least, options.most, options.deadlines, time.monotonic())
         self.store = GenerationStore()
+        self.nodes = Nodes(options.nnodes)
         self._strangers: list[Visitor] = []
         self._workers: dict[str, Visitor] = {}
-        self._supervisors: list[Visitor] = []
+        self._agents: list[Visitor] = []
         self._told: Formation | None = None
-        self._is_end_told = False  # to all supervisors
+        self._is_end_told = False  # to all agents
         self._num_refusals = 0
         self._stopping = asyncio.Event()
 
@@ -148,8 +188,11 @@ class Coordinator:
             for _ in range(2):
                 await asyncio.sleep(0)
             server.close()
-            for visitor in [*self._strangers, *self._supervisors, *self._workers.values()]:
-                visitor.drop()
+            for agent in [*self._agents]:
+                agent.tell("farewell", {})
+            for visitor in [*self._strangers, *self._agents, *self._workers.values()]:
+                visitor.close()
+            await asyncio.sleep(0)
 
     def stop(self) -> None:
         """Let ``serve`` return; call it in the thread of its loop."""
@@ -168,7 +211,7 @@ class Coordinator:
         if visitor in self._strangers:
             self._strangers.remove(visitor)
         if not visitor.member:
-            self._supervisors.append(visitor)
+            self._agents.append(visitor)
             self._is_end_told = False
         else:
             before = self._workers.get(visitor.member)
@@ -180,12 +223,47 @@ class Coordinator:
         """Note that a connection has ended."""
         if visitor in self._strangers:
             self._strangers.remove(visitor)
-        if visitor in self._supervisors:
-            self._supervisors.remove(visitor)
+        if visitor in self._agents:
+            self._agents.remove(visitor)
+            lost = self.nodes.depart(visitor.name)
+            if lost is not None and not visitor.has_left:
+                self.relay(visitor, "lost", {"node": lost.name})
+            self._tell_missing()
         if self._workers.get(visitor.member) is visitor:
             del self._workers[visitor.member]
             self.roster.depart(time.monotonic(), visitor.member)
             self.send_orders()
+
+    # ── hosts of a fixed team ────────────────────────────────────────────────────────────────────
+
+    def enter(self, visitor: "Visitor", node: Node) -> None:
+        """Take in a host of a fixed team; once all are here, tell each which ranks it starts."""
+        if why := self.nodes.arrive(visitor.name, node):
+            visitor.tell("refused_node", {"why": f"{why} (from {node.where})"})
+            absent = self.nodes.missing
+            then = f"still waiting for {absent}" if absent else "the run continues without it"
+            self.refuse(f"refused a launcher: {why} (from {node.where}); {then}")
+            return
+        self._tell_missing()
+        if self.nodes.missing:
+            return
+        first_ranks = self.nodes.first_ranks()
+        world = {"world_size": self.nodes.world_size, "port": self.nodes.master_port}
+        for agent in self._agents:
+            if agent.name in first_ranks:
+                first = first_ranks[agent.name]
+                agent.tell("place", {"first": first, "host": agent.reached_at, **world})
+
+    def _tell_missing(self) -> None:
+        if self.options.nnodes and self.nodes.missing:
+            for agent in self._agents:
+                agent.tell("missing", {"nodes": self.nodes.missing})
+
+    def relay(self, source: "Visitor", kind: str, content: Mapping[str, Any]) -> None:
+        """Tell all other agents."""
+        for agent in [*self._agents]:
+            if agent is not source:
+                agent.tell(kind, content)
 
     def refuse(self, why: str) -> None:
         """Print why a connection was refused, up to a number of times."""
@@ -203,11 +281,11 @@ class Coordinator:
         formation = self.roster.formation
         if formation is not None and formation != self._told:
             self._told = formation
-            for supervisor in self._supervisors:
-                supervisor.tell("formed", asdict(formation))
+            for agent in self._agents:
+                agent.tell("formed", asdict(formation))
         if self.roster.run_has_ended and not self._is_end_told:
-            for supervisor in self._supervisors:
-                supervisor.tell("ended", {})
+            for agent in self._agents:
+                agent.tell("ended", {})
         self._is_end_told = self.roster.run_has_ended
         self.store.keep(self.roster.generation)
 
@@ -223,17 +301,18 @@ class Coordinator:
 
 @final
 class Visitor(asyncio.Protocol):
-    """One connection, of a worker, of a supervisor or of a stranger."""
+    """One connection, of a worker, of an agent or of a stranger."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.member = ""
+        self.name = ""  # of any end
         self.since_s = time.monotonic()
         self._coordinator = coordinator
         self._unread = bytearray()
         self._nonce = new_nonce()
         self._seal: Seal | None = None
         self._role = ""
-        self._has_left = False
+        self.has_left = False
         self._transport: asyncio.Transport | None = None
 
     # ── asyncio calls these ──────────────────────────────────────────────────────────────────────
@@ -278,6 +357,16 @@ class Visitor(asyncio.Protocol):
 
     # ── what others call ─────────────────────────────────────────────────────────────────────────
 
+    @property
+    def reached_at(self) -> str:
+        """The number at which the other end has reached this host."""
+        return self._number("sockname")
+
+    def _number(self, end: str) -> str:
+        # A socket that listens on all addresses gives those of IPv4 in the form of IPv6.
+        assert self._transport is not None
+        return str(self._transport.get_extra_info(end)[0]).removeprefix("::ffff:")
+
     def tell(self, type: str, content: Mapping[str, Any]) -> None:  # noqa: A002
         """Send a message."""
         if self._seal is not None:
@@ -289,6 +378,11 @@ class Visitor(asyncio.Protocol):
             self._transport.abort()
             self._transport = None
             self._coordinator.forget(self)
+
+    def close(self) -> None:
+        """Close the connection when what was told has gone."""
+        if self._transport is not None:
+            self._transport.close()
 
     # ── what is heard ────────────────────────────────────────────────────────────────────────────
 
@@ -312,7 +406,7 @@ class Visitor(asyncio.Protocol):
             self._meet(now_s, message)
         else:
             fields = self._seal.open(message)
-            hear = {"worker": self._hear_worker, "supervisor": self._hear_supervisor}[self._role]
+            hear = {"worker": self._hear_worker, "agent": self._hear_agent}[self._role]
             hear(now_s, fields.text("type"), fields)
         self._coordinator.send_orders()
 
@@ -326,12 +420,12 @@ class Visitor(asyncio.Protocol):
             self._write({"type": "refused", "why": why})
             raise ValueError(f"it does not know the token ({error})") from None
         role, member = hello.text("role"), hello.text("member")
-        if role not in ("worker", "supervisor") or not 0 < len(member) <= 128:
+        if role not in ("worker", "agent") or not 0 < len(member) <= 128:
             raise ValueError(f"role {short(role)} or member {short(member)} is none")
         self._seal = seal
-        self._role = role
+        self._role, self.name = role, member
         held = read_message(Formation, hello.fields("held")) if hello["held"] is not None else None
-        if role == "supervisor":
+        if role == "agent":
             self._coordinator.roster.remember(now_s, held)
         else:
             session = hello.text("session")
@@ -360,7 +454,7 @@ class Visitor(asyncio.Protocol):
 
     def _hear_worker(self, now_s: float, kind: str, fields: Fields) -> None:
         roster = self._coordinator.roster
-        if self._has_left:  # its connection may outlast it, and must not make it a worker again
+        if self.has_left:  # its connection may outlast it, and must not make it a worker again
             self.tell("left", {})
         elif not roster.knows(self.member):
             self.drop()  # it was taken for dead, and may come again
@@ -380,7 +474,7 @@ class Visitor(asyncio.Protocol):
             held = read_message(Standing, fields.fields("standing")) if has_state else None
             roster.report(now_s, self.member, fields.whole("generation"), held)
         elif kind == "leave":
-            self._has_left = True
+            self.has_left = True
             roster.leave(now_s, self.member, finished=fields.flag("finished"))
             self.tell("left", {})
         elif kind == "facts":
@@ -397,16 +491,29 @@ class Visitor(asyncio.Protocol):
         else:
             raise ValueError(f"type is {short(kind)}, which no worker sends")
 
-    def _hear_supervisor(self, now_s: float, kind: str, fields: Fields) -> None:
+    def _hear_agent(self, now_s: float, kind: str, fields: Fields) -> None:
         if kind == "process":
             state = ProcessState(fields.text("state"))
             roster = self._coordinator.roster
             roster.process(now_s, fields.text("member"), state, fields.text("reason"))
+        elif kind == "node":
+            node = Node(
+                number=fields.whole("number", least=-1),
+                nnodes=fields.whole("nnodes", least=1),
+                nproc=fields.whole("nproc", least=1),
+                port=fields.whole("port", least=0, most=65_535),
+                where=self._number("peername"),
+            )
+            self._coordinator.enter(self, node)
+        elif kind == "relay":
+            self._coordinator.relay(self, "relayed", {"content": fields.fields("content").values})
+        elif kind == "farewell":
+            self.has_left = True
         elif kind == "beat":
             self._coordinator.roster.attend(now_s, fields.texts("members"))
             self.tell("beaten", {"workers": self._coordinator.roster.living(now_s)})
         else:
-            raise ValueError(f"type is {short(kind)}, which no supervisor sends")
+            raise ValueError(f"type is {short(kind)}, which no agent sends")
 
 
 # ── keys and values of a generation ──────────────────────────────────────────────────────────────

@@ -1,195 +1,298 @@
-"""Launches a team: the ranks of this host, together with those of other machines.
+"""Launches this host's part of a team: its coordinator, where that is here, and its agent.
 
-The launcher never imports torch. ``python -P -m evener.team.launch NPROC COMMAND`` is the program
-that a plainly started script turns into; see ``starting.py``.
+``python -P -m evener.team.launch N|MIN:MAX COMMAND`` is the program that a plainly started script
+turns into; see ``starting.py``. It never imports torch.
 """
 
+import errno
 import os
-import signal
+import secrets
+import shlex
+import socket
 import sys
-import time
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
 
-from evener.comm.messages import name_ranks
-from evener.team.channel import JOINED, JOINING, Message
+from evener.comm.addresses import LOOPBACK, bind
+from evener.errors import ConfigError, LaunchError, RunEndedError
+from evener.protocol.formation import Deadlines, read_team_limits
+from evener.team.address import join_address, parse_address
+from evener.team.agent import MAX_FAILURES, Agent, JoinedTeam, run_has_ended
 from evener.team.child import run_child
-from evener.team.failures import judge
-from evener.team.launcher import TerminalSupervisor
-from evener.team.meeting import Node, Peers, meet
-from evener.team.process_state import clock_time
-from evener.team.signals import STOPPING, SignalQueue, end_in_silence
-from evener.team.supervisor import (
-    ANOTHER_PROGRAM,
-    Child,
-    LocalRanks,
-    bind_store,
-    check_nproc,
-)
+from evener.team.connection import AgentConnection
+from evener.team.coordinator import CoordinatorOptions, CoordinatorThread
+from evener.team.nodes import DEFAULT_TIMEOUT_S, Nodes
+from evener.team.signals import SignalQueue, end_in_silence
 from evener.team.terminal import say
+from evener.team.token_files import read_token
+from evener.team.worker_processes import LocalRanks, check_nproc
 
-#: Seconds that ranks get to end by themselves after they were asked to.
-GRACE_S = 5.0
+#: Longest wait for the coordinator of a team that runs already.
+_CONNECT_S: Final = 30.0
+_TOKEN_PREFIX: Final = "evener-token-"
 
 
-def launch(
-    command: Sequence[str],
-    *,
-    nproc: int,
-    port: int | None = None,
-    grace_s: float = GRACE_S,
-    store_waits: bool = False,
-    node: Node | None = None,
-) -> int:
-    """Run ``nproc`` copies of a command as the ranks of a team on this host.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """What is to be launched on this host.
 
-    Where several hosts take part, each runs this, and ranks start once all are here. The first rank
-    of a host writes straight to the terminal; each line of the others is marked with its rank. The
-    first rank that fails ends the run, and what it raised is printed. SIGINT, SIGTERM, SIGHUP and
-    SIGUSR1 are passed on once; ranks that then take longer than ``grace_s``, or that a second
-    Ctrl-C finds still running, are killed. Nothing that the ranks have started outlives this call,
-    nor this process. Call it on the main thread.
+    Attributes:
+        nproc: Workers on this host; ``None`` for as many as an elastic team may have, or 1 where a
+            team is joined.
+        elastic: Fewest and most workers of an elastic team, as ``MIN:MAX``; empty for a fixed team.
+        nodes: The machines of the run; ``None`` for this one alone.
+        port: On one machine: the coordinator's port in an elastic team, that of the script's own
+            process group in a fixed one; ``None`` takes a free one.
+        token_file: Holds what workers must know. On one machine, ``None`` makes one that lives as
+            long as the run.
+        max_failures: An elastic team's run stops when more workers than this have failed here.
+        join: ``HOST:PORT`` of the coordinator of a team that runs already; empty to begin one.
+        program: What a further worker has to run: the script, or a command, with its arguments.
+        environ: What the environment of each worker is made from.
+        handed: Descriptors that every worker inherits, by the variable that names each.
+        grace_s: Seconds that workers get to end by themselves; ``None`` for the agent's own.
+    """
+
+    nproc: int | None = None
+    elastic: str = ""
+    nodes: Nodes | None = None
+    port: int | None = None
+    token_file: Path | None = None
+    max_failures: int = MAX_FAILURES
+    join: str = ""
+    program: Sequence[str] = ("SCRIPT",)
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    handed: Mapping[str, int] = field(default_factory=dict)
+    grace_s: float | None = None
+
+
+def launch(command: Sequence[str], plan: LaunchPlan) -> int:
+    """Run this host's workers until the run is over; call it on the main thread.
+
+    The first worker of a host writes straight to the terminal; each line of the others is marked
+    with its name. In a fixed team the first rank that fails ends the run, and what it raised is
+    printed; in an elastic team a worker that fails is replaced. SIGINT, SIGTERM, SIGHUP and SIGUSR1
+    are passed on once; workers that then take too long, or that a second Ctrl-C finds still
+    running, are killed. Nothing that they have started outlives this call, nor this process.
 
     Args:
-        command: Program and arguments, the same for every rank.
-        nproc: Number of ranks.
-        port: Port for the store of a team on this host alone; ``None`` takes a free one.
-        grace_s: Seconds that ranks get to end by themselves.
-        store_waits: Connections to the store may wait for rank 0 to open it, which is quicker. Only
-            for commands that open it on the socket handed over: a plain torch script opens the port
-            itself, and can do so only while nobody listens there.
-        node: This host among several; ``None`` for a team on this host alone.
+        command: Program and arguments, the same for every worker; see ``Agent``.
+        plan: The rest.
 
     Returns:
-        The first failing rank's exit code (1 if it was killed); 128 + the signal's number after a
-        stop by signal; else 0.
+        See ``Agent.conclude``.
 
     Raises:
-        ConfigError: ``nproc`` or ``port`` is impossible.
-        LaunchError: The port is in use, another host did not come, or a rank could not be started.
+        ConfigError: An option is impossible.
+        LaunchError: A port is in use, the coordinator or another host is not there, or a worker
+            cannot be started.
+        TeamRefusedError: The coordinator refuses this host.
+        RunEndedError: The run of the team to be joined has ended.
     """
-    check_nproc(nproc)
-    if node is not None:
-        ranks, store, peers = meet(node, nproc, store_waits=store_waits)
-    else:
-        store, peers = bind_store(port, listen=store_waits), Peers()
-        ranks = LocalRanks(count=nproc, world_size=nproc, port=store.getsockname()[1])
-    with peers, SignalQueue() as signals:
-        launcher = _Launcher(signals, peers, grace_s)
-        launcher.run(command, ranks, store, os.environ, {})
-        return launcher.conclude()
-
-
-class _Launcher(TerminalSupervisor):
-    """Passes signals on, and what the launchers of other machines say."""
-
-    def __init__(self, signals: SignalQueue, peers: Peers, grace_s: float) -> None:
-        super().__init__(signals, grace_s)
-        self._peers = peers
-        self._failure_elsewhere = ""
-        self._ended_elsewhere: set[int] = set()
-        self._unreached: list[str] = []
-
-    def conclude(self) -> int:
-        """Say why the run failed, if it has; returns the launcher's exit code."""
-        code, words = judge(self.children, self._stop_signal, "\n".join(self._unreached))
-        if not words:
-            words = self._failure_elsewhere
-            code = code or int(bool(words))
+    with open_team(plan) as team, SignalQueue() as signals:
+        if team.hosts_coordinator and team.ranks is None:
+            least, most = team.connection.limits
+            # Behind the two dashes, options are the program's own.
+            what = shlex.join(["--", *plan.program] if plan.program[1:] else plan.program)
+            token = f" --token-file {team.token_file}" if team.token_file is not None else ""
+            say(
+                f"evener: elastic team of {least} to {most} workers, {team.nproc} of them here; "
+                f"`evener join {team.address}{token} {what}` adds one"
+            )
+        agent = Agent(
+            command,
+            team,
+            signals,
+            environ=plan.environ,
+            handed=plan.handed,
+            max_failures=plan.max_failures,
+            grace_s=plan.grace_s,
+        )
+        agent.run()
+        code, words = agent.conclude()
         if words:
             say(words, end="")
         return code
 
-    @property
-    def _requests(self) -> Sequence[int]:
-        return [self._signals.fileno(), *self._peers.filenos()]
 
-    def _before_stop(self, signum: signal.Signals) -> None:
-        self._peers.tell({"stop": int(signum)})
+@contextmanager
+def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
+    """Start the coordinator of a team, or find it, and take this host's place.
 
-    def _heed(self) -> None:
-        self._heed_signals()
-        for message in self._peers.hear():
-            self._on_message(message)
-        for name in self._peers.take_lost():
-            words = (
-                f"the connection to {name} broke off at {clock_time(time.time())}: the link to "
-                "that machine is cut, or the machine or its launcher has gone"
+    Raises:
+        ConfigError: An option is impossible.
+        LaunchError: The coordinator does not start or is not there, or another host does not come.
+        TeamRefusedError: The coordinator refuses this host.
+        RunEndedError: The run of the team to be joined has ended.
+    """
+    _check(plan)
+    nodes, token_file = plan.nodes, plan.token_file
+    is_fixed = not (plan.join or plan.elastic or (nodes is not None and not nodes.are_fixed))
+    with ExitStack() as stack:
+        is_own_token = token_file is None and not plan.join and nodes is None
+        if is_own_token:
+            token_file = stack.enter_context(_own_token())
+        token = read_token(token_file) or None
+        address, thread = plan.join, None
+        if plan.join:
+            if token_file is not None and _is_left_over(token_file, plan.join):
+                raise RunEndedError(run_has_ended(plan.join))
+        else:
+            host = nodes.host if nodes is not None else LOOPBACK
+            port = nodes.port if nodes is not None else 0 if is_fixed else plan.port or 0
+            options = CoordinatorOptions(
+                host=host,
+                port=port,
+                token=token,
+                deadlines=Deadlines(timeout_s=nodes.timeout_s if nodes else DEFAULT_TIMEOUT_S),
+                nnodes=(nodes.least if nodes is not None else 1) if is_fixed else 0,
+                **_limits(plan, is_fixed=is_fixed),
             )
-            self._unreached.append(f"{words}; check both, and start every machine's part again")
-            if self._deadline is None:
-                say(f"evener: {words}; ranks wait for one another until their timeout_s")
-
-    def _on_message(self, message: Message) -> None:
-        """What the launcher of another machine says."""
-        stop, failed, ended = (message.get(name) for name in ("stop", "failed", "ended"))
-        if isinstance(ended, int):
-            self._ended_elsewhere.add(ended)
-        if self._deadline is not None:
-            return
-        if stop in {int(signum) for signum in (*STOPPING, signal.SIGHUP)}:
-            self._stop(signal.Signals(stop), f"{signal.Signals(stop).name} on another machine")
-        elif isinstance(failed, list) and failed and all(type(rank) is int for rank in failed):
-            self._fail_elsewhere(
-                f"the run failed on another machine, which has {name_ranks(failed)}; its output "
-                "says why"
+            thread = _host_coordinator(options, nodes)
+            if thread is not None:
+                port = stack.enter_context(closing(thread)).port
+            address = join_address(host, port)
+        hosts = thread is not None
+        wait_s = nodes.timeout_s if nodes is not None else _CONNECT_S
+        connection = stack.enter_context(AgentConnection(address, token=token, timeout_s=wait_s))
+        nproc = plan.nproc or (1 if plan.join else connection.limits[1])
+        check_nproc(nproc)
+        team = JoinedTeam(
+            address=address,
+            token_file=token_file,
+            connection=connection,
+            nproc=nproc,
+            hosts_coordinator=hosts,
+            is_own_token=is_own_token,
+        )
+        if is_fixed:
+            reserved = stack.enter_context(_reserve_port(plan)) if hosts else None
+            number = 0 if nodes is None else nodes.number or 0
+            first, world_size, at, own_port = connection.enter(
+                number,
+                1 if nodes is None else nodes.least,
+                nproc,
+                0 if reserved is None else reserved.getsockname()[1],
+                timeout_s=wait_s,
             )
-
-    def _fail_elsewhere(self, words: str) -> None:
-        self._failure_elsewhere = f"error: {words}\n"
-        self._ask_to_stop(signal.SIGTERM)
-
-    def _look_after(self, child: Child) -> None:
-        super()._look_after(child)
-        if child.has_ended and child.code == 0:
-            self._peers.tell({"ended": child.rank})
-
-    def _decide(self) -> None:
-        self._heed()
-        self._heed_stopped_ranks()
-        waiting = [c.rank for c in self._alive if c.place == JOINING]
-        self._find_deserters(waiting)
-        if self._deadline is not None:
-            return
-        if waiting and self._ended_elsewhere:
-            gone = name_ranks([*self._ended_elsewhere])
-            self._fail_elsewhere(
-                f"{gone} on another machine ended with exit code 0{_waited(waiting)}"
+            ranks = LocalRanks(
+                first=first, count=nproc, world_size=world_size, host=at, port=own_port
             )
-        elif self._failed_for_sure():
-            self._peers.tell({"failed": [child.rank for child in self.children]})
-            self._ask_to_stop(signal.SIGTERM)
-
-    def _heed_stopped_ranks(self) -> None:
-        """Stop the run if a rank ends by a signal that this launcher did not send."""
-        for child in self.children:
-            signum = child.stop_signal
-            if signum is None or child.signals:
-                continue
-            if self._deadline is None:
-                self._before_stop(signum)
-                self._stop(signum, f"{child.who} has stopped ({signum.name})")
-            if self._stop_signal is not None:  # else another rank has failed before
-                child.signals.add(signum)
-
-    def _find_deserters(self, waiting: Sequence[int]) -> None:
-        """Find ranks that others wait for, and that cannot come any more."""
-        for child in self.children:
-            if child.desertion or child.signals:
-                continue
-            if child.is_another_program and (waiting or child.place in (JOINING, JOINED)):
-                child.desert(f"{ANOTHER_PROGRAM}, or after ddp.close()")
-            elif waiting and child.has_ended and not child.failed:
-                child.desert(f"ended with exit code 0{_waited(waiting)}")
+            team = replace(team, ranks=ranks)
+        yield team
 
 
-def _waited(waiting: Sequence[int]) -> str:
-    return (
-        f" while {name_ranks(waiting)} waited for it in Ddp.setup; let every rank go through the "
-        "whole script, and call Ddp.setup as often as the others"
-    )
+def _check(plan: LaunchPlan) -> None:
+    if plan.nproc is not None:
+        check_nproc(plan.nproc)
+    if plan.max_failures < 0:
+        raise ConfigError(
+            f"--max-failures is {plan.max_failures}; give how many workers may fail, 0 or more"
+        )
+    if plan.port is not None and not 1 <= plan.port <= 65_535:
+        raise ConfigError(
+            f"--port is {plan.port}; give a port from 1 to 65535, or none for a free one"
+        )
+
+
+def _limits(plan: LaunchPlan, *, is_fixed: bool) -> dict[str, int]:
+    """Fewest and most workers; those of a fixed team are known when all hosts have come."""
+    if plan.elastic:
+        least, most = read_team_limits(plan.elastic, "--elastic")
+    elif is_fixed:
+        least = most = plan.nproc or 1
+    else:
+        assert plan.nodes is not None
+        nproc = plan.nproc or 1
+        least, most = plan.nodes.least * nproc, plan.nodes.most * nproc
+    return {"least": least, "most": most}
+
+
+def _host_coordinator(options: CoordinatorOptions, nodes: Nodes | None) -> CoordinatorThread | None:
+    """Start the coordinator, if this is its host."""
+    if nodes is not None and nodes.number:
+        return None
+    if nodes is not None and nodes.number is None:
+        try:  # the machine that has the address hosts it, and of several agents there the first
+            _bind_exactly(options.host, options.port).close()
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+                return None
+    return CoordinatorThread(options)
+
+
+def _bind_exactly(host: str, port: int) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen()  # also finds a listener that shares the port
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def _reserve_port(plan: LaunchPlan) -> socket.socket:
+    """Keep others from being given the port of process groups of the script's own.
+
+    Nobody listens there, so a script can open the port itself.
+    """
+    host, port = LOOPBACK, plan.port or 0
+    if plan.nodes is not None:
+        host, port = plan.nodes.host, 0
+    try:
+        return bind(host, port)
+    except OSError as error:
+        raise LaunchError(
+            f"port {port} cannot be opened on {host} ({error.strerror}); choose another with "
+            "--port, or leave --port out to get a free one"
+        ) from error
+
+
+def _is_left_over(token_file: Path, address: str) -> bool:
+    """Return whether a launcher made this token file for a run that has ended since.
+
+    It removes the file last, after the coordinator has ended.
+    """
+    if not token_file.name.startswith(_TOKEN_PREFIX) or token_file.exists():
+        return False
+    host, port = parse_address(address, "the coordinator's address")
+    if port is None:
+        return False
+    try:
+        socket.create_connection((host, port), _CONNECT_S).close()
+    except (OSError, UnicodeError):
+        return True
+    return False
+
+
+@contextmanager
+def _own_token() -> Iterator[Path]:
+    """Make a token in a file that only this user can read; it is removed at the end."""
+    descriptor, path = tempfile.mkstemp(prefix=_TOKEN_PREFIX)  # mode 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        yield Path(path)
+    finally:
+        with suppress(OSError):
+            Path(path).unlink()
+
+
+def _launch_script(workers: str, command: Sequence[str]) -> int:
+    program = command[command.index("evener.team.script") + 1 :]
+    if ":" in workers:
+        return launch(command, LaunchPlan(elastic=workers, program=program))
+    return launch(command, LaunchPlan(nproc=int(workers)))
 
 
 if __name__ == "__main__":
-    code = run_child(lambda: launch(sys.argv[2:], nproc=int(sys.argv[1])))
+    code = run_child(lambda: _launch_script(sys.argv[1], sys.argv[2:]))
     end_in_silence()
     sys.exit(code)

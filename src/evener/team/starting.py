@@ -71,7 +71,7 @@ def start_elastic_team(limits: str, *, quiet: bool) -> NoReturn:
     except ConfigError as error:
         raise ConfigError(f"elastic is {limits!r}, but {error}") from None
     how = None if quiet else f"in an elastic team of {limits} workers"
-    _become(["evener.team.elastic_launch", limits], program, folder, how)
+    _become(["evener.team.launch", limits], program, folder, how)
 
 
 def _become(

@@ -1,16 +1,16 @@
 """Workers of an elastic managed run, as the thread that looks after them sees them."""
 
-import os
 import signal
 import sys
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from evener.managed.elastic_processes import _ManagedLauncher, _Requests
+from evener.managed.workers import ManagedAgent, _Requests
 from evener.protocol.formation import Deadlines
-from evener.team.connection import SupervisorConnection
-from evener.team.elastic_launch import ElasticRun, LaunchedTeam
+from evener.team.agent import JoinedTeam
+from evener.team.connection import AgentConnection
 from helpers.coordinators import serving
 
 WORKER = """\
@@ -20,31 +20,23 @@ time.sleep(600)
 """
 
 
-class Abandoned:
-    """Stands for a run that is abandoned as soon as a worker says something."""
-
-    def __init__(self, requests: _Requests) -> None:
-        self.requests = requests
-
-    def has_begun(self) -> None: ...
-
-    def take_in(self, message: Any) -> None:
-        self.requests.put(signal.SIGTERM)
-        self.requests.put(signal.SIGINT)
-
-
 def test_workers_of_an_abandoned_run_are_killed_without_a_word(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    requests = _Requests()
+
+    def abandon(_: Any) -> None:
+        requests.put(signal.SIGTERM)
+        requests.put(signal.SIGINT)
+
     with (
+        closing(requests),
         serving(1, 1, Deadlines()) as address,
-        SupervisorConnection(address, token=None) as connection,
-        _Requests() as requests,
+        AgentConnection(address, token=None) as connection,
     ):
-        team = LaunchedTeam(address, None, (1, 1), 1, os.environ, connection, None)
-        owner: Any = Abandoned(requests)
-        launcher = _ManagedLauncher(owner, requests, ElasticRun(join=address), team)
-        launcher._command = [sys.executable, "-I", "-S", "-c", WORKER]
-        launcher.run_workers()
-    assert [child.code for child in launcher.children] == [-signal.SIGKILL]
+        team = JoinedTeam(address=address, token_file=None, connection=connection, nproc=1)
+        agent = ManagedAgent([sys.executable, "-I", "-S", "-c", WORKER], team, requests)
+        agent.report_to(abandon, lambda: None)
+        agent.run()
+    assert [child.code for child in agent.workers] == [-signal.SIGKILL]
     assert capfd.readouterr().err == ""

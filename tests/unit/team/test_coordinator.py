@@ -26,7 +26,7 @@ from evener.errors import (
 )
 from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
 from evener.team import elastic
-from evener.team.connection import SupervisorConnection
+from evener.team.connection import AgentConnection
 from evener.team.coordinator import Coordinator, CoordinatorOptions, Visitor
 from evener.team.elastic import CoordinatorLink
 from evener.team.elastic_membership import ElasticMembership
@@ -122,7 +122,7 @@ def test_a_team_forms_loses_a_member_and_takes_in_another() -> None:
 def test_a_supervisor_tells_of_deaths_and_stops_and_the_continued_worker_is_left_out() -> None:
     with (
         serving(most=3) as address,
-        SupervisorConnection(address, token=TOKEN) as supervisor,
+        AgentConnection(address, token=TOKEN) as supervisor,
         team_of(address, "a", "b", "c") as (a, b, c),
     ):
         supervisor.tell("c", ProcessState.GONE, "killed by SIGKILL")
@@ -225,7 +225,7 @@ def test_a_restarted_coordinator_continues_the_team() -> None:
 def test_a_restarted_coordinator_hears_of_the_end_of_the_run_from_a_launcher() -> None:
     with ExitStack() as stack:
         with serving() as address:
-            supervisor = stack.enter_context(SupervisorConnection(address, token=TOKEN))
+            supervisor = stack.enter_context(AgentConnection(address, token=TOKEN))
             a = stack.enter_context(link(address, "a"))
             b = stack.enter_context(link(address, "b"))
             form([a, b], [None, None])

@@ -66,6 +66,6 @@ def test_a_script_that_was_started_plainly_becomes_the_launcher(
         set_up("1:3")
     program, words, folder = becomes.value.args
     assert (program, folder) == (sys.executable, tmp_path)
-    launcher = words.index("evener.team.elastic_launch")
+    launcher = words.index("evener.team.launch")
     assert words[launcher + 1] == "1:3"
     assert words[-4:] == ["evener.team.script", "train.py", "--lr", "1"]

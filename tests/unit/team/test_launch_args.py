@@ -6,14 +6,14 @@ import pytest
 from evener.errors import ConfigError, LaunchError
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import threads_per_rank
-from evener.team.launch import launch
+from evener.team.launch import LaunchPlan, launch
 from evener.team.lifeline import watch
-from evener.team.supervisor import MAX_NPROC, LocalRanks, check_nproc, rank_environment
+from evener.team.worker_processes import MAX_NPROC, LocalRanks, check_nproc, rank_environment
 
 
 def environment_of(rank, base=None):
     base = {} if base is None else base
-    ranks = LocalRanks(count=3, world_size=3, port=1234)
+    ranks = LocalRanks(count=3, world_size=3, host="127.0.0.1", port=1234)
     return rank_environment(base, ranks, rank)
 
 
@@ -26,15 +26,14 @@ def test_impossible_numbers_of_ranks(nproc):
 @pytest.mark.parametrize("port", [0, -1, 65_536])
 def test_impossible_ports(port):
     with pytest.raises(ConfigError, match=f"--port is {port}"):
-        launch(["true"], nproc=1, port=port)
+        launch(["true"], LaunchPlan(nproc=1, port=port))
 
 
-@pytest.mark.parametrize("store_waits", [True, False])
-def test_a_port_in_use_is_named_with_the_remedy(store_waits):
+def test_a_port_in_use_is_named_with_the_remedy():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=rf"port {port} .*in use.*--port"):
-            launch(["true"], nproc=1, port=port, store_waits=store_waits)
+            launch(["true"], LaunchPlan(nproc=1, port=port))
 
 
 def test_a_rank_reads_its_place_from_what_the_launcher_sets():

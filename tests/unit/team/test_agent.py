@@ -1,11 +1,10 @@
-"""What the launcher of an elastic team does when workers and coordinators end.
+"""What the agent of an elastic team does when workers end.
 
 Workers are small programs without torch; a coordinator on a thread serves them.
 """
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +16,11 @@ from typing import Any
 
 import pytest
 
-from evener.errors import LaunchError
 from evener.protocol.formation import Deadlines
-from evener.team import coordinator_process, elastic_launch
-from evener.team.connection import SupervisorConnection
-from evener.team.coordinator_process import CoordinatorProcess
+from evener.team import agent
+from evener.team.agent import Agent, JoinedTeam
+from evener.team.connection import AgentConnection
 from evener.team.elastic import CoordinatorLink
-from evener.team.elastic_launch import ElasticLauncher, ElasticRun, LaunchedTeam
 from evener.team.signals import SignalQueue
 from helpers.coordinators import serving
 from helpers.elastic_ranks import wait_until
@@ -44,28 +41,13 @@ def die(signum):
 """
 
 
-class Coordinator:
-    """Stands for a coordinator's process."""
-
-    pid = 1 << 30  # of no process
-
-    def __init__(self, *, is_lost: bool = False) -> None:
-        self.is_lost = is_lost
-
-    def look(self) -> int | None:
-        if self.is_lost:
-            raise LaunchError("the coordinator has ended 6 times")
-        return None
-
-
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the launcher says; a standby would load nothing here."""
     lines: list[str] = []
-    monkeypatch.setattr(elastic_launch, "say", lambda text, end="": lines.append(text))
-    monkeypatch.setattr("evener.team.launcher.say", lines.append)
-    monkeypatch.setattr(ElasticLauncher, "_warm_up", lambda self: None)
-    monkeypatch.setattr(elastic_launch, "_FAREWELL_S", 0.0)
+    monkeypatch.setattr(agent, "say", lambda text, end="": lines.append(text))
+    monkeypatch.setattr(Agent, "_warm_up", lambda self: None)
+    monkeypatch.setattr(agent, "_FAREWELL_S", 0.0)
     return lines
 
 
@@ -73,8 +55,7 @@ def launch(
     body: str,
     *,
     nproc: int = 1,
-    joins: bool = False,
-    coordinator: Any = None,
+    hosts: bool = False,
     other: str = "",
     when_served: Callable[[CoordinatorLink], object] | None = None,
 ) -> int:
@@ -86,7 +67,7 @@ def launch(
     command = [sys.executable, "-I", "-S", "-c", TELL + body]
     with ExitStack() as stack:
         address = stack.enter_context(serving(1, 3, Deadlines()))
-        connection = stack.enter_context(SupervisorConnection(address, token=None))
+        connection = stack.enter_context(AgentConnection(address, token=None))
         if other:
             options: Any = {"token": None, "facts": {}, "timeout_s": PATIENCE_S}
             link = stack.enter_context(CoordinatorLink(address, member=other, **options))
@@ -95,19 +76,27 @@ def launch(
             if when_served is not None:
                 act = partial(when_served, link)
                 stack.enter_context(at_line("its coordinator serves", act))
-        run = ElasticRun(join=address if joins else "", nproc=nproc, max_failures=1)
         signals = stack.enter_context(SignalQueue())
-        team = LaunchedTeam(address, None, (1, 3), nproc, os.environ, connection, coordinator)
-        launcher = ElasticLauncher(signals, command, run, team)
-        launcher.run_workers()
-        return launcher.conclude()
+        team = JoinedTeam(
+            address=address,
+            token_file=None,
+            connection=connection,
+            nproc=nproc,
+            hosts_coordinator=hosts,
+        )
+        own = Agent(command, team, signals, max_failures=1)
+        own.run()
+        code, words = own.conclude()
+        if words:
+            agent.say(words)
+        return code
 
 
 @contextmanager
 def at_line(words: str, act: Callable[[], object]) -> Iterator[None]:
     """Acts as soon as the launcher has said something; it must do so in the block."""
     heard: list[str] = []
-    say = elastic_launch.say
+    say = agent.say
 
     def hear(text: str, end: str = "") -> None:
         say(text, end=end)
@@ -116,7 +105,7 @@ def at_line(words: str, act: Callable[[], object]) -> Iterator[None]:
             act()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elastic_launch, "say", hear)
+        patch.setattr(agent, "say", hear)
         yield
     assert heard
 
@@ -168,65 +157,26 @@ def test_a_launcher_that_is_told_to_stop_ends_by_that_unless_workers_end_well(
         "os.kill(os.getppid(), signal.SIGTERM)\n"
         "while True: signal.pause()\n"
     )
-    assert launch(body) == code
+    assert launch(body, hosts=True) == code
 
 
 def test_too_many_failures_of_one_that_has_joined_a_team_end_it_alone(said: list[str]) -> None:
-    assert launch("tell('joined'); sys.exit(7)", joins=True) == 7
+    assert launch("tell('joined'); sys.exit(7)") == 7
     assert "2 workers have failed here, and --max-failures is 1" in said[-1]
 
 
 def test_who_has_left_the_team_may_become_another_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(elastic_launch, "_UNWIND_S", 0.1)
+    monkeypatch.setattr(agent, "_UNWIND_S", 0.1)
     body = "tell('joined'); tell('left'); os.execvp('sleep', ['sleep', '0.4'])"
     assert launch(body) == 0
 
 
 def test_who_is_in_the_team_may_not(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    monkeypatch.setattr(elastic_launch, "_UNWIND_S", 0.1)
+    monkeypatch.setattr(agent, "_UNWIND_S", 0.1)
     assert launch("tell('joined'); os.execvp('sleep', ['sleep', '600'])") == 1
     assert "has become another program (exec)" in said[-1]
-
-
-def test_workers_save_where_the_coordinator_ends_too_often(tmp_path: Path) -> None:
-    body = (
-        f"def save(number, frame): open({str(tmp_path / 'saved')!r}, 'w'); sys.exit(143)\n"
-        "signal.signal(signal.SIGTERM, save)\n"
-        "tell('joined')\n"
-        "while True: signal.pause()\n"
-    )
-    coordinator = Coordinator()
-    taken = ElasticLauncher._take
-
-    def take(self: ElasticLauncher, *told: Any) -> None:
-        taken(self, *told)
-        coordinator.is_lost = True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ElasticLauncher, "_take", take)
-        with pytest.raises(LaunchError, match="the coordinator has ended 6 times"):
-            launch(body, coordinator=coordinator)
-    assert (tmp_path / "saved").exists()
-
-
-def test_a_coordinator_that_ends_too_often_is_not_started_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(coordinator_process, "say", said.append)
-    monkeypatch.setattr(CoordinatorProcess, "_start", lambda self: subprocess.Popen("false"))
-    with CoordinatorProcess("1:2", None, Path("token")) as coordinator:
-        for _ in range(5):
-            coordinator._process.wait()
-            assert coordinator.look()
-        coordinator._process.wait()
-        with pytest.raises(
-            LaunchError, match="6 times within 60 s, the last time with exit code 1"
-        ):
-            coordinator.look()
-    assert len(said) == 5
 
 
 @pytest.mark.parametrize(
@@ -236,7 +186,7 @@ def test_the_coordinator_stays_for_workers_of_other_launchers(
     said: list[str], when_served: Callable[[CoordinatorLink], object]
 ) -> None:
     options: Any = {"other": "far/0", "when_served": when_served}
-    assert launch("tell('joined')", coordinator=Coordinator(), **options) == 0
+    assert launch("tell('joined')", hosts=True, **options) == 0
     assert "its coordinator serves far/0 until" in said[-1]
 
 
@@ -245,31 +195,31 @@ def test_a_signal_before_that_is_said_is_heard_once(
 ) -> None:
     """The launcher then waits on, instead of seeing the same signal in every wait."""
     woken: list[Any] = []
-    wait = elastic_launch.wait
+    wait = agent.wait
 
     def signalled(requests: Any, timeout_s: float) -> Any:
         if not woken:
             os.kill(os.getpid(), signal.SIGINT)
         woken.append(wait(requests, timeout_s))
         if len(woken) == 3:
-            monkeypatch.setattr(SupervisorConnection, "workers", frozenset())
+            monkeypatch.setattr(AgentConnection, "workers", frozenset())
         return woken[-1]
 
-    monkeypatch.setattr(elastic_launch, "_FAREWELL_S", PATIENCE_S)
-    monkeypatch.setattr(elastic_launch, "wait", signalled)
-    assert launch("tell('joined')", coordinator=Coordinator(), other="far/0") == 0
+    monkeypatch.setattr(agent, "_FAREWELL_S", PATIENCE_S)
+    monkeypatch.setattr(agent, "wait", signalled)
+    assert launch("tell('joined')", hosts=True, other="far/0") == 0
     assert [bool(ready) for ready in woken] == [True, False, False]
     assert not any("serves" in line for line in said)
 
 
 def test_a_standby_loads_what_there_is() -> None:
-    names = [name for names in elastic_launch.LIBRARIES.values() for name in names]
-    assert all(map(find_spec, [*elastic_launch.LIBRARIES, *names]))
+    names = [name for names in agent.LIBRARIES.values() for name in names]
+    assert all(map(find_spec, [*agent.LIBRARIES, *names]))
 
 
 def test_sigterm_ends_the_coordinator_too(said: list[str]) -> None:
     body = "tell('joined'); os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
-    assert launch(body, coordinator=Coordinator(), other="far/0") == 143
+    assert launch(body, hosts=True, other="far/0") == 143
     assert not any("serves" in line for line in said)
 
 
@@ -278,7 +228,7 @@ def test_a_worker_that_has_left_is_not_awaited_while_its_connection_lasts(
 ) -> None:
     with ExitStack() as stack:
         address = stack.enter_context(serving(1, 3, Deadlines(beat_s=0.02)))
-        supervisor = stack.enter_context(SupervisorConnection(address, token=None))
+        supervisor = stack.enter_context(AgentConnection(address, token=None))
         options: Any = {"token": None, "facts": {}, "timeout_s": PATIENCE_S}
         link = stack.enter_context(CoordinatorLink(address, member="a", **options))
         while supervisor.workers != {"a"}:
@@ -297,7 +247,7 @@ def test_a_worker_that_has_left_is_not_awaited_while_its_connection_lasts(
 def test_a_launcher_that_has_lost_the_coordinator_knows_of_no_workers() -> None:
     with ExitStack() as stack:
         with serving(1, 1, Deadlines(patience_s=0.2)) as address:
-            supervisor = stack.enter_context(SupervisorConnection(address, token=None))
+            supervisor = stack.enter_context(AgentConnection(address, token=None))
             options: Any = {"token": None, "facts": {}, "timeout_s": PATIENCE_S}
             stack.enter_context(CoordinatorLink(address, member="far/0", **options))
             wait_until(lambda: supervisor.workers == {"far/0"})

@@ -1,0 +1,99 @@
+"""The hosts of a fixed team: they are counted, and ranks are numbered host by host. Pure."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Node(NamedTuple):
+    """A host, as its agent introduces it.
+
+    Attributes:
+        number: Its number, from 0.
+        nnodes: Hosts of the team, as its agent was told.
+        nproc: Ranks that it starts.
+        port: On host 0, a port for process groups of the script's own.
+        where: Where it is, in words.
+    """
+
+    number: int
+    nnodes: int
+    nproc: int
+    port: int
+    where: str
+
+    @property
+    def name(self) -> str:
+        """What people know it by."""
+        return f"node {self.number} ({self.where})"
+
+
+@dataclass(slots=True)
+class Nodes:
+    """The hosts that have come.
+
+    Attributes:
+        nnodes: How many the team has.
+    """
+
+    nnodes: int
+    _nodes: dict[str, Node] = field(default_factory=dict)
+    _is_complete: bool = False
+
+    def arrive(self, agent: str, node: Node) -> str:
+        """Take in a host.
+
+        Args:
+            agent: Who has come; the same when it comes again.
+            node: What it says of itself.
+
+        Returns:
+            Why it is refused; empty if it is not.
+        """
+        if node.nnodes != self.nnodes:
+            return (
+                f"node 0 was started with --nnodes {self.nnodes}, node {node.number} with --nnodes "
+                f"{node.nnodes}; give every machine the same number"
+            )
+        if not 0 <= node.number < self.nnodes:
+            return f"node {node.number} of {self.nnodes} with {node.nproc} ranks is impossible"
+        if any(a != agent and n.number == node.number for a, n in self._nodes.items()):
+            return (
+                f"two machines were started with --node-rank {node.number}; number them from 0 to "
+                f"{self.nnodes - 1}, each differently"
+            )
+        self._nodes[agent] = node
+        self._is_complete |= len(self._nodes) == self.nnodes
+        return ""
+
+    def depart(self, agent: str) -> Node | None:
+        """Note that a host has gone; return it if the team had begun."""
+        if self._is_complete:
+            return self._nodes.get(agent)
+        self._nodes.pop(agent, None)
+        return None
+
+    @property
+    def missing(self) -> str:
+        """The hosts that have not come, in words; empty once all have."""
+        if self._is_complete:
+            return ""
+        here = {node.number for node in self._nodes.values()}
+        absent = [str(n) for n in range(self.nnodes) if n not in here]
+        return f"node{'s' if len(absent) > 1 else ''} {', '.join(absent)} of {self.nnodes}"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the hosts that have come."""
+        return sum(node.nproc for node in self._nodes.values())
+
+    @property
+    def master_port(self) -> int:
+        """The port of host 0."""
+        return next(node.port for node in self._nodes.values() if node.number == 0)
+
+    def first_ranks(self) -> dict[str, int]:
+        """Return the first rank of each host, by its agent."""
+        return {
+            agent: sum(other.nproc for other in self._nodes.values() if other.number < node.number)
+            for agent, node in self._nodes.items()
+        }
