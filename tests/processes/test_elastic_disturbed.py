@@ -18,7 +18,7 @@ from evener.comm.base import Communicator
 from evener.errors import CollectiveError
 from evener.protocol.formation import Deadlines, ProcessState
 from evener.team import elastic_membership
-from evener.team.connection import SupervisorConnection
+from evener.team.connection import AgentConnection
 from evener.team.process_state import KernelState, state_of
 from helpers.coordinators import serving
 from helpers.elastic_ranks import WINDOWS, die, set_up, summary, wait_until
@@ -53,7 +53,7 @@ def train_stopped(rank: Rank, address: str) -> tuple[Any, Any]:
 def test_a_stopped_worker_is_left_out_and_joins_again_when_it_continues() -> None:
     with (
         serving(1, 3, DEADLINES) as address,
-        SupervisorConnection(address, token=None, timeout_s=PATIENCE_S) as supervisor,
+        AgentConnection(address, token=None, timeout_s=PATIENCE_S) as supervisor,
         RankTeam(train_stopped, 3, address) as team,
     ):
         wait_until(lambda: len(team.pids) == 3 and is_stopped(team.pids[1]))
@@ -85,7 +85,7 @@ def stop_while_memory_is_shared(rank: Rank, address: str) -> str:
 def test_a_worker_that_stops_while_a_generation_connects_holds_the_others_up_no_longer() -> None:
     with (
         serving(1, 2, DEADLINES) as address,
-        SupervisorConnection(address, token=None, timeout_s=PATIENCE_S) as supervisor,
+        AgentConnection(address, token=None, timeout_s=PATIENCE_S) as supervisor,
         RankTeam(stop_while_memory_is_shared, 2, address) as team,
     ):
         wait_until(lambda: len(team.pids) == 2 and is_stopped(team.pids[1]))

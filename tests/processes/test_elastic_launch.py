@@ -149,7 +149,7 @@ def test_a_script_that_has_become_the_launcher_tells_how_to_add_a_worker(
     """What ``Ddp.setup(elastic=...)`` executes where the script was started plainly."""
     script = sandbox.script("tell(os.environ['EVENER_ELASTIC'])\n")
     rank = [sys.executable, "-P", "-m", "evener.team.script", script, "--lr", "1"]
-    launcher = [sys.executable, "-P", "-m", "evener.team.elastic_launch", "1:1"]
+    launcher = [sys.executable, "-P", "-m", "evener.team.launch", "1:1"]
     ended = sandbox.start(*launcher, *rank).end()
     assert (ended.code, sandbox.mailbox.rest()) == (0, ["0 1:1"])
     assert "evener: elastic team of 1 to 1 workers, 1 of them here; `evener join " in ended.err

@@ -55,22 +55,6 @@ def test_multiprocessing_finds_what_the_script_defines(sandbox):
     assert (ended.code, ended.out, ended.err) == (0, "[9]\n", "")
 
 
-def test_rank_0_alone_holds_the_socket_of_the_store(sandbox):
-    script = sandbox.script(
-        "import socket, subprocess\n"
-        "names = [n for n in os.environ if n == 'EVENER_STORE_FD']\n"
-        "if RANK == 0:\n"
-        "    fd = int(os.environ['EVENER_STORE_FD'])\n"
-        "    assert socket.socket(fileno=fd).getsockname()[1] == int(os.environ['MASTER_PORT'])\n"
-        "    child = ['python', '-c', f'import os; os.fstat({fd})']\n"
-        "    names.append(subprocess.run(child, executable=sys.executable,\n"
-        "                                stderr=subprocess.DEVNULL, close_fds=False).returncode)\n"
-        "tell(names)\n"
-    )
-    assert sandbox.evener("launch", "--nproc", 2, script).end().code == 0
-    assert sandbox.mailbox.rest() == ["0 ['EVENER_STORE_FD', 1]", "1 []"]
-
-
 def test_a_plain_torch_script_can_meet_by_the_same_variables(sandbox):
     script = sandbox.script(
         "import torch, torch.distributed as dist\n"

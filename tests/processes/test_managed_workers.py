@@ -121,7 +121,7 @@ def test_an_exception_before_the_team_has_formed_ends_it_soon():
     assert caught.value.state is None
     assert handle.state is None
     # The other one, which would wait for it for minutes, was ended.
-    assert signal.SIGKILL in handle._run.children[0].signals
+    assert signal.SIGKILL in handle._run._agent.workers[0].signals
 
 
 def test_a_killed_worker_is_named_and_the_others_keep_the_model():
@@ -158,7 +158,7 @@ def test_a_worker_that_no_signal_ends_is_not_waited_for(monkeypatch, capfd):
     monkeypatch.setattr(Child, "kill", note)
     monkeypatch.setattr("evener.managed.workers.SURVIVORS_S", 0.5)
     monkeypatch.setattr("evener.managed.workers._EXIT_S", 0.5)
-    monkeypatch.setattr("evener.team.supervisor._DEATH_S", 0.5)
+    monkeypatch.setattr("evener.team.agent.DEATH_S", 0.5)
     handle = describe_job(**TWO, num_epochs=10**6, timeout_s=4.0).run()
     assert next(handle.metrics()).epoch == 0
     pids = handle._run.pids
@@ -171,7 +171,9 @@ def test_a_worker_that_no_signal_ends_is_not_waited_for(monkeypatch, capfd):
         assert f"rank 1 (pid {pids[1]}) does not end even when killed" in capfd.readouterr().err
     finally:
         os.kill(pids[1], signal.SIGKILL)
-        for child in handle._run.children:  # on a busy machine the other one may need longer, too
+        for (
+            child
+        ) in handle._run._agent.workers:  # on a busy machine the other one may need longer, too
             child.process.wait(PATIENCE_S)
 
 

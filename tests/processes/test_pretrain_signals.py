@@ -29,8 +29,8 @@ if "RANK" in os.environ:
         return 0.0
     Slowdown.after = after
 else:  # the launcher: on a busy machine ranks may need longer to save and to end
-    from evener.team import launch, supervisor
-    launch.launch.__kwdefaults__["grace_s"] = supervisor._SETTLE_S = 1800.0
+    from evener.team import agent
+    agent.GRACE_S = agent._SETTLE_S = 1800.0
 def at_update(number):
     pass
 def in_third_window(slowdown):

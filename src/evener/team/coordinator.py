@@ -34,6 +34,7 @@ from evener.protocol.formation import (
 from evener.protocol.nodes import Node, Nodes
 from evener.protocol.roster import Roster
 from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
+from evener.team.shortage import remedy_of_shortage
 from evener.team.terminal import say
 from evener.version import __version__
 
@@ -112,8 +113,17 @@ class CoordinatorThread(Closing):
             self._thread.join(_END_S)
 
     def _run(self) -> None:
+        self._loop.set_exception_handler(self._on_error)
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._coordinator.serve())
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Tell of a connection that could not be taken in; what is not known is a bug."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and (remedy := remedy_of_shortage(error)):
+            say(f"evener coordinator: cannot take in a connection ({error.strerror}); {remedy}")
+        else:
+            loop.default_exception_handler(context)
 
 
 def coordinate(options: CoordinatorOptions) -> int:

@@ -33,6 +33,7 @@ from evener.team.worker_processes import LocalRanks, check_nproc
 
 #: Longest wait for the coordinator of a team that runs already.
 _CONNECT_S: Final = 30.0
+_OWN_S: Final = 10.0
 _TOKEN_PREFIX: Final = "evener-token-"
 
 
@@ -136,12 +137,11 @@ def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
         is_own_token = token_file is None and not plan.join and nodes is None
         if is_own_token:
             token_file = stack.enter_context(_own_token())
+        elif plan.join and token_file is not None and _is_left_over(token_file, plan.join):
+            raise RunEndedError(run_has_ended(plan.join))
         token = read_token(token_file) or None
         address, thread = plan.join, None
-        if plan.join:
-            if token_file is not None and _is_left_over(token_file, plan.join):
-                raise RunEndedError(run_has_ended(plan.join))
-        else:
+        if not plan.join:
             host = nodes.host if nodes is not None else LOOPBACK
             port = nodes.port if nodes is not None else 0 if is_fixed else plan.port or 0
             options = CoordinatorOptions(
@@ -158,7 +158,9 @@ def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
             address = join_address(host, port)
         hosts = thread is not None
         wait_s = nodes.timeout_s if nodes is not None else _CONNECT_S
-        connection = stack.enter_context(AgentConnection(address, token=token, timeout_s=wait_s))
+        # A coordinator of this process answers at once, or the address is another machine's.
+        connect_s = min(wait_s, _OWN_S) if hosts else wait_s
+        connection = stack.enter_context(AgentConnection(address, token=token, timeout_s=connect_s))
         nproc = plan.nproc or (1 if plan.join else connection.limits[1])
         check_nproc(nproc)
         team = JoinedTeam(
