@@ -314,11 +314,10 @@ class Assembly:
         if self.apply_policy is ApplyPolicy.SYNC:
             shares = config.make_policy(self.names, avoid_ones=options.avoid_ones)
             return SyncEngine(team, shares, self.state, options)
-        if self.apply_policy is ApplyPolicy.ASYNC and team.world_size > 1:
+        if self.apply_policy.in_background and team.world_size > 1:
             team.open_background()
-        is_late = team.background is not None
-        cadence = config.make_cadence_policy(self.names, in_background=is_late)
-        return LocalEngine(team, cadence, self.state, options)
+        cadence = config.make_cadence_policy(self.names, self.apply_policy)
+        return LocalEngine(team, self.apply_policy, cadence, self.state, options)
 
     def _make_options(self) -> EngineOptions:
         config, team = self._config, self.team

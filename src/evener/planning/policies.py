@@ -27,6 +27,11 @@ class ApplyPolicy(StrEnum):
     ASYNC = "async"
     """As CADENCE, with the average formed in the background, at most one window late."""
 
+    @property
+    def in_background(self) -> bool:
+        """Return whether ranks continue while an average is formed."""
+        return self is ApplyPolicy.ASYNC
+
 
 #: Plans whose reasons are kept: they are asked for when their windows are committed.
 _MOST_REASONS: Final = 8
