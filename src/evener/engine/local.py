@@ -312,7 +312,7 @@ class LocalEngine(Engine):
             rates = comm.all_gather_json(self.training.schedule.agreed_rates, what="learning rates")
             agree_on_rates(dict(zip(rows, rates, strict=True)))
         if Action.VERIFY in decision.actions:
-            self._replica.compare(comm, plan.window - 1)
+            self._replica.compare(comm, plan.window - 1, at_rest=False)
         if Action.EXCHANGE not in decision.actions:
             return Exchanged(plan, found)
         differences = None
