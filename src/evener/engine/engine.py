@@ -82,9 +82,7 @@ class Engine(ABC):
         options.guards.speak(for_all=self.rounds.is_main)
         self.run = RunState(team.world_size, options.loss_scale)
         self.consensus = consensus
-        self.commits = Commits(
-            self.rounds, self.run, consensus, training.schedule, options.slowness
-        )
+        self.commits = Commits(self.rounds, self.run, consensus, training.schedule)
         self.generations = Generations(self.rounds, self.run, self)
         self.collectives = Collectives(self.generations)
         self.batch_size = self.whole_micro_batches = 0

@@ -31,7 +31,6 @@ from evener.engine.guards import OptimizerGuards, refuse_second_team
 from evener.engine.local import LocalEngine
 from evener.engine.loss_scale import LossScale
 from evener.engine.schedule import Schedule
-from evener.engine.slowness import Slowness
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
 from evener.engine.training_state import TrainingState
@@ -336,7 +335,6 @@ class Assembly:
             ),
             stop_requested=config.stop_when,
             guards=OptimizerGuards(self.flat, self.optimizers, warn=warn),
-            slowness=Slowness(team.people, warn=warn),
         )
 
 
