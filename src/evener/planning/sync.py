@@ -360,7 +360,7 @@ class FixedShares(Policy):
     """
 
     def __init__(
-        self, members: Sequence[str], ratios: Sequence[float], *, avoid_ones: bool = False
+        self, members: Sequence[str], ratios: Sequence[float], *, avoid_ones: bool
     ) -> None:
         super().__init__(members)
         self._ratios = tuple(ratios)

@@ -483,7 +483,7 @@ def test_the_state_of_another_policy_is_refused_and_fixed_shares_have_none():
     policy = SyncPolicy(["a"], [8])
     with pytest.raises(CheckpointError, match="policy='cadence'"):
         policy.load_state_dict({"policy": "cadence", "members": ["a"]})
-    policy.load_state_dict(FixedShares(["a"], [1.0]).state_dict())
+    policy.load_state_dict(FixedShares(["a"], [1.0], avoid_ones=False).state_dict())
     assert not policy.is_calibrated
 
 
