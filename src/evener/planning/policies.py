@@ -71,7 +71,7 @@ class Parking(NamedTuple):
 
     Attributes:
         alone: The ranks to park, with the samples per second that each does alone; 0 where that
-            was never measured.
+            could not be measured.
         before: The forecast with them.
         after: The forecast without them.
     """
