@@ -284,7 +284,7 @@ class Assembly:
         # A rank's optimizer may be of another class of the same name.
         further = {"training": training, "why_replicated": self._why_replicated()}
         greetings = team.introduce({**asdict(own), **further})
-        check_consistency([greeting.pop("training") for greeting in greetings])
+        check_consistency({one["rank"]: one.pop("training") for one in greetings})
         reasons = [greeting.pop("why_replicated") for greeting in greetings]
         taken: Counter[str] = Counter()
         for greeting in greetings:
