@@ -494,7 +494,7 @@ def _introduce(
     """Return all replicas, and the number of the first one here."""
     own = [asdict(describe_self(i, environment.local_rank, d)) for i, d in enumerate(devices)]
     notes = comm.all_gather_json([describe_versions(), own], what="greetings of replicas")
-    check_consistency([versions for versions, _ in notes])
+    check_consistency({rank: versions for rank, (versions, _) in enumerate(notes)})
     counts = [len(members) for _, members in notes]
     numbered = enumerate(chain.from_iterable(members for _, members in notes))
     members = tuple(Member(**{**member, "rank": number}) for number, member in numbered)

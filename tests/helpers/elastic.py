@@ -191,13 +191,13 @@ class ElasticThreads:
             number = len(self.formations)
             self.living.remove(member)
             self._break(member)
-            self.roster.process(self.now_s, member, ProcessState.STOPPED)
+            self.roster.process(self.now_s, member, ProcessState.STOPPED, "")
             self.now_s += self.deadlines.stopped_s
             self.roster.tick(self.now_s)
             self._heed()
             while len(self.formations) == number:
                 assert self.condition.wait(PATIENCE_S)
-            self.roster.process(self.now_s, member, ProcessState.CONTINUED)
+            self.roster.process(self.now_s, member, ProcessState.CONTINUED, "")
             self.living.append(member)
             self._heed()
 

@@ -46,7 +46,7 @@ def train(rank: Rank, speeds: tuple[float, ...]) -> list[tuple[float, float, flo
             costs = forecasts.pop(result.window, None)
             if costs is not None and not warm and result.size == BATCH:
                 actual_s = max(record.compute_s for record in result.ranks)
-                best = fastest_shares(BATCH, truth, sizes)
+                best = fastest_shares(BATCH, truth, sizes, least=0, idle=())
                 found.append(
                     (finish_s(shares, costs, sizes), actual_s, finish_s(best, truth, sizes))
                 )

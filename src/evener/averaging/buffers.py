@@ -1,6 +1,6 @@
 """Averages a model's buffers (such as BatchNorm's running statistics) over ranks, by weight."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,9 +19,6 @@ average lands, and adding all of it overshoots. A rank's deviation d goes from w
 d -> (1 - c - gain) d, with c = 1 - (1 - m)^K between 0 (sums, and short windows) and 1 (long ones):
 with a gain of 1 it swings undamped where c is near 1; with 1/2 it is at least halved in every case.
 """
-
-
-_ByNumber = Sequence[Tensor] | Mapping[int, Tensor]
 
 
 class _Kind(NamedTuple):
@@ -87,8 +84,8 @@ class BufferAverager:
         self.agreed = [parts[number] for number in range(len(buffers))]
         #: The buffers and their versions at the last agreement; a version of -1 is never found.
         self._marks = _marks(buffers)
-        # As they were at the last ``keep``; what was never written is in the consensus.
-        self._kept: dict[int, Tensor] = {}
+        #: As they were at the last ``keep``; empty if they were in the consensus.
+        self._kept: list[Tensor] = []
         self._kept_marks = _marks(buffers)
         #: As they were at the last ``snapshot``, by kind.
         self._taken: list[Tensor] = []
@@ -109,42 +106,32 @@ class BufferAverager:
 
     def changed(self) -> bool:
         """Return whether a buffer was written on this rank since the last agreement."""
-        return any(map(_is_written, self._buffers, self._marks))
+        return _any_written(self._buffers, self._marks)
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Remember the buffers as they are, for ``rewind``; copy only what has been written."""
-        buffers = self._buffers
-        written = self._written(buffers)
-        for number in written - self._kept.keys():
-            self._kept[number] = torch.empty_like(buffers[number])
-        self._copy(self._kept, buffers, written)
-        self._kept_marks = _marks(buffers)
+        """Remember the buffers as they are, for ``rewind``; copy them only if one was written.
+
+        All of them: batch normalisation raises the version of its counter, but not of its
+        statistics.
+        """
+        if _any_written(self._buffers, self._kept_marks):
+            self._kept = self._kept or [torch.empty_like(buffer) for buffer in self._buffers]
+            self._copy(self._kept, self._buffers)
+            self._kept_marks = _marks(self._buffers)
 
     @torch.no_grad()
     def rewind(self) -> None:
         """Restore the buffers of the last ``keep``, because a batch is skipped."""
-        buffers = self._buffers
-        written = self._written(buffers)
-        self._copy(buffers, {n: self._kept.get(n, self.agreed[n]) for n in written}, written)
-        self._kept_marks = _marks(buffers)
+        if _any_written(self._buffers, self._kept_marks):
+            self._copy(self._buffers, self._kept or self.agreed)
+            self._kept_marks = _marks(self._buffers)
 
-    def _written(self, buffers: Sequence[Tensor]) -> set[int]:
-        """Return the numbers of buffers whose modules have written to one since the last ``keep``.
-
-        Those of a module go together: batch normalisation raises the version of its counter, but
-        not of its statistics.
-        """
-        marked = zip(self._places, buffers, self._kept_marks, strict=True)
-        modules = {id(module) for (module, _), b, mark in marked if _is_written(b, mark)}
-        return {n for n, (module, _) in enumerate(self._places) if id(module) in modules}
-
-    def _copy(self, targets: _ByNumber, sources: _ByNumber, chosen: set[int] | None = None) -> None:
-        """Copy buffers, or those chosen, in one call for each kind."""
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copy buffers, in one call for each kind."""
         for kind in self._kinds:
-            numbers = [n for n in kind.numbers if chosen is None or n in chosen]
-            if numbers:
-                torch._foreach_copy_([targets[n] for n in numbers], [sources[n] for n in numbers])
+            own, others = ([tensors[n] for n in kind.numbers] for tensors in (targets, sources))
+            torch._foreach_copy_(own, others)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -249,8 +236,9 @@ def _marks(buffers: Sequence[Tensor], *, are_written: bool = False) -> list[tupl
     return [(buffer, -1 if are_written else buffer._version) for buffer in buffers]
 
 
-def _is_written(buffer: Tensor, mark: tuple[Tensor, int]) -> bool:
-    return buffer is not mark[0] or buffer._version != mark[1]
+def _any_written(buffers: Sequence[Tensor], marks: Sequence[tuple[Tensor, int]]) -> bool:
+    marked = zip(buffers, marks, strict=True)
+    return any(now is not then or now._version != version for now, (then, version) in marked)
 
 
 def _flat(buffers: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ class ShardedUpdate:
         optimizers: Sequence[Optimizer],
         *,
         is_wanted: bool,
-        is_must: bool = False,
+        is_must: bool,
     ) -> None:
         self._flat = flat
         self._optimizers = optimizers

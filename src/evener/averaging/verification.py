@@ -36,9 +36,8 @@ class ReplicaCheck:
     difference in a single element changes it; differences in several leave it as it is by chance
     alone, once in 2**64. It guards against faults, not against forgery.
 
-    Below, ``parameters`` are laid out as ``FlatGroup.data`` of each group; by default they are the
-    model's. ``buffers`` are in the order of ``BufferAverager``; by default they are its
-    ``committed``.
+    Below, ``parameters`` are laid out as ``FlatGroup.data`` of each group, ``buffers`` are in the
+    order of ``BufferAverager``.
 
     Args:
         model: Differences are looked for in its parameters first, then in its buffers.
@@ -51,7 +50,7 @@ class ReplicaCheck:
     """
 
     def __init__(
-        self, model: nn.Module, flat: FlatBuffers, buffers: BufferAverager, *, every: int = 0
+        self, model: nn.Module, flat: FlatBuffers, buffers: BufferAverager, *, every: int
     ) -> None:
         self._flat = flat
         self._buffers = buffers
@@ -63,9 +62,7 @@ class ReplicaCheck:
         """Return whether to compare after this window, wherever in an epoch it is."""
         return self.every > 0 and (window + 1) % self.every == 0
 
-    def digest(
-        self, parameters: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
-    ) -> int:
+    def digest(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> int:
         """Return a hash of all bits, below 2**53, so that a float64 of a row carries it."""
         hashes = self.hashes(parameters, buffers)
         packed = struct.pack(f"={len(hashes)}q", *hashes)
@@ -75,8 +72,8 @@ class ReplicaCheck:
         self,
         comm: Communicator,
         window: int,
-        parameters: Sequence[Tensor] | None = None,
-        buffers: Sequence[Tensor] | None = None,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
     ) -> None:
         """Find what is not the same on all ranks, where digests differ; all call it together.
 
@@ -111,17 +108,15 @@ class ReplicaCheck:
             )
 
     @torch.no_grad()
-    def hashes(
-        self, parameters: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
-    ) -> list[int]:
+    def hashes(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[int]:
         """Return a 64-bit hash of each parameter's bits, in flat order, then of each buffer's.
 
         They are formed where the tensors lie.
         """
-        groups, pieces = self._flat.groups, []
-        for group, data in zip(groups, parameters or [g.data for g in groups], strict=True):
+        pieces: list[Tensor] = []
+        for group, data in zip(self._flat.groups, parameters, strict=True):
             pieces += [data[start:stop] for start, stop in group.spans()]
-        pieces += self._buffers.committed() if buffers is None else buffers
+        pieces += buffers
         found = [_hash(piece) for piece in pieces]
         # In one transfer, unless the model lies on several devices.
         return torch.stack([one.to(found[0].device) for one in found]).tolist() if found else []

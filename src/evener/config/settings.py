@@ -301,12 +301,12 @@ class DdpConfig(TrainingOptions):
             policy.calibrate(speeds)
         return policy
 
-    def make_cadence_policy(self, members: Sequence[str], *, in_background: bool) -> CadencePolicy:
-        """Return what plans the windows of CADENCE and ASYNC with these settings.
+    def make_cadence_policy(self, members: Sequence[str], way: ApplyPolicy) -> CadencePolicy:
+        """Return what plans windows of local steps with these settings.
 
         Args:
             members: Member ids, by rank.
-            in_background: Averages are formed while ranks continue.
+            way: The policy of the run.
         """
         cadence = self.make_cadence(len(members))
         if speeds := self.hinted_speeds(len(members)):
@@ -316,7 +316,7 @@ class DdpConfig(TrainingOptions):
             cadence,
             make_guard(self.divergence_guard, self.divergence_threshold, self.divergence_factor),
             max_batch_diff=self.max_batch_diff,
-            in_background=in_background,
+            way=way,
         )
 
     def check_policy(self, policy: ApplyPolicy) -> None:

@@ -24,7 +24,7 @@ class BackgroundJob(Generic[T]):
         thread_name: Name of the threads; empty to run jobs inside ``wait``.
     """
 
-    def __init__(self, thread_name: str = "") -> None:
+    def __init__(self, thread_name: str) -> None:
         self._name = thread_name
         self._thread: threading.Thread | None = None
         self._run: Callable[[], T] | None = None

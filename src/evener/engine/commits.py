@@ -8,10 +8,12 @@ from evener.engine.results import WindowResult
 from evener.engine.rounds import Rounds
 from evener.engine.run_state import RunState
 from evener.engine.schedule import Schedule
-from evener.engine.slowness import Slowness
+from evener.observe.numbers import human_duration
 from evener.planning.report import TOLD_LATER
-from evener.planning.stragglers import Straggler
+from evener.planning.stragglers import Straggler, StragglerWatch
 from evener.protocol.row import Row
+from evener.team.members import Member
+from evener.team.terminal import warn
 
 
 class Commits:
@@ -22,24 +24,19 @@ class Commits:
         run: Holds the window that was applied last.
         consensus: Is shown to functions of ``on_commit``.
         schedule: Sets the learning rates.
-        slowness: Watches how fast the ranks are.
     """
 
     def __init__(
-        self,
-        rounds: Rounds,
-        run: RunState,
-        consensus: Consensus,
-        schedule: Schedule,
-        slowness: Slowness,
+        self, rounds: Rounds, run: RunState, consensus: Consensus, schedule: Schedule
     ) -> None:
         self._rounds, self._run, self._consensus = rounds, run, consensus
-        self._schedule, self._slowness = schedule, slowness
+        self._schedule = schedule
         self._observers: list[Callable[[WindowResult], None]] = []
         self._on_commit: list[Callable[[WindowResult], None]] = []
         #: Windows of which it was not judged who was slow in them.
         self._unjudged: list[WindowResult] = []
         self._stragglers: tuple[Straggler, ...] = ()
+        self.forget_speeds()
 
     def call(self, function: Callable[[WindowResult], None]) -> None:
         """Call ``function`` with every window that is committed, while the model shows it."""
@@ -49,11 +46,23 @@ class Commits:
         """Call ``function`` first, which neither looks at the model nor exchanges anything."""
         self._observers.append(function)
 
+    def forget_speeds(self) -> None:
+        """Forget how fast the ranks were: there may be other workers of the same numbers."""
+        self._watch = StragglerWatch(self._rounds.team.world_size)
+
     def judge(self) -> None:
-        """Find out who was slow in windows that were committed since the last call."""
-        if self._rounds.is_main:
-            away = self._rounds.team.away
-            self._stragglers += self._slowness.judge(self._unjudged, away=away)
+        """Find out who was slow in windows that were committed since the last call.
+
+        The main process does it, and warns of ranks that have become slow or have recovered.
+        """
+        team = self._rounds.team
+        if self._rounds.is_main and team.world_size > 1:  # otherwise no rank waits for it
+            judged = [one for r in self._unjudged for one in self._watch.observe(r.window, r.ranks)]
+            # No rank waits any more for one that is parked or gone by now.
+            found = tuple(one for one in judged if one.rank not in team.away)
+            for one in found:
+                warn(_describe(one, team.people[one.rank]))
+            self._stragglers += found
         self._unjudged.clear()
 
     def commit(self, rows: Mapping[int, Row], *, with_lease: bool = True) -> None:
@@ -107,3 +116,19 @@ class Commits:
             self._rounds.committing = False
         if is_local:
             self._schedule.accept()  # set in a callback, which runs on every rank
+
+
+def _describe(one: Straggler, member: Member) -> str:
+    """Return a sentence about a rank that has become slow, or has stopped being slow."""
+    name = f"rank {one.rank} ({member.host}, {member.device}, {member.device_name})"
+    cost = f"windows would have ended {human_duration(one.delay_s)} sooner without that"
+    if one.is_over:
+        return (
+            f"{name} is not a straggler any more: it was slow from window {one.since} to "
+            f"{one.window}; {cost}"
+        )
+    return (
+        f"straggler: {name} is {one.factor:.1f} times slower than its own past "
+        f"({human_duration(one.compute_s)} instead of {human_duration(one.expected_s)} in window "
+        f"{one.window}), since window {one.since}: {one.cause}. So far {cost}"
+    )

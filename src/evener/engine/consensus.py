@@ -1,7 +1,7 @@
 """What all ranks have agreed on: parameters and buffers after the last average."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import final
 
@@ -30,8 +30,13 @@ class Consensus(ABC):
         """Show it in the model, in a ``with`` block."""
 
     @abstractmethod
-    def digest(self) -> int:
-        """Return a hash of all of it, below 2**53."""
+    def tensors(self, *, at_rest: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return what ranks compare: parameters, as ``FlatGroup.data`` of each group, and buffers.
+
+        Args:
+            at_rest: No loop is in a micro-batch. So the model's own buffers are compared if they
+                carry no mark of a write: what has changed them without one is found.
+        """
 
     @abstractmethod
     def held(self) -> Iterator[tuple[str, Tensor]]:
@@ -45,23 +50,28 @@ class Consensus(ABC):
     def reset_model(self) -> None:
         """Bring the model back to it, also where tensors of ``held`` have arrived."""
 
-    def digest_shown(self) -> int:
-        """Return a hash of what the model shows of it, where no loop is in a micro-batch."""
-        with self.shown():
-            return self.check.digest()
+    def adopt(self) -> None:
+        """Take in parameters that have become trainable."""
+        self._flat.adopt()
 
-    def digest_if_due(self, window: int) -> float:
+    def digest(self, *, at_rest: bool = False) -> int:
+        """Return a hash of all of it, below 2**53; see ``tensors``."""
+        if not at_rest:  # otherwise ranks that have not computed since a thaw would hold less
+            self.adopt()
+        return self.check.digest(*self.tensors(at_rest=at_rest))
+
+    def digest_if_due(self, window: int, *, at_rest: bool = False) -> float:
         """Return the digest where ranks compare the state after ``window``; 0 elsewhere."""
-        return float(self.digest()) if window >= 0 and self.check.is_due(window) else 0.0
+        is_due = self.check.every > 0 if at_rest else self.check.is_due(window)
+        return float(self.digest(at_rest=at_rest)) if window >= 0 and is_due else 0.0
 
-    def compare_shown(self, comm: Communicator, window: int) -> None:
+    def compare(self, comm: Communicator, window: int, *, at_rest: bool) -> None:
         """Find out in what the ranks' states after a window differ; all ranks call it together.
 
         Raises:
             ReplicasDifferError: On every rank.
         """
-        with self.shown():
-            self.check.name_difference(comm, window)
+        self.check.name_difference(comm, window, *self.tensors(at_rest=at_rest))
 
 
 @final
@@ -76,10 +86,10 @@ class SyncConsensus(Consensus):
         self._flat.attach_data()  # values assigned to .data count
         return self._buffers.consensus()
 
-    def digest(self) -> int:
-        """Return a hash of all parameters and agreed buffers."""
-        self._flat.adopt()  # otherwise ranks that have not computed since a thaw would hold less
-        return self.digest_shown()
+    def tensors(self, *, at_rest: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the model's parameters, and the agreed buffers."""
+        self._flat.attach_data()
+        return [group.data for group in self._flat.groups], self._buffers.committed()
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors."""

@@ -82,9 +82,7 @@ class Engine(ABC):
         options.guards.speak(for_all=self.rounds.is_main)
         self.run = RunState(team.world_size, options.loss_scale)
         self.consensus = consensus
-        self.commits = Commits(
-            self.rounds, self.run, consensus, training.schedule, options.slowness
-        )
+        self.commits = Commits(self.rounds, self.run, consensus, training.schedule)
         self.generations = Generations(self.rounds, self.run, self)
         self.collectives = Collectives(self.generations)
         self.batch_size = self.whole_micro_batches = 0
@@ -278,10 +276,10 @@ class Engine(ABC):
             ReplicasDifferError: On every rank, where ``verify_every`` is given.
         """
         if self.consensus.check.every:
-            digest = self.consensus.digest_shown()
+            digest = self.consensus.digest(at_rest=True)
             digests = self.collectives.ask("comparing replicas (verify_every)", digest)
             if len(set(digests.values())) > 1:
-                self.consensus.compare_shown(self.team.comm, self.window - 1)
+                self.consensus.compare(self.team.comm, self.window - 1, at_rest=True)
 
     @abstractmethod
     def optimizer_states(self) -> list[OptimizerState]:
@@ -337,11 +335,8 @@ class Engine(ABC):
             **said: As in ``Rounds.meet``.
         """
         if purpose is not Purpose.ASK and not self.rounds.state.is_parked:
-            consensus, window = self.consensus, self.window - 1
-            at_rest = purpose in _AT_REST and consensus.check.every > 0 and window >= 0
-            said["digest"] = (
-                float(consensus.digest_shown()) if at_rest else consensus.digest_if_due(window)
-            )
+            at_rest = purpose in _AT_REST
+            said["digest"] = self.consensus.digest_if_due(self.window - 1, at_rest=at_rest)
         found = self.rounds.meet(purpose, **said)
         self._follow(found)
         return found
@@ -375,7 +370,7 @@ class Engine(ABC):
                 continue  # in the new state
             elif action is Action.VERIFY:
                 if not rounds.state.is_parked:
-                    self.consensus.compare_shown(self.team.comm, self.window - 1)
+                    self.consensus.compare(self.team.comm, self.window - 1, at_rest=True)
             elif action is Action.RATES:
                 if not rounds.state.is_parked:
                     self._agree_on_rates(found.rows)

@@ -8,7 +8,6 @@ import torch
 from evener.engine.emulate import Slowdown
 from evener.engine.guards import OptimizerGuards
 from evener.engine.loss_scale import LossScale
-from evener.engine.slowness import Slowness
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,4 +25,3 @@ class EngineOptions:
     slowdown: Slowdown
     stop_requested: Callable[[], bool] | None
     guards: OptimizerGuards
-    slowness: Slowness

@@ -524,7 +524,7 @@ class Generations:
         )
         self._detect_s = 0.0
         self._begun = (change, time.perf_counter())
-        self.windows.options.slowness.restart(self._team.people)
+        self.windows.commits.forget_speeds()
         self.windows.options.guards.notice(str(change))
         for tell in self._on_change:
             tell(change)

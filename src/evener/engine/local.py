@@ -72,6 +72,7 @@ class LocalEngine(Engine):
 
     Args:
         team: The ranks.
+        way: The policy of the run.
         policy: Plans; only the planner's counts.
         training: What this rank trains with: the model is its working copy.
         options: What the engine is told.
@@ -80,11 +81,11 @@ class LocalEngine(Engine):
     def __init__(
         self,
         team: Team,
+        way: ApplyPolicy,
         policy: CadencePolicy,
         training: TrainingState,
         options: EngineOptions,
     ) -> None:
-        way = ApplyPolicy.CADENCE if team.background is None else ApplyPolicy.ASYNC
         self._replica = Replica(training, options.verify_every, team.comm)
         super().__init__(team, training, options, way, self._replica)
         self._policy = policy
@@ -311,7 +312,7 @@ class LocalEngine(Engine):
             rates = comm.all_gather_json(self.training.schedule.agreed_rates, what="learning rates")
             agree_on_rates(dict(zip(rows, rates, strict=True)))
         if Action.VERIFY in decision.actions:
-            self._replica.compare(comm, plan.window - 1)
+            self._replica.compare(comm, plan.window - 1, at_rest=False)
         if Action.EXCHANGE not in decision.actions:
             return Exchanged(plan, found)
         differences = None

@@ -278,7 +278,7 @@ def _describe(parking: Parking, batch_size: int, recall_at: int) -> str:
     each = [
         f"rank {rank} alone does {speed:.3g} samples/s"
         if speed
-        else f"rank {rank} is too slow for a single sample of a batch, by the calibration"
+        else f"rank {rank} was never measured, and too slow for a sample by the calibration"
         for rank, speed in parking.alone.items()
     ]
     whom, are = ("it", "is") if len(ranks) == 1 else ("them", "are")

@@ -38,7 +38,7 @@ class LossScale:
         own: The scale of this rank's next local step; 0 where it computes in another precision.
     """
 
-    def __init__(self, fp16_ranks: Iterable[int], rank: int = 0) -> None:
+    def __init__(self, fp16_ranks: Iterable[int], rank: int) -> None:
         self.is_used, self.value, self.good_steps = False, 1.0, 0
         self.learn_ranks(fp16_ranks, rank)
         self.reset()

@@ -168,20 +168,9 @@ class Replica(Consensus):
             agreed.copy_(group.data)
         self._buffers.reset()
 
-    def digest(self) -> int:
-        """Return a hash of it, without showing it.
-
-        The loop may be between a forward and its backward.
-        """
-        self.adopt()
-        return self.check.digest(self.consensus, self._buffers.agreed)
-
-    def compare(self, comm: Communicator, window: int) -> None:
-        """Find out in what the ranks' states differ, while a window is exchanged.
-
-        It reads what no thread writes to meanwhile.
-        """
-        self.check.name_difference(comm, window, self.consensus, self._buffers.agreed)
+    def tensors(self, *, at_rest: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the consensus; where not at rest, what no thread writes to meanwhile."""
+        return self.consensus, self._buffers.committed() if at_rest else self._buffers.agreed
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the consensus."""

@@ -31,7 +31,6 @@ from evener.engine.guards import OptimizerGuards, refuse_second_team
 from evener.engine.local import LocalEngine
 from evener.engine.loss_scale import LossScale
 from evener.engine.schedule import Schedule
-from evener.engine.slowness import Slowness
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
 from evener.engine.training_state import TrainingState
@@ -285,7 +284,7 @@ class Assembly:
         # A rank's optimizer may be of another class of the same name.
         further = {"training": training, "why_replicated": self._why_replicated()}
         greetings = team.introduce({**asdict(own), **further})
-        check_consistency([greeting.pop("training") for greeting in greetings])
+        check_consistency({one["rank"]: one.pop("training") for one in greetings})
         reasons = [greeting.pop("why_replicated") for greeting in greetings]
         taken: Counter[str] = Counter()
         for greeting in greetings:
@@ -314,11 +313,10 @@ class Assembly:
         if self.apply_policy is ApplyPolicy.SYNC:
             shares = config.make_policy(self.names, avoid_ones=options.avoid_ones)
             return SyncEngine(team, shares, self.state, options)
-        if self.apply_policy is ApplyPolicy.ASYNC and team.world_size > 1:
+        if self.apply_policy.in_background and team.world_size > 1:
             team.open_background()
-        is_late = team.background is not None
-        cadence = config.make_cadence_policy(self.names, in_background=is_late)
-        return LocalEngine(team, cadence, self.state, options)
+        cadence = config.make_cadence_policy(self.names, self.apply_policy)
+        return LocalEngine(team, self.apply_policy, cadence, self.state, options)
 
     def _make_options(self) -> EngineOptions:
         config, team = self._config, self.team
@@ -337,7 +335,6 @@ class Assembly:
             ),
             stop_requested=config.stop_when,
             guards=OptimizerGuards(self.flat, self.optimizers, warn=warn),
-            slowness=Slowness(team.people, warn=warn),
         )
 
 

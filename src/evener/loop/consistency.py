@@ -97,22 +97,21 @@ def summarise(training: Description) -> dict[str, Any]:
     return {**few, "model, optimizers and schedulers": digest}
 
 
-def check_consistency(ranks: Sequence[Description]) -> None:
+def check_consistency(ranks: Mapping[int, Description]) -> None:
     """Refuse ranks that run different versions, or train differently.
 
     Args:
-        ranks: What ``describe_training``, or ``describe_versions``, gave on each rank, in rank
-            order.
+        ranks: What ``describe_training``, or ``describe_versions``, gave, by rank.
 
     Raises:
         ConfigError: Names the first difference, the two ranks, and the remedy.
     """
-    first = ranks[0]
-    for rank, other in enumerate(ranks):
-        for name in {**first, **other}:
-            mine, theirs = first.get(name), other.get(name)
+    first = min(ranks)
+    for rank, other in ranks.items():
+        for name in {**ranks[first], **other}:
+            mine, theirs = ranks[first].get(name), other.get(name)
             if mine != theirs:
                 raise ConfigError(
-                    f"rank {rank} and rank 0 differ in {name}: {theirs!r} instead of {mine!r}; "
-                    "give every rank the same"
+                    f"rank {rank} and rank {first} differ in {name}: {theirs!r} instead of "
+                    f"{mine!r}; give every rank the same"
                 )

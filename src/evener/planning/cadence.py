@@ -30,7 +30,7 @@ class CadencePolicy(Planner):
         guard: Judges the divergence of ranks.
         max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
             lockstep, ``None`` no limit.
-        in_background: Averages are formed while ranks continue.
+        way: The policy of the run.
     """
 
     def __init__(
@@ -40,13 +40,15 @@ class CadencePolicy(Planner):
         guard: DivergenceGuard,
         *,
         max_batch_diff: int | None = None,
-        in_background: bool = False,
+        way: ApplyPolicy = ApplyPolicy.CADENCE,
     ) -> None:
         super().__init__(members)
         self.elche = elche
         self._guard = guard
         self._max_batch_diff = max_batch_diff
-        self._in_background = in_background
+        self._way = way
+        #: Whether there are others that an average would wait for.
+        self._in_background = way.in_background and len(members) > 1
         self._verdict = Verdict.STABLE
         self._samples_per_step = [0.0] * len(members)
         self._last_anchor = 0
@@ -146,7 +148,7 @@ class CadencePolicy(Planner):
     def state_dict(self) -> dict[str, Any]:
         """Return what was learnt, as plain JSON types."""
         return {
-            "policy": (ApplyPolicy.ASYNC if self._in_background else ApplyPolicy.CADENCE).value,
+            "policy": self._way.value,
             "members": list(self.members),
             "cadence": self.elche.state_dict(),
         }

@@ -27,6 +27,11 @@ class ApplyPolicy(StrEnum):
     ASYNC = "async"
     """As CADENCE, with the average formed in the background, at most one window late."""
 
+    @property
+    def in_background(self) -> bool:
+        """Return whether ranks continue while an average is formed."""
+        return self is ApplyPolicy.ASYNC
+
 
 #: Plans whose reasons are kept: they are asked for when their windows are committed.
 _MOST_REASONS: Final = 8
@@ -66,7 +71,7 @@ class Parking(NamedTuple):
 
     Attributes:
         alone: The ranks to park, with the samples per second that each does alone; 0 where that
-            was never measured.
+            could not be measured.
         before: The forecast with them.
         after: The forecast without them.
     """

@@ -59,8 +59,8 @@ def fastest_shares(
     costs: Sequence[CostModel],
     micro_batch_sizes: Sequence[int | None],
     *,
-    least: int = 0,
-    idle: Collection[int] = (),
+    least: int,
+    idle: Collection[int],
 ) -> tuple[int, ...]:
     """Return the whole shares of ``total`` whose latest finish is earliest.
 

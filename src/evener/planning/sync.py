@@ -65,6 +65,8 @@ class SyncPolicy(Policy):
         self._exchanges_s: dict[int, list[float]] = {}
         #: Windows in a row in which a rank cost more than it contributed.
         self._useless_windows: dict[int, int] = {}
+        #: Windows in which a rank was given work only to be measured.
+        self._num_trials = [0] * len(members)
         #: Shares in use, by size of the window (the last one of an epoch is shorter).
         self._in_use: dict[int, tuple[int, ...]] = {}
         self._last_size = 0
@@ -129,6 +131,7 @@ class SyncPolicy(Policy):
         fastest = min(hint or 1.0 for hint in self._hints)
         for rank in ranks:
             self._speeds[rank], self._hints[rank] = SpeedModel(), fastest
+            self._num_trials[rank] = 0
         self._begin_again(self._occasion)
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
@@ -251,6 +254,9 @@ class SyncPolicy(Policy):
         if work_for_all and (raised := self._with_work_for_all(shares, work_for_all)) != shares:
             shares, reason = raised, "every rank gets work in the first window"
             self._occasion = f"the exception is over: {reason}"
+        elif untried := self._untried():
+            shares, reason = self._with_trials(size, untried), "idle ranks are measured"
+            self._occasion = f"the exception is over: {reason}"
         if self._avoid_ones:
             shares = without_ones(shares, self.micro_batch_sizes, self._away)
         if not reason and size != self._last_size:
@@ -300,17 +306,39 @@ class SyncPolicy(Policy):
         where the update is divided, it still makes a part of that.
 
         Ranks are named only after several windows in a row, so that noise parks no rank. A rank
-        that is hardly measured counts while it has no work: it contributes nothing then, and each
+        that never had work then gets some first: a calibration or a hint may be wrong. A rank that
+        is hardly measured counts while it has no work: it contributes nothing then, and each
         exchange costs.
         """
         useless = self._useless_ranks(batch_size, main)
         self._useless_windows = {r: self._useless_windows.get(r, 0) + 1 for r in useless}
-        ranks = [rank for rank, n in self._useless_windows.items() if n >= _PATIENCE]
+        untried = self._untried()
+        ranks = [rank for rank in self._long_useless() if rank not in untried]
         before, after = (self.forecast(batch_size, self._away.union(r)) for r in ((), ranks))
         if not ranks or after.window_s > before.window_s:
             return None
         speeds = self.solo_speeds(batch_size)
         return Parking({rank: speeds[rank] for rank in ranks}, before, after)
+
+    def _long_useless(self) -> list[int]:
+        return [rank for rank, n in self._useless_windows.items() if n >= _PATIENCE]
+
+    def _untried(self) -> list[int]:
+        """Return the ranks to be measured before they are parked, unless that fails for long."""
+        return [
+            rank
+            for rank in self._long_useless()
+            if self._speeds[rank].cost is None and self._num_trials[rank] < _PATIENCE
+        ]
+
+    def _with_trials(self, size: int, untried: Sequence[int]) -> tuple[int, ...]:
+        """Return shares in which some ranks get the least work there is, to be measured."""
+        least = min(2 if self._avoid_ones else 1, size)
+        tried = untried[: size // least]
+        for rank in tried:
+            self._num_trials[rank] += 1
+        rest, _ = self._best_shares(size - least * len(tried), self._away.union(tried))
+        return tuple(least if rank in tried else share for rank, share in enumerate(rest))
 
     def _useless_ranks(self, batch_size: int, main: int) -> list[int]:
         """Return the ranks that cost more than they contribute in this window.
@@ -360,7 +388,7 @@ class FixedShares(Policy):
     """
 
     def __init__(
-        self, members: Sequence[str], ratios: Sequence[float], *, avoid_ones: bool = False
+        self, members: Sequence[str], ratios: Sequence[float], *, avoid_ones: bool
     ) -> None:
         super().__init__(members)
         self._ratios = tuple(ratios)

@@ -349,7 +349,7 @@ class Roster:
             seat.lease_end_s = now_s + self.deadlines.lease_s
         return renews
 
-    def process(self, now_s: float, member: str, state: ProcessState, reason: str = "") -> None:
+    def process(self, now_s: float, member: str, state: ProcessState, reason: str) -> None:
         """Note what a supervisor reports of a worker's process."""
         if member not in self._seats:
             return

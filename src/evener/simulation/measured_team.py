@@ -195,7 +195,7 @@ class _MeasuredWindows:
                 "--bandwidth"
             )
             return Link(num_bytes)
-        if self._policy is ApplyPolicy.ASYNC:
+        if self._policy.in_background:
             self._notes.append(
                 "the run averaged in the background, so what an exchange takes is not known: "
                 "give --bandwidth"

@@ -15,8 +15,9 @@ from evener.simulation.simulated_local import SimulatedLocal
 from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow
 from evener.simulation.simulated_sync import SimulatedSync
 
-_WINDOWS: Final = {ApplyPolicy.SYNC: 160, ApplyPolicy.CADENCE: 36, ApplyPolicy.ASYNC: 36}
-"""Windows that are simulated."""
+_SYNC_WINDOWS: Final = 160
+_LOCAL_WINDOWS: Final = 36
+"""Windows that are simulated: those of local steps have more steps."""
 
 _SETTLING: Final = 1 / 3
 """Part of them in which the planner settles; the others count."""
@@ -119,7 +120,8 @@ def predict(team: TeamSpec, policy: ApplyPolicy) -> TeamPrediction:
     """Simulate a team and sum up its windows once the planner has settled."""
     windows: list[SimulatedWindow] = []
     simulated, steps = simulate(team, policy), 0
-    while len(windows) < _WINDOWS[policy]:
+    most = _SYNC_WINDOWS if policy is ApplyPolicy.SYNC else _LOCAL_WINDOWS
+    while len(windows) < most:
         windows.append(simulated.window())
         steps += sum(report.steps for report in windows[-1].reports)
         if steps > _MOST_STEPS and len(windows) >= _LEAST_WINDOWS:
@@ -152,7 +154,7 @@ def simulate(team: TeamSpec, policy: ApplyPolicy) -> SimulatedSync | SimulatedLo
         ElChe(len(ranks), team.anchor).with_max_anchor(max_anchor),
         NoGuard(),
         max_batch_diff=_MOST_APART,
-        in_background=policy is ApplyPolicy.ASYNC,
+        way=policy,
     )
     return SimulatedLocal(ranks, team.link, cadence, batch_size=size, num_samples=_ENDLESS)
 

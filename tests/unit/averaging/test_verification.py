@@ -1,6 +1,7 @@
 """Hashes of parameters and buffers: any difference counts, nothing else does."""
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,17 +18,33 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.com
 LARGE = 300_000  # more than is hashed at once
 
 
-def check_of(model: nn.Module, comm: Communicator, world_size: int = 2) -> ReplicaCheck:
-    flat = FlatBuffers(list(model.named_parameters()), world_size)
-    return ReplicaCheck(model, flat, BufferAverager(model, comm), every=1)
+class CheckOfModel:
+    """Compares what a model holds, as ranks agreed on it."""
+
+    def __init__(self, model: nn.Module, comm: Communicator, world_size: int = 2) -> None:
+        self.flat = FlatBuffers(list(model.named_parameters()), world_size)
+        self.buffers = BufferAverager(model, comm)
+        self.check = ReplicaCheck(model, self.flat, self.buffers, every=1)
+
+    def tensors(self) -> tuple[list[Tensor], Sequence[Tensor]]:
+        return [group.data for group in self.flat.groups], self.buffers.committed()
+
+    def hashes(self) -> list[int]:
+        return self.check.hashes(*self.tensors())
+
+    def digest(self) -> int:
+        return self.check.digest(*self.tensors())
+
+    def name_difference(self, comm: Communicator, window: int) -> None:
+        self.check.name_difference(comm, window, *self.tensors())
 
 
 def hashes(*parameters: Tensor, world_size: int = 2) -> list[int]:
     model = nn.ParameterDict({f"p{i}": nn.Parameter(p.clone()) for i, p in enumerate(parameters)})
-    flat = FlatBuffers(list(model.named_parameters()), world_size)
     with SingleCommunicator() as comm:
-        found = ReplicaCheck(model, flat, BufferAverager(model, comm)).hashes()
-    return [found[flat.names.index(f"p{i}")] for i in range(len(parameters))]
+        check = CheckOfModel(model, comm, world_size)
+        found = check.hashes()
+    return [found[check.flat.names.index(f"p{i}")] for i in range(len(parameters))]
 
 
 def buffer_hashes(**buffers: Tensor) -> list[int]:
@@ -35,7 +52,7 @@ def buffer_hashes(**buffers: Tensor) -> list[int]:
     for name, buffer in buffers.items():
         model.register_buffer(name, buffer)
     with SingleCommunicator() as comm:
-        return check_of(model, comm).hashes()
+        return CheckOfModel(model, comm).hashes()
 
 
 def numbers(dtype: torch.dtype, size: int = LARGE) -> Tensor:
@@ -117,7 +134,7 @@ def test_ranks_that_agree_go_on_and_one_rank_has_nobody_to_ask() -> None:
         for p in model.parameters():
             nn.init.ones_(p)
         model.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        check = check_of(model, comm, comm.world_size)
+        check = CheckOfModel(model, comm, comm.world_size)
         check.name_difference(comm, 0)
         check.name_difference(comm, 1)
 
@@ -131,7 +148,7 @@ def test_two_that_differ_are_named_with_rank_0_as_the_measure() -> None:
         model = nn.Linear(3, 2)
         nn.init.ones_(model.weight)
         nn.init.constant_(model.bias, float(comm.rank))
-        check = check_of(model, comm)
+        check = CheckOfModel(model, comm)
         with pytest.raises(ReplicasDifferError) as caught:
             check.name_difference(comm, 7)
         return caught.value
@@ -168,7 +185,7 @@ def test_the_first_parameter_is_named_or_else_the_first_buffer(
 ) -> None:
     def program(comm: Communicator) -> ReplicasDifferError:
         model = Nested()
-        check = check_of(model, comm)
+        check = CheckOfModel(model, comm)
         if comm.rank == 2:
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if name in spoilt:
@@ -189,7 +206,7 @@ def test_what_a_rank_writes_after_the_agreement_is_its_own() -> None:
 
     def program(comm: Communicator) -> None:
         model = nn.BatchNorm1d(3)
-        check = check_of(model, comm)
+        check = CheckOfModel(model, comm)
         if comm.rank == 1:
             model(torch.randn(4, 3))
         check.name_difference(comm, 0)
@@ -202,7 +219,7 @@ def test_a_parameter_that_one_rank_lacks_differs() -> None:
         model = nn.Linear(2, 1, bias=comm.rank == 0)
         nn.init.ones_(model.weight)
         with pytest.raises(ReplicasDifferError) as caught:
-            check_of(model, comm).name_difference(comm, 0)
+            CheckOfModel(model, comm).name_difference(comm, 0)
         return caught.value
 
     assert [error.parameter for error in run_team(2, program)] == ["bias", "bias"]
@@ -210,5 +227,5 @@ def test_a_parameter_that_one_rank_lacks_differs() -> None:
 
 def test_a_digest_fits_into_a_row() -> None:
     with SingleCommunicator() as comm:
-        digest = check_of(nn.Linear(3, 2), comm).digest()
+        digest = CheckOfModel(nn.Linear(3, 2), comm).digest()
     assert 0 <= digest == int(float(digest)) < 2**53

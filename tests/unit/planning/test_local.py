@@ -10,6 +10,7 @@ from evener.planning.cadence import CadencePolicy
 from evener.planning.clock import WindowClock
 from evener.planning.elche import ElChe
 from evener.planning.guard import LevelGuard, NoGuard, Verdict
+from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 
 # ── the planner ──────────────────────────────────────────────────────────────────────────────────
@@ -77,10 +78,10 @@ def test_a_hint_spares_the_first_short_window():
     limit=st.one_of(st.none(), st.integers(0, 500)),
     ms=st.lists(st.floats(1.0, 50.0), min_size=1, max_size=5),
     diff=st.one_of(st.none(), st.integers(0, 4)),
-    background=st.booleans(),
+    way=st.sampled_from([ApplyPolicy.CADENCE, ApplyPolicy.ASYNC]),
 )
-def test_plans_never_exceed_what_is_left_and_always_get_on(left, limit, ms, diff, background):
-    cadence = policy(len(ms), max_batch_diff=diff, in_background=background)
+def test_plans_never_exceed_what_is_left_and_always_get_on(left, limit, ms, diff, way):
+    cadence = policy(len(ms), max_batch_diff=diff, way=way)
     cadence.observe(timed(*ms), 0.0)
     made = cadence.plan(1, 0, left=left, limit=limit)
     available = left if limit is None else min(left, limit)

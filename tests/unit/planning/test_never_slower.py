@@ -128,6 +128,14 @@ def test_the_window_is_never_longer_than_that_of_the_fastest_rank_alone(team: Ra
         assert seconds <= team.alone_s() * 1.001
 
 
+def test_a_calibration_that_is_wrong_does_not_keep_the_faster_rank_without_work() -> None:
+    """For one sample rank 0 is the faster one; by the calibration rank 1 is, for many."""
+    team = Ranks([CostModel(0.0, 1.0), CostModel(0.3, 0.3, 0.6)], exchange_s=0.0, batch_size=1)
+    team.run(3 * DECIDED)
+    assert team.windows[0][0] == pytest.approx(1.2)
+    assert team.windows[-1] == (1.0, (0,))
+
+
 def test_a_rank_without_samples_stays_where_it_shortens_the_update() -> None:
     update_s = 8e-3
     slow = CostModel(0.0, 1.0, update_s)

@@ -100,7 +100,9 @@ class Team:
             batch_size=batch_size,
             num_samples=10**9,
         )
-        self.best_s = self.finish_s(fastest_shares(batch_size, self.costs, self.sizes))
+        self.best_s = self.finish_s(
+            fastest_shares(batch_size, self.costs, self.sizes, least=0, idle=())
+        )
 
     def finish_s(self, shares):
         """When these shares are done in truth."""

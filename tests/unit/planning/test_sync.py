@@ -425,18 +425,60 @@ def test_where_one_rank_alone_is_fastest_all_others_are_named(speeds, main, name
     assert found.ranks == named
 
 
-def test_a_rank_that_never_had_work_is_parked_when_it_has_been_idle_for_long():
-    """By the calibration it is too slow for a sample; each exchange with it costs all the same."""
+@pytest.mark.parametrize(("per_sample_s", "is_slow"), [(0.5, True), (0.01, False)])
+def test_a_rank_that_never_had_work_is_measured_before_it_is_parked(per_sample_s, is_slow):
+    """By the calibration it is too slow for a sample of a batch, which may be wrong."""
     policy = SyncPolicy(["a", "b"], [8, 8])
     policy.calibrate([16.0, 1.0])
-    found = []
-    for window in range(10):  # the other rank is settled after two
+    shares, reasons, found = [], [], []
+    for window in range(20):
         plan = policy.plan(window, 0, 7 * window, 7)
-        assert plan.shares == (7, 0)
-        policy.observe([timed(7, 0.07), timed(0, 0.0)], plan, 0.01)
+        first, second = plan.shares
+        reasons.append(policy.why(window))
+        policy.observe(
+            [timed(first, 0.01 * first), timed(second, per_sample_s * second)], plan, 0.0
+        )
+        shares.append(plan.shares)
         found.append(policy.decide_parking(7, 0))
-    assert found[:7] == [None] * 7
-    assert [one.ranks for one in found[7:]] == [(1,)] * 3
+    begun = shares.index((6, 1))
+    assert shares[:begun] == [(7, 0)] * 8
+    assert found[:begun] == [None] * 8
+    assert reasons[begun] == "idle ranks are measured"
+    if is_slow:
+        assert reasons[begun + 1] == "the exception is over: idle ranks are measured"
+        assert {one.ranks for one in found[begun:]} == {(1,)}
+        assert found[begun].alone[1] == pytest.approx(1 / 0.16)  # a 16th of the other, or less
+    else:
+        assert found == [None] * 20
+        assert shares[-1] == (4, 3)
+
+
+def test_a_rank_that_cannot_be_measured_is_parked_when_it_has_been_idle_for_long():
+    """It is too slow for a sample, by the calibration; each exchange with it costs all the same."""
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    policy.calibrate([16.0, 1.0])
+    shares, found = [], []
+    for window in range(16):  # the other rank is settled after two
+        plan = policy.plan(window, 0, 7 * window, 7)
+        policy.observe([timed(7, 0.07), timed(0, 0.0)], plan, 0.01)
+        shares.append(plan.shares)
+        found.append(policy.decide_parking(7, 0))
+    assert shares == [(7, 0)] * 8 + [(6, 1)] * 6 + [(7, 0)] * 2
+    assert found[:13] == [None] * 13
+    assert [one.ranks for one in found[13:]] == [(1,)] * 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_are_measured_in_turn_where_a_batch_is_too_small_for_all(size):
+    policy = SyncPolicy(["a", "b", "c", "d"], [8] * 4)
+    policy.calibrate([64.0, 4.0, 1.0, 1.0])
+    for window in range(60):
+        plan = policy.plan(window, 0, size * window, size)
+        policy.observe([timed(n, 0.01 * n) for n in plan.shares], plan, 0.0)
+        assert sum(plan.shares) == size
+        if (found := policy.decide_parking(size, 0)) is not None:
+            assert all(found.alone.values())
+    assert all(policy.solo_speeds(size))
 
 
 def test_names_of_policies():
@@ -483,7 +525,7 @@ def test_the_state_of_another_policy_is_refused_and_fixed_shares_have_none():
     policy = SyncPolicy(["a"], [8])
     with pytest.raises(CheckpointError, match="policy='cadence'"):
         policy.load_state_dict({"policy": "cadence", "members": ["a"]})
-    policy.load_state_dict(FixedShares(["a"], [1.0]).state_dict())
+    policy.load_state_dict(FixedShares(["a"], [1.0], avoid_ones=False).state_dict())
     assert not policy.is_calibrated
 
 

@@ -118,7 +118,7 @@ class World:
 
     def tell_state(self, worker: Worker, state: ProcessState) -> None:
         if self.roster is not None:
-            self.roster.process(self.now_s, worker.member, state)
+            self.roster.process(self.now_s, worker.member, state, "")
             self.send()
 
     # ── the coordinator and its connections ──────────────────────────────────────────────────────

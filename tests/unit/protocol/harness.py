@@ -999,7 +999,7 @@ class LocalRank(Rank):
             [f"m{r}" for r in range(world_size)],
             ElChe(world_size, 2),
             NoGuard(),
-            in_background=self.beside,
+            way=self.program.policy,
         )
         self.book: Any = None
         self.queue: deque[Slice] = deque()

@@ -595,7 +595,7 @@ def test_a_new_coordinator_continues_from_the_highest_generation() -> None:
     assert new.beat(100.4, "a", 1, "training"), "its lease is renewed"
     assert not new.beat(100.4, "c", 1, "training")
     new.take()
-    new.process(100.5, "b", ProcessState.GONE)
+    new.process(100.5, "b", ProcessState.GONE, "")
     (message,) = [one for one in new.take() if (one.to, one.type) == ("a", "over")]
     assert message.content["generation"] == 2
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ElChe
 from evener.planning.guard import NoGuard
+from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel
 from evener.planning.sync import SyncPolicy
 from evener.simulation.simulated_local import SimulatedLocal
@@ -34,7 +35,8 @@ def local_team(
 ) -> SimulatedLocal:
     members = list(map(str, range(len(ranks))))
     elche = ElChe(len(ranks), anchor).with_max_anchor(0)
-    policy = CadencePolicy(members, elche, NoGuard(), in_background=late)
+    way = ApplyPolicy.ASYNC if late else ApplyPolicy.CADENCE
+    policy = CadencePolicy(members, elche, NoGuard(), way=way)
     sizes = {"batch_size": batch_size, "num_samples": num_samples}
     return SimulatedLocal(ranks, link or Link(), policy, **sizes)
 

@@ -10,6 +10,7 @@ from torch import nn
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.engine.results import Progress
 from evener.errors import ConfigError
+from evener.loop.consistency import check_consistency
 from helpers.teams import run_team, setup
 
 
@@ -180,3 +181,10 @@ def test_a_model_with_one_more_layer_at_its_end_is_named() -> None:
     said = r"parameter.4: '2.weight \[2, 2\] torch.float32' instead of None"
     with pytest.raises(ConfigError, match=said):
         start(of_rank)()
+
+
+def test_the_ranks_that_differ_are_named_where_rank_0_is_not_there() -> None:
+    alike = {"version.torch": "2"}
+    check_consistency({1: alike, 3: alike})
+    with pytest.raises(ConfigError, match=r"^rank 3 and rank 1 differ in version\.torch: '3'"):
+        check_consistency({1: alike, 2: alike, 3: {"version.torch": "3"}})

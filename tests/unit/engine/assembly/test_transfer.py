@@ -67,7 +67,7 @@ def test_ranks_that_were_away_take_over_all_that_another_holds(source: int) -> N
             for optimizer in optimizers:
                 optimizer.step()
             scheduler.step()
-        whole = ShardedUpdate(flat, optimizers, is_wanted=False)
+        whole = ShardedUpdate(flat, optimizers, is_wanted=False, is_must=False)
         buffers = BufferAverager(model, comm)
         state = TrainingState(model, flat, buffers, optimizers, schedule, whole)
         state.register("counter", counter)

@@ -171,7 +171,7 @@ def test_the_scale_is_saved_and_restored(tmp_path: Path) -> None:
 
 
 def test_the_scale_grows_after_many_good_steps_and_has_an_end() -> None:
-    scale = LossScale([1])
+    scale = LossScale([1], 0)
     for _ in range(GROWTH_INTERVAL - 1):
         scale.update(overflowed=False)
     assert scale.value == FIRST_SCALE
@@ -183,11 +183,11 @@ def test_the_scale_grows_after_many_good_steps_and_has_an_end() -> None:
     while scale.may_shrink(1):
         scale.update(overflowed=True)
     assert scale.value == 1.0
-    assert not LossScale([0]).may_shrink(1)
+    assert not LossScale([0], 0).may_shrink(1)
 
 
 def test_without_fp16_there_is_no_scale() -> None:
-    scale = LossScale([])
+    scale = LossScale([], 0)
     scale.update(overflowed=True)
     scale.load_state_dict({"value": 512.0, "good_steps": 1})
     assert scale.value == 1.0
