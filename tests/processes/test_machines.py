@@ -56,6 +56,7 @@ def labs(tmp_path):
             model={"config": {**LAYER, **LARGER}}, timeout_s=100.0, checkpoint={"every": 9}
         )
         lab.sandbox.environ["OMP_NUM_THREADS"] = "1"
+        lab.sandbox.environ["EVENER_TOKEN_FILE"] = str(lab.sandbox.token_file("a token of both"))
         labs.append(lab)
     yield labs
     for lab in labs:
@@ -138,10 +139,10 @@ def test_a_script_of_ones_own_has_its_place_on_each_machine(labs):
     first, second = [each.end() for each in running]
     assert (first.code, second.code) == (0, 0), first.err + second.err
     # Machines still meet at the port that was given, so the store of the ranks has another.
-    rest = first.out.splitlines()[0].partition("localhost ")[2]
+    rest = first.out.splitlines()[0].partition("127.0.0.1 ")[2]
     assert rest.isdecimal()
     assert rest != str(port)
-    rest = f"localhost {rest}"
+    rest = f"127.0.0.1 {rest}"
     assert sorted(first.out.splitlines()) == [f"0 0 3 2 {rest}", f"[rank 1] 1 1 3 2 {rest}"]
     assert second.out.splitlines() == [f"2 0 3 1 {rest}"]
 
@@ -242,9 +243,9 @@ def test_ranks_of_a_process_group_need_not_know_names(labs):
 @pytest.mark.parametrize(
     ("node", "address", "said"),
     [
-        (1, NOBODY, f"node 1 waited 4 s for node 0, but nothing listens on {NOBODY}:29500"),
-        (0, ADDRESSES[1], f"node 0 does not reach itself at {ADDRESSES[1]}:29500"),
-        (0, NOBODY, f"node 0 does not reach itself at {NOBODY}:29500"),
+        (1, NOBODY, f"waited 4 s for the coordinator at {NOBODY}:29500"),
+        (0, ADDRESSES[1], f"node 0 does not reach its own coordinator at {ADDRESSES[1]}:29500"),
+        (0, NOBODY, f"node 0 does not reach its own coordinator at {NOBODY}:29500"),
         (0, ADDRESSES[0], f"node 0 waited 4 s at {ADDRESSES[0]}:29500 for node 1 of 2"),
     ],
 )

@@ -135,7 +135,12 @@ class CoordinatorConnection(Closing):
         self._timeout_s = timeout_s
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_welcome or self._failure, timeout_s)
+            silent_s = min(timeout_s, _SILENT_S)
+            self._changed.wait_for(lambda: self._is_welcome or self._failure, silent_s)
+            if not (self._is_welcome or self._failure):
+                if timeout_s > silent_s:
+                    say(f"evener: {self.member} waits for the coordinator at {self.address}")
+                self._changed.wait_for(lambda: self._is_welcome or self._failure, timeout_s)
             failure = self._failure
             if failure is None and not self._is_welcome:
                 failure = self._lost("no answer")

@@ -25,6 +25,7 @@ from evener.team.agent import MAX_FAILURES, Agent, JoinedTeam, run_has_ended
 from evener.team.child import run_child
 from evener.team.connection import AgentConnection
 from evener.team.coordinator import CoordinatorOptions, CoordinatorThread
+from evener.team.environment import TOKEN_FILE
 from evener.team.nodes import DEFAULT_TIMEOUT_S, Nodes
 from evener.team.signals import SignalQueue, end_in_silence
 from evener.team.terminal import say
@@ -48,8 +49,8 @@ class LaunchPlan:
         nodes: The machines of the run; ``None`` for this one alone.
         port: On one machine: the coordinator's port in an elastic team, that of the script's own
             process group in a fixed one; ``None`` takes a free one.
-        token_file: Holds what workers must know. On one machine, ``None`` makes one that lives as
-            long as the run.
+        token_file: Holds what workers must know. ``None`` takes the one that ``EVENER_TOKEN_FILE``
+            names; on one machine, it makes one that lives as long as the run.
         max_failures: An elastic team's run stops when more workers than this have failed here.
         join: ``HOST:PORT`` of the coordinator of a team that runs already; empty to begin one.
         program: What a further worker has to run: the script, or a command, with its arguments.
@@ -132,6 +133,8 @@ def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
     """
     _check(plan)
     nodes, token_file = plan.nodes, plan.token_file
+    if token_file is None and (nodes is not None or plan.join) and os.environ.get(TOKEN_FILE):
+        token_file = Path(os.environ[TOKEN_FILE])
     is_fixed = not (plan.join or plan.elastic or (nodes is not None and not nodes.are_fixed))
     with ExitStack() as stack:
         is_own_token = token_file is None and not plan.join and nodes is None
@@ -160,7 +163,17 @@ def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
         wait_s = nodes.timeout_s if nodes is not None else _CONNECT_S
         # A coordinator of this process answers at once, or the address is another machine's.
         connect_s = min(wait_s, _OWN_S) if hosts else wait_s
-        connection = stack.enter_context(AgentConnection(address, token=token, timeout_s=connect_s))
+        try:
+            connection = AgentConnection(address, token=token, timeout_s=connect_s)
+        except LaunchError as error:
+            if nodes is None or not hosts:
+                raise
+            raise LaunchError(
+                f"node {nodes.number or 0} does not reach its own coordinator at {address} "
+                f"({error}): --master-addr must be an address of this machine that every machine "
+                "can reach (`ip address` lists them)"
+            ) from None
+        stack.enter_context(connection)
         nproc = plan.nproc or (1 if plan.join else connection.limits[1])
         check_nproc(nproc)
         team = JoinedTeam(
