@@ -80,7 +80,7 @@ def sandboxes(tmp_path: Path) -> Iterator[list[Sandbox]]:
             folder = tmp_path / f"machine-{number}"
             folder.mkdir()
             made.append(Sandbox(folder))
-            token_file = made[-1].token_file("a token of both")
+            token_file = made[-1].token_file("a token that both machines know")
             made[-1].environ["EVENER_TOKEN_FILE"] = str(token_file)
             stack.callback(made[-1].close)
         yield made
