@@ -9,13 +9,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
+from functools import wraps
 from importlib.util import find_spec
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, get_origin
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -23,16 +23,9 @@ import evener
 from evener.config.options import (
     BenchOptions,
     ClassifyOptions,
-    CoordinateOptions,
-    DashboardOptions,
-    DoctorOptions,
-    JoinOptions,
-    Keys,
     LaunchOptions,
     PlanOptions,
     PretrainOptions,
-    ReportOptions,
-    ScriptOptions,
     TaskOptions,
 )
 from evener.engine.emulate import EMULATE_SLOW, parse_emulation
@@ -71,88 +64,59 @@ DEMO_NPROC: Final = 2
 DEMO_EMULATE_SLOW: Final = ("1:3",)
 
 
-_Options = TypeVar("_Options")
-
-#: By the field of a class of options: how the command line takes it, in the order of the help.
-_TAKEN: Final = {
-    "runs": typer.Argument(metavar="RUN...", help="Run folders; several are compared."),
-    "page": typer.Option("-o", "--out", metavar="FILE", help="The page; report.html."),
-    "trace": typer.Option(metavar="FILE", help="Write a Chrome trace, for Perfetto."),
-    "numbers": typer.Option("--json", help="Print the numbers as JSON."),
-    "address": typer.Argument(
-        metavar="[ADDR]", help="HOST or HOST:PORT of the other machine, or to listen on."
-    ),
-    "listen": typer.Option("--listen", help="Answer other machines; on loopback without ADDR."),
-    "token_file": typer.Option(metavar="FILE", help="File with the secret that both sides share."),
-    "as_json": typer.Option("--json", help="Print facts and problems as JSON."),
-    "folder": typer.Argument(metavar="[RUN|ROOT]", help="A run folder, or a folder of runs."),
-    "bind": typer.Option(metavar="HOST[:PORT]", help="Address to listen on; loopback if left out."),
-    "coordinator": typer.Argument(metavar="ADDR", help="HOST:PORT of the team's coordinator."),
-    "program": typer.Argument(
-        metavar="PROGRAM...", help="The team's program: a script, -m MODULE, pretrain or classify."
-    ),
-    "run": typer.Argument(metavar="[RUN]", help="Folder of a run that has measured the team."),
-    "speeds": typer.Option(metavar="S,S", help="Samples per second of each rank alone."),
-    "calibrate": typer.Option("--calibrate", help="Time this machine's devices."),
-    "add": typer.Option(metavar="S,S", help="Samples per second of further ranks."),
-    "params": typer.Option(metavar="N", help="Parameters that are trained, such as 350M."),
-    "tokens": typer.Option(metavar="N", help="Tokens of a sample, for --calibrate."),
-    "bandwidth": typer.Option(metavar="B", help="Bandwidth between ranks, such as 1Gbit."),
-    "latency": typer.Option(metavar="T", help="Time until a message arrives, such as 0.1ms."),
-    "batch_size": typer.Option(metavar="N", help="Samples of an optimizer step."),
-    "local_batch_size": typer.Option(
-        metavar="N", help="Samples of a local step in cadence and async; as --batch-size."
-    ),
-    "micro_batch_size": typer.Option(metavar="N", help="Most samples computed at once."),
-    "anchor": typer.Option(metavar="N", help="Local steps of the slowest rank, to begin with."),
-    "picture": typer.Option(metavar="FILE", help="Draw a picture: FILE.png or FILE.svg."),
-    "script": typer.Argument(metavar="SCRIPT", help="A Python file."),
-    "arguments": typer.Argument(metavar="ARGS", help="Arguments of the script."),
-    "config": typer.Argument(metavar="RUN.YAML", help="Keys of the run."),
-    "policies": typer.Option(metavar="NAMES", help="Policies to try."),
-    "backends": typer.Option(metavar="NAMES", help="Averaging backends to try."),
-    "minutes": typer.Option(metavar="M", help="Training time of each combination."),
-    "rounds": typer.Option(metavar="R", help="Rounds into which that time is divided."),
-    "nproc": typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1."),
-    "emulate_slow": typer.Option(
-        metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated."
-    ),
-    "overrides": typer.Option("--set", metavar="KEY=VALUE", help="Set a key; may be repeated."),
-    "resume": typer.Option("--resume", help="Continue from the newest complete checkpoint."),
-    "allow": typer.Option(
-        metavar="WHAT", help="Resume though data or precision differ; may be repeated."
-    ),
-    "predict": typer.Option(
-        metavar="FILE", help="Classify the texts of FILE with the newest finished run."
-    ),
-    "out": typer.Option(metavar="DIR", help="Folder of runs."),
-    "name": typer.Option(help="Name of the run."),
-    "nnodes": typer.Option("--nnodes", metavar="N", help="Machines of the run; start it on each."),
-    "node_rank": typer.Option(metavar="K", help="Number of this machine, 0 to N - 1."),
-    "master_addr": typer.Option(metavar="HOST", help="Address of machine 0 that all can reach."),
-    "port": typer.Option(
-        metavar="P", help=f"Port of the rendezvous; a free one, or {DEFAULT_PORT} with --nnodes."
-    ),
-    "elastic": typer.Option(
-        metavar="MIN:MAX", help="Elastic team: MIN workers are enough to continue."
-    ),
-    "max_failures": typer.Option(metavar="N", help="Stop when more workers have failed; 10."),
-    "team": typer.Argument(metavar="MIN:MAX", help="Fewest and most workers."),
-    "host": typer.Option(metavar="HOST", help="Address to listen on; not loopback: needs a token."),
-    "timeout_s": typer.Option("--timeout-s", metavar="S", help="Longest wait for workers."),
-    "host_lease_s": typer.Option(
-        "--host-lease-s", metavar="S", help="A machine silent for so long is lost."
-    ),
-    "dashboard": typer.Option("--dashboard", help="Serve a dashboard during the run."),
-    "demo": typer.Option("--demo", help="Train a small model on Python's own sources."),
-    "quiet": typer.Option("--quiet", help="Print neither the team nor progress."),
-}
-
 #: Commands that a worker can run in place of a script.
 _TASKS: Final = ("pretrain", "classify")
 
-#: Options that take several names in one text, with commas between them.
-_SEPARATED: Final = {"policies", "backends"}
+_Options = TypeVar("_Options")
+
+# ── options that several commands have ──────────────────────────────────────────────────────────
+
+_ConfigFile = Annotated[Path | None, typer.Argument(metavar="RUN.YAML", help="Keys of the run.")]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key; may be repeated."),
+]
+_Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")
+]
+_Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder of runs.")]
+_Name = Annotated[str | None, typer.Option(help="Name of the run.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", help="Print neither the team nor progress.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print a document in JSON.")]
+_EmulateSlow = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated."),
+]
+_Nproc = Annotated[
+    int | None, typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1.")
+]
+_Nnodes = Annotated[
+    int | None,
+    typer.Option("--nnodes", metavar="N", help="Machines of the run; start it on each."),
+]
+_NodeRank = Annotated[
+    int | None, typer.Option(metavar="K", help="Number of this machine, 0 to N - 1.")
+]
+_MasterAddr = Annotated[
+    str | None, typer.Option(metavar="HOST", help="Address of machine 0 that all can reach.")
+]
+_Port = Annotated[
+    int | None,
+    typer.Option(
+        metavar="P", help=f"Port of the rendezvous; a free one, or {DEFAULT_PORT} with --nnodes."
+    ),
+]
+_Elastic = Annotated[
+    str | None,
+    typer.Option(metavar="MIN:MAX", help="Elastic team: MIN workers are enough to continue."),
+]
+_MaxFailures = Annotated[
+    int | None, typer.Option(metavar="N", help="Stop when more workers have failed; 10.")
+]
+_TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File with the secret that both sides share.")
+]
+_Dashboard = Annotated[bool, typer.Option("--dashboard", help="Serve a dashboard during the run.")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,48 +157,70 @@ def _options(
     """Data-parallel PyTorch training on unequal devices."""
 
 
-def _command(
-    options: type[_Options], **settings: Any
-) -> Callable[[Callable[[_Options, Sequence[str]], int]], None]:
-    """Make a command of a function that takes options and the whole command line.
+def _command(**settings: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Make a command of a function that returns the exit code; `run_child` reports its errors."""
 
-    The command's options are the fields of the class ``options`` that are in ``_TAKEN``.
-    """
-    known = {field.name: field for field in fields(options)}  # type: ignore[arg-type]
-    parameters = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    for name, taken in _TAKEN.items():
-        if name in known:
-            kind: Any = known[name].type
-            default: Any = known[name].default
-            if kind is Keys:
-                kind = Path | None  # a command line names a file
-            if get_origin(kind) is tuple:
-                kind = list[str]
-                default = default if default is MISSING else list(default)
-            kind = Annotated[kind, taken]
-            default = Parameter.empty if default is MISSING else default
-            parameter = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            parameters.append(parameter)
+    def register(body: Callable[..., int]) -> Callable[..., int]:
+        @wraps(body)
+        def run(**given: Any) -> None:
+            raise typer.Exit(run_child(lambda: body(**given)))
 
-    def register(body: Callable[[_Options, Sequence[str]], int]) -> None:
-        def run(context: typer.Context, **given: Any) -> None:
-            for name, value in given.items():
-                if name in _SEPARATED:
-                    names = (part.strip() for text in value for part in text.split(","))
-                    given[name] = tuple(filter(None, names))
-                elif isinstance(value, list):
-                    given[name] = tuple(value)
-            raise typer.Exit(run_child(lambda: body(options(**given), context.obj)))
-
-        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        app.command(body.__name__, help=body.__doc__, **settings)(run)
+        app.command(**settings)(run)
+        return body
 
     return register
 
 
-@_command(PretrainOptions)
-def pretrain(options: PretrainOptions, arguments: Sequence[str]) -> int:
+def _collect(kind: type[_Options], given: Mapping[str, Any]) -> _Options:
+    """Return options from the parameters of a command that bear their names.
+
+    Args:
+        kind: A dataclass of options.
+        given: The parameters; one that is ``None`` leaves the option's default.
+    """
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{k: v for k, v in given.items() if k in names and v is not None})
+
+
+def _split(texts: list[str]) -> list[str]:
+    """Return the names in texts that have commas between them."""
+    return [name for text in texts for part in text.split(",") if (name := part.strip())]
+
+
+# ── tasks ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@_command()
+def pretrain(
+    context: typer.Context,
+    config: _ConfigFile = None,
+    overrides: _Overrides = None,
+    resume: _Resume = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT", help="Resume though data or precision differ; may be repeated."
+        ),
+    ] = None,
+    out: _Out = Path("runs"),
+    name: _Name = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Train a small model on Python's own sources.")
+    ] = False,
+    quiet: _Quiet = False,
+    emulate_slow: _EmulateSlow = None,
+    nproc: _Nproc = None,
+    nnodes: _Nnodes = None,
+    node_rank: _NodeRank = None,
+    master_addr: _MasterAddr = None,
+    port: _Port = None,
+    elastic: _Elastic = None,
+    max_failures: _MaxFailures = None,
+    token_file: _TokenFile = None,
+    dashboard: _Dashboard = False,
+) -> int:
     """Train a causal language model from scratch or from a checkpoint."""
+    options = _collect(PretrainOptions, locals())
     place = DistributedTrainConfig.from_env()
     if place.launched_by != "alone":
         _become_rank(options, place)
@@ -249,13 +235,36 @@ def pretrain(options: PretrainOptions, arguments: Sequence[str]) -> int:
     # Report errors that can be known now once, before any rank starts.
     demo_nproc = DEMO_NPROC if options.demo else None
     nproc = _count_ranks(demo_nproc if options.nproc is None else options.nproc)
-    config = resolve_config(options, holds_runs=not options.node_rank)
-    return _launch_task(options, nproc, config.timeout_s, arguments)
+    checked = resolve_config(options, holds_runs=not options.node_rank)
+    return _launch_task(options, nproc, checked.timeout_s, context.obj)
 
 
-@_command(BenchOptions)
-def bench(options: BenchOptions, _arguments: Sequence[str]) -> int:
+@_command()
+def bench(
+    config: Annotated[Path, typer.Argument(metavar="RUN.YAML", help="Keys of the run.")],
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAMES", help="Policies to try; sync,cadence,async."),
+    ] = None,
+    backends: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAMES", help="Averaging backends to try; auto."),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(metavar="M", help="Training time of each combination.")
+    ] = 2.0,
+    rounds: Annotated[
+        int, typer.Option(metavar="R", help="Rounds into which that time is divided.")
+    ] = 2,
+    nproc: _Nproc = None,
+    emulate_slow: _EmulateSlow = None,
+    overrides: _Overrides = None,
+    out: _Out = Path("runs"),
+    name: _Name = "bench",
+) -> int:
     """Compare policies and backends on your configuration, and recommend one."""
+    policies, backends = policies and _split(policies), backends and _split(backends)
+    options = _collect(BenchOptions, locals())
     from evener.config.presets import resolve_config
     from evener.tasks.bench import run_bench
 
@@ -272,9 +281,34 @@ def bench(options: BenchOptions, _arguments: Sequence[str]) -> int:
     return 0 if run_bench(options).recommended else 1
 
 
-@_command(ClassifyOptions)
-def classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
+@_command()
+def classify(
+    context: typer.Context,
+    config: _ConfigFile = None,
+    overrides: _Overrides = None,
+    resume: _Resume = False,
+    predict: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Classify the texts of FILE with the newest finished run."
+        ),
+    ] = None,
+    out: _Out = Path("runs"),
+    name: _Name = None,
+    quiet: _Quiet = False,
+    emulate_slow: _EmulateSlow = None,
+    nproc: _Nproc = None,
+    nnodes: _Nnodes = None,
+    node_rank: _NodeRank = None,
+    master_addr: _MasterAddr = None,
+    port: _Port = None,
+    elastic: _Elastic = None,
+    max_failures: _MaxFailures = None,
+    token_file: _TokenFile = None,
+    dashboard: _Dashboard = False,
+) -> int:
     """Train a text classifier: a LoRA adapter on a frozen model, and a head for the classes."""
+    options, arguments = _collect(ClassifyOptions, locals()), context.obj
     from evener.tasks.classification.command import predict_file, run_classification
 
     place = DistributedTrainConfig.from_env()
@@ -286,19 +320,19 @@ def classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
     from evener.config.presets import find_demo_base, needs_demo_base, resolve_classify
 
     nproc = _count_ranks(options.nproc, DEMO_NPROC if options.config is None else 1)
-    config = resolve_classify(options, holds_runs=not options.node_rank)
-    if needs_demo_base(config):
-        if choose_node(options, config.timeout_s) is not None:
+    checked = resolve_classify(options, holds_runs=not options.node_rank)
+    if needs_demo_base(checked):
+        if choose_node(options, checked.timeout_s) is not None:
             raise ConfigError(
                 "model.path is empty, for which each machine would train a base model of its own; "
                 "with --nnodes, name the folder of a model that all machines have"
             )
         _check_emulation(options, nproc)
         if find_demo_base(options.out) is None:
-            if config.devices not in ("auto", "cpu"):  # else it would be said after that training
+            if checked.devices not in ("auto", "cpu"):  # else it would be said after that training
                 from evener.team.placement import check_devices
 
-                check_devices(config.devices)
+                check_devices(checked.devices)
             if not options.quiet:
                 print("there is no base model yet: pretraining the demo's first", file=sys.stderr)
             demo = ["pretrain", "--demo", "--set", "measure=false", "--out", str(options.out)]
@@ -308,122 +342,86 @@ def classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
         if base is None:
             raise ConfigError("the demo has left no checkpoint; name a base model with model.path")
         arguments = [*arguments, "--set", f"model.path={json.dumps(str(base))}"]
-    return _launch_task(options, nproc, config.timeout_s, arguments)
+    return _launch_task(options, nproc, checked.timeout_s, arguments)
 
 
-@_command(ScriptOptions, context_settings={"allow_interspersed_args": False})
-def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
-    """Run a training script as one rank per device of this host, or of several."""
-    from evener.team.launch import launch
-
-    parse_emulation(options.emulate_slow)
-    if options.emulate_slow:
-        # For Ddp.setup in the script's ranks.
-        os.environ[EMULATE_SLOW] = ",".join(options.emulate_slow)
-    if not options.script.is_file():
-        raise ConfigError(f"{options.script} is not a file; give the path of a Python script")
-    command = [*_PYTHON, "evener.team.script", str(options.script), *options.arguments]
-    place = DistributedTrainConfig.from_env()
-    if place.launched_by in ("torchrun", "slurm"):
-        _refuse_launch_options(options, place)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os.execv(command[0], command)  # a rank already: become the script
-    if options.elastic is not None:
-        with _with_dashboard(Path("runs"), options, None):
-            program = [str(options.script), *options.arguments]
-            return _launch_elastic(options, command, program)
-    _check_fixed(options)
-    node = choose_node(options, DEFAULT_TIMEOUT_S)
-    nproc = _count_ranks(options.nproc)
-    with _with_dashboard(Path("runs"), options, node):
-        return launch(command, nproc=nproc, port=options.port, node=node)
+# ── looking at machines and runs ──────────────────────────────────────────────────────────────────
 
 
-# The address comes before our options, so the program's own options have to pass through.
-@_command(JoinOptions, context_settings={"ignore_unknown_options": True})
-def join(options: JoinOptions, _arguments: Sequence[str]) -> int:
-    """Add workers to a running elastic team, with the program of the team."""
-    from evener.team.elastic_launch import MAX_FAILURES, ElasticRun, launch_elastic
-
-    first = options.program[0]
-    is_task = first in _TASKS
-    if not (is_task or first == "-m" or Path(first).is_file()):
-        raise ConfigError(
-            f"{first} is not a file; give what the team runs: a script, -m and a module, or one of "
-            f"{', '.join(_TASKS)}, with its arguments"
-        )
-    module = "evener" if is_task else "evener.team.script"
-    run = ElasticRun(
-        join=options.coordinator,
-        nproc=options.nproc,
-        token_file=options.token_file,
-        max_failures=MAX_FAILURES if options.max_failures is None else options.max_failures,
-    )
-    return launch_elastic([*_PYTHON, module, *options.program], run)
-
-
-@_command(ReportOptions)
-def report(options: ReportOptions, _arguments: Sequence[str]) -> int:
+@_command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")
+    ],
+    page: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="The page; report.html.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace, for Perfetto.")
+    ] = None,
+    numbers: _Json = False,
+) -> int:
     """Write an HTML report of runs, which needs no server and no network."""
     from evener.run_report.writing import numbers_text, report, write_page, write_trace
 
-    runs = [Path(run) for run in options.runs]
-    if options.trace is not None:
+    if trace is not None:
         if len(runs) > 1:
             raise ConfigError(f"--trace takes one run, not {len(runs)}; write one for each")
-        write_trace(runs[0], options.trace)
-        print(f"{options.trace}: open it in https://ui.perfetto.dev", file=sys.stderr)
-    wants_page = options.page is not None or not (options.numbers or options.trace)
-    if wants_page or options.numbers:
+        write_trace(runs[0], trace)
+        print(f"{trace}: open it in https://ui.perfetto.dev", file=sys.stderr)
+    wants_page = page is not None or not (numbers or trace)
+    if wants_page or numbers:
         document = report(runs)
         if wants_page:
-            print(write_page(document, options.page), file=sys.stderr)
-        if options.numbers:
+            print(write_page(document, page), file=sys.stderr)
+        if numbers:
             print(numbers_text(document))
     return 0
 
 
-@_command(CoordinateOptions)
-def coordinator(options: CoordinateOptions, _arguments: Sequence[str]) -> int:
-    """Decide who is in an elastic team; evener launch --elastic starts one by itself."""
-    from evener.team.coordinator import CoordinatorOptions, coordinate
-    from evener.team.token_files import read_token
-
-    least, most = read_team_limits(options.team, "--elastic")
-    return coordinate(
-        CoordinatorOptions(
-            host=options.host,
-            port=0 if options.port is None else check_port(options.port, "--port"),
-            least=least,
-            most=most,
-            token=read_token(options.token_file) or None,
-            deadlines=Deadlines(timeout_s=options.timeout_s, host_lease_s=options.host_lease_s),
-        )
-    )
-
-
-@_command(DoctorOptions)
-def doctor(options: DoctorOptions, _arguments: Sequence[str]) -> int:
+@_command()
+def doctor(
+    address: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ADDR]", help="HOST or HOST:PORT of the other machine, or to listen on."
+        ),
+    ] = None,
+    listen: Annotated[
+        bool,
+        typer.Option("--listen", help="Answer other machines; on loopback without ADDR."),
+    ] = False,
+    token_file: _TokenFile = None,
+    as_json: _Json = False,
+) -> int:
     """Find problems of this machine, of another one and of the link that stop or slow runs."""
     from evener.doctor.answering import answer_visitors, open_door
     from evener.doctor.diagnosis import diagnose
     from evener.doctor.examination import examine_host
     from evener.team.token_files import read_token
 
-    token = read_token(options.token_file)
-    if options.listen:
+    token = read_token(token_file)
+    if listen:
         facts = examine_host()  # before the door takes the port
-        with closing(open_door(options.address, token)) as door:
+        with closing(open_door(address, token)) as door:
             answer_visitors(door, facts, token)
         return 0
-    diagnosis = diagnose(options.address, token)
-    print(diagnosis.json_text() if options.as_json else diagnosis.for_people())
+    diagnosis = diagnose(address, token)
+    print(diagnosis.json_text() if as_json else diagnosis.for_people())
     return 1 if diagnosis.problems else 0
 
 
-@_command(DashboardOptions)
-def dashboard(options: DashboardOptions, _arguments: Sequence[str]) -> int:
+@_command()
+def dashboard(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[RUN|ROOT]", help="A run folder, or a folder of runs.")
+    ] = Path("runs"),
+    bind: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Address to listen on; loopback if left out."),
+    ] = None,
+    token_file: _TokenFile = None,
+) -> int:
     """Show runs in the browser, during and after training."""
     from evener.dashboard.shelf import Shelf
     from evener.team.token_files import read_token
@@ -436,45 +434,60 @@ def dashboard(options: DashboardOptions, _arguments: Sequence[str]) -> int:
         ) from error
     if parent := os.environ.pop(DASHBOARD_OF, None):
         die_with(int(parent))
-    serve(Shelf.at(options.folder), options.bind, read_token(options.token_file))
+    serve(Shelf.at(folder), bind, read_token(token_file))
     return 0
 
 
-@contextmanager
-def _with_dashboard(folder: Path, options: LaunchOptions, node: Node | None) -> Iterator[None]:
-    """Serve a dashboard of the runs in a folder during the block, if it is wanted.
-
-    Of several machines the first one serves it: rank 0 writes the events there.
-    """
-    if not options.dashboard or (node is not None and node.number > 0):
-        yield
-        return
-    if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise ConfigError("--dashboard needs more packages: pip install 'evener[dashboard]'")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder of runs {folder} cannot be made: {error}; choose another with --out"
-        ) from None
-    process = subprocess.Popen(
-        [*_PYTHON, "evener", "dashboard", str(folder)],
-        env={**os.environ, DASHBOARD_OF: str(os.getpid())},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in the terminal is for the run, which takes a while to end
-    )
-    try:
-        yield
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_DASHBOARD_END_S)
-        process.kill()  # as where a disk that it reads does not answer; else it has ended
-
-
-@_command(PlanOptions)
-def plan(options: PlanOptions, _arguments: Sequence[str]) -> int:
+@_command()
+def plan(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN]", help="Folder of a run that has measured the team."),
+    ] = None,
+    speeds: Annotated[
+        str | None, typer.Option(metavar="S,S", help="Samples per second of each rank alone.")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Time this machine's devices.")
+    ] = False,
+    add: Annotated[
+        str | None, typer.Option(metavar="S,S", help="Samples per second of further ranks.")
+    ] = None,
+    params: Annotated[
+        str | None, typer.Option(metavar="N", help="Parameters that are trained, such as 350M.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of a sample, for --calibrate.")
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(metavar="B", help="Bandwidth between ranks, such as 1Gbit.")
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option(metavar="T", help="Time until a message arrives, such as 0.1ms.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Samples of an optimizer step.")
+    ] = None,
+    local_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Samples of a local step in cadence and async; as --batch-size."
+        ),
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Most samples computed at once.")
+    ] = None,
+    anchor: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Local steps of the slowest rank, to begin with."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a picture: FILE.png or FILE.svg.")
+    ] = None,
+    numbers: _Json = False,
+) -> int:
     """Predict a team's speed under each policy, and which devices are worth adding."""
+    options = _collect(PlanOptions, locals())
     from evener.simulation.question import answer_plan, calibrated_team, check_options
     from evener.simulation.telling import document, text
 
@@ -502,12 +515,123 @@ def plan(options: PlanOptions, _arguments: Sequence[str]) -> int:
     return 0
 
 
-def _count_ranks(given: int | None, least: int = 1) -> int:
-    from evener.team.supervisor import check_nproc
+# ── teams: launch, coordinator, join, and what starts ranks ───────────────────────────────────────
 
-    nproc = max(least, local_devices()) if given is None else given
-    check_nproc(nproc)
-    return nproc
+
+@_command(context_settings={"allow_interspersed_args": False})
+def launch(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
+    ] = None,
+    emulate_slow: _EmulateSlow = None,
+    nproc: _Nproc = None,
+    nnodes: _Nnodes = None,
+    node_rank: _NodeRank = None,
+    master_addr: _MasterAddr = None,
+    port: _Port = None,
+    elastic: _Elastic = None,
+    max_failures: _MaxFailures = None,
+    token_file: _TokenFile = None,
+    dashboard: _Dashboard = False,
+) -> int:
+    """Run a training script as one rank per device of this host, or of several."""
+    options = _collect(LaunchOptions, locals())
+    from evener.team.launch import launch
+
+    parse_emulation(options.emulate_slow)
+    if options.emulate_slow:
+        # For Ddp.setup in the script's ranks.
+        os.environ[EMULATE_SLOW] = ",".join(options.emulate_slow)
+    if not script.is_file():
+        raise ConfigError(f"{script} is not a file; give the path of a Python script")
+    command = [*_PYTHON, "evener.team.script", str(script), *(arguments or ())]
+    place = DistributedTrainConfig.from_env()
+    if place.launched_by in ("torchrun", "slurm"):
+        _refuse_launch_options(options, place)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.execv(command[0], command)  # a rank already: become the script
+    if options.elastic is not None:
+        with _with_dashboard(Path("runs"), options, None):
+            program = [str(script), *(arguments or ())]
+            return _launch_elastic(options, command, program)
+    _check_fixed(options)
+    node = choose_node(options, DEFAULT_TIMEOUT_S)
+    nproc = _count_ranks(options.nproc)
+    with _with_dashboard(Path("runs"), options, node):
+        return launch(command, nproc=nproc, port=options.port, node=node)
+
+
+# The address comes before our options, so the program's own options have to pass through.
+@_command(context_settings={"ignore_unknown_options": True})
+def join(
+    address: Annotated[
+        str, typer.Argument(metavar="ADDR", help="HOST:PORT of the team's coordinator.")
+    ],
+    program: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROGRAM...",
+            help="The team's program: a script, -m MODULE, pretrain or classify.",
+        ),
+    ],
+    nproc: _Nproc = 1,
+    max_failures: _MaxFailures = None,
+    token_file: _TokenFile = None,
+) -> int:
+    """Add workers to a running elastic team, with the program of the team."""
+    from evener.team.elastic_launch import MAX_FAILURES, ElasticRun, launch_elastic
+
+    first = program[0]
+    is_task = first in _TASKS
+    if not (is_task or first == "-m" or Path(first).is_file()):
+        raise ConfigError(
+            f"{first} is not a file; give what the team runs: a script, -m and a module, or one of "
+            f"{', '.join(_TASKS)}, with its arguments"
+        )
+    module = "evener" if is_task else "evener.team.script"
+    run = ElasticRun(
+        join=address,
+        nproc=nproc,
+        token_file=token_file,
+        max_failures=MAX_FAILURES if max_failures is None else max_failures,
+    )
+    return launch_elastic([*_PYTHON, module, *program], run)
+
+
+@_command()
+def coordinator(
+    team: Annotated[str, typer.Argument(metavar="MIN:MAX", help="Fewest and most workers.")],
+    host: Annotated[
+        str,
+        typer.Option(metavar="HOST", help="Address to listen on; not loopback: needs a token."),
+    ] = "127.0.0.1",
+    port: _Port = None,
+    token_file: _TokenFile = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", metavar="S", help="Longest wait for workers.")
+    ] = DEFAULT_TIMEOUT_S,
+    host_lease_s: Annotated[
+        float,
+        typer.Option("--host-lease-s", metavar="S", help="A machine silent for so long is lost."),
+    ] = Deadlines().host_lease_s,
+) -> int:
+    """Decide who is in an elastic team; evener launch --elastic starts one by itself."""
+    from evener.team.coordinator import CoordinatorOptions, coordinate
+    from evener.team.token_files import read_token
+
+    least, most = read_team_limits(team, "--elastic")
+    return coordinate(
+        CoordinatorOptions(
+            host=host,
+            port=0 if port is None else check_port(port, "--port"),
+            least=least,
+            most=most,
+            token=read_token(token_file) or None,
+            deadlines=Deadlines(timeout_s=timeout_s, host_lease_s=host_lease_s),
+        )
+    )
 
 
 def _check_fixed(options: LaunchOptions) -> None:
@@ -572,6 +696,14 @@ def _launch_evener(
     return launch(command, nproc=nproc, port=port, store_waits=True, node=node)
 
 
+def _count_ranks(given: int | None, least: int = 1) -> int:
+    from evener.team.supervisor import check_nproc
+
+    nproc = max(least, local_devices()) if given is None else given
+    check_nproc(nproc)
+    return nproc
+
+
 def _become_rank(options: TaskOptions, place: DistributedTrainConfig) -> None:
     if place.launched_by != "evener":
         _refuse_launch_options(options, place)
@@ -596,3 +728,35 @@ def _refuse_launch_options(options: LaunchOptions, place: DistributedTrainConfig
                 f"{option} is {value}, but {place.launched_by} has started this process as rank "
                 f"{place.rank} of {place.world_size} already; leave {option} out"
             )
+
+
+@contextmanager
+def _with_dashboard(folder: Path, options: LaunchOptions, node: Node | None) -> Iterator[None]:
+    """Serve a dashboard of the runs in a folder during the block, if it is wanted.
+
+    Of several machines the first one serves it: rank 0 writes the events there.
+    """
+    if not options.dashboard or (node is not None and node.number > 0):
+        yield
+        return
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise ConfigError("--dashboard needs more packages: pip install 'evener[dashboard]'")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder of runs {folder} cannot be made: {error}; choose another with --out"
+        ) from None
+    process = subprocess.Popen(
+        [*_PYTHON, "evener", "dashboard", str(folder)],
+        env={**os.environ, DASHBOARD_OF: str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in the terminal is for the run, which takes a while to end
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_DASHBOARD_END_S)
+        process.kill()  # as where a disk that it reads does not answer; else it has ended
