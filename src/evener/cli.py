@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
 import typer
+from typer import Argument, Option
 
 import evener
 from evener.config.options import (
@@ -71,52 +72,30 @@ _Options = TypeVar("_Options")
 
 # ── options that several commands have ──────────────────────────────────────────────────────────
 
-_ConfigFile = Annotated[Path | None, typer.Argument(metavar="RUN.YAML", help="Keys of the run.")]
-_Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a key; may be repeated."),
-]
-_Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")
-]
-_Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder of runs.")]
-_Name = Annotated[str | None, typer.Option(help="Name of the run.")]
-_Quiet = Annotated[bool, typer.Option("--quiet", help="Print neither the team nor progress.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print a document in JSON.")]
+_Texts = list[str] | None
+_ConfigFile = Annotated[Path | None, Argument(metavar="RUN.YAML", help="Keys of the run.")]
+_Overrides = Annotated[_Texts, Option("--set", metavar="KEY=VALUE", help="Set a key; repeatable.")]
+_Resume = Annotated[bool, Option("--resume", help="Continue from the newest complete checkpoint.")]
+_Out = Annotated[Path, Option(help="Folder of runs.")]
+_Name = Annotated[str | None, Option(help="Name of the run.")]
+_Quiet = Annotated[bool, Option("--quiet", help="Print neither the team nor progress.")]
+_Json = Annotated[bool, Option("--json", help="Print a document in JSON.")]
 _EmulateSlow = Annotated[
-    list[str] | None,
-    typer.Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated."),
+    _Texts, Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated.")
 ]
-_Nproc = Annotated[
-    int | None, typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1.")
-]
-_Nnodes = Annotated[
-    int | None,
-    typer.Option("--nnodes", metavar="N", help="Machines of the run; start it on each."),
-]
-_NodeRank = Annotated[
-    int | None, typer.Option(metavar="K", help="Number of this machine, 0 to N - 1.")
-]
-_MasterAddr = Annotated[
-    str | None, typer.Option(metavar="HOST", help="Address of machine 0 that all can reach.")
-]
+_Nproc = Annotated[int | None, Option(help="Ranks to start here; one per GPU, or 1.")]
+_Nnodes = Annotated[int | None, Option(help="Machines of the run; start it on each.")]
+_NodeRank = Annotated[int | None, Option(help="Number of this machine, 0 to N - 1.")]
+_MasterAddr = Annotated[str | None, Option(help="Address of machine 0 that all can reach.")]
 _Port = Annotated[
-    int | None,
-    typer.Option(
-        metavar="P", help=f"Port of the rendezvous; a free one, or {DEFAULT_PORT} with --nnodes."
-    ),
+    int | None, Option(help=f"Port of the rendezvous; a free one, or {DEFAULT_PORT} with --nnodes.")
 ]
 _Elastic = Annotated[
-    str | None,
-    typer.Option(metavar="MIN:MAX", help="Elastic team: MIN workers are enough to continue."),
+    str | None, Option(metavar="MIN:MAX", help="Elastic team: MIN workers are enough to continue.")
 ]
-_MaxFailures = Annotated[
-    int | None, typer.Option(metavar="N", help="Stop when more workers have failed; 10.")
-]
-_TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File with the secret that both sides share.")
-]
-_Dashboard = Annotated[bool, typer.Option("--dashboard", help="Serve a dashboard during the run.")]
+_MaxFailures = Annotated[int | None, Option(help="Stop when more workers have failed; 10.")]
+_TokenFile = Annotated[Path | None, Option(help="File with the secret that both sides share.")]
+_Dashboard = Annotated[bool, Option("--dashboard", help="Serve a dashboard during the run.")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,7 +128,7 @@ def _print_version(wanted: bool) -> None:
 def _options(
     _version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
@@ -197,15 +176,12 @@ def pretrain(
     overrides: _Overrides = None,
     resume: _Resume = False,
     allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="WHAT", help="Resume though data or precision differ; may be repeated."
-        ),
+        _Texts, Option(metavar="WHAT", help="What may differ: data, precision.")
     ] = None,
     out: _Out = Path("runs"),
     name: _Name = None,
     demo: Annotated[
-        bool, typer.Option("--demo", help="Train a small model on Python's own sources.")
+        bool, Option("--demo", help="Train a small model on Python's sources.")
     ] = False,
     quiet: _Quiet = False,
     emulate_slow: _EmulateSlow = None,
@@ -241,21 +217,13 @@ def pretrain(
 
 @_command()
 def bench(
-    config: Annotated[Path, typer.Argument(metavar="RUN.YAML", help="Keys of the run.")],
+    config: Annotated[Path, Argument(metavar="RUN.YAML", help="Keys of the run.")],
     policies: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAMES", help="Policies to try; sync,cadence,async."),
+        _Texts, Option(metavar="NAMES", help="Policies; sync,cadence,async.")
     ] = None,
-    backends: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAMES", help="Averaging backends to try; auto."),
-    ] = None,
-    minutes: Annotated[
-        float, typer.Option(metavar="M", help="Training time of each combination.")
-    ] = 2.0,
-    rounds: Annotated[
-        int, typer.Option(metavar="R", help="Rounds into which that time is divided.")
-    ] = 2,
+    backends: Annotated[_Texts, Option(metavar="NAMES", help="Averaging backends; auto.")] = None,
+    minutes: Annotated[float, Option(help="Training time of each combination.")] = 2.0,
+    rounds: Annotated[int, Option(help="Rounds into which that time is divided.")] = 2,
     nproc: _Nproc = None,
     emulate_slow: _EmulateSlow = None,
     overrides: _Overrides = None,
@@ -289,9 +257,7 @@ def classify(
     resume: _Resume = False,
     predict: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Classify the texts of FILE with the newest finished run."
-        ),
+        Option(help="Classify these texts with the newest finished run, and print labels."),
     ] = None,
     out: _Out = Path("runs"),
     name: _Name = None,
@@ -350,15 +316,9 @@ def classify(
 
 @_command()
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")
-    ],
-    page: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="FILE", help="The page; report.html.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace, for Perfetto.")
-    ] = None,
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Run folders; several are compared.")],
+    page: Annotated[Path | None, Option("-o", "--out", help="The page; report.html.")] = None,
+    trace: Annotated[Path | None, Option(help="Write a Chrome trace, for Perfetto.")] = None,
     numbers: _Json = False,
 ) -> int:
     """Write an HTML report of runs, which needs no server and no network."""
@@ -383,13 +343,10 @@ def report(
 def doctor(
     address: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[ADDR]", help="HOST or HOST:PORT of the other machine, or to listen on."
-        ),
+        Argument(metavar="[HOST[:PORT]]", help="The other machine, or the address to listen on."),
     ] = None,
     listen: Annotated[
-        bool,
-        typer.Option("--listen", help="Answer other machines; on loopback without ADDR."),
+        bool, Option("--listen", help="Answer other machines; on loopback without HOST.")
     ] = False,
     token_file: _TokenFile = None,
     as_json: _Json = False,
@@ -414,11 +371,11 @@ def doctor(
 @_command()
 def dashboard(
     folder: Annotated[
-        Path, typer.Argument(metavar="[RUN|ROOT]", help="A run folder, or a folder of runs.")
+        Path, Argument(metavar="[RUN|ROOT]", help="A run folder, or a folder of runs.")
     ] = Path("runs"),
     bind: Annotated[
         str | None,
-        typer.Option(metavar="HOST[:PORT]", help="Address to listen on; loopback if left out."),
+        Option(metavar="HOST[:PORT]", help="Address to listen on; loopback if left out."),
     ] = None,
     token_file: _TokenFile = None,
 ) -> int:
@@ -441,49 +398,24 @@ def dashboard(
 @_command()
 def plan(
     run: Annotated[
-        Path | None,
-        typer.Argument(metavar="[RUN]", help="Folder of a run that has measured the team."),
+        Path | None, Argument(metavar="[RUN]", help="Folder of a run that has measured the team.")
     ] = None,
     speeds: Annotated[
-        str | None, typer.Option(metavar="S,S", help="Samples per second of each rank alone.")
+        str | None, Option(metavar="S,S", help="Samples per second of each rank alone.")
     ] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Time this machine's devices.")
-    ] = False,
-    add: Annotated[
-        str | None, typer.Option(metavar="S,S", help="Samples per second of further ranks.")
-    ] = None,
-    params: Annotated[
-        str | None, typer.Option(metavar="N", help="Parameters that are trained, such as 350M.")
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens of a sample, for --calibrate.")
-    ] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(metavar="B", help="Bandwidth between ranks, such as 1Gbit.")
-    ] = None,
-    latency: Annotated[
-        str | None, typer.Option(metavar="T", help="Time until a message arrives, such as 0.1ms.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Samples of an optimizer step.")
-    ] = None,
+    calibrate: Annotated[bool, Option("--calibrate", help="Time this machine's devices.")] = False,
+    add: Annotated[str | None, Option(metavar="S,S", help="Samples/s of further ranks.")] = None,
+    params: Annotated[str | None, Option(help="Parameters that are trained, such as 350M.")] = None,
+    tokens: Annotated[int | None, Option(help="Tokens of a sample, for --calibrate.")] = None,
+    bandwidth: Annotated[str | None, Option(help="Bandwidth between ranks, such as 1Gbit.")] = None,
+    latency: Annotated[str | None, Option(help="Delay of a message, such as 0.1ms.")] = None,
+    batch_size: Annotated[int | None, Option(help="Samples of an optimizer step.")] = None,
     local_batch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Samples of a local step in cadence and async; as --batch-size."
-        ),
+        int | None, Option(help="Samples of a local step in cadence and async; as --batch-size.")
     ] = None,
-    micro_batch_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Most samples computed at once.")
-    ] = None,
-    anchor: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Local steps of the slowest rank, to begin with."),
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw a picture: FILE.png or FILE.svg.")
-    ] = None,
+    micro_batch_size: Annotated[int | None, Option(help="Most samples computed at once.")] = None,
+    anchor: Annotated[int | None, Option(help="First local steps of the slowest rank.")] = None,
+    picture: Annotated[Path | None, Option(help="Draw a picture: FILE.png or FILE.svg.")] = None,
     numbers: _Json = False,
 ) -> int:
     """Predict a team's speed under each policy, and which devices are worth adding."""
@@ -520,10 +452,8 @@ def plan(
 
 @_command(context_settings={"allow_interspersed_args": False})
 def launch(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
-    ] = None,
+    script: Annotated[Path, Argument(metavar="SCRIPT", help="A Python file.")],
+    arguments: Annotated[_Texts, Argument(metavar="ARGS", help="Its arguments.")] = None,
     emulate_slow: _EmulateSlow = None,
     nproc: _Nproc = None,
     nnodes: _Nnodes = None,
@@ -566,14 +496,11 @@ def launch(
 # The address comes before our options, so the program's own options have to pass through.
 @_command(context_settings={"ignore_unknown_options": True})
 def join(
-    address: Annotated[
-        str, typer.Argument(metavar="ADDR", help="HOST:PORT of the team's coordinator.")
-    ],
+    address: Annotated[str, Argument(metavar="ADDR", help="HOST:PORT of the team's coordinator.")],
     program: Annotated[
         list[str],
-        typer.Argument(
-            metavar="PROGRAM...",
-            help="The team's program: a script, -m MODULE, pretrain or classify.",
+        Argument(
+            metavar="PROGRAM", help="The team's program: a script, -m MODULE, pretrain or classify."
         ),
     ],
     nproc: _Nproc = 1,
@@ -602,19 +529,15 @@ def join(
 
 @_command()
 def coordinator(
-    team: Annotated[str, typer.Argument(metavar="MIN:MAX", help="Fewest and most workers.")],
+    team: Annotated[str, Argument(metavar="MIN:MAX", help="Fewest and most workers.")],
     host: Annotated[
-        str,
-        typer.Option(metavar="HOST", help="Address to listen on; not loopback: needs a token."),
+        str, Option(help="Address to listen on; not loopback: needs a token.")
     ] = "127.0.0.1",
     port: _Port = None,
     token_file: _TokenFile = None,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", metavar="S", help="Longest wait for workers.")
-    ] = DEFAULT_TIMEOUT_S,
+    timeout_s: Annotated[float, Option(help="Longest wait for workers.")] = DEFAULT_TIMEOUT_S,
     host_lease_s: Annotated[
-        float,
-        typer.Option("--host-lease-s", metavar="S", help="A machine silent for so long is lost."),
+        float, Option(help="A machine silent for so long is lost.")
     ] = Deadlines().host_lease_s,
 ) -> int:
     """Decide who is in an elastic team; evener launch --elastic starts one by itself."""
