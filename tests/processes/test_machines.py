@@ -56,7 +56,9 @@ def labs(tmp_path):
             model={"config": {**LAYER, **LARGER}}, timeout_s=100.0, checkpoint={"every": 9}
         )
         lab.sandbox.environ["OMP_NUM_THREADS"] = "1"
-        lab.sandbox.environ["EVENER_TOKEN_FILE"] = str(lab.sandbox.token_file("a token that both machines know"))
+        lab.sandbox.environ["EVENER_TOKEN_FILE"] = str(
+            lab.sandbox.token_file("a token that both machines know")
+        )
         labs.append(lab)
     yield labs
     for lab in labs:

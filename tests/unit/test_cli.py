@@ -77,8 +77,8 @@ def test_a_rank_runs_the_task_with_what_the_user_gave(trained, monkeypatch):
     assert trained == [
         PretrainOptions(
             config=Path("run.yaml"),
-            emulate_slow=("0:2", "1:3"),
-            overrides=("seed=2", "epochs=3"),
+            emulate_slow=["0:2", "1:3"],
+            overrides=["seed=2", "epochs=3"],
             resume=True,
             out=Path("o"),
             name="n",
@@ -99,7 +99,7 @@ def test_a_rank_of_our_launcher_keeps_the_launchers_options(trained, monkeypatch
 
 @pytest.mark.parametrize(
     ("world_size", "given", "expected"),
-    [("2", [], DEMO_EMULATE_SLOW), ("1", [], ()), ("2", ["--emulate-slow", "0:2"], ("0:2",))],
+    [("2", [], DEMO_EMULATE_SLOW), ("1", [], ()), ("2", ["--emulate-slow", "0:2"], ["0:2"])],
 )
 def test_the_demo_has_an_uneven_team_unless_told_otherwise(
     trained, monkeypatch, world_size, given, expected

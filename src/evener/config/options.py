@@ -1,12 +1,11 @@
 """What the command line hands to a command, or a function to a task, as plain values."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from evener.protocol.formation import Deadlines
-from evener.team.nodes import DEFAULT_TIMEOUT_S, NodeOptions
+from evener.team.nodes import NodeOptions
 
 Allowed = Literal["data", "precision"]
 """What a resume may change when the user says so."""
@@ -26,15 +25,17 @@ class LaunchOptions(NodeOptions):
         emulate_slow: ``RANK:FACTOR`` texts, which ``engine.emulate.parse_emulation`` reads.
         elastic: Fewest and most workers of an elastic team, as ``MIN:MAX``.
         max_failures: An elastic team stops when more workers than this have failed.
-        token_file: What workers of an elastic team must know; made for the run by default.
+        token_file: What workers must know; on one machine it is made for the run by default.
+        address: At which workers of other machines reach those of this one.
         dashboard: Serve a dashboard for as long as the ranks run.
     """
 
     nproc: int | None = None
-    emulate_slow: tuple[str, ...] = ()
+    emulate_slow: Sequence[str] = ()
     elastic: str | None = None
     max_failures: int | None = None
     token_file: Path | None = None
+    address: str | None = None
     dashboard: bool = False
 
 
@@ -52,7 +53,7 @@ class TaskOptions(LaunchOptions):
     """
 
     config: Keys = None
-    overrides: tuple[str, ...] = ()
+    overrides: Sequence[str] = ()
     resume: bool = False
     out: Path = Path("runs")
     name: str | None = None
@@ -81,7 +82,7 @@ class PretrainOptions(TaskOptions):
         demo: Train the small model on text that every Python has.
     """
 
-    allow: tuple[Allowed, ...] = ()
+    allow: Sequence[Allowed] = ()
     demo: bool = False
 
 
@@ -103,13 +104,13 @@ class BenchOptions:
     """
 
     config: Path
-    policies: tuple[str, ...] = ("sync", "cadence", "async")
-    backends: tuple[str, ...] = ("auto",)
+    policies: Sequence[str] = ("sync", "cadence", "async")
+    backends: Sequence[str] = ("auto",)
     minutes: float = 2.0
     rounds: int = 2
     nproc: int | None = None
-    emulate_slow: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
+    emulate_slow: Sequence[str] = ()
+    overrides: Sequence[str] = ()
     out: Path = Path("runs")
     name: str = "bench"
 
@@ -149,106 +150,3 @@ class PlanOptions:
     anchor: int | None = None
     picture: Path | None = None
     numbers: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptOptions(LaunchOptions):
-    """Options of ``evener launch``.
-
-    Attributes:
-        script: The user's Python file.
-        arguments: What follows it on the command line.
-    """
-
-    script: Path
-    arguments: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinOptions:
-    """Options of ``evener join``.
-
-    Attributes:
-        coordinator: Its ``HOST:PORT``.
-        program: What the team runs, with its arguments: a script, ``-m`` and a module, ``pretrain``
-            or ``classify``.
-        token_file: What workers must know.
-        nproc: Workers to add here.
-        max_failures: Give up when more of them have failed.
-    """
-
-    coordinator: str
-    program: tuple[str, ...]
-    token_file: Path | None = None
-    nproc: int = 1
-    max_failures: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportOptions:
-    """Options of ``evener report``.
-
-    Attributes:
-        runs: Run folders, or their ``events.jsonl``.
-        page: Where the page goes; ``report.html`` here unless only numbers or a trace are wanted.
-        trace: Where the Chrome trace goes.
-        numbers: Print the numbers as JSON.
-    """
-
-    runs: tuple[str, ...]
-    page: Path | None = None
-    trace: Path | None = None
-    numbers: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinateOptions:
-    """Options of ``evener coordinator``.
-
-    Attributes:
-        team: Fewest and most workers, as ``MIN:MAX``.
-        host: Where it listens.
-        port: Its port; a free one by default.
-        token_file: Holds what workers must know.
-        timeout_s: How long it waits for workers that are missing.
-        host_lease_s: After how long a machine that is silent is lost.
-    """
-
-    team: str
-    host: str = "127.0.0.1"
-    port: int | None = None
-    token_file: Path | None = None
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    host_lease_s: float = Deadlines().host_lease_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorOptions:
-    """Options of ``evener doctor``.
-
-    Attributes:
-        address: Another machine, or where to listen.
-        listen: Answer other machines.
-        token_file: Holds what both machines must know.
-        as_json: Print JSON instead of a table.
-    """
-
-    address: str | None = None
-    listen: bool = False
-    token_file: Path | None = None
-    as_json: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DashboardOptions:
-    """Options of ``evener dashboard``.
-
-    Attributes:
-        folder: A run's folder, or one of runs.
-        bind: Where to listen; loopback without it.
-        token_file: Holds what browsers must know; needed on any other address.
-    """
-
-    folder: Path = Path("runs")
-    bind: str | None = None
-    token_file: Path | None = None

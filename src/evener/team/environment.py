@@ -24,6 +24,8 @@ STORE_FD = "EVENER_STORE_FD"
 COORDINATOR = "EVENER_COORDINATOR"
 #: Its id, which no other worker ever had.
 MEMBER = "EVENER_MEMBER"
+#: At which workers of other machines reach it.
+ADDRESS = "EVENER_ADDRESS"
 #: File with what it must know.
 TOKEN_FILE = "EVENER_TOKEN_FILE"
 #: Fewest and most workers of the team, as ``MIN:MAX``.

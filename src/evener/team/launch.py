@@ -25,7 +25,7 @@ from evener.team.agent import MAX_FAILURES, Agent, JoinedTeam, run_has_ended
 from evener.team.child import run_child
 from evener.team.connection import AgentConnection
 from evener.team.coordinator import CoordinatorOptions, CoordinatorThread
-from evener.team.environment import TOKEN_FILE
+from evener.team.environment import ADDRESS, TOKEN_FILE
 from evener.team.nodes import DEFAULT_TIMEOUT_S, Nodes
 from evener.team.signals import SignalQueue, end_in_silence
 from evener.team.terminal import say
@@ -51,6 +51,7 @@ class LaunchPlan:
             process group in a fixed one; ``None`` takes a free one.
         token_file: Holds what workers must know. ``None`` takes the one that ``EVENER_TOKEN_FILE``
             names; on one machine, it makes one that lives as long as the run.
+        address: At which workers of other machines reach those of this one; ``None`` finds it.
         max_failures: An elastic team's run stops when more workers than this have failed here.
         join: ``HOST:PORT`` of the coordinator of a team that runs already; empty to begin one.
         program: What a further worker has to run: the script, or a command, with its arguments.
@@ -64,6 +65,7 @@ class LaunchPlan:
     nodes: Nodes | None = None
     port: int | None = None
     token_file: Path | None = None
+    address: str | None = None
     max_failures: int = MAX_FAILURES
     join: str = ""
     program: Sequence[str] = ("SCRIPT",)
@@ -109,7 +111,7 @@ def launch(command: Sequence[str], plan: LaunchPlan) -> int:
             command,
             team,
             signals,
-            environ=plan.environ,
+            environ={**plan.environ, **({ADDRESS: plan.address} if plan.address else {})},
             handed=plan.handed,
             max_failures=plan.max_failures,
             grace_s=plan.grace_s,
