@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import Final, final
 
 from evener.closing import Closing
-from evener.comm.addresses import is_unknown_name
+from evener.comm.addresses import end_when_unreachable, is_unknown_name
 from evener.errors import CoordinatorLostError, EvenerError, LaunchError, TeamRefusedError
 from evener.parsing import Fields, whole
 from evener.protocol.formation import (
@@ -49,6 +49,7 @@ class CoordinatorConnection(Closing):
         member: As given.
         deadlines: The team's, as the coordinator has them.
         limits: Fewest and most members of the team.
+        own_address: This machine's end of the route to the coordinator.
 
     Raises:
         ConfigError: The address is none.
@@ -66,6 +67,7 @@ class CoordinatorConnection(Closing):
         self.address = address
         self.deadlines = Deadlines()
         self.limits = (1, 1)
+        self.own_address = ""
         self._host, self._port = host, port
         self._token = token
         self._role = role
@@ -105,14 +107,14 @@ class CoordinatorConnection(Closing):
 
     @abstractmethod
     def _introduction(self) -> Message:
-        """Return what the hello says beside role and member; the lock is held."""
+        """Return what this end tells of itself after the hello; the lock is held."""
 
     @abstractmethod
     def _begin(self, welcome: Fields) -> list[Message]:
         """Take in the welcome; return what is said first. The lock is held."""
 
     @abstractmethod
-    def _beat(self, now_s: float) -> Message:
+    def _beat(self) -> Message:
         """Return a heartbeat; the lock is held."""
 
     @abstractmethod
@@ -166,8 +168,9 @@ class CoordinatorConnection(Closing):
                 if self._has_met:
                     due_s = lost_s + self.deadlines.patience_s
                 left_s = due_s - time.monotonic()
-                is_unknown = isinstance(error, OSError | UnicodeError) and is_unknown_name(error)
-                if left_s <= 0 or (is_unknown and not self._has_met):
+                if isinstance(error, OSError | UnicodeError) and is_unknown_name(error):
+                    why = f"the name {self._host!r} is unknown here"  # yet, as in Kubernetes
+                if left_s <= 0:
                     self._fail(self._lost(why))
                     break
                 wait([self._wake_end], min(_PAUSE_S, left_s))
@@ -201,7 +204,11 @@ class CoordinatorConnection(Closing):
         connection = socket.create_connection((self._host, self._port), _CONNECT_S)
         connection.settimeout(None)  # a Channel waits by other means
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = Channel(connection, MOST_MESSAGE_BYTES)
+        end_when_unreachable(connection, self.deadlines.host_lease_s)
+        # A coordinator that is stopped reads nothing. This thread must not wait for it in a send:
+        # it has to notice the silence, and to connect again.
+        channel = Channel(connection, MOST_MESSAGE_BYTES, self.deadlines.lease_s + _CONNECT_S)
+        self.own_address = channel.own[0]
         try:
             seal, welcome = self._meet(channel)
             with self._changed:
@@ -237,9 +244,11 @@ class CoordinatorConnection(Closing):
             raise self._unproven(missing)
         nonce = new_nonce()
         seal = Seal(self._token, (challenge.text("nonce"), nonce), TO_COORDINATOR)
-        with self._changed:
-            hello = {"role": self._role, "member": self.member, **self._introduction()}
+        hello = {"role": self._role, "member": self.member}
         channel.tell({**seal.close(hello), "nonce": nonce})
+        with self._changed:
+            introduction = self._introduction()
+        channel.tell(seal.close(introduction))
         answer = self._next(channel, deadline)
         if "type" in answer and answer.text("type") == "refused":
             raise self._unproven(
@@ -275,7 +284,7 @@ class CoordinatorConnection(Closing):
                 messages = list(self._outgoing)
                 self._outgoing.clear()
                 if now_s >= self._beat_due_s:
-                    messages.append(self._beat(now_s))
+                    messages.append(self._beat())
                     self._beat_due_s = now_s + self.deadlines.beat_s
                 beat_due_s = self._beat_due_s
             for message in messages:
@@ -348,7 +357,7 @@ class SupervisorConnection(CoordinatorConnection):
     def _begin(self, welcome: Fields) -> list[Message]:
         return list(self._known.values())
 
-    def _beat(self, now_s: float) -> Message:
+    def _beat(self) -> Message:
         return {"type": "beat", "members": list(self._members)}
 
     def _hear(self, kind: str, fields: Fields) -> None:
@@ -357,4 +366,5 @@ class SupervisorConnection(CoordinatorConnection):
         elif kind == "ended":
             self._run_has_ended = True
         elif kind == "beaten":
-            self._workers = frozenset(fields.texts("workers"))
+            if "workers" in fields:  # they have changed
+                self._workers = frozenset(fields.texts("workers"))

@@ -294,7 +294,7 @@ def test_who_comes_before_it_is_known_whether_the_team_has_begun_waits(
     """A coordinator that was started again hears that from members, which may come later."""
     now_s = 100.0
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    monkeypatch.setattr("evener.team.coordinator.time", clock)
+    monkeypatch.setattr("evener.clock.time", clock)
     with (
         serving(most=3) as address,
         link(address, "early") as early,
@@ -491,15 +491,14 @@ def test_a_thousand_damaged_messages_do_no_harm() -> None:
         {"type": "beat", "micro_batches": 1, "phase": "training", "at": 0.0},
         {"type": "store", "number": 1, "generation": 1, "what": "put", "keys": ["k"], "value": ""},
         {"type": "facts", "facts": {}},
-        {"role": "worker", "member": "x", "session": "s", "facts": {}, "held": None},
+        {"session": "s", "facts": {}, "held": None, "wish": 0, "address": "127.0.0.1"},
     ]
     with serving(token=None, most=1) as address, ExitStack() as stack:
         host, port = address.split(":")
         a = stack.enter_context(link(address, "a", None))
         a.next_generation(None)
-        hello = (
-            json.dumps({**texts[-1], "member": "fuzz", "nonce": "0", "wish": 0}).encode() + b"\n"
-        )
+        proof = json.dumps({"role": "worker", "member": "fuzz", "nonce": "0"}).encode() + b"\n"
+        hello = proof + json.dumps(texts[-1]).encode() + b"\n"
         for _ in range(1000):  # each on a connection of its own, which it may end
             with (
                 closing(socket.create_connection((host, int(port)), WAIT_S)) as connection,
