@@ -16,6 +16,7 @@ from evener.protocol.formation import Deadlines
 from evener.team import elastic_launch
 from evener.team.elastic_launch import ElasticRun, open_team
 from evener.team.environment import TOKEN_FILE
+from evener.team.failures import START_AGAIN
 from helpers.coordinators import serving
 from helpers.launched import Running, Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S
@@ -270,7 +271,7 @@ def test_options_that_do_not_fit_are_refused(
 def test_a_worker_that_has_lost_the_coordinator_is_not_replaced(sandbox: Sandbox) -> None:
     body = "from evener.errors import CoordinatorLostError\nraise CoordinatorLostError('gone')\n"
     ended = launch(sandbox, body).end()
-    assert ended.code == 1
+    assert ended.code == START_AGAIN
     assert "CoordinatorLostError: gone" in ended.err
     assert "another worker takes its place" not in ended.err
 

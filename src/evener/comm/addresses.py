@@ -135,7 +135,8 @@ def find_unreachable(places: Mapping[str, tuple[str, int]], timeout_s: float) ->
     if not places:
         return []
     with ThreadPoolExecutor(min(len(places), _MOST_ATTEMPTS)) as pool:
-        return [name for name, ok in zip(places, pool.map(reaches, places.values())) if not ok]
+        are_reached = [*pool.map(reaches, places.values())]
+    return [name for name, ok in zip(places, are_reached, strict=True) if not ok]
 
 
 def end_when_unreachable(connection: socket.socket, silence_s: float) -> None:

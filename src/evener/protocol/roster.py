@@ -560,7 +560,8 @@ class Roster:
             # They would train a finished run once more. A script of its members may begin another.
             why = (
                 f"the team's run has ended, in generation {self.generation}: it was done to its "
-                "end, or stopped; to train another run, start another coordinator (with a ledger of its own, if any)"
+                "end, or stopped; to train another run, start another coordinator (with a "
+                "ledger of its own, if any)"
             )
             self._refuse(ready, "ended", why)
             return
@@ -699,10 +700,10 @@ class Roster:
         is_inside = self.is_member(seat.member)
         for others in (self._members(), [] if is_inside else self._seats.values()):
             for other in others:
-                is_compared = other.member != seat.member and other.activity is not Activity.REFUSED
-                if is_compared and other.facts != seat.facts:
-                    if why := _describe_difference(seat, other):
-                        return why
+                if other.member == seat.member or other.activity is Activity.REFUSED:
+                    continue
+                if other.facts != seat.facts and (why := _describe_difference(seat, other)):
+                    return why
         return ""
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────

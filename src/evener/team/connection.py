@@ -76,6 +76,7 @@ class CoordinatorConnection(Closing):
         self._is_welcome = False
         self._failure: EvenerError | None = None
         self._has_met = self._closed = False
+        self._why = "no answer"  # to the last attempt to connect
         self._beat_due_s = 0.0
         self._heard_s = time.monotonic()
         self._wake_end, self._wake = socket.socketpair()
@@ -130,7 +131,7 @@ class CoordinatorConnection(Closing):
             self._changed.wait_for(lambda: self._is_welcome or self._failure, timeout_s)
             failure = self._failure
             if failure is None and not self._is_welcome:
-                failure = self._lost("no answer")
+                failure = self._lost()
         if failure is not None:
             self.close()
             raise failure
@@ -163,15 +164,15 @@ class CoordinatorConnection(Closing):
                 self._fail(error)
                 break
             except (OSError, ValueError) as error:  # names that cannot be encoded, too
-                why = getattr(error, "strerror", None) or str(error) or "no answer"
+                self._why = getattr(error, "strerror", None) or str(error) or "no answer"
                 due_s = began_s + self._timeout_s
                 if self._has_met:
                     due_s = lost_s + self.deadlines.patience_s
                 left_s = due_s - time.monotonic()
                 if isinstance(error, OSError | UnicodeError) and is_unknown_name(error):
-                    why = f"the name {self._host!r} is unknown here"  # yet, as in Kubernetes
+                    self._why = f"the name {self._host!r} is unknown here"  # yet, as in Kubernetes
                 if left_s <= 0:
-                    self._fail(self._lost(why))
+                    self._fail(self._lost())
                     break
                 wait([self._wake_end], min(_PAUSE_S, left_s))
                 continue
@@ -186,17 +187,17 @@ class CoordinatorConnection(Closing):
         self._wake_end.close()
         self._wake.close()
 
-    def _lost(self, why: str) -> EvenerError:
+    def _lost(self) -> EvenerError:
         if not self._has_met:
             return LaunchError(
                 f"{self._role} {self.member} waited {self._timeout_s:.0f} s for the coordinator at "
-                f"{self.address} ({why}): start it with `evener coordinator`, and check the "
+                f"{self.address} ({self._why}): start it with `evener coordinator`, and check the "
                 "address and the port"
             )
         return CoordinatorLostError(
             f"{self._role} {self.member} lost the coordinator at {self.address} and waited "
-            f"{self.deadlines.patience_s:.0f} s for it (patience_s; {why}): check the network to "
-            "its machine; if it has ended, start it again with the same arguments, or the run "
+            f"{self.deadlines.patience_s:.0f} s for it (patience_s; {self._why}): check the network "
+            "to its machine; if it has ended, start it again with the same arguments, or the run "
             "again to resume from its checkpoint"
         )
 
@@ -365,6 +366,5 @@ class SupervisorConnection(CoordinatorConnection):
             self._held, self._run_has_ended = read_message(Formation, fields), False
         elif kind == "ended":
             self._run_has_ended = True
-        elif kind == "beaten":
-            if "workers" in fields:  # they have changed
-                self._workers = frozenset(fields.texts("workers"))
+        elif kind == "beaten" and "workers" in fields:  # they have changed
+            self._workers = frozenset(fields.texts("workers"))

@@ -18,9 +18,11 @@ from evener.comm.wires import Wires
 from evener.errors import (
     CollectiveError,
     ConfigError,
+    CoordinatorLostError,
     LaunchError,
     LeftOutError,
     PeerLostError,
+    TeamRefusedError,
 )
 from evener.protocol.formation import (
     NO_NUMBER,
@@ -268,6 +270,19 @@ class ElasticMembership(Membership):
             raise PeerLostError(
                 f"rank {self.number} may not commit in generation {self.generation}: {why}"
             )
+
+    def may_write(self) -> bool:
+        """Wait for the lease if it has run out; return whether the team has kept this worker.
+
+        Between generations there is none to run out.
+        """
+        if not 0.0 < self._link.lease_end_s() <= clock.now_s():
+            return not self._joins
+        try:
+            self.await_lease()
+        except (PeerLostError, CoordinatorLostError, TeamRefusedError):
+            return False
+        return True
 
     def announce(self, key: str, text: str) -> None:
         """Leave a text with the coordinator."""

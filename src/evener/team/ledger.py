@@ -124,8 +124,8 @@ def _lock(path: Path) -> Any:
         stream = os.fdopen(open_regular(beside, os.O_WRONLY | os.O_CREAT), "wb")
     except OSError as error:
         raise ConfigError(
-            f"the coordinator's ledger {path} cannot be used: {error}; give a file in a folder that "
-            "exists and is writable (--ledger)"
+            f"the coordinator's ledger {path} cannot be used: {error}; give a file in a folder "
+            "that exists and is writable (--ledger)"
         ) from None
     try:
         import fcntl
