@@ -574,6 +574,7 @@ def coordinator(
             most=most,
             token=read_token(token_file) or None,
             deadlines=Deadlines(timeout_s=timeout_s, host_lease_s=host_lease_s),
+            ledger=ledger,
         )
     )
 

@@ -180,7 +180,12 @@ def publish_folder(scratch: Path, final: Path) -> None:
     if os.path.lexists(final):  # a link that leads nowhere is in the way, too
         replaced = final.with_name(f"{final.name}.replaced-{unique_suffix()}")
         final.rename(replaced)
-    scratch.rename(final)
+    try:
+        scratch.rename(final)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(final)
+        raise
     flush(final.parent)
     if replaced is not None:
         with suppress(OSError):  # whoever tidies later removes what is left

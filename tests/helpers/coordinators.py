@@ -4,7 +4,9 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from evener.comm.addresses import LOOPBACK
 from evener.protocol.formation import Deadlines
 from evener.team.coordinator import Coordinator, CoordinatorOptions
 from helpers.limits import PATIENCE_S
@@ -18,10 +20,18 @@ def serving(
     *,
     token: bytes | None = None,
     port: int = 0,
+    host: str = LOOPBACK,
+    ledger: Path | None = None,
 ) -> Iterator[str]:
     """Serves until the block ends; gives the coordinator's address."""
     options = CoordinatorOptions(
-        port=port, least=least, most=most, token=token, deadlines=deadlines
+        host=host,
+        port=port,
+        least=least,
+        most=most,
+        token=token,
+        deadlines=deadlines,
+        ledger=ledger,
     )
     started: list[tuple[Coordinator, asyncio.AbstractEventLoop]] = []
     ready = threading.Event()
@@ -39,7 +49,7 @@ def serving(
     assert ready.wait(PATIENCE_S)
     coordinator, loop = started[0]
     try:
-        yield f"127.0.0.1:{coordinator.port}"
+        yield f"[{host}]:{coordinator.port}" if ":" in host else f"{host}:{coordinator.port}"
     finally:
         loop.call_soon_threadsafe(coordinator.stop)
         thread.join(PATIENCE_S)

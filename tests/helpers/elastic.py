@@ -335,7 +335,7 @@ class ThreadMembership(Membership):
         told, condition = self.team.announced, self.team.condition
 
         def leads() -> bool:
-            return self.team.roster.leads(self.team.now_s, self.member)
+            return self.team.roster.leads(self.member)
 
         with condition:
             condition.wait_for(lambda: key in told or leads(), min(timeout_s, PATIENCE_S))

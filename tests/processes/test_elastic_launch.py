@@ -15,6 +15,7 @@ import pytest
 from evener.protocol.formation import Deadlines
 from evener.team import agent
 from evener.team.environment import TOKEN_FILE
+from evener.team.failures import START_AGAIN
 from evener.team.launch import LaunchPlan, open_team
 from helpers.coordinators import serving
 from helpers.launched import Running, Sandbox
@@ -249,7 +250,7 @@ def test_options_that_do_not_fit_are_refused(
 def test_a_worker_that_has_lost_the_coordinator_is_not_replaced(sandbox: Sandbox) -> None:
     body = "from evener.errors import CoordinatorLostError\nraise CoordinatorLostError('gone')\n"
     ended = launch(sandbox, body).end()
-    assert ended.code == 1
+    assert ended.code == START_AGAIN
     assert "CoordinatorLostError: gone" in ended.err
     assert "another worker takes its place" not in ended.err
 

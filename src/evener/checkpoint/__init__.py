@@ -9,7 +9,12 @@ from evener.checkpoint.codec import encode_document
 from evener.checkpoint.copies import alias_table, copy_to_cpu
 from evener.checkpoint.manifest import step_name
 from evener.checkpoint.reader import Checkpoint, find_newest, open_checkpoint
-from evener.checkpoint.writer import Snapshot, WrittenCheckpoint, write_checkpoint
+from evener.checkpoint.writer import (
+    Snapshot,
+    WrittenCheckpoint,
+    fence_writers,
+    write_checkpoint,
+)
 
 __all__ = [
     "Checkpoint",
@@ -18,6 +23,7 @@ __all__ = [
     "alias_table",
     "copy_to_cpu",
     "encode_document",
+    "fence_writers",
     "find_newest",
     "open_checkpoint",
     "step_name",

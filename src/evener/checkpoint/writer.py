@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,11 @@ class WrittenCheckpoint:
 
 
 def write_checkpoint(
-    folder: Path, snapshot: Snapshot, *, keep_last: int | None = None
+    folder: Path,
+    snapshot: Snapshot,
+    *,
+    keep_last: int | None = None,
+    check: Callable[[], object] | None = None,
 ) -> WrittenCheckpoint:
     """Write a snapshot to ``folder/step-N``, and remove what dead writers left in ``folder``.
 
@@ -87,6 +91,8 @@ def write_checkpoint(
         folder: Receives the ``step-N`` folders; made if it does not exist.
         snapshot: What to write.
         keep_last: How many checkpoints to keep, the newest; ``None`` keeps all.
+        check: Raises an error if this process may not write to the run any more. It is called when
+            the unfinished folder exists: see ``fence_writers``.
 
     Raises:
         CheckpointError: It could not be written; earlier checkpoints are untouched.
@@ -96,6 +102,8 @@ def write_checkpoint(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder), new_folder(path) as unfinished:
+            if check is not None:
+                check()
             num_bytes = _write_files(unfinished, snapshot)
             until_s = time.monotonic() + _AFTER_S
             for other in snapshot.after:
@@ -117,6 +125,21 @@ def write_checkpoint(
     return WrittenCheckpoint(
         snapshot.step, path, num_bytes, write_s, begin_t, snapshot.copy_s, remark
     )
+
+
+def fence_writers(folder: Path) -> None:
+    """Let checkpoints come to nothing that other processes have begun to write to a folder.
+
+    Whoever takes over from another writer calls it first. That one may only be stopped, and may
+    wake up at any time, also between its last look and its rename. Its unfinished folder has
+    another name by then, so that the rename fails. If it makes one later, its ``check`` fails.
+    """
+    with suppress(OSError):
+        for path in list(folder.iterdir()):
+            step, kind = parse_name(path.name)
+            if kind == "tmp":
+                with suppress(OSError):  # it has been published, or removed
+                    path.rename(folder / f"{step_name(step)}.tmp-{unique_suffix()}")
 
 
 def _write_files(folder: Path, snapshot: Snapshot) -> int:

@@ -362,11 +362,24 @@ def _get(store: Store, key: str) -> str:
 def choose_devices(address: str, port: int) -> tuple[ProcessGroupGloo.Device, ...]:
     """Return the network devices on which this rank listens to its peers.
 
-    ``GLOO_SOCKET_IFNAME`` (names, comma separated) decides where it is set. Otherwise: loopback
-    where rank 0 is on a loopback address, else the address from which this host reaches rank 0.
+    As ``devices_at``, with loopback where rank 0 is on a loopback address, else the address from
+    which this host reaches rank 0.
+    """
+    host = numbers_of(address)[0] if is_loopback(address) else own_address(address, port)
+    return devices_at(host)
+
+
+def devices_at(host: str) -> tuple[ProcessGroupGloo.Device, ...]:
+    """Return the network devices that listen at an address of this host.
+
+    ``GLOO_SOCKET_IFNAME`` (names, comma separated) takes precedence where it is set.
+
+    Args:
+        host: Name or number at which peers reach this host.
 
     Raises:
-        LaunchError: A network interface of that name is not there, or has no address.
+        LaunchError: A network interface of that name is not there, or has no address; or the host
+            is another one.
     """
     wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if names := [name for name in wanted.split(",") if name]:
@@ -377,8 +390,13 @@ def choose_devices(address: str, port: int) -> tuple[ProcessGroupGloo.Device, ..
                 f"GLOO_SOCKET_IFNAME is {wanted!r} ({first_line(error)}): name interfaces of this "
                 f"host with an address, of {', '.join(n for _, n in socket.if_nameindex())}"
             ) from None
-    host = numbers_of(address)[0] if is_loopback(address) else own_address(address, port)
-    return (ProcessGroupGloo.create_device(hostname=host),)
+    try:
+        return (ProcessGroupGloo.create_device(hostname=host),)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"this rank cannot listen at {host} ({first_line(error)}): give an address of this "
+            "machine that the others reach (--address, EVENER_ADDRESS)"
+        ) from None
 
 
 def own_address(address: str, port: int) -> str:

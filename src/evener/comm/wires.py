@@ -67,6 +67,17 @@ class Wires(NotInherited):
         wires._inodes = frozenset(inode for inode, end in ends.items() if end in far)
         return wires
 
+    @property
+    def listening(self) -> list[tuple[str, int]]:
+        """Number and port of those at which torch listens for peers; empty where unknown."""
+        found = []
+        for descriptor in self._own():
+            with suppress(OSError), _tcp(descriptor) as end:
+                if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    host, port, *_ = end.getsockname()
+                    found.append((str(host), int(port)))
+        return found
+
     def cut(self) -> None:
         """End the connections that are still open, as if the peers had closed theirs."""
         for descriptor in self._own():

@@ -6,7 +6,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Final
 
-from evener.checkpoint import Snapshot, WrittenCheckpoint, step_name, write_checkpoint
+from evener.checkpoint import (
+    Snapshot,
+    WrittenCheckpoint,
+    fence_writers,
+    step_name,
+    write_checkpoint,
+)
+from evener.engine.team_change import Change
 from evener.errors import CheckpointError
 from evener.loop.loop import Loop
 from evener.loop.saved_state import capture
@@ -63,6 +70,7 @@ class Checkpointer:
         self._snapshot: Snapshot | None = None  # the last one; its memory is used again
         self._write: Future[WrittenCheckpoint] | None = None
         self._step = -1  # of the last write
+        self._is_writer = False  # this process has kept former writers from publishing
         #: Why a step is skipped that was due while another was being written.
         self._skipped: dict[int, str] = {}
         try:
@@ -73,11 +81,28 @@ class Checkpointer:
                 f"checkpoint folder {folder} cannot be used: {error}; choose one that is writable"
             ) from error
         ddp.assembly.team.call_on_handover(self._hand_over)
+        ddp.assembly.engine.generations.call_on_change(self._change)
 
     def _hand_over(self) -> None:
         """Finish what this rank is writing: another rank writes from now on."""
         self.close()
-        self._snapshot = None
+        self._snapshot, self._is_writer = None, False
+
+    def _change(self, change: Change) -> None:
+        """Note that the team has changed: another rank may be the writer now."""
+        self._is_writer &= self._ddp.is_main_process
+
+    def _check(self) -> None:
+        """Raise CheckpointError if the team has continued without this process.
+
+        One that saves alone has no lease: its coordinator is lost.
+        """
+        assembly = self._ddp.assembly
+        if not (assembly.engine.generations.is_alone or assembly.team.membership.may_write()):
+            raise CheckpointError(
+                "the team has continued without this process, which was stopped or cut off; its "
+                "new main process saves"
+            )
 
     def move(self, suffix: str) -> None:
         """Write to a folder of its own from now on, which has this at the end of its name."""
@@ -212,9 +237,16 @@ class Checkpointer:
             after=self._ddp.events.pending(),
             into=self._snapshot,
         )
+        if not self._is_writer:
+            fence_writers(self._folder)
+            self._is_writer = True
         writer = ThreadPoolExecutor(1, thread_name_prefix="evener-checkpoint")
         self._write = writer.submit(
-            write_checkpoint, self._folder, self._snapshot, keep_last=self._keep_last
+            write_checkpoint,
+            self._folder,
+            self._snapshot,
+            keep_last=self._keep_last,
+            check=self._check,
         )
         # The thread ends with its write, for which the interpreter waits.
         writer.shutdown(wait=False)

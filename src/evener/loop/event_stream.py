@@ -115,7 +115,8 @@ class EventStream:
             kind: See ``FIELDS`` of ``evener.observe.events``.
             **fields: Those of the kind; ``t`` is now unless given.
         """
-        if self._engine.rounds.is_main and self._makers:
+        is_main = self._engine.rounds.is_main and self._makers
+        if is_main and self._team.membership.may_write():
             self._tell_start()
             self._emit(make_event(kind, **{"t": time.time(), **fields}))
 

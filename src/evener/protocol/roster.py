@@ -13,8 +13,8 @@ without any member that holds state starts over. It forms only when no other wor
 commit: each has left, its process has ended, or its lease has run out.
 """
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from math import inf
@@ -73,9 +73,12 @@ class Seat:
         wish: The number that it gets if that is free: its last one, or its place on its launcher.
         number: Its number in the team.
         facts: What must be the same on all workers.
+        address: Where other workers reach it; empty where it has not told.
+        is_local: Whether only processes of its own machine reach it there.
         activity: What it does.
         knows: The last generation that it was in, as it or a message to it said.
         standing: What it held when it became ready.
+        unreached: Members of the generation that it was in, to which it could not connect.
         told: By type, the last message to it, of those that are sent once.
         lease_end_s: The last time at which it may commit; 0 once it has left its generation.
         micro_batches: How many it has done.
@@ -91,9 +94,12 @@ class Seat:
     wish: int = NO_NUMBER
     number: int = NO_NUMBER
     facts: Mapping[str, Any] = field(default_factory=dict)
+    address: str = ""
+    is_local: bool = False
     activity: Activity = Activity.WORKING
     knows: int = 0
     standing: Standing | None = None
+    unreached: frozenset[str] = frozenset()
     told: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     lease_end_s: float = 0.0
     micro_batches: int = 0
@@ -120,6 +126,8 @@ class Seat:
 
     def why_lost(self, now_s: float) -> str:
         """Return why it is lost; empty while it is not."""
+        if not self.troubles:
+            return ""
         return next((why for since_s, why in self.troubles.values() if now_s >= since_s), "")
 
     def lives(self, now_s: float) -> bool:
@@ -155,6 +163,8 @@ class Roster:
         started_s: When the coordinator started.
         formation: The newest generation; ``None`` before the first.
         run_has_ended: Whether a member has left it because the run had ended.
+        living: Ids of the workers that have come, and neither left nor are lost, in the order of
+            their arrival; as of the last event or tick.
     """
 
     least: int
@@ -163,18 +173,22 @@ class Roster:
     started_s: float
     formation: Formation | None = None
     run_has_ended: bool = False
+    living: tuple[str, ...] = ()
     _seats: dict[str, Seat] = field(default_factory=dict)
     _outgoing: list[Outgoing] = field(default_factory=list)
     _looked_s: float = 0.0
     #: When a supervisor last reported that a worker's process runs, also before it has arrived.
     #: Without one, a worker may be silent for long, as in a call that holds the interpreter's lock.
     _attended_s: dict[str, float] = field(default_factory=dict)
+    _inside: frozenset[str] = frozenset()  # the members of the newest generation
+    _leader: str = ""  # who decides how the team starts over, while no member is left
     _over: str = "it has not begun"  # why the newest generation is over; empty while it is not
     _over_s: float = 0.0
     _forgotten_lease_s: float = 0.0  # no worker that was forgotten commits later
     _arrival_s: float = 0.0  # when a worker became ready
     _short_s: float = 0.0  # since when too few workers are ready, as the terminal was told
     _has_formed: bool = False  # a generation that this coordinator has formed
+    _formed: Mapping[str, Any] = field(default_factory=dict)  # the newest generation, as a message
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
     @property
@@ -198,23 +212,21 @@ class Roster:
         """Return whether a worker has arrived and is not forgotten; only such have events."""
         return member in self._seats
 
-    def living(self, now_s: float) -> list[str]:
-        """Return the ids of the workers that have come, and neither left nor are lost."""
-        return [seat.member for seat in self._seats.values() if seat.lives(now_s)]
-
     def is_member(self, member: str) -> bool:
         """Return whether a worker is in the newest generation."""
-        return self.formation is not None and member in self.formation.members
+        return member in self._inside
 
-    def leads(self, now_s: float, member: str) -> bool:
+    def leads(self, member: str) -> bool:
         """Return whether a worker decides how a team starts over that has no member left.
 
         It is the first one that lives. What members have told remains known: this is for what
         they could not tell any more.
         """
-        living = self.living(now_s)
-        has_begun = self.formation is not None
-        return has_begun and living[:1] == [member] and not any(map(self.is_member, living))
+        return member == self._leader
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what must be the same on all members, as far as members have told it."""
+        return {name: fact for seat in self._members() for name, fact in seat.facts.items()}
 
     def take(self) -> list[Outgoing]:
         """Return the messages since the last call."""
@@ -231,6 +243,8 @@ class Roster:
         facts: Mapping[str, Any],
         held: Formation | None,
         wish: int = NO_NUMBER,
+        address: str = "",
+        is_local: bool = False,
     ) -> str:
         """Take in a worker that has connected, for the first time or again.
 
@@ -241,16 +255,18 @@ class Roster:
             facts: What must be the same on all members.
             held: The last generation that it was in, where there is one.
             wish: The number that it has if that is free, such as its place on its launcher.
+            address: Where other workers reach it.
+            is_local: Whether only processes of its own machine reach it there.
 
         Returns:
             Why it is refused; empty if it is not.
         """
-        new = Seat(member, session, wish, facts=facts, advanced_s=now_s)
+        new = Seat(member, session, wish, NO_NUMBER, facts, address, is_local, advanced_s=now_s)
         before = self._seats.get(member, new)
         is_another = before.session not in ("", session)
         if is_another and before.is_connected:
             return f"another worker of this team is called {member!r}; set another EVENER_MEMBER"
-        if why := self._difference(new):
+        if why := self._difference(new) or self._mixture(new):
             return why
         if is_another:
             self._forget(before)  # so that the new worker is the last in the order
@@ -258,6 +274,7 @@ class Roster:
                 self._end(now_s, f"{member} is another process now")
         seat = self._seats.setdefault(member, new)
         seat.session, seat.facts, seat.heard_s = session, facts, now_s
+        seat.address, seat.is_local = address, is_local
         seat.knows = held.generation if held else 0
         for ended in (Trouble.DISCONNECTED, Trouble.GONE):
             seat.troubles.pop(ended, None)
@@ -268,19 +285,23 @@ class Roster:
         self.tick(now_s)
         return ""
 
-    def remember(self, now_s: float, held: Formation | None) -> None:
+    def remember(
+        self, now_s: float, held: Formation | None, facts: Mapping[str, Any] | None = None
+    ) -> None:
         """Continue from a generation that a coordinator before this one has formed.
 
         Args:
             now_s: The time.
-            held: A generation that a worker or a supervisor has heard of, where there is one.
+            held: A generation that a worker, a supervisor or the ledger tells of, where there is
+                one.
+            facts: What must be the same on its members, where that is known.
         """
         if held is None or held.generation <= self.generation or self._has_formed:
             return
-        self.formation, self._over, self.run_has_ended = held, "", False
+        self._begin(held)
         for member, number in zip(held.members, held.numbers, strict=True):
             if member not in self._seats:
-                self._seats[member] = Seat(member, advanced_s=now_s)
+                self._seats[member] = Seat(member, facts=facts or {}, advanced_s=now_s)
                 # It may take as long to come back as generations take to form again.
                 since_s = max(now_s, self.started_s + self.deadlines.lease_s)
                 patience_s = self.deadlines.reconnect_s
@@ -303,7 +324,14 @@ class Roster:
             self._seats[member].suffer(Trouble.DISCONNECTED, now_s, self.deadlines.reconnect_s)
             self.tick(now_s)
 
-    def report(self, now_s: float, member: str, generation: int, standing: Standing | None) -> None:
+    def report(
+        self,
+        now_s: float,
+        member: str,
+        generation: int,
+        standing: Standing | None,
+        unreached: Iterable[str] = (),
+    ) -> None:
         """Note that a worker waits for the next generation.
 
         Args:
@@ -311,6 +339,7 @@ class Roster:
             member: Its id.
             generation: The last generation that it was in; 0 for none.
             standing: What it holds; ``None`` without state.
+            unreached: Members of that generation to which it could not connect.
         """
         seat = self._seats[member]
         if seat.activity is Activity.REFUSED:
@@ -318,7 +347,7 @@ class Roster:
         if seat.activity is not Activity.READY:
             self._arrival_s = now_s
         seat.activity, seat.knows, seat.standing = Activity.READY, generation, standing
-        seat.lease_end_s = 0.0
+        seat.lease_end_s, seat.unreached = 0.0, frozenset(unreached)
         self.tick(now_s)
 
     def leave(self, now_s: float, member: str, *, finished: bool = False) -> None:
@@ -380,7 +409,12 @@ class Roster:
         self._answer(now_s)
         self._consider_forming(now_s)
         self._sweep(now_s)
-        self._number(now_s, {seat.member for seat in self._members()})
+        living = tuple([seat.member for seat in self._seats.values() if seat.lives(now_s)])
+        if living != self.living:
+            self.living = living
+            self._number(now_s, self._inside)
+        is_headless = self.formation is not None and self._inside.isdisjoint(living)
+        self._leader = living[0] if living and is_headless else ""
         self._inform(now_s)
         self._name_late(now_s)
 
@@ -438,35 +472,42 @@ class Roster:
     def _forget(self, seat: Seat) -> None:
         self._forgotten_lease_s = max(self._forgotten_lease_s, seat.lease_end_s)
         del self._seats[seat.member]
+        self.living = ()  # another worker may take the same place: numbers are to be given again
 
-    def _number(self, now_s: float, first: set[str]) -> None:
+    def _number(self, now_s: float, first: Container[str]) -> None:
         """Give every living worker a number of its own, as far as they reach.
 
         Those in ``first`` come before others, and those that have a number before those without.
         """
-        free = set(range(self.most))
+        free, ascending = set(range(self.most)), iter(range(self.most))
         seats = [*self._seats.values()]
         seats.sort(key=lambda seat: (seat.member not in first, seat.number == NO_NUMBER))
         for seat in seats:
             seat.number = NO_NUMBER
             if free and seat.lives(now_s):
-                seat.number = seat.wish = seat.wish if seat.wish in free else min(free)
+                if seat.wish not in free:
+                    seat.wish = next(number for number in ascending if number in free)
+                seat.number = seat.wish
                 free.remove(seat.number)
 
     def _inform(self, now_s: float) -> None:
         """Tell workers whether their generation is to end, and that it is over."""
-        members = {*self._members()}
-        waits = any(seat.can_join and seat not in members for seat in self._seats.values())
+        inside = self._inside
+        waits = any(seat.can_join and seat.member not in inside for seat in self._seats.values())
         # If a team left its generation before the next one may form, it would only wait.
-        wanted = self.is_open(now_s) and len(members) < (self.most if waits else self.least)
+        wanted = self.is_open(now_s) and len(inside) < (self.most if waits else self.least)
         # Members that leave a generation together need not be told.
-        is_lost = any(seat.why_lost(now_s) for seat in members)
-        is_due = self._over and (is_lost or now_s - self._over_s >= self.deadlines.gather_s)
+        is_due = self._over and (
+            now_s - self._over_s >= self.deadlines.gather_s
+            or any(seat.why_lost(now_s) for seat in self._members())
+        )
+        wish = {"value": wanted}
         for seat in self._seats.values():
-            why = f"the team continued without {seat.member}, to generation {self.generation}"
-            if seat in members:
-                self._tell(seat, "wanted", {"value": wanted})
-                why = self._over if is_due else ""
+            why = self._over if is_due else ""
+            if seat.member in inside:
+                self._tell(seat, "wanted", wish)
+            else:
+                why = f"the team continued without {seat.member}, to generation {self.generation}"
             if seat.knows and why and seat.activity is Activity.WORKING:
                 self._tell(seat, "over", {"generation": seat.knows, "why": why})
 
@@ -479,7 +520,6 @@ class Roster:
         ]
         if not waiting:
             return
-        names = " and ".join(seat.member for seat in waiting)
         first_s = min(seat.advanced_s for seat in waiting)
         deadline_s = silence_deadline_s(self._paces)
         for seat in self._awaited(now_s):
@@ -487,6 +527,7 @@ class Roster:
             is_working = seat.phase not in (WAITING, PARKED) or self._over
             if is_working and idle_s >= deadline_s and seat.named_s != seat.advanced_s:
                 seat.named_s = seat.advanced_s
+                names = _name([seat.member for seat in waiting])
                 last = f"; its last heartbeat came {silent_s:.0f} s ago" if silent_s > 1 else ""
                 self._say(
                     f"{names} wait for {seat.member}, which has made no progress for {idle_s:.0f} "
@@ -506,16 +547,21 @@ class Roster:
 
     def _consider_forming(self, now_s: float) -> None:
         """Form the next generation, or refuse workers that wait for it in vain."""
-        ready = [seat.member for seat in self._seats.values() if seat.can_join]
-        is_due = self._over and self.is_open(now_s)
+        if not (self._over and self.is_open(now_s)):
+            return
         is_patient = now_s - self._over_s < self.deadlines.timeout_s
-        if not (ready and is_due) or (is_patient and self._awaited(now_s)):
+        if is_patient and self._awaited(now_s):
+            return
+        self._part()
+        ready = [seat.member for seat in self._seats.values() if seat.can_join]
+        if not ready:
             return
         if self.run_has_ended and not any(map(self.is_member, ready)):
             # They would train a finished run once more. A script of its members may begin another.
             why = (
                 f"the team's run has ended, in generation {self.generation}: it was done to its "
-                "end, or stopped; to train another run, restart its coordinator"
+                "end, or stopped; to train another run, start another coordinator (with a "
+                "ledger of its own, if any)"
             )
             self._refuse(ready, "ended", why)
             return
@@ -533,6 +579,61 @@ class Roster:
         are_expired = now_s >= max([self._forgotten_lease_s, *leases_s])
         if standings or (is_gathered and are_expired):
             self._form(now_s, ready, standings)
+
+    def _part(self) -> None:
+        """Refuse ready members that could not connect to others, until those left all could.
+
+        Nobody can tell which end of a broken connection is at fault. So the newest one goes, and
+        workers without state before members that train: whoever joins ends no team. One that lacks
+        connections to several others goes before those.
+        """
+        ready = {seat.member: seat for seat in self._members() if seat.can_join}
+        order = {member: place for place, member in enumerate(ready)}
+        broken = {
+            frozenset((seat.member, other))
+            for seat in ready.values()
+            for other in seat.unreached & ready.keys() - {seat.member}
+        }
+        while broken:
+            num_broken = Counter(member for pair in broken for member in pair)
+            joiners = [member for member in num_broken if ready[member].standing is None]
+            parted = max(joiners or num_broken, key=lambda m: (num_broken[m], order[m]))
+            others = [m for m in ready if frozenset((parted, m)) in broken]
+            self._refuse([parted], "failed", self._why_parted(ready[parted], others))
+            broken = {pair for pair in broken if parted not in pair}
+
+    def _why_parted(self, parted: Seat, others: list[str]) -> str:
+        def place(member: str) -> str:
+            address = self._seats[member].address
+            return f"{member} (at {address})" if address else member
+
+        far = [m for m in others if m in parted.unreached]
+        near = [m for m in others if parted.member in self._seats[m].unreached]
+        ways = [
+            f"it does not reach {_name([*map(place, far)])}" if far else "",
+            f"{_name(near)} {'do' if near[1:] else 'does'} not reach it" if near else "",
+        ]
+        why = (
+            f"{place(parted.member)} reaches the coordinator, but not the other workers: "
+            f"{' and '.join(filter(None, ways))}; let the workers' machines connect to one another "
+            "(firewall, routes), or give the address that the others reach (--address)"
+        )
+        self._say(f"{why}; the team forms without it")
+        return why
+
+    def _mixture(self, new: Seat) -> str:
+        """Return why a worker's address does not fit those of the others; empty if it does."""
+        seats = (self._seats[member] for member in self.living if member != new.member)
+        other = next((seat for seat in seats if seat.address), None)  # all others are like it
+        if not new.address or other is None or other.is_local == new.is_local:
+            return ""
+        local, far = (new, other) if new.is_local else (other, new)
+        return (
+            f"{local.member} is reached at {local.address}, where only its own machine connects, "
+            f"and {far.member} at {far.address}; have all workers connect to an address of the "
+            "coordinator that every machine reaches (`evener coordinator --host`), or give that of "
+            f"{local.member} to it (--address)"
+        )
 
     def _wait_for_more(self, now_s: float, ready: list[str]) -> None:
         since_s, timeout_s = max(self._arrival_s, self._over_s), self.deadlines.timeout_s
@@ -564,52 +665,56 @@ class Roster:
         members = tuple([*standings, *joiners][: self.most])
         best = max(standings.values(), key=attrgetter("applied", "committed"), default=None)
         donor = next((m for m, held in standings.items() if held is best), members[0])
-        same = [m for m, held in standings.items() if best and held.is_as(best)]
+        same = {m for m, held in standings.items() if best and held.is_as(best)}
         if before and not standings and not self.run_has_ended:
             self._say(
                 f"no member is left that holds the state of generation {self.generation}, so the "
                 "next one begins with what its first worker loads, or anew"
             )
-        self._number(now_s, {*members})
+        self._number(now_s, frozenset(members))
         unheard_s = [self._over_s - seat.heard_s for seat in before if seat.why_lost(now_s)]
-        self.formation = Formation(
-            generation=self.generation + 1,
-            members=members,
-            numbers=tuple(self._seats[member].number for member in members),
-            base=best.applied if best else 0,
-            has_state=best is not None,
-            donor=donor,
-            receivers=tuple(m for m in members if m not in same and m != donor),
-            detect_s=max([0.0, *unheard_s]),
+        self._begin(
+            Formation(
+                generation=self.generation + 1,
+                members=members,
+                numbers=tuple(self._seats[member].number for member in members),
+                base=best.applied if best else 0,
+                has_state=best is not None,
+                donor=donor,
+                receivers=tuple(m for m in members if m not in same and m != donor),
+                detect_s=max([0.0, *unheard_s]),
+            )
         )
-        self._has_formed, self.run_has_ended, self._over = True, False, ""
+        self._has_formed = True
         for seat in self._members():
             self._enter(seat)
+
+    def _begin(self, formation: Formation) -> None:
+        self.formation, self._inside = formation, frozenset(formation.members)
+        self._over, self.run_has_ended = "", False
 
     def _difference(self, seat: Seat) -> str:
         """Return in which fact a worker differs from another, and what to do; empty if in none."""
         # The facts of the team's members count; before there is a team, those of the first workers.
-        others = sorted(self._seats.values(), key=lambda one: not self.is_member(one.member))
-        for other in others:
-            if other.member == seat.member or other.activity is Activity.REFUSED:
-                continue
-            for name in sorted(seat.facts.keys() & other.facts.keys()):
-                mine, theirs = seat.facts[name], other.facts[name]
-                if mine != theirs:
-                    return (
-                        f"{name} of {seat.member} is {short(mine)}, and that of {other.member} in "
-                        f"the team is {short(theirs)}; start every worker with the same code, "
-                        "options, data and versions"
-                    )
+        # A worker that is not in the team, and differs, must not end a member.
+        is_inside = self.is_member(seat.member)
+        for others in (self._members(), [] if is_inside else self._seats.values()):
+            for other in others:
+                if other.member == seat.member or other.activity is Activity.REFUSED:
+                    continue
+                if other.facts != seat.facts and (why := _describe_difference(seat, other)):
+                    return why
         return ""
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 
     def _enter(self, seat: Seat) -> None:
         assert self.formation is not None
-        seat.activity, seat.knows = Activity.WORKING, self.generation
+        seat.activity, seat.knows, seat.unreached = Activity.WORKING, self.generation, frozenset()
         seat.told.clear()
-        self._send(seat.member, "formed", asdict(self.formation))
+        if self._formed.get("generation") != self.generation:
+            self._formed = asdict(self.formation)
+        self._send(seat.member, "formed", self._formed)
 
     def _tell(self, seat: Seat, kind: str, content: Mapping[str, Any]) -> None:
         """Send a message, unless it was the last one of its type on this connection."""
@@ -622,3 +727,22 @@ class Roster:
 
     def _say(self, text: str) -> None:
         self._send("", "say", {"text": text})
+
+
+def _name(members: list[str]) -> str:
+    """Return the names of workers, of many the first ones."""
+    rest = f" and {len(members) - 3} more" if len(members) > 4 else ""
+    names = members[:3] if rest else members
+    return f"{', '.join(names)}{rest}" if rest else " and ".join(names)
+
+
+def _describe_difference(seat: Seat, other: Seat) -> str:
+    for name in sorted(seat.facts.keys() & other.facts.keys()):
+        mine, theirs = seat.facts[name], other.facts[name]
+        if mine != theirs:
+            return (
+                f"{name} of {seat.member} is {short(mine)}, and that of {other.member} in "
+                f"the team is {short(theirs)}; start every worker with the same code, "
+                "options, data and versions"
+            )
+    return ""

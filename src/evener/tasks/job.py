@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Subset, default_collate
 
-from evener.checkpoint import Checkpoint
+from evener.checkpoint import Checkpoint, fence_writers
 from evener.config.folders import CHECKPOINTS, SUMMARY, FolderLock, release_folder
 from evener.config.options import Keys, TaskOptions
 from evener.config.presets import resolve_job
@@ -315,6 +315,8 @@ class Job(EpochLoop):
 
     def _load_newest(self) -> None:
         """Load the newest checkpoint of the run, as no worker holds its state any more."""
+        if self.ddp.is_main_process:  # a former one may be stopped while it writes a later window
+            fence_writers(self.folder / CHECKPOINTS)
         found = choose_checkpoint(self.team, [self.folder], say=self.warn)
         if found is not None:
             self.resumed = found[1]

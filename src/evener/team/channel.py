@@ -5,6 +5,7 @@ Ranks speak to their supervisor over it, and the launchers of several machines t
 
 import json
 import os
+import selectors
 import socket
 import sys
 import threading
@@ -34,6 +35,7 @@ Message = dict[str, Any]
 
 _CHUNK_BYTES = 1 << 20
 _PAYLOAD_BYTES = "payload_bytes"
+_LOOK_S = 0.5
 
 _ends: "WeakSet[Channel]" = WeakSet()
 
@@ -48,15 +50,20 @@ class Channel:
         end: The socket, which is this object's from now on.
         limit_bytes: Longest message, without bytes that follow; a longer one ends the connection.
             For connections that anybody may open; ``None`` for those between one's own processes.
+        send_s: The connection ends if the other end takes nothing in for so long while a message is
+            sent; ``None`` waits for as long as its process lives.
 
     Attributes:
         has_ended: Whether the other end, or this one, is closed.
     """
 
-    def __init__(self, end: socket.socket, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, end: socket.socket, limit_bytes: int | None = None, send_s: float | None = None
+    ) -> None:
         end.set_inheritable(False)
         self.has_ended = False
         self._end = end
+        self._send_s = send_s
         self._limit_bytes = limit_bytes
         self._sending = threading.Lock()
         self._unread = bytearray()
@@ -83,10 +90,25 @@ class Channel:
         num_bytes = sum(part.nbytes for part in payload)
         size = {_PAYLOAD_BYTES: num_bytes} if num_bytes else {}
         line = json.dumps({**message, **size}).encode() + b"\n"
-        with self._sending, suppress(OSError):
-            self._end.sendall(line)
-            for part in payload:
-                self._end.sendall(part)
+        with self._sending, suppress(OSError, ValueError):  # closed by another thread
+            for part in (memoryview(line), *payload):
+                self._send(part.cast("B"))
+
+    def _send(self, part: memoryview) -> None:
+        """Send all of it, whatever timeout the socket has: half a message would damage the next."""
+        taken_s = time.monotonic()
+        while part:
+            try:
+                part = part[self._end.send(part, socket.MSG_DONTWAIT) :]
+                taken_s = time.monotonic()
+            except BlockingIOError:
+                late_s = time.monotonic() - taken_s
+                if self._send_s is not None and late_s >= self._send_s:
+                    self.close()
+                    raise
+                with selectors.DefaultSelector() as selector:
+                    selector.register(self._end, selectors.EVENT_WRITE)
+                    selector.select(_LOOK_S)  # another thread may close this end meanwhile
 
     def receive(self) -> list[Message]:
         """Return the messages that have come and are whole; one that is not a JSON object is empty.

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import Final, final
 
 from evener.closing import Closing
-from evener.comm.addresses import is_unknown_name
+from evener.comm.addresses import end_when_unreachable, is_unknown_name
 from evener.errors import CoordinatorLostError, EvenerError, LaunchError, TeamRefusedError
 from evener.parsing import Fields, whole
 from evener.protocol.formation import (
@@ -52,6 +52,7 @@ class CoordinatorConnection(Closing):
         member: As given.
         deadlines: The team's, as the coordinator has them.
         limits: Fewest and most members of the team.
+        own_address: This machine's end of the route to the coordinator.
 
     Raises:
         ConfigError: The address is none.
@@ -69,6 +70,7 @@ class CoordinatorConnection(Closing):
         self.address = address
         self.deadlines = Deadlines()
         self.limits = (1, 1)
+        self.own_address = ""
         self._host, self._port = host, port
         self._token = token
         self._role = role
@@ -77,6 +79,7 @@ class CoordinatorConnection(Closing):
         self._is_welcome = False
         self._failure: EvenerError | None = None
         self._has_met = self._closed = False
+        self._why = "no answer"  # to the last attempt to connect
         self._beat_due_s = 0.0
         self._heard_s = time.monotonic()
         self._wake_end, self._wake = socket.socketpair()
@@ -108,14 +111,14 @@ class CoordinatorConnection(Closing):
 
     @abstractmethod
     def _introduction(self) -> Message:
-        """Return what the hello says beside role and member; the lock is held."""
+        """Return what this end tells of itself after the hello; the lock is held."""
 
     @abstractmethod
     def _begin(self, welcome: Fields) -> list[Message]:
         """Take in the welcome; return what is said first. The lock is held."""
 
     @abstractmethod
-    def _beat(self, now_s: float) -> Message:
+    def _beat(self) -> Message:
         """Return a heartbeat; the lock is held."""
 
     @abstractmethod
@@ -143,7 +146,7 @@ class CoordinatorConnection(Closing):
                 self._changed.wait_for(lambda: self._is_welcome or self._failure, timeout_s)
             failure = self._failure
             if failure is None and not self._is_welcome:
-                failure = self._lost("no answer")
+                failure = self._lost()
         if failure is not None:
             self.close()
             raise failure
@@ -176,14 +179,15 @@ class CoordinatorConnection(Closing):
                 self._fail(error)
                 break
             except (OSError, ValueError) as error:  # names that cannot be encoded, too
-                why = getattr(error, "strerror", None) or str(error) or "no answer"
+                self._why = getattr(error, "strerror", None) or str(error) or "no answer"
                 due_s = began_s + self._timeout_s
                 if self._has_met:
                     due_s = lost_s + self.deadlines.patience_s
                 left_s = due_s - time.monotonic()
-                is_unknown = isinstance(error, OSError | UnicodeError) and is_unknown_name(error)
-                if left_s <= 0 or (is_unknown and not self._has_met):
-                    self._fail(self._lost(why))
+                if isinstance(error, OSError | UnicodeError) and is_unknown_name(error):
+                    self._why = f"the name {self._host!r} is unknown here"  # yet, as in Kubernetes
+                if left_s <= 0:
+                    self._fail(self._lost())
                     break
                 wait([self._wake_end], min(_PAUSE_S, left_s))
                 continue
@@ -200,17 +204,17 @@ class CoordinatorConnection(Closing):
         self._wake_end.close()
         self._wake.close()
 
-    def _lost(self, why: str) -> EvenerError:
+    def _lost(self) -> EvenerError:
         if not self._has_met:
             return LaunchError(
                 f"{self._role} {self.member} waited {self._timeout_s:.0f} s for the coordinator at "
-                f"{self.address} ({why}): start it with `evener coordinator`, and check the "
+                f"{self.address} ({self._why}): start it with `evener coordinator`, and check the "
                 "address and the port"
             )
         return CoordinatorLostError(
             f"{self._role} {self.member} lost the coordinator at {self.address} and waited "
-            f"{self.deadlines.patience_s:.0f} s for it (patience_s; {why}): check the network to "
-            "its machine; if it has ended, start it again with the same arguments, or the run "
+            f"{self.deadlines.patience_s:.0f} s for it (patience_s; {self._why}): check the "
+            "network to its machine; if it has ended, start it again with the same arguments, or the run "
             "again to resume from its checkpoint"
         )
 
@@ -218,7 +222,11 @@ class CoordinatorConnection(Closing):
         connection = socket.create_connection((self._host, self._port), _CONNECT_S)
         connection.settimeout(None)  # a Channel waits by other means
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = Channel(connection, MOST_MESSAGE_BYTES)
+        end_when_unreachable(connection, self.deadlines.host_lease_s)
+        # A coordinator that is stopped reads nothing. This thread must not wait for it in a send:
+        # it has to notice the silence, and to connect again.
+        channel = Channel(connection, MOST_MESSAGE_BYTES, self.deadlines.lease_s + _CONNECT_S)
+        self.own_address = channel.own[0]
         try:
             seal, welcome = self._meet(channel)
             with self._changed:
@@ -254,9 +262,11 @@ class CoordinatorConnection(Closing):
             raise self._unproven(missing)
         nonce = new_nonce()
         seal = Seal(self._token, (challenge.text("nonce"), nonce), TO_COORDINATOR)
-        with self._changed:
-            hello = {"role": self._role, "member": self.member, **self._introduction()}
+        hello = {"role": self._role, "member": self.member}
         channel.tell({**seal.close(hello), "nonce": nonce})
+        with self._changed:
+            introduction = self._introduction()
+        channel.tell(seal.close(introduction))
         answer = self._next(channel, deadline)
         if "type" in answer and answer.text("type") == "refused":
             raise self._unproven(
@@ -292,7 +302,7 @@ class CoordinatorConnection(Closing):
                 messages = list(self._outgoing)
                 self._outgoing.clear()
                 if now_s >= self._beat_due_s:
-                    messages.append(self._beat(now_s))
+                    messages.append(self._beat())
                     self._beat_due_s = now_s + self.deadlines.beat_s
                 beat_due_s = self._beat_due_s
             for message in messages:
@@ -437,7 +447,7 @@ class AgentConnection(CoordinatorConnection):
         node = [] if self._node is None else [self._node]
         return [*node, *self._known.values()]
 
-    def _beat(self, now_s: float) -> Message:
+    def _beat(self) -> Message:
         return {"type": "beat", "members": list(self._members)}
 
     def _say_farewell(self) -> list[Message]:
@@ -452,7 +462,7 @@ class AgentConnection(CoordinatorConnection):
             self._held, self._run_has_ended = read_message(Formation, fields), False
         elif kind == "ended":
             self._run_has_ended = True
-        elif kind == "beaten":
+        elif kind == "beaten" and "workers" in fields:  # they have changed
             self._workers = frozenset(fields.texts("workers"))
         elif kind == "place":
             self._place = fields

@@ -13,13 +13,15 @@ import math
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Final, final
 
+from evener import clock
 from evener.closing import Closing
-from evener.comm.addresses import LOOPBACK, open_port
+from evener.comm.addresses import LOOPBACK, end_when_unreachable, is_loopback, open_port
 from evener.errors import ConfigError
 from evener.parsing import Fields, parse_json, short
 from evener.protocol.formation import (
@@ -33,6 +35,7 @@ from evener.protocol.formation import (
 )
 from evener.protocol.nodes import Node, Nodes
 from evener.protocol.roster import Roster
+from evener.team.ledger import Ledger, LedgerEntry
 from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
 from evener.team.shortage import remedy_of_shortage
 from evener.team.terminal import say
@@ -40,8 +43,14 @@ from evener.version import __version__
 
 _TICK_S: Final = 0.05
 _END_S: Final = 5.0
-#: Connections that have not said who they are; the oldest is closed for a new one.
-_MOST_STRANGERS: Final = 32
+#: Connections that have not said who they are. Beyond so many, new ones are closed at once: one
+#: that is open was there first, and is closed after ``hello_s``.
+_MOST_STRANGERS: Final = 256
+#: Connections that are taken in between two ticks; the kernel keeps the others waiting. Workers
+#: that are known have their turn in between, however many strangers come.
+_MOST_PER_TICK: Final = 50
+#: All that a connection may send before it has proven that it knows the token.
+_MOST_HELLO_BYTES: Final = 4096
 #: A peer that does not read what it is sent is closed when so many bytes wait for it.
 _MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
 _MOST_KEYS: Final = 100_000
@@ -61,6 +70,8 @@ class CoordinatorOptions:
         token: What workers must know; ``None`` admits every process of this host.
         deadlines: Those of the team.
         nnodes: Hosts of a fixed team; 0 for an elastic team.
+        ledger: The file from which a coordinator that is started again continues; ``None`` for
+            none: it then hears from workers and launchers what the newest generation is.
     """
 
     host: str = LOOPBACK
@@ -70,6 +81,7 @@ class CoordinatorOptions:
     token: bytes | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
     nnodes: int = 0
+    ledger: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.deadlines.timeout_s < math.inf:
@@ -132,7 +144,8 @@ def coordinate(options: CoordinatorOptions) -> int:
     It prints its address as soon as workers can connect.
 
     Raises:
-        ConfigError: The coordinator would listen on other than loopback without a token.
+        ConfigError: The coordinator would listen on other than loopback without a token, or its
+            ledger is in use, damaged or another team's.
         LaunchError: The port is in use or not allowed.
     """
 
@@ -158,7 +171,8 @@ class Coordinator:
         options: How it is started.
 
     Raises:
-        ConfigError: The coordinator would listen on other than loopback without a token.
+        ConfigError: The coordinator would listen on other than loopback without a token, or its
+            ledger is in use, damaged or another team's.
         LaunchError: The port is in use or not allowed.
     """
 
@@ -170,12 +184,27 @@ class Coordinator:
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self.options = options
-        self.roster = Roster(options.least, options.most, options.deadlines, time.monotonic())
+        now_s = clock.now_s()
+        self.roster = Roster(options.least, options.most, options.deadlines, now_s)
         self.store = GenerationStore()
         self.nodes = Nodes(options.nnodes)
-        self._strangers: list[Visitor] = []
+        self._ledger: Ledger | None = None
+        if options.ledger is not None:
+            try:
+                self._ledger = Ledger(options.ledger, (options.least, options.most))
+            except BaseException:
+                self._socket.close()
+                raise
+            known = self._ledger.entry
+            self.roster.remember(now_s, known.formation, known.facts)
+            self.roster.run_has_ended |= known.run_has_ended
+            self.store.load(known.announced)
+        #: Tasks that make a visitor of a connection.
+        self._welcoming: set[asyncio.Task[Any]] = set()
+        self._num_taken = 0  # connections, since the last tick
+        self._strangers: dict[Visitor, None] = {}
         self._workers: dict[str, Visitor] = {}
-        self._agents: list[Visitor] = []
+        self._agents: dict[Visitor, None] = {}
         self._told: Formation | None = None
         self._is_end_told = False  # to all agents
         self._num_refusals = 0
@@ -184,7 +213,7 @@ class Coordinator:
     async def serve(self) -> None:
         """Serve until ``stop`` is called."""
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Visitor(self), sock=self._socket)
+        loop.add_reader(self._socket, self._take_in)
         try:
             while not self._stopping.is_set():
                 try:
@@ -192,17 +221,16 @@ class Coordinator:
                 except TimeoutError:
                     self._tick()
         finally:
-            # asyncio makes a transport of an accepted connection in the next round of its loop, and
-            # calls the visitor in the one after. If the server is closed before, it stays open.
             loop.remove_reader(self._socket)
-            for _ in range(2):
-                await asyncio.sleep(0)
-            server.close()
+            self._socket.close()
+            await asyncio.gather(*self._welcoming, return_exceptions=True)
             for agent in [*self._agents]:
                 agent.tell("farewell", {})
             for visitor in [*self._strangers, *self._agents, *self._workers.values()]:
                 visitor.close()
             await asyncio.sleep(0)
+            if self._ledger is not None:
+                self._ledger.close()
 
     def stop(self) -> None:
         """Let ``serve`` return; call it in the thread of its loop."""
@@ -211,17 +239,14 @@ class Coordinator:
     # ── what visitors call ───────────────────────────────────────────────────────────────────────
 
     def welcome(self, visitor: "Visitor") -> None:
-        """Take in a connection that has not said who it is."""
-        self._strangers.append(visitor)
-        if len(self._strangers) > _MOST_STRANGERS:
-            self._strangers[0].drop()
+        """Note a connection that has not said who it is."""
+        self._strangers[visitor] = None
 
     def know(self, visitor: "Visitor") -> None:
         """Note that a connection has said who it is."""
-        if visitor in self._strangers:
-            self._strangers.remove(visitor)
+        self._strangers.pop(visitor, None)
         if not visitor.member:
-            self._agents.append(visitor)
+            self._agents[visitor] = None
             self._is_end_told = False
         else:
             before = self._workers.get(visitor.member)
@@ -231,17 +256,16 @@ class Coordinator:
 
     def forget(self, visitor: "Visitor") -> None:
         """Note that a connection has ended."""
-        if visitor in self._strangers:
-            self._strangers.remove(visitor)
+        self._strangers.pop(visitor, None)
         if visitor in self._agents:
-            self._agents.remove(visitor)
+            del self._agents[visitor]
             lost = self.nodes.depart(visitor.name)
             if lost is not None and not visitor.has_left:
                 self.relay(visitor, "lost", {"node": lost.name})
             self._tell_missing()
         if self._workers.get(visitor.member) is visitor:
             del self._workers[visitor.member]
-            self.roster.depart(time.monotonic(), visitor.member)
+            self.roster.depart(clock.now_s(), visitor.member)
             self.send_orders()
 
     # ── hosts of a fixed team ────────────────────────────────────────────────────────────────────
@@ -283,13 +307,14 @@ class Coordinator:
 
     def send_orders(self) -> None:
         """Send what follows from the last event."""
+        self._keep_ledger()
         for order in self.roster.take():
             if not order.to:
                 say(f"evener coordinator: {order.content['text']}")
             elif order.to in self._workers:
                 self._workers[order.to].tell(order.type, order.content)
         formation = self.roster.formation
-        if formation is not None and formation != self._told:
+        if formation is not None and formation is not self._told:
             self._told = formation
             for agent in self._agents:
                 agent.tell("formed", asdict(formation))
@@ -299,14 +324,58 @@ class Coordinator:
         self._is_end_told = self.roster.run_has_ended
         self.store.keep(self.roster.generation)
 
+    def _keep_ledger(self) -> None:
+        if self._ledger is None:
+            return
+        roster, known = self.roster, self._ledger.entry
+        is_same = (roster.formation, roster.run_has_ended) == (
+            known.formation,
+            known.run_has_ended,
+        )
+        if not is_same or self.store.announced != known.announced:
+            self._ledger.write(
+                LedgerEntry(
+                    formation=roster.formation,
+                    run_has_ended=roster.run_has_ended,
+                    facts=roster.facts(),
+                    announced=dict(self.store.announced),
+                )
+            )
+
+    def _take_in(self) -> None:
+        """Take in connections that wait at the port."""
+        loop = asyncio.get_running_loop()
+        while self._num_taken < _MOST_PER_TICK:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if isinstance(error, BlockingIOError | ConnectionAbortedError):
+                    return
+                break  # as with too many open files: looked at again after the next tick
+            self._num_taken += 1
+            if len(self._strangers) + len(self._welcoming) >= _MOST_STRANGERS:
+                connection.close()
+                self.refuse(
+                    f"{_MOST_STRANGERS} connections have not said who they are; further ones are "
+                    "closed, and workers among them connect again"
+                )
+                continue
+            connection.setblocking(False)
+            task = loop.create_task(loop.connect_accepted_socket(lambda: Visitor(self), connection))
+            self._welcoming.add(task)
+            task.add_done_callback(self._welcoming.discard)
+        loop.remove_reader(self._socket)
+
     def _tick(self) -> None:
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         self.roster.tick(now_s)
         self.send_orders()
         self.store.expire(now_s)
         for visitor in [*self._strangers]:
             if now_s - visitor.since_s > self.options.deadlines.hello_s:
                 visitor.drop()
+        self._num_taken = 0
+        asyncio.get_running_loop().add_reader(self._socket, self._take_in)
 
 
 @final
@@ -314,15 +383,15 @@ class Visitor(asyncio.Protocol):
     """One connection, of a worker, of an agent or of a stranger."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self.member = ""
-        self.name = ""  # of any end
-        self.since_s = time.monotonic()
+        self.member = self.name = ""  # of a worker, of any end
+        self.since_s = clock.now_s()
         self._coordinator = coordinator
         self._unread = bytearray()
         self._nonce = new_nonce()
         self._seal: Seal | None = None
         self._role = ""
-        self.has_left = False
+        self.has_left = self._is_known = False
+        self._told_living: tuple[str, ...] | None = None
         self._transport: asyncio.Transport | None = None
 
     # ── asyncio calls these ──────────────────────────────────────────────────────────────────────
@@ -332,7 +401,9 @@ class Visitor(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         connection = transport.get_extra_info("socket")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # it has ended already
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end_when_unreachable(connection, self._coordinator.options.deadlines.host_lease_s)
         self._write(
             {
                 "type": "challenge",
@@ -348,8 +419,9 @@ class Visitor(asyncio.Protocol):
         self._unread += data
         while self._transport is not None:
             line, newline, rest = self._unread.partition(b"\n")
-            if len(line) > MOST_MESSAGE_BYTES:
-                self._reject(f"a message has more than {MOST_MESSAGE_BYTES} bytes")
+            most_bytes = _MOST_HELLO_BYTES if self._seal is None else MOST_MESSAGE_BYTES
+            if len(line) > most_bytes:
+                self._reject(f"a message has more than {most_bytes} bytes")
                 return
             if not newline:
                 return
@@ -405,22 +477,27 @@ class Visitor(asyncio.Protocol):
             self.drop()
 
     def _reject(self, why: str) -> None:
-        who = f"{self._role} {self.member}".strip() or "an unknown process"
+        who = f"{self._role} {self.name}".strip() or "an unknown process"
         self._coordinator.refuse(f"closed the connection of {who}: {why}")
         self.drop()
 
     def _hear(self, line: bytes) -> None:
         message = parse_json(line)
-        now_s = time.monotonic()
         if self._seal is None:
-            self._meet(now_s, message)
+            self._prove(message)
+            return
+        now_s = clock.now_s()
+        fields = self._seal.open(message)
+        if not self._is_known:
+            self._introduce(now_s, fields)
+        elif self._role == "worker":
+            self._hear_worker(now_s, fields.text("type"), fields)
         else:
-            fields = self._seal.open(message)
-            hear = {"worker": self._hear_worker, "agent": self._hear_agent}[self._role]
-            hear(now_s, fields.text("type"), fields)
+            self._hear_agent(now_s, fields.text("type"), fields)
         self._coordinator.send_orders()
 
-    def _meet(self, now_s: float, message: Any) -> None:
+    def _prove(self, message: Any) -> None:
+        """Take in the hello, which is short: nobody makes this process keep or parse much."""
         nonce = Fields(message).text("nonce")[:64]
         seal = Seal(self._coordinator.options.token, (self._nonce, nonce), FROM_COORDINATOR)
         try:
@@ -429,34 +506,43 @@ class Visitor(asyncio.Protocol):
             why = "the token differs from the coordinator's; give both the same --token-file"
             self._write({"type": "refused", "why": why})
             raise ValueError(f"it does not know the token ({error})") from None
-        role, member = hello.text("role"), hello.text("member")
-        if role not in ("worker", "agent") or not 0 < len(member) <= 128:
-            raise ValueError(f"role {short(role)} or member {short(member)} is none")
-        self._seal = seal
-        self._role, self.name = role, member
-        held = read_message(Formation, hello.fields("held")) if hello["held"] is not None else None
+        role, name = hello.text("role"), hello.text("member")
+        if role not in ("worker", "agent") or not 0 < len(name) <= 128:
+            raise ValueError(f"role {short(role)} or member {short(name)} is none")
+        self._seal, self._role, self.name = seal, role, name
+
+    def _introduce(self, now_s: float, fields: Fields) -> None:
+        """Take in what a worker or an agent tells of itself after the hello."""
+        role, name = self._role, self.name
+        roster, options = self._coordinator.roster, self._coordinator.options
+        is_new = fields["held"] is None
+        held = None if is_new else read_message(Formation, fields.fields("held"))
         if role == "agent":
-            self._coordinator.roster.remember(now_s, held)
+            roster.remember(now_s, held)
         else:
-            session = hello.text("session")
-            facts = hello.fields("facts").values
-            why = self._coordinator.roster.arrive(
-                now_s, member, session, facts, held, hello.whole("wish", least=NO_NUMBER)
+            address = fields.text("address")
+            why = roster.arrive(
+                now_s,
+                name,
+                fields.text("session"),
+                fields.fields("facts").values,
+                held,
+                fields.whole("wish", least=NO_NUMBER),
+                address=address,
+                is_local=is_loopback(address),
             )
             if why:
                 self.tell("refused", {"why": why})
-                raise ValueError(f"refused worker {member}: {why}")
-            self.member = member
+                raise ValueError(f"refused worker {name}: {why}")
+            self.member = name
+        self._is_known = True
         self._coordinator.know(self)
-        roster = self._coordinator.roster
-        number = roster.number_of(member) if role == "worker" else 0
-        options = self._coordinator.options
         self.tell(
             "welcome",
             {
                 "generation": roster.generation,
                 "open": roster.is_open(now_s),
-                "number": number,
+                "number": roster.number_of(name) if role == "worker" else 0,
                 "deadlines": asdict(options.deadlines),
                 "limits": [options.least, options.most],
             },
@@ -476,13 +562,14 @@ class Visitor(asyncio.Protocol):
                 "generation": roster.generation,
                 "open": roster.is_open(now_s),
                 "number": roster.number_of(self.member),
-                "leads": roster.leads(now_s, self.member),
+                "leads": roster.leads(self.member),
             }
             self.tell("beaten", {"at": sent, "renewed": renewed, **known})
         elif kind == "report":
             has_state = fields["standing"] is not None
             held = read_message(Standing, fields.fields("standing")) if has_state else None
-            roster.report(now_s, self.member, fields.whole("generation"), held)
+            unreached = fields.texts("unreached")
+            roster.report(now_s, self.member, fields.whole("generation"), held, unreached)
         elif kind == "leave":
             self.has_left = True
             roster.leave(now_s, self.member, finished=fields.flag("finished"))
@@ -492,7 +579,7 @@ class Visitor(asyncio.Protocol):
             self._coordinator.send_orders()  # a refusal comes first
             self.tell("compared", {})
         elif kind == "store" and not (
-            _reads(fields) or roster.is_member(self.member) or roster.leads(now_s, self.member)
+            _reads(fields) or roster.is_member(self.member) or roster.leads(self.member)
         ):
             answer = {"number": fields.whole("number"), "error": "its generation is over"}
             self.tell("stored", answer)
@@ -521,7 +608,11 @@ class Visitor(asyncio.Protocol):
             self.has_left = True
         elif kind == "beat":
             self._coordinator.roster.attend(now_s, fields.texts("members"))
-            self.tell("beaten", {"workers": self._coordinator.roster.living(now_s)})
+            living = self._coordinator.roster.living
+            # A thousand hosts would be told a thousand names each, four times a second.
+            news = {} if living == self._told_living else {"workers": living}
+            self._told_living = living
+            self.tell("beaten", news)
         else:
             raise ValueError(f"type is {short(kind)}, which no agent sends")
 
@@ -543,10 +634,17 @@ class GenerationStore:
 
     def __init__(self) -> None:
         self._values: dict[tuple[int, str], bytes] = {}
-        self._since: dict[str, int] = {}  # by key of the whole run, the generation that has set it
+        #: By key of the whole run, the generation that has set it, and its text.
+        self.announced: dict[str, tuple[int, str]] = {}
         self._num_bytes = 0
         self._newest = 0
         self._waits: list[_AwaitedKey] = []
+
+    def load(self, announced: Mapping[str, tuple[int, str]]) -> None:
+        """Take over texts of the whole run from an earlier coordinator."""
+        for key, (since, text) in announced.items():
+            self.announced[key] = since, text
+            self._put((WHOLE_RUN, key), text.encode())
 
     def keep(self, generation: int) -> None:
         """Drop what belongs to generations before this one."""
@@ -582,8 +680,13 @@ class GenerationStore:
             return
         place = generation, keys[0]
         if what == "put":
-            if generation != WHOLE_RUN or self._is_news(keys[0], fields.whole("since")):
-                self._put(place, _decode(fields.text("value")))
+            value = _decode(fields.text("value"))
+            if generation != WHOLE_RUN:
+                self._put(place, value)
+            elif (since := fields.whole("since")) >= self.announced.get(keys[0], (0, ""))[0]:
+                # Members that come back tell it again, and another one may have told otherwise.
+                self.announced[keys[0]] = since, value.decode()
+                self._put(place, value)
             answer({"number": number, "value": True})
         elif what == "fetch" and place not in self._values:
             until_s = now_s + fields.number("timeout_s", least=0.0)
@@ -602,13 +705,6 @@ class GenerationStore:
             answer({"number": number, "value": self._remove(place)})
         else:
             raise ValueError(f"what is {short(what)}, which is no request")
-
-    def _is_news(self, key: str, since: int) -> bool:
-        """Return whether no member has told otherwise later: those that come back tell it again."""
-        is_news = since >= self._since.get(key, 0)
-        if is_news:
-            self._since[key] = since
-        return is_news
 
     def _put(self, place: tuple[int, str], value: bytes) -> None:
         self._remove(place)

@@ -2,11 +2,11 @@
 
 import base64
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, final
 
+from evener import clock
 from evener.comm.relayed import KeyValues, RelayedStore
 from evener.errors import EvenerError, LeftOutError, RunEndedError, TeamRefusedError
 from evener.parsing import Fields
@@ -35,6 +35,8 @@ class CoordinatorLink(CoordinatorConnection):
         facts: What must be the same on all members, such as the model's fingerprint.
         timeout_s: Longest wait for the first connection; ``patience_s`` if that is less.
         wish: The number that this worker has in the team if that is free; -1 for any.
+        reached_at: Name or number at which other workers reach this one; empty for this machine's
+            end of the route to the coordinator.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class CoordinatorLink(CoordinatorConnection):
         facts: Mapping[str, Any],
         timeout_s: float,
         wish: int = NO_NUMBER,
+        reached_at: str = "",
     ) -> None:
-        self._wish = wish
+        self._wish, self._given_address = wish, reached_at
         self._session = secrets.token_hex(8)
         self._facts = dict(facts)
         self._held: Formation | None = None  # the last generation that this worker was in
@@ -91,13 +94,21 @@ class CoordinatorLink(CoordinatorConnection):
         """This worker's number in the team; -1 as long as others have them all."""
         return self._number
 
-    def next_generation(self, standing: Standing | None) -> Formation:
+    @property
+    def reached_at(self) -> str:
+        """Where other workers reach this one."""
+        return self._given_address or self.own_address
+
+    def next_generation(
+        self, standing: Standing | None, unreached: Sequence[str] = ()
+    ) -> Formation:
         """Leave the present generation, and wait for the next one.
 
         From here on this worker commits nothing in the generation that it was in.
 
         Args:
             standing: What this worker holds; ``None`` without state.
+            unreached: Members of the present generation to which this worker could not connect.
 
         Returns:
             The next generation, of which this worker is a member.
@@ -114,6 +125,7 @@ class CoordinatorLink(CoordinatorConnection):
             "type": "report",
             "generation": generation,
             "standing": None if standing is None else asdict(standing),
+            "unreached": list(unreached),
         }
         with self._changed:
             self._lease_end_s = 0.0
@@ -189,7 +201,7 @@ class CoordinatorLink(CoordinatorConnection):
         return self._over.get(generation, "")
 
     def lease_end_s(self) -> float:
-        """Return when the lease ends, on ``time.monotonic()``; nothing is committed later."""
+        """Return when the lease ends, on ``clock.now_s()``; nothing is committed later."""
         return self._lease_end_s
 
     def await_lease(self, timeout_s: float) -> bool:
@@ -200,11 +212,11 @@ class CoordinatorLink(CoordinatorConnection):
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure or self._is_over() or time.monotonic() < self._lease_end_s,
+                lambda: self._failure or self._is_over() or clock.now_s() < self._lease_end_s,
                 timeout_s,
             )
             self.check()
-            return time.monotonic() < self._lease_end_s and not self._is_over()
+            return clock.now_s() < self._lease_end_s and not self._is_over()
 
     def declare(self, phase: str, done: int = 0) -> str:
         """Say what this worker is doing, with its next heartbeat; costs nothing.
@@ -308,6 +320,7 @@ class CoordinatorLink(CoordinatorConnection):
             "facts": self._facts,
             "held": held,
             "wish": self._wish,
+            "address": self.reached_at,
         }
 
     def _begin(self, welcome: Fields) -> list[Message]:
@@ -319,12 +332,12 @@ class CoordinatorLink(CoordinatorConnection):
         told = [*self._announced.values(), *self._put.values(), *asked]
         return told if self._asking is None else [*told, self._asking]
 
-    def _beat(self, now_s: float) -> Message:
+    def _beat(self) -> Message:
         return {
             "type": "beat",
             "micro_batches": self._micro_batches,
             "phase": self._phase,
-            "at": now_s,
+            "at": clock.now_s(),
         }
 
     def _hear(self, kind: str, fields: Fields) -> None:

@@ -8,17 +8,21 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, final
 
+from evener import clock
+from evener.comm.addresses import find_unreachable
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.groups import GroupCommunicator
-from evener.comm.rendezvous import MeetingPoint, choose_devices, first_line
+from evener.comm.rendezvous import MeetingPoint, devices_at, first_line
 from evener.comm.shared import share_memory
 from evener.comm.wires import Wires
 from evener.errors import (
     CollectiveError,
     ConfigError,
+    CoordinatorLostError,
     LaunchError,
     LeftOutError,
     PeerLostError,
+    TeamRefusedError,
 )
 from evener.protocol.formation import (
     NO_NUMBER,
@@ -32,13 +36,15 @@ from evener.team.backends import ExchangeFacts, prefer_nccl
 from evener.team.channel import JOINED, JOINING
 from evener.team.child import tell
 from evener.team.elastic import CoordinatorLink
-from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
+from evener.team.environment import ADDRESS, COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
 from evener.team.membership import Formed, GenerationWatch, Membership
 from evener.team.signals import StopSignals
 from evener.team.terminal import warn
 from evener.team.token_files import read_token
 
 _PAUSE_S = 0.05
+#: A peer that has announced where it listens answers an attempt to connect within so long.
+_PROBE_S = 2.0
 
 
 @final
@@ -78,6 +84,9 @@ class ElasticMembership(Membership):
         self._joins = link.generation > 0
         #: Of the generation: torch keeps no reference to a store that is written in Python.
         self._store: Any = None
+        #: Of a generation that did not connect: its port stays open while others try to reach it.
+        self._meeting: MeetingPoint | None = None
+        self._unreached: list[str] = []  # members of a generation that did not connect
         self._tried_s = 0.0  # connecting in vain, since a generation connected
         self._has_left = self._closed = False
         self._handlers = ExitStack()
@@ -149,12 +158,13 @@ class ElasticMembership(Membership):
         """
         self._interrupts.take_interrupts(0)  # who waits for a generation need finish no window
         try:
-            formation = self._link.next_generation(standing)
+            formation = self._link.next_generation(standing, self._unreached)
         except LeftOutError:
             self._joins = True
             raise
         self._interrupts.take_interrupts(0 if self.is_leaving else 1)
         self._joins, self.generation = False, formation.generation
+        self._unreached, self._meeting = [], None
         self.number = formation.number_of(self.member)
         tell(place=JOINED)
         began_s = time.monotonic()
@@ -183,12 +193,13 @@ class ElasticMembership(Membership):
         connect_s = self._link.deadlines.connect_s
         self._store = self._link.store(formation.generation, connect_s)
         with Wires.opened() as wires:
-            devices = choose_devices(self._host, self._port)
+            devices = devices_at(self._link.reached_at)
         meeting = MeetingPoint(
             store=self._store, server=None, host=None, host_rank=None, devices=devices, wires=wires
         )
         comm: Communicator
         try:
+            self._announce_place(wires)
             comm = GroupCommunicator(
                 meeting,
                 rank=formation.members.index(self.member),
@@ -199,10 +210,13 @@ class ElasticMembership(Membership):
                 form_timeout_s=connect_s,
             )
         except RuntimeError as error:
+            self._meeting = meeting  # the others try whether they reach this one
+            self._unreached = self._find_unreached(formation)
+            whom = f"; it does not reach {', '.join(self._unreached)}" if self._unreached else ""
             raise PeerLostError(
                 f"{self.member} could not connect to all members of generation "
                 f"{formation.generation}, which are {', '.join(formation.members)}, within "
-                f"{connect_s:g} s (connect_s; {first_line(error)})"
+                f"{connect_s:g} s (connect_s; {first_line(error)}){whom}"
             ) from None
         comm.report_waits_to(GenerationWatch(self))  # a member may be lost meanwhile
         try:
@@ -221,6 +235,26 @@ class ElasticMembership(Membership):
             raise
         return comm
 
+    def _announce_place(self, wires: Wires) -> None:
+        """Tell the other members where this one listens."""
+        if listening := wires.listening:
+            host, port = listening[0]
+            self._store.set(f"place of {self.member}", f"{host} {port}")
+
+    def _find_unreached(self, formation: Formation) -> list[str]:
+        """Return the members that listen, and that this one cannot connect to.
+
+        Those that have not come are no matter of the network: the coordinator knows more of them.
+        """
+        places: dict[str, tuple[str, int]] = {}
+        with suppress(RuntimeError):  # the generation is over, because a member is lost
+            for member in formation.members:
+                key = f"place of {member}"
+                if member != self.member and self._store.check([key]):
+                    host, _, port = self._store.get(key).decode().rpartition(" ")
+                    places[member] = host, int(port)
+        return find_unreachable(places, _PROBE_S)
+
     def await_lease(self) -> None:
         """Return when the coordinator has renewed this worker's lease, mostly at once.
 
@@ -228,7 +262,7 @@ class ElasticMembership(Membership):
             PeerLostError: The generation is over.
             CoordinatorLostError: The coordinator does not answer.
         """
-        if time.monotonic() < self._link.lease_end_s():
+        if clock.now_s() < self._link.lease_end_s():
             return
         if not self._link.await_lease(self._timeout_s):
             none = f"the coordinator has renewed no lease within {self._timeout_s:g} s (timeout_s)"
@@ -236,6 +270,19 @@ class ElasticMembership(Membership):
             raise PeerLostError(
                 f"rank {self.number} may not commit in generation {self.generation}: {why}"
             )
+
+    def may_write(self) -> bool:
+        """Wait for the lease if it has run out; return whether the team has kept this worker.
+
+        Between generations there is none to run out.
+        """
+        if not 0.0 < self._link.lease_end_s() <= clock.now_s():
+            return not self._joins
+        try:
+            self.await_lease()
+        except (PeerLostError, CoordinatorLostError, TeamRefusedError):
+            return False
+        return True
 
     def announce(self, key: str, text: str) -> None:
         """Leave a text with the coordinator."""
@@ -285,6 +332,7 @@ class ElasticMembership(Membership):
         interrupted = self.is_leaving
         self.leave(finished=False)
         self._link.close()
+        self._meeting = None
         self._handlers.close()
         if interrupted and sys.exception() is None:
             raise KeyboardInterrupt
@@ -349,7 +397,13 @@ def join_team(
     tell(place=JOINING)
     wish = int(environ.get("RANK", NO_NUMBER))  # so that "rank 2" is the launcher's worker 2
     link = CoordinatorLink(
-        address, token=token, member=member, facts=facts, timeout_s=timeout_s, wish=wish
+        address,
+        token=token,
+        member=member,
+        facts=facts,
+        timeout_s=timeout_s,
+        wish=wish,
+        reached_at=environ.get(ADDRESS, ""),
     )
     try:
         return ElasticMembership(

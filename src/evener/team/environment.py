@@ -24,7 +24,8 @@ STORE_FD = "EVENER_STORE_FD"
 COORDINATOR = "EVENER_COORDINATOR"
 #: Its id, which no other worker ever had.
 MEMBER = "EVENER_MEMBER"
-#: At which workers of other machines reach it.
+#: Name or number at which the other workers reach it, given by the user; else that of its route to
+#: the coordinator.
 ADDRESS = "EVENER_ADDRESS"
 #: File with what it must know.
 TOKEN_FILE = "EVENER_TOKEN_FILE"

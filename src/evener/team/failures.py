@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 from weakref import WeakMethod
 
 from evener.comm.causes import is_of_an_exchange
@@ -19,12 +20,20 @@ from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
     ConfigError,
+    CoordinatorLostError,
     EvenerError,
     PeerLostError,
     UserError,
 )
 from evener.places import raised_at
 from evener.team.shortage import remedy_of_shortage
+
+START_AGAIN: Final = 75
+"""Exit code of a worker that has lost the coordinator, and of its launcher (``EX_TEMPFAIL``).
+
+Nothing is wrong with the run: started again with the same arguments, it continues from what it has
+saved.
+"""
 
 #: Signals by which people and schedulers stop a run.
 _STOPS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
@@ -120,7 +129,12 @@ def _without_runner(start: TracebackType | None) -> TracebackType | None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return what a process ends with for this exception: 2 for a bad option, else 1."""
+    """Return what a process ends with for this exception.
+
+    2 for a bad option; ``START_AGAIN`` where the coordinator was lost; else 1.
+    """
+    if isinstance(error, CoordinatorLostError):
+        return START_AGAIN
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 2 if isinstance(error, ConfigError) else 1

@@ -147,6 +147,7 @@ def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
         token = read_token(token_file) or None
         address, thread = plan.join, None
         if not plan.join:
+            least, most = _limits(plan, is_fixed=is_fixed)
             host = nodes.host if nodes is not None else LOOPBACK
             port = nodes.port if nodes is not None else 0 if is_fixed else plan.port or 0
             options = CoordinatorOptions(
@@ -155,7 +156,8 @@ def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
                 token=token,
                 deadlines=Deadlines(timeout_s=nodes.timeout_s if nodes else DEFAULT_TIMEOUT_S),
                 nnodes=(nodes.least if nodes is not None else 1) if is_fixed else 0,
-                **_limits(plan, is_fixed=is_fixed),
+                least=least,
+                most=most,
             )
             thread = _host_coordinator(options, nodes)
             if thread is not None:
@@ -216,17 +218,14 @@ def _check(plan: LaunchPlan) -> None:
         )
 
 
-def _limits(plan: LaunchPlan, *, is_fixed: bool) -> dict[str, int]:
+def _limits(plan: LaunchPlan, *, is_fixed: bool) -> tuple[int, int]:
     """Fewest and most workers; those of a fixed team are known when all hosts have come."""
     if plan.elastic:
-        least, most = read_team_limits(plan.elastic, "--elastic")
-    elif is_fixed:
-        least = most = plan.nproc or 1
-    else:
-        assert plan.nodes is not None
-        nproc = plan.nproc or 1
-        least, most = plan.nodes.least * nproc, plan.nodes.most * nproc
-    return {"least": least, "most": most}
+        return read_team_limits(plan.elastic, "--elastic")
+    nproc = plan.nproc or 1
+    if is_fixed or plan.nodes is None:
+        return nproc, nproc
+    return plan.nodes.least * nproc, plan.nodes.most * nproc
 
 
 def _host_coordinator(options: CoordinatorOptions, nodes: Nodes | None) -> CoordinatorThread | None:

@@ -113,6 +113,14 @@ class Membership(Closing):
             PeerLostError: The generation is over.
         """
 
+    def may_write(self) -> bool:
+        """Return whether this process may write to the files of the run.
+
+        Not if its lease has run out and is not renewed: it was stopped, and the others have
+        continued, with another main process.
+        """
+        return True
+
     @abstractmethod
     def announce(self, key: str, text: str) -> None:
         """Tell workers that join later something of the run; of one key, the last text counts."""

@@ -158,8 +158,9 @@ def test_workers_live_that_have_come_and_neither_left_nor_are_lost() -> None:
     team.end("b")
     team.roster.leave(team.now_s, "c")
     team.roster.depart(team.now_s, "d")
-    assert team.roster.living(team.now_s) == ["a", "d"]
-    assert team.roster.living(team.now_s + DEADLINES.reconnect_s) == ["a"]
+    assert team.roster.living == ("a", "d")
+    team.pass_(DEADLINES.reconnect_s)
+    assert team.roster.living == ("a",)
 
 
 def test_the_main_process_of_the_first_generation_is_rank_0_whoever_came_first() -> None:
@@ -296,7 +297,7 @@ def test_the_first_worker_that_lives_decides_where_no_member_is_left() -> None:
         assert team.roster.arrive(team.now_s, member, f"session of {member}", {}, None) == ""
 
     def leaders() -> list[str]:
-        return [member for member in "abcde" if team.roster.leads(team.now_s, member)]
+        return [member for member in "abcde" if team.roster.leads(member)]
 
     team.end("a")
     team.end("c")
@@ -306,7 +307,7 @@ def test_the_first_worker_that_lives_decides_where_no_member_is_left() -> None:
     assert leaders() == ["d"]
     team.end("d")
     assert leaders() == ["e"]
-    assert not Roster(1, 4, DEADLINES, 0.0).leads(0.0, "a"), "nobody has ever been in the team"
+    assert not Roster(1, 4, DEADLINES, 0.0).leads("a"), "nobody has ever been in the team"
 
 
 def test_workers_that_have_finished_a_run_may_begin_another() -> None:
@@ -445,7 +446,7 @@ def test_a_worker_that_vanishes_while_it_waits_to_join_is_no_member() -> None:
     team.join("b")
     live(team, 0.25, "a", "b")
     live(team, DEADLINES.host_lease_s, "a")
-    assert team.roster.living(team.now_s) == ["a"]
+    assert team.roster.living == ("a",)
     team.report("a", 5)
     assert team.formation.members == ("a",)
 
@@ -457,9 +458,9 @@ def test_a_coordinator_that_was_stopped_takes_nobody_for_lost() -> None:
     team.pass_(60.0)
     live(team, 2 * DEADLINES.host_lease_s, "a", "b")
     assert team.formation.generation == 1
-    assert team.roster.living(team.now_s) == ["a", "b"]
+    assert team.roster.living == ("a", "b")
     live(team, DEADLINES.host_lease_s, "a")
-    assert team.roster.living(team.now_s) == ["a"], "from then on silence counts again"
+    assert team.roster.living == ("a",), "from then on silence counts again"
 
 
 def test_who_is_waited_for_is_named_after_the_adaptive_deadline() -> None:
@@ -613,3 +614,148 @@ def test_impossible_limits_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="MIN:MAX"):
         read_team_limits(text)
     assert read_team_limits("2:4") == (2, 4)
+
+
+# ── workers that do not reach one another ────────────────────────────────────────────────────────
+
+
+def fail_to_connect(team: Team, unreached: dict[str, list[str]]) -> list[Outgoing]:
+    """All members report that their generation did not connect; those of before hold state."""
+    held = Standing(applied=5, committed=5, digest="same")
+    receivers = team.formation.receivers
+    for member in team.formation.members:
+        is_new = member in receivers or not team.formation.has_state
+        generation, standing = team.roster.generation, None if is_new else held
+        team.roster.report(team.now_s, member, generation, standing, unreached.get(member, []))
+    return [*team.roster.take(), *team.pass_(1.0)]  # without any state, it is gathered
+
+
+def grown(*joiners: str) -> Team:
+    """A team of a and b that trains, and has let others join."""
+    team = Team("a", "b", most=8)
+    for joiner in joiners:
+        team.join(joiner)
+    team.report("a", 5)
+    team.report("b", 5)
+    assert team.formation.members == ("a", "b", *joiners)
+    team.roster.take()
+    return team
+
+
+@pytest.mark.parametrize(
+    ("unreached", "ways"),
+    [
+        ({"x": ["a", "b"]}, "it does not reach a and b"),
+        ({"a": ["x"]}, "a does not reach it"),
+        ({"a": ["x"], "b": ["x"], "x": ["a"]}, "it does not reach a and a and b do not reach it"),
+    ],
+)
+def test_a_joiner_that_does_not_reach_the_members_is_refused_and_they_continue(
+    unreached: dict[str, list[str]], ways: str
+) -> None:
+    team = grown("x")
+    messages = fail_to_connect(team, unreached)
+    assert team.formation.members == ("a", "b")
+    assert (team.formation.has_state, team.formation.base) == (True, 5)
+    assert told(messages, "failed") == {"x"}
+    why = next(m.content["why"] for m in messages if m.type == "failed")
+    assert f"x reaches the coordinator, but not the other workers: {ways}; let" in why
+    assert told(messages, "say") == {""}
+
+
+def test_of_workers_that_do_not_reach_one_another_the_newest_goes_first() -> None:
+    team = Team("a", "b", "c")
+    messages = fail_to_connect(team, {"a": ["b"]})
+    assert team.formation.members == ("a", "c")
+    assert told(messages, "failed") == {"b"}
+
+
+def test_joiners_go_before_a_member_that_none_of_them_reaches() -> None:
+    team = grown("x", "y", "z")
+    messages = fail_to_connect(team, {"x": ["a"], "y": ["a"]})
+    assert team.formation.members == ("a", "b", "z")
+    assert told(messages, "failed") == {"x", "y"}
+
+
+def test_who_lacks_connections_to_several_goes_before_each_of_them() -> None:
+    team = grown("x", "y")
+    fail_to_connect(team, {m: ["x"] for m in "aby"})
+    assert team.formation.members == ("a", "b", "y")
+
+
+def test_a_generation_that_did_not_connect_and_names_nobody_is_tried_again() -> None:
+    team = grown("x")
+    fail_to_connect(team, {"a": ["a", "nobody"]})
+    assert team.formation.members == ("a", "b", "x")
+    assert team.formation.generation == 3
+
+
+def test_a_team_that_is_too_small_without_them_waits_for_others() -> None:
+    team = Team("a", "b", least=2)
+    fail_to_connect(team, {"b": ["a"]})
+    assert team.formation.generation == 1
+    team.join("c")
+    team.pass_(2 * DEADLINES.lease_s)
+    assert team.formation.members == ("a", "c")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 3), st.data())
+def test_whatever_links_are_broken_those_left_reach_one_another(
+    num_members: int, num_joiners: int, data: st.DataObject
+) -> None:
+    names = [f"m{n}" for n in range(num_members)]
+    joiners = [f"j{n}" for n in range(num_joiners)]
+    team = Team(*names, most=12)
+    for joiner in joiners:
+        team.join(joiner)
+    for name in names:
+        team.report(name, 5)
+    everyone = [*names, *joiners]
+    links = st.tuples(st.sampled_from(everyone), st.sampled_from(everyone))
+    broken = data.draw(st.sets(links.filter(lambda link: link[0] != link[1]), max_size=8))
+    fail_to_connect(team, {m: [b for a, b in broken if a == m] for m in everyone})
+    left = team.formation.members
+    assert team.formation.generation == 3
+    assert not any(a in left and b in left for a, b in broken)
+    between_members = [link for link in broken if not {*link} & {*joiners}]
+    assert between_members or {*names} <= {*left}, "joiners end no healthy team"
+
+
+def test_loopback_addresses_are_not_mixed_with_others() -> None:
+    roster = Roster(1, 4, DEADLINES, 0.0)
+
+    def arrive(member: str, address: str, is_local: bool) -> str:
+        return roster.arrive(1.0, member, member, {}, None, address=address, is_local=is_local)
+
+    assert not arrive("a", "127.0.0.1", True)
+    assert not arrive("b", "127.0.0.2", True)
+    why = arrive("c", "10.0.0.7", False)
+    assert "b is" not in why
+    assert (
+        "a is reached at 127.0.0.1, where only its own machine connects, and c at 10.0.0.7" in why
+    )
+    assert "--address" in why
+    roster.leave(1.0, "a")
+    roster.leave(1.0, "b")
+    assert not arrive("c", "10.0.0.7", False)
+    assert "d is reached at ::1" in arrive("d", "::1", True)
+
+
+def test_a_joiner_that_told_something_first_refuses_no_member() -> None:
+    team = Team("a", "b")
+    assert not team.join("x", data="other")
+    team.roster.describe(team.now_s, "a", {"data": "one"})
+    assert not told(team.roster.take(), "failed")
+    team.roster.describe(team.now_s, "x", {"model": "m"})
+    assert told(team.roster.take(), "failed") == {"x"}
+
+
+def test_a_coordinator_that_was_started_again_knows_what_the_team_has_in_common() -> None:
+    held = Team("a", "b").formation
+    roster = Roster(1, 4, DEADLINES, 0.0)
+    roster.remember(0.0, held, {"model": "one"})
+    why = roster.arrive(0.0, "x", "session", {"model": "two"}, None)
+    assert "model of x is 'two', and that of a in the team is 'one'" in why
+    assert not roster.arrive(0.0, "a", "session", {"model": "one"}, held)
+    assert roster.facts() == {"model": "one"}

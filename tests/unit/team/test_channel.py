@@ -82,3 +82,30 @@ def test_a_forked_child_does_not_keep_it_open(ends):
     assert channel.next(time.monotonic() + PATIENCE_S) is None
     os.close(writer)
     os.waitpid(child, 0)
+
+
+def test_a_line_is_sent_whole_on_a_socket_with_a_timeout() -> None:
+    """As after ``socket.setdefaulttimeout``: ``sendall`` would give up in the middle of a line."""
+    one, other = socket.socketpair()
+    one.setblocking(False)
+    ours, theirs = Channel(one), Channel(other)
+    text = "x" * 4_000_000
+    sender = threading.Thread(target=lambda: [ours.tell({"text": text}), ours.tell({"last": 1})])
+    sender.start()
+    time.sleep(0.1)  # the buffers of the kernel are full by now
+    assert theirs.next(time.monotonic() + PATIENCE_S) == {"text": text}
+    assert theirs.next(time.monotonic() + PATIENCE_S) == {"last": 1}
+    sender.join(PATIENCE_S)
+    ours.close()
+    theirs.close()
+
+
+def test_an_end_that_takes_nothing_in_ends_the_connection_after_send_s() -> None:
+    one, other = socket.socketpair()
+    ours = Channel(one, send_s=0.2)
+    ours.tell({"text": "x" * 4_000_000})
+    assert ours.has_ended
+    other.settimeout(PATIENCE_S)
+    while other.recv(1 << 20):  # what was sent of it, and then the end
+        pass
+    other.close()

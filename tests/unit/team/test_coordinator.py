@@ -2,19 +2,24 @@
 
 import asyncio
 import json
+import os
 import random
+import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from evener import clock
 from evener.comm.c10d import PrefixStore
 from evener.errors import (
     ConfigError,
@@ -25,6 +30,8 @@ from evener.errors import (
     TeamRefusedError,
 )
 from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
+from evener.protocol.roster import Roster
+from evener.team import coordinator as coordinator_module
 from evener.team import elastic
 from evener.team.connection import AgentConnection
 from evener.team.coordinator import Coordinator, CoordinatorOptions, Visitor
@@ -49,9 +56,10 @@ def serving(
     token: bytes | None = TOKEN,
     port: int = 0,
     deadlines: Deadlines = DEADLINES,
+    **options: Any,
 ) -> AbstractContextManager[str]:
     """A coordinator on a thread; gives its address."""
-    return coordinators.serving(least, most, deadlines, token=token, port=port)
+    return coordinators.serving(least, most, deadlines, token=token, port=port, **options)
 
 
 def link(
@@ -294,7 +302,7 @@ def test_who_comes_before_it_is_known_whether_the_team_has_begun_waits(
     """A coordinator that was started again hears that from members, which may come later."""
     now_s = 100.0
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    monkeypatch.setattr("evener.team.coordinator.time", clock)
+    monkeypatch.setattr("evener.clock.time", clock)
     with (
         serving(most=3) as address,
         link(address, "early") as early,
@@ -491,15 +499,14 @@ def test_a_thousand_damaged_messages_do_no_harm() -> None:
         {"type": "beat", "micro_batches": 1, "phase": "training", "at": 0.0},
         {"type": "store", "number": 1, "generation": 1, "what": "put", "keys": ["k"], "value": ""},
         {"type": "facts", "facts": {}},
-        {"role": "worker", "member": "x", "session": "s", "facts": {}, "held": None},
+        {"session": "s", "facts": {}, "held": None, "wish": 0, "address": "127.0.0.1"},
     ]
     with serving(token=None, most=1) as address, ExitStack() as stack:
         host, port = address.split(":")
         a = stack.enter_context(link(address, "a", None))
         a.next_generation(None)
-        hello = (
-            json.dumps({**texts[-1], "member": "fuzz", "nonce": "0", "wish": 0}).encode() + b"\n"
-        )
+        proof = json.dumps({"role": "worker", "member": "fuzz", "nonce": "0"}).encode() + b"\n"
+        hello = proof + json.dumps(texts[-1]).encode() + b"\n"
         for _ in range(1000):  # each on a connection of its own, which it may end
             with (
                 closing(socket.create_connection((host, int(port)), WAIT_S)) as connection,
@@ -537,3 +544,313 @@ def test_the_documentation_has_every_deadline_with_its_default() -> None:
     text = (ROOT / "docs" / "elastic.md").read_text()
     for name, value in asdict(Deadlines()).items():
         assert f"| `{name}` | {value:g} |" in text
+
+
+# ── the ledger ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_coordinator_with_a_ledger_continues_though_no_member_has_come_back(
+    tmp_path: Path,
+) -> None:
+    ledger = tmp_path / "ledger.json"
+    with serving(ledger=ledger) as address, ExitStack() as stack:
+        a = stack.enter_context(link(address, "a", model="one"))
+        b = stack.enter_context(link(address, "b", model="one"))
+        form([a, b], [None, None])
+        a.announce("run", "/runs/one")
+        until(lambda: "/runs/one" in ledger.read_text())
+    written = json.loads(ledger.read_text())
+    assert written["formation"]["members"] == ["a", "b"]
+    assert written["formation"]["numbers"] == [0, 1]
+    assert written["facts"] == {"model": "one"}
+    alone = replace(DEADLINES, gather_s=0.1)
+    with serving(ledger=ledger, deadlines=alone) as address:
+        with pytest.raises(TeamRefusedError, match="model of c is 'two', and that of a "):
+            link(address, "c", model="two")
+        with link(address, "d", model="one") as d:
+            assert d.generation == 1, "no first generation beside the members of another one"
+            assert d.store(0).get("run") == b"/runs/one"
+            formation = d.next_generation(None)
+            assert (formation.generation, formation.members) == (2, ("d",))
+            assert not formation.has_state
+    assert json.loads(ledger.read_text())["formation"]["generation"] == 2
+
+
+def test_a_coordinator_with_a_ledger_waits_for_the_members_that_live(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.json"
+    with ExitStack() as stack:
+        with serving(most=3, ledger=ledger) as address:
+            a, b, c = (stack.enter_context(link(address, member)) for member in "abc")
+            form([a, b, c], [None, None, None])
+        port = int(address.rpartition(":")[2])
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        with serving(most=3, port=port, deadlines=AGAIN, ledger=ledger):
+            until(lambda: all(one.await_lease(0.2) for one in (a, b, c)))
+            d = stack.enter_context(link(address, "d"))
+            joining = pool.submit(d.next_generation, None)
+            time.sleep(3 * DEADLINES.lease_s)
+            assert (a.generation, a.why_over(1), joining.done()) == (1, "", False)
+            c.leave()
+            assert form([a, b], [standing(3), standing(3)])[0].members == ("a", "b", "d")
+            assert joining.result(WAIT_S).generation == 2
+
+
+def test_a_run_that_has_ended_has_ended_for_a_coordinator_that_is_started_again(
+    tmp_path: Path,
+) -> None:
+    ledger = tmp_path / "ledger.json"
+    with serving(most=1, ledger=ledger) as address, link(address, "a") as a:
+        a.next_generation(None)
+        a.leave(finished=True)
+    with (
+        serving(most=1, ledger=ledger) as address,
+        link(address, "late") as late,
+        pytest.raises(RunEndedError, match=r"start another coordinator \(with a ledger"),
+    ):
+        late.next_generation(None)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{}", "format is missing"),
+        ('{"format": "evener ledger 1", "limits": [1, 2]', "delimiter"),
+        ('{"format": "evener manifest 1"}', "not 'evener ledger 1'"),
+        ('{"format": "evener ledger 1", "limits": [3, 4]}', "a team of 3:4 workers, this .* 1:2"),
+        ('{"format": "evener ledger 1", "limits": [1, 2], "formation": 3}', "announced is missing"),
+    ],
+)
+def test_a_ledger_that_is_damaged_or_of_another_team_is_refused(
+    tmp_path: Path, content: str, why: str
+) -> None:
+    ledger = tmp_path / "ledger.json"
+    ledger.write_text(content)
+    with pytest.raises(ConfigError, match=f"ledger.json cannot be used: .*{why}") as caught:
+        Coordinator(CoordinatorOptions(least=1, most=2, ledger=ledger))
+    assert "remove the file to begin a new team" in str(caught.value)
+    assert ledger.read_text() == content
+
+
+def test_one_coordinator_has_a_ledger_at_a_time(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.json"
+    with (
+        serving(ledger=ledger),
+        pytest.raises(ConfigError, match="another coordinator has the ledger"),
+    ):
+        Coordinator(CoordinatorOptions(most=2, ledger=ledger))
+    with pytest.raises(ConfigError, match="give a file in a folder that exists"):
+        Coordinator(CoordinatorOptions(most=2, ledger=tmp_path / "none" / "ledger.json"))
+
+
+def test_a_ledger_that_cannot_be_written_ends_no_team(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with serving(most=1, ledger=folder / "ledger.json") as address, link(address, "a") as a:
+        shutil.rmtree(folder)
+        a.next_generation(None)
+        assert a.await_lease(WAIT_S)
+    assert "ledger.json cannot be written" in capsys.readouterr().err
+
+
+# ── the network ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_team_meets_on_ipv6() -> None:
+    with serving(host="::1") as address, team_of(address, "a", "b") as (a, b):
+        assert address.startswith("[::1]:")
+        assert a.reached_at == "::1"
+        assert a.await_lease(WAIT_S)
+        assert not b.why_over(1)
+
+
+def test_a_worker_says_where_others_reach_it_and_loopback_is_not_mixed() -> None:
+    with serving() as address, link(address, "a") as a:
+        assert a.reached_at == "127.0.0.1"
+        with pytest.raises(TeamRefusedError, match=r"a is reached at 127\.0\.0\.1.* b at 10\.0"):
+            CoordinatorLink(
+                address, token=TOKEN, member="b", facts={}, timeout_s=WAIT_S, reached_at="10.0.0.7"
+            )
+
+
+def test_a_name_that_is_not_known_yet_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve, num_asked = socket.getaddrinfo, 0
+
+    def unknown_at_first(host: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_asked
+        if host == "coordinator.example":
+            num_asked += 1
+            if num_asked < 3:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            host = "127.0.0.1"
+        return resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_at_first)
+    with serving() as address:
+        port = address.rpartition(":")[2]
+        with link(f"coordinator.example:{port}", "a") as a:
+            assert (num_asked, a.number) == (3, 0)
+        num_asked = -10_000
+        with pytest.raises(LaunchError, match=r"the name 'coordinator\.example' is unknown here"):
+            CoordinatorLink(
+                f"coordinator.example:{port}", token=TOKEN, member="b", facts={}, timeout_s=0.3
+            )
+
+
+def test_both_ends_of_a_connection_notice_a_machine_that_is_gone() -> None:
+    coordinator = Coordinator(CoordinatorOptions(most=2))
+    seen: list[socket.socket] = []
+
+    async def connect() -> None:
+        served = asyncio.create_task(coordinator.serve())
+        address = f"127.0.0.1:{coordinator.port}"
+        a = await asyncio.to_thread(link, address, "a", None)
+        (worker,) = coordinator._workers.values()
+        assert worker._transport is not None
+        seen.append(worker._transport.get_extra_info("socket"))
+        options = [seen[0].getsockopt(socket.IPPROTO_TCP, name) for name in names]
+        assert options == [4, 2, 8000], "half of host_lease_s, then two probes a quarter apart"
+        await asyncio.to_thread(a.close)
+        coordinator.stop()
+        await served
+
+    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_USER_TIMEOUT)
+    asyncio.run(connect())
+
+
+def test_a_lease_counts_the_time_in_which_the_machine_was_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A laptop sleeps: ``time.monotonic`` stands still, and nothing is sent."""
+    asleep_s = 0.0
+    clocks = SimpleNamespace(
+        CLOCK_BOOTTIME=7,
+        clock_gettime=lambda _: time.monotonic() + asleep_s,
+        monotonic=time.monotonic,
+    )
+    monkeypatch.setattr("evener.clock.time", clocks)
+    with ExitStack() as stack:
+        with serving(most=1, deadlines=replace(DEADLINES, lease_s=60.0, host_lease_s=60.0)) as at:
+            monkeypatch.setattr(Roster, "is_open", lambda *_: True)
+            a = stack.enter_context(link(at, "a"))
+            a.next_generation(None)
+            assert a.await_lease(WAIT_S)
+        assert a.await_lease(0.0)
+        asleep_s = 61.0
+        assert not a.await_lease(0.0)
+
+
+def test_a_coordinator_that_reads_nothing_does_not_stop_the_thread_of_a_connection() -> None:
+    """It is stopped (SIGSTOP): its kernel takes in what fits into its buffers, and no more."""
+    deadlines = replace(DEADLINES, lease_s=0.2, patience_s=0.5)
+    with ExitStack() as stack:
+        with serving(most=1, deadlines=deadlines) as address:
+            a = stack.enter_context(link(address, "a"))
+            a.next_generation(None)
+            assert a.await_lease(WAIT_S)
+        port = int(address.rpartition(":")[2])
+        stopped = stack.enter_context(closing(socket.create_server(("127.0.0.1", port))))
+        del stopped  # connections wait in its backlog for good
+        began_s = time.monotonic()
+        for number in range(100):
+            a.announce(f"key {number}", "x" * 100_000)
+        with pytest.raises(CoordinatorLostError):
+            a.next_generation(standing(1))
+        assert time.monotonic() - began_s < WAIT_S
+
+
+# ── strangers ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_hello_of_more_than_4_kib_ends_its_connection(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving() as address:
+        host, port = address.split(":")
+        with closing(socket.create_connection((host, int(port)), WAIT_S)) as stranger:
+            stranger.sendall(b"x" * 5000)
+            stranger.settimeout(WAIT_S)
+            with suppress(OSError):
+                while stranger.recv(65536):
+                    pass
+    assert "an unknown process: a message has more than 4096 bytes" in capsys.readouterr().err
+
+
+def test_a_stranger_evicts_no_other_and_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_module, "_MOST_STRANGERS", 3)
+    deadlines = replace(DEADLINES, hello_s=2.0)
+    with (
+        serving(most=3, deadlines=deadlines) as address,
+        team_of(address, "a", "b", "c") as (a, *_),
+    ):
+        host, port = address.split(":")
+
+        def come() -> socket.socket:
+            return stack.enter_context(socket.create_connection((host, int(port)), WAIT_S))
+
+        with ExitStack() as stack:
+            first = [come() for _ in range(3)]
+            assert all(b"challenge" in each.recv(4096) for each in first)
+            late = come()
+            with suppress(ConnectionResetError):
+                assert late.recv(4096) == b"", "refused, as the others came first"
+            first[0].setblocking(False)
+            with pytest.raises(BlockingIOError):
+                first[0].recv(1)
+            assert a.await_lease(WAIT_S)
+            # A worker that comes now waits, and has its turn when the silent ones are closed.
+            with pytest.raises(TeamRefusedError, match="called 'a'"):
+                link(address, "a")
+
+
+def test_ten_thousand_connections_of_strangers_delay_no_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordinator_module, "_MOST_PER_TICK", 500)  # or it takes 10 s
+    deadlines = replace(DEADLINES, lease_s=WAIT_S, host_lease_s=WAIT_S, hello_s=0.5)
+    is_over = threading.Event()
+
+    def come(seed: int) -> None:
+        noise = random.Random(seed)
+        for number in range(500):
+            with (
+                suppress(OSError),
+                closing(socket.create_connection((host, int(port)), WAIT_S)) as stranger,
+            ):
+                text = noise.randbytes(noise.choice([0, 10, 5000])) + b"\n" * (number % 3)
+                stranger.sendall(text)
+                if number % 20 == 0:  # it reads why it was refused, or waits until it is closed
+                    stranger.settimeout(WAIT_S)
+                    while stranger.recv(65536):
+                        pass
+
+    def watch() -> float:
+        longest_s = 0.0
+        while not is_over.wait(0.01):
+            sent_s = a.lease_end_s() - deadlines.lease_s  # the last beat that was answered
+            longest_s = max(longest_s, clock.now_s() - sent_s)
+        return longest_s
+
+    monkeypatch.setattr(Roster, "is_open", lambda *_: True)
+    with (
+        serving(most=1, deadlines=deadlines) as address,
+        link(address, "a") as a,
+        ThreadPoolExecutor(21) as pool,
+    ):
+        a.next_generation(None)
+        assert a.await_lease(WAIT_S)
+        host, port = address.split(":")
+        before_bytes = memory()
+        watching = pool.submit(watch)
+        for coming in [pool.submit(come, seed) for seed in range(20)]:
+            coming.result(5 * WAIT_S)
+        is_over.set()
+        assert watching.result(WAIT_S) < 3.0, "beats are 0.05 s apart, and answered between others"
+        assert memory() - before_bytes < 64e6
+        assert not a.why_over(1)
+
+
+def memory() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
