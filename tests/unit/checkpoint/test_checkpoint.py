@@ -198,7 +198,7 @@ def test_whoever_may_not_write_any_more_leaves_nothing(tmp_path: Path) -> None:
         assert names(tmp_path)[1:], "its folder can be fenced off from here on"
         raise RuntimeError("the team has continued without this process")
 
-    with pytest.raises(CheckpointError, match="step-2 could not .* continued without"):
+    with pytest.raises(CheckpointError, match=r"step-2 could not .* continued without"):
         write_checkpoint(tmp_path, snapshot(2), check=check)
     assert names(tmp_path) == ["step-1"]
 
