@@ -264,6 +264,16 @@ def test_simulate_scale(tmp_path):
         assert row["bytes"] > 0
 
 
+def test_control_scale(tmp_path):
+    rows = run(tmp_path, "control_scale.py", "--members", "20", "--seconds", "1")["rows"]
+    virtual = {row["change"]: row for row in rows if row["name"] == "virtual"}
+    assert [*virtual] == ["start", "join", "death", "partition", "tick"]
+    assert all(row["seconds"] < 1.0 for row in virtual.values())
+    (real,) = [row for row in rows if row["name"] == "real"]
+    assert real["beats"] > 20
+    assert 0 < real["answer_ms"][0] <= real["answer_ms"][1] <= real["answer_ms"][2]
+
+
 def test_plan(tmp_path):
     sizes = ("--runs", "1", "--windows", "9", "--local-windows", "14", "--batch-size", "8")
     model = ("--anchor", "2", "--width", "32", "--layers", "1", "--speeds", "1,0.5")

@@ -1,8 +1,8 @@
 """The members of an elastic team, and when its next generation may form. Pure: time is a number.
 
 The coordinator owns a ``Roster``. It reports events with their time to the roster, and sends the
-messages that ``take`` returns. An event changes attributes of one worker; ``tick`` then does
-everything that is due, whatever has happened. Terms:
+messages that ``take`` returns. An event changes attributes of one worker; ``tick``, which ``take``
+calls after events, then does everything that is due, whatever has happened. Terms:
 
 - A worker is *ready* when it waits for a generation: a joiner, or a member that has left its own.
 - A generation is *over* when one of its members has left it or is lost. It then renews no lease.
@@ -164,7 +164,7 @@ class Roster:
         formation: The newest generation; ``None`` before the first.
         run_has_ended: Whether a member has left it because the run had ended.
         living: Ids of the workers that have come, and neither left nor are lost, in the order of
-            their arrival; as of the last event or tick.
+            their arrival; as of the last tick.
     """
 
     least: int
@@ -176,6 +176,7 @@ class Roster:
     living: tuple[str, ...] = ()
     _seats: dict[str, Seat] = field(default_factory=dict)
     _outgoing: list[Outgoing] = field(default_factory=list)
+    _due_s: float | None = None  # when the last event was of which the rest is still to be done
     _looked_s: float = 0.0
     #: When a supervisor last reported that a worker's process runs, also before it has arrived.
     #: Without one, a worker may be silent for long, as in a call that holds the interpreter's lock.
@@ -229,7 +230,13 @@ class Roster:
         return {name: fact for seat in self._members() for name, fact in seat.facts.items()}
 
     def take(self) -> list[Outgoing]:
-        """Return the messages since the last call."""
+        """Do what follows from the events since the last call; return the messages.
+
+        A thousand members may leave a generation at the same moment. Each look at all of them costs
+        about a millisecond, so there is one for all events together.
+        """
+        if self._due_s is not None:
+            self.tick(self._due_s)
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
@@ -261,6 +268,8 @@ class Roster:
         Returns:
             Why it is refused; empty if it is not.
         """
+        if self._due_s is not None:  # who lives is to be known
+            self.tick(now_s)
         new = Seat(member, session, wish, NO_NUMBER, facts, address, is_local, advanced_s=now_s)
         before = self._seats.get(member, new)
         is_another = before.session not in ("", session)
@@ -316,13 +325,13 @@ class Roster:
         seat.facts = {**seat.facts, **facts}
         if why := self._difference(seat):
             self._refuse([member], "failed", why)
-        self.tick(now_s)
+        self._due_s = now_s
 
     def depart(self, now_s: float, member: str) -> None:
         """Note that a worker's connection has ended; it may come again."""
         if member in self._seats:
             self._seats[member].suffer(Trouble.DISCONNECTED, now_s, self.deadlines.reconnect_s)
-            self.tick(now_s)
+            self._due_s = now_s
 
     def report(
         self,
@@ -348,7 +357,7 @@ class Roster:
             self._arrival_s = now_s
         seat.activity, seat.knows, seat.standing = Activity.READY, generation, standing
         seat.lease_end_s, seat.unreached = 0.0, frozenset(unreached)
-        self.tick(now_s)
+        self._due_s = now_s
 
     def leave(self, now_s: float, member: str, *, finished: bool = False) -> None:
         """Note that a worker leaves for good, after its last window.
@@ -363,7 +372,7 @@ class Roster:
         if self.is_member(member):
             self.run_has_ended |= finished
             self._end(now_s, f"{member} left the team")
-        self.tick(now_s)
+        self._due_s = now_s
 
     def beat(self, now_s: float, member: str, micro_batches: int, phase: str) -> bool:
         """Note a heartbeat; return whether it renews the member's lease."""
@@ -392,7 +401,7 @@ class Roster:
             seat.lease_end_s = 0.0
             # The worker has told so itself, unless that was to a coordinator before this one.
             self.run_has_ended |= state is ProcessState.FINISHED and self.is_member(member)
-        self.tick(now_s)
+        self._due_s = now_s
 
     def attend(self, now_s: float, members: Iterable[str]) -> None:
         """Note the workers whose processes run, as their supervisor reports again and again."""
@@ -402,6 +411,7 @@ class Roster:
 
     def tick(self, now_s: float) -> None:
         """Do what is due at this time."""
+        self._due_s = None
         self._listen(now_s)
         for seat in self._members():
             if why := seat.why_lost(now_s):

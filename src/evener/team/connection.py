@@ -214,8 +214,8 @@ class CoordinatorConnection(Closing):
         return CoordinatorLostError(
             f"{self._role} {self.member} lost the coordinator at {self.address} and waited "
             f"{self.deadlines.patience_s:.0f} s for it (patience_s; {self._why}): check the "
-            "network to its machine; if it has ended, start it again with the same arguments, or the run "
-            "again to resume from its checkpoint"
+            "network to its machine; if it has ended, start it again with the same arguments, or "
+            "the run again to resume from its checkpoint"
         )
 
     def _connect(self) -> tuple[Channel, Seal]:

@@ -207,6 +207,7 @@ class Coordinator:
         self._agents: dict[Visitor, None] = {}
         self._told: Formation | None = None
         self._is_end_told = False  # to all agents
+        self._are_orders_due = False
         self._num_refusals = 0
         self._stopping = asyncio.Event()
 
@@ -238,10 +239,6 @@ class Coordinator:
 
     # ── what visitors call ───────────────────────────────────────────────────────────────────────
 
-    def welcome(self, visitor: "Visitor") -> None:
-        """Note a connection that has not said who it is."""
-        self._strangers[visitor] = None
-
     def know(self, visitor: "Visitor") -> None:
         """Note that a connection has said who it is."""
         self._strangers.pop(visitor, None)
@@ -266,7 +263,7 @@ class Coordinator:
         if self._workers.get(visitor.member) is visitor:
             del self._workers[visitor.member]
             self.roster.depart(clock.now_s(), visitor.member)
-            self.send_orders()
+            self.send_orders_soon()
 
     # ── hosts of a fixed team ────────────────────────────────────────────────────────────────────
 
@@ -305,10 +302,18 @@ class Coordinator:
         if self._num_refusals <= _MOST_REFUSALS:
             say(f"evener coordinator: {why}")
 
+    def send_orders_soon(self) -> None:
+        """Send what follows from the last events, once for all that have come together."""
+        if not self._are_orders_due:
+            self._are_orders_due = True
+            asyncio.get_running_loop().call_soon(self.send_orders)
+
     def send_orders(self) -> None:
-        """Send what follows from the last event."""
-        self._keep_ledger()
-        for order in self.roster.take():
+        """Send what follows from the last events."""
+        self._are_orders_due = False
+        orders = self.roster.take()
+        self._keep_ledger()  # before anybody hears of a generation
+        for order in orders:
             if not order.to:
                 say(f"evener coordinator: {order.content['text']}")
             elif order.to in self._workers:
@@ -353,18 +358,27 @@ class Coordinator:
                     return
                 break  # as with too many open files: looked at again after the next tick
             self._num_taken += 1
-            if len(self._strangers) + len(self._welcoming) >= _MOST_STRANGERS:
+            if len(self._strangers) >= _MOST_STRANGERS:
                 connection.close()
                 self.refuse(
                     f"{_MOST_STRANGERS} connections have not said who they are; further ones are "
                     "closed, and workers among them connect again"
                 )
                 continue
+            visitor = Visitor(self)
+            self._strangers[visitor] = None
             connection.setblocking(False)
-            task = loop.create_task(loop.connect_accepted_socket(lambda: Visitor(self), connection))
+            task = loop.create_task(self._welcome(visitor, connection))
             self._welcoming.add(task)
             task.add_done_callback(self._welcoming.discard)
         loop.remove_reader(self._socket)
+
+    async def _welcome(self, visitor: "Visitor", connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: visitor, connection)
+        except OSError:  # it has ended already
+            self.forget(visitor)
 
     def _tick(self) -> None:
         now_s = clock.now_s()
@@ -412,7 +426,6 @@ class Visitor(asyncio.Protocol):
                 "evener": __version__,
             }
         )
-        self._coordinator.welcome(self)
 
     def data_received(self, data: bytes) -> None:
         """Read whole lines."""
@@ -494,7 +507,7 @@ class Visitor(asyncio.Protocol):
             self._hear_worker(now_s, fields.text("type"), fields)
         else:
             self._hear_agent(now_s, fields.text("type"), fields)
-        self._coordinator.send_orders()
+        self._coordinator.send_orders_soon()
 
     def _prove(self, message: Any) -> None:
         """Take in the hello, which is short: nobody makes this process keep or parse much."""

@@ -1,8 +1,12 @@
 import errno
 import json
 import math
+import os
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +19,7 @@ from evener.checkpoint import (
     Snapshot,
     copy_to_cpu,
     encode_document,
+    fence_writers,
     find_newest,
     open_checkpoint,
     write_checkpoint,
@@ -184,6 +189,70 @@ def test_full_disk_keeps_the_previous(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names(tmp_path) == ["step-1"], "a failed write gives its space back"
     save(tmp_path, 3)
     assert names(tmp_path) == ["step-1", "step-3"]
+
+
+def test_whoever_may_not_write_any_more_leaves_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+
+    def check() -> None:
+        assert names(tmp_path)[1:], "its folder can be fenced off from here on"
+        raise RuntimeError("the team has continued without this process")
+
+    with pytest.raises(CheckpointError, match=r"step-2 could not .* continued without"):
+        write_checkpoint(tmp_path, snapshot(2), check=check)
+    assert names(tmp_path) == ["step-1"]
+
+
+#: A main process that is stopped between its last look and the rename.
+STOPPED_MAIN = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from evener import files
+from evener.checkpoint import Snapshot, write_checkpoint
+from evener.errors import CheckpointError
+
+rename = Path.rename
+
+def failpoint(self, target):
+    if ".tmp-" in self.name:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return rename(self, target)
+
+Path.rename = failpoint
+try:
+    write_checkpoint(Path(sys.argv[1]), Snapshot(5, {"model": {"w": torch.zeros(3)}}, {}))
+except CheckpointError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+@pytest.mark.parametrize("has_saved_the_same_step", [False, True])
+def test_a_main_process_that_was_stopped_before_its_rename_publishes_nothing(
+    tmp_path: Path, has_saved_the_same_step: bool
+) -> None:
+    save(tmp_path, 1)
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED_MAIN, str(tmp_path)], stderr=subprocess.PIPE, text=True
+    ) as stopped:
+        try:
+            pid, status = os.waitpid(stopped.pid, os.WUNTRACED)
+            assert (pid, os.WIFSTOPPED(status)) == (stopped.pid, True)
+            fence_writers(tmp_path)  # another process is the main one now
+            steps = [5] if has_saved_the_same_step else [4]
+            save(tmp_path, *steps)
+        finally:
+            stopped.send_signal(signal.SIGCONT)
+        _, told = stopped.communicate(timeout=TIMEOUT_S)
+    assert stopped.returncode == 1
+    assert "refused: checkpoint step-5 could not be written" in told
+    newest = find_newest(tmp_path)
+    assert newest is not None
+    assert newest.step == steps[0]
+    if has_saved_the_same_step:
+        assert newest.tensors("model")["w"].tolist() == [5.0] * 64, "that of the new main process"
+    save(tmp_path, 6)
+    assert names(tmp_path) == ["step-1", f"step-{steps[0]}", "step-6"], "what it left is removed"
 
 
 @pytest.fixture

@@ -158,6 +158,7 @@ def test_workers_live_that_have_come_and_neither_left_nor_are_lost() -> None:
     team.end("b")
     team.roster.leave(team.now_s, "c")
     team.roster.depart(team.now_s, "d")
+    team.roster.take()
     assert team.roster.living == ("a", "d")
     team.pass_(DEADLINES.reconnect_s)
     assert team.roster.living == ("a",)
@@ -219,6 +220,7 @@ def test_a_team_of_too_few_ends_its_generation_and_waits_for_more() -> None:
     assert team.formation.members == ("a",)
     assert told(team.report("a", 4), "formed") == set()
     team.join("d")
+    team.roster.take()
     assert team.formation.members == ("a", "d")
 
 

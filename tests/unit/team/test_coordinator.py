@@ -461,7 +461,7 @@ class EndedConnection(asyncio.Transport):
 
 
 def test_nothing_is_written_to_a_connection_that_has_ended() -> None:
-    coordinator: Any = SimpleNamespace(options=CoordinatorOptions(most=2), welcome=lambda _: None)
+    coordinator: Any = SimpleNamespace(options=CoordinatorOptions(most=2))
     with socket.socket() as end:
         Visitor(coordinator).connection_made(EndedConnection({"socket": end}))
 

@@ -1,9 +1,10 @@
 """Memberships of an elastic team, on threads of this process; a coordinator serves them."""
 
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from evener.comm.base import Communicator
-from evener.errors import CoordinatorLostError, LaunchError, PeerLostError
+from evener.comm.relayed import RelayedStore
+from evener.comm.rendezvous import MeetingPoint, devices_at
+from evener.errors import CoordinatorLostError, LaunchError, PeerLostError, TeamRefusedError
 from evener.protocol.formation import Deadlines, Standing
 from evener.team import elastic_membership
 from evener.team.backends import ExchangeFacts
@@ -209,3 +212,85 @@ def test_the_launcher_hears_whether_the_run_had_ended(monkeypatch: pytest.Monkey
         a.leave(finished=False)
         b.leave(finished=True)
     assert told == [{"finished": False}, {"finished": True}]
+
+
+def test_a_member_tells_whom_it_could_not_reach_and_the_newest_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both reach the coordinator; b announces a port at which nobody answers, as by a firewall."""
+
+    def refuse(meeting: MeetingPoint, **_: object) -> None:
+        for member in "ab":  # who comes has announced where it listens
+            meeting.store.wait([f"place of {member}"])
+        raise RuntimeError("Connect timeout")
+
+    with (
+        closing(socket.socket()) as silent,
+        pair(deadlines=replace(DEADLINES, gather_s=0.2)) as team,
+        monkeypatch.context() as patch,
+    ):
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        patch.setattr(elastic_membership, "GroupCommunicator", refuse)
+        announce, place = RelayedStore.set, f"127.0.0.1 {silent.getsockname()[1]}"
+
+        def misdirect(store: RelayedStore, key: str, value: str | bytes) -> None:
+            announce(store, key, place if key == "place of b" else value)
+
+        patch.setattr(RelayedStore, "set", misdirect)
+        a, b = team.members
+        attempts = [team.pool.submit(each.next_generation, None) for each in (a, b)]
+        with pytest.raises(PeerLostError, match="it does not reach b"):
+            attempts[0].result(PATIENCE_S)
+        with pytest.raises(PeerLostError):
+            attempts[1].result(PATIENCE_S)
+        again = [team.pool.submit(each.next_generation, None) for each in (a, b)]
+        with pytest.raises(TeamRefusedError, match=r"b \(at 127.* reaches .* a does"):
+            again[1].result(PATIENCE_S)
+        assert again[0].result(PATIENCE_S).formation.members == ("a",)
+    assert "a does not reach it; let the workers' machines connect" in capsys.readouterr().err
+
+
+def test_an_address_of_another_machine_is_refused_with_the_remedy() -> None:
+    with serving(1, 1, DEADLINES) as address:
+        link = CoordinatorLink(
+            address, token=None, member="a", facts={}, timeout_s=PATIENCE_S, reached_at="192.0.2.1"
+        )
+        with (
+            closing(link),
+            pytest.raises(LaunchError, match=r"cannot listen at 192.*--address"),
+        ):
+            devices_at(link.reached_at)
+
+
+def test_members_form_a_group_on_ipv6() -> None:
+    with (
+        serving(2, 2, DEADLINES, host="::1") as address,
+        ThreadPoolExecutor(2) as pool,
+        ExitStack() as stack,
+    ):
+        members = []
+        for member in "ab":
+            link = CoordinatorLink(
+                address, token=None, member=member, facts={}, timeout_s=PATIENCE_S
+            )
+            options: Any = {"shares_memory": False, "timeout_s": PATIENCE_S}
+            members.append(stack.enter_context(ElasticMembership(link, address, 2, **options)))
+        forming = [pool.submit(each.next_generation, None) for each in members]
+        for comm in [each.result(PATIENCE_S).comm for each in forming]:
+            comm.close()
+
+
+def test_whoever_was_stopped_and_replaced_may_write_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock that jumps stands for the stop: the lease has run out before anything is heard."""
+    with pair(deadlines=replace(DEADLINES, gather_s=0.2)) as team:
+        for comm in team.form():
+            comm.close()
+        a, b = team.members
+        assert a.may_write()
+        ended = {1: "the team continued without a"}
+        monkeypatch.setattr(a._link, "_lease_end_s", 1.0)
+        monkeypatch.setattr(a._link, "_over", ended)
+        assert not a.may_write()
+        assert b.may_write()
