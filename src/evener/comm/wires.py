@@ -131,11 +131,18 @@ def _is_connected(descriptor: int) -> bool:
 
 
 def _is_torchs(descriptor: int) -> bool:
-    """Return whether it is a TCP socket as torch opens them: listening, or without delay."""
+    """Return whether it is a TCP socket as torch opens them: listening, or without delay.
+
+    Those of evener's coordinator, which may come at the same time, are kept alive.
+    """
     with suppress(OSError), _tcp(descriptor) as end:
         return bool(
             end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            or (end.getpeername() and end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            or (
+                end.getpeername()
+                and end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                and not end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            )
         )
     return False
 

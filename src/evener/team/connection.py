@@ -1,4 +1,4 @@
-"""A connection to the coordinator of an elastic team, that is made again whenever it ends.
+"""A connection to the coordinator of a team, that is made again whenever it ends.
 
 Supervisors use it, so it loads no torch.
 """
@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections import deque
 from contextlib import closing, suppress
 from dataclasses import asdict
+from math import inf
 from multiprocessing.connection import wait
 from typing import Final, final
 
@@ -31,7 +32,8 @@ from evener.team.sealed import MOST_MESSAGE_BYTES, TO_COORDINATOR, Seal, new_non
 from evener.version import __version__
 
 _CONNECT_S: Final = 2.0
-_PAUSE_S: Final = 0.1
+_FIRST_PAUSE_S: Final = 0.002
+_LONGEST_PAUSE_S: Final = 0.1
 
 
 class CoordinatorConnection(Closing):
@@ -43,6 +45,7 @@ class CoordinatorConnection(Closing):
         member: Name of this end.
         role: ``worker`` or ``supervisor``.
         timeout_s: Longest wait for the first connection.
+        has_beats: Whether each end shows the other that it lives.
 
     Attributes:
         address: As given.
@@ -57,7 +60,14 @@ class CoordinatorConnection(Closing):
     """
 
     def __init__(
-        self, address: str, *, token: bytes | None, member: str, role: str, timeout_s: float
+        self,
+        address: str,
+        *,
+        token: bytes | None,
+        member: str,
+        role: str,
+        timeout_s: float,
+        has_beats: bool = True,
     ) -> None:
         host, port = parse_address(address, "the coordinator's address")
         if port is None:
@@ -73,8 +83,10 @@ class CoordinatorConnection(Closing):
         self._outgoing: deque[Message] = deque()
         self._is_welcome = False
         self._failure: EvenerError | None = None
+        self._trouble = "no answer"  # why the last attempt to connect failed
         self._has_met = self._closed = False
-        self._beat_due_s = 0.0
+        self._beat_due_s = 0.0 if has_beats else inf
+        self._has_beats = has_beats
         self._heard_s = time.monotonic()
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
@@ -98,7 +110,7 @@ class CoordinatorConnection(Closing):
 
         Each heartbeat has an answer. One that is late is stopped, or cannot be reached.
         """
-        silent_s = time.monotonic() - self._heard_s
+        silent_s = time.monotonic() - self._heard_s if self._has_beats else 0.0
         return silent_s if silent_s > self.deadlines.lease_s + _CONNECT_S else 0.0
 
     # ── what the two kinds of ends add ───────────────────────────────────────────────────────────
@@ -119,19 +131,31 @@ class CoordinatorConnection(Closing):
     def _hear(self, kind: str, fields: Fields) -> None:
         """Take in a message; the lock is held. Raise ValueError if it is none."""
 
+    def _may_return(self) -> bool:
+        """Return whether a connection that has ended is made again."""
+        return True
+
+    def _absent(self, why: str) -> EvenerError:
+        """Return the error of a coordinator that has never answered."""
+        return LaunchError(
+            f"{self._role} {self.member} waited {self._timeout_s:.0f} s for the coordinator at "
+            f"{self.address} ({why}): start it with `evener coordinator`, and check the "
+            "address and the port"
+        )
+
     # ── for both ─────────────────────────────────────────────────────────────────────────────────
 
     def _start(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._thread.start()
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_welcome or self._failure, timeout_s)
-            failure = self._failure
-            if failure is None and not self._is_welcome:
-                failure = self._lost("no answer")
-        if failure is not None:
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_met or self._failure, timeout_s)
+                if not self._has_met:
+                    raise self._failure or self._absent(self._trouble)
+        except BaseException:  # Ctrl-C, too
             self.close()
-            raise failure
+            raise
 
     def _post(self, message: Message) -> None:
         """Send a message; the lock is held. Where the connection has ended, it is not sent."""
@@ -140,7 +164,7 @@ class CoordinatorConnection(Closing):
             self._nudge()
 
     def _beat_soon(self) -> None:
-        self._beat_due_s = 0.0
+        self._beat_due_s = 0.0 if self._has_beats else inf
         self._nudge()
 
     def _nudge(self) -> None:
@@ -154,6 +178,7 @@ class CoordinatorConnection(Closing):
 
     def _run(self) -> None:
         began_s = lost_s = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
         while not self._closed:
             try:
                 channel, seal = self._connect()
@@ -161,7 +186,7 @@ class CoordinatorConnection(Closing):
                 self._fail(error)
                 break
             except (OSError, ValueError) as error:  # names that cannot be encoded, too
-                why = getattr(error, "strerror", None) or str(error) or "no answer"
+                why = self._trouble = getattr(error, "strerror", None) or str(error) or "no answer"
                 due_s = began_s + self._timeout_s
                 if self._has_met:
                     due_s = lost_s + self.deadlines.patience_s
@@ -170,26 +195,25 @@ class CoordinatorConnection(Closing):
                 if left_s <= 0 or (is_unknown and not self._has_met):
                     self._fail(self._lost(why))
                     break
-                wait([self._wake_end], min(_PAUSE_S, left_s))
+                wait([self._wake_end], min(pause_s, left_s))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            self._has_met = True
             with closing(channel):
                 self._talk(channel, seal)
-            lost_s = time.monotonic()
+            lost_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
             with self._changed:
                 self._is_welcome = False
                 self._outgoing.clear()
                 self._changed.notify_all()
+            if not self._may_return():
+                self._fail(self._lost("its connection has ended"))
+                break
         self._wake_end.close()
         self._wake.close()
 
     def _lost(self, why: str) -> EvenerError:
         if not self._has_met:
-            return LaunchError(
-                f"{self._role} {self.member} waited {self._timeout_s:.0f} s for the coordinator at "
-                f"{self.address} ({why}): start it with `evener coordinator`, and check the "
-                "address and the port"
-            )
+            return self._absent(why)
         return CoordinatorLostError(
             f"{self._role} {self.member} lost the coordinator at {self.address} and waited "
             f"{self.deadlines.patience_s:.0f} s for it (patience_s; {why}): check the network to "
@@ -201,6 +225,7 @@ class CoordinatorConnection(Closing):
         connection = socket.create_connection((self._host, self._port), _CONNECT_S)
         connection.settimeout(None)  # a Channel waits by other means
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         channel = Channel(connection, MOST_MESSAGE_BYTES)
         try:
             seal, welcome = self._meet(channel)
@@ -210,7 +235,7 @@ class CoordinatorConnection(Closing):
                 self.deadlines = read_message(Deadlines, welcome.fields("deadlines"))
                 first = self._begin(welcome)
                 self._outgoing.extend(first)
-                self._is_welcome = True
+                self._is_welcome = self._has_met = True
                 self._changed.notify_all()
         except BaseException:
             channel.close()
@@ -280,7 +305,8 @@ class CoordinatorConnection(Closing):
                 beat_due_s = self._beat_due_s
             for message in messages:
                 channel.tell(seal.close(message))
-            ready = wait([channel.fileno(), self._wake_end], max(0.0, beat_due_s - now_s))
+            left_s = max(0.0, beat_due_s - now_s) if self._has_beats else None
+            ready = wait([channel.fileno(), self._wake_end], left_s)
             if self._wake_end in ready:
                 self._wake_end.recv(4096)
             heard = channel.receive()

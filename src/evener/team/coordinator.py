@@ -1,4 +1,7 @@
-"""The coordinator of an elastic team: a small process that never trains and decides who is in.
+"""The coordinator of a team: it never trains, and decides who is in.
+
+It is a process of its own, or a thread: of a launcher, or of rank 0 of a fixed team that another
+launcher has started.
 
 What it decides is in ``protocol/roster.py``. This is its edge: TCP connections, on each of which
 messages travel as lines of JSON. A message that is too long, damaged or of an unknown kind ends its
@@ -12,11 +15,14 @@ import json
 import math
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
 
+from evener.closing import Closing
 from evener.comm.addresses import LOOPBACK, open_port
 from evener.errors import ConfigError
 from evener.parsing import Fields, parse_json, short
@@ -24,6 +30,7 @@ from evener.protocol.formation import (
     NO_NUMBER,
     WHOLE_RUN,
     Deadlines,
+    FixedPlace,
     Formation,
     ProcessState,
     Standing,
@@ -35,6 +42,7 @@ from evener.team.terminal import say
 from evener.version import __version__
 
 _TICK_S: Final = 0.05
+_END_S: Final = 5.0
 #: Connections that have not said who they are; the oldest is closed for a new one.
 _MOST_STRANGERS: Final = 32
 #: A peer that does not read what it is sent is closed when so many bytes wait for it.
@@ -42,6 +50,9 @@ _MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
 _MOST_KEYS: Final = 100_000
 _MOST_STORE_BYTES: Final = 64 * 1024 * 1024
 _MOST_REFUSALS: Final = 50
+#: A script has a fixed team for each connection between its ranks that is open.
+_MOST_TEAMS: Final = 1000
+_MOST_RANKS: Final = 9999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +88,48 @@ class CoordinatorOptions:
             )
 
 
+@final
+class CoordinatorThread(Closing):
+    """A coordinator on a thread of this process, until it is closed.
+
+    Args:
+        options: How it is started.
+        listening: See ``Coordinator``.
+        tick_s: See ``Coordinator``.
+
+    Attributes:
+        port: Where it listens.
+
+    Raises:
+        ConfigError: See ``Coordinator``.
+        LaunchError: See ``Coordinator``.
+    """
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        listening: socket.socket | None = None,
+        *,
+        tick_s: float = _TICK_S,
+    ) -> None:
+        self._coordinator = Coordinator(options, listening, tick_s=tick_s)
+        self.port = self._coordinator.port
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="evener-coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; idempotent."""
+        if self._thread.is_alive():
+            with suppress(RuntimeError):  # it has ended meanwhile
+                self._loop.call_soon_threadsafe(self._coordinator.stop)
+            self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._coordinator.serve())
+
+
 def coordinate(options: CoordinatorOptions) -> int:
     """Run a coordinator until this process is told to stop (SIGINT, SIGTERM); return 0.
 
@@ -102,29 +155,69 @@ def coordinate(options: CoordinatorOptions) -> int:
 
 
 @final
+class Team:
+    """A team: its roster, the connections of its workers, and what its members tell one another.
+
+    Args:
+        roster: Decides who is in.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self.store = GenerationStore()
+        self.workers: dict[str, Visitor] = {}
+
+    def send_orders(self) -> None:
+        """Send what follows from the last event."""
+        for order in self.roster.take():
+            if not order.to:
+                say(f"evener coordinator: {order.content['text']}")
+            elif order.to in self.workers:
+                self.workers[order.to].tell(order.type, order.content)
+        self.store.keep(self.roster.generation)
+        if why := self.roster.why_over:
+            self.store.give_up(why)
+
+    def tick(self, now_s: float) -> None:
+        """Do what is due."""
+        self.roster.tick(now_s)
+        self.send_orders()
+        self.store.expire(now_s)
+
+
+@final
 class Coordinator:
-    """Decides who is in an elastic team, for as long as ``serve`` runs.
+    """Decides who is in an elastic team, and in fixed ones, for as long as ``serve`` runs.
 
     Args:
         options: How it is started.
+        listening: A socket to listen on; its caller answers for who can reach it.
+        tick_s: How often it looks what is due. Fixed teams form by events alone.
 
     Raises:
         ConfigError: The coordinator would listen on other than loopback without a token.
         LaunchError: The port is in use or not allowed.
     """
 
-    def __init__(self, options: CoordinatorOptions) -> None:
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        listening: socket.socket | None = None,
+        *,
+        tick_s: float = _TICK_S,
+    ) -> None:
         is_guarded = options.token is not None
-        self._socket = open_port(
+        self._socket = listening or open_port(
             options.host, options.port, program="the coordinator", is_guarded=is_guarded
         )
+        self._tick_s = tick_s
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self.options = options
-        self.roster = Roster(options.least, options.most, options.deadlines, time.monotonic())
-        self.store = GenerationStore()
+        roster = Roster(options.least, options.most, options.deadlines, time.monotonic())
+        self.elastic_team = Team(roster)
+        self._fixed_teams: dict[str, Team] = {}
         self._strangers: list[Visitor] = []
-        self._workers: dict[str, Visitor] = {}
         self._supervisors: list[Visitor] = []
         self._told: Formation | None = None
         self._is_end_told = False  # to all supervisors
@@ -138,7 +231,7 @@ class Coordinator:
         try:
             while not self._stopping.is_set():
                 try:
-                    await asyncio.wait_for(self._stopping.wait(), _TICK_S)
+                    await asyncio.wait_for(self._stopping.wait(), self._tick_s)
                 except TimeoutError:
                     self._tick()
         finally:
@@ -148,14 +241,35 @@ class Coordinator:
             for _ in range(2):
                 await asyncio.sleep(0)
             server.close()
-            for visitor in [*self._strangers, *self._supervisors, *self._workers.values()]:
+            workers = [one for team in self._teams for one in team.workers.values()]
+            for visitor in [*self._strangers, *self._supervisors, *workers]:
                 visitor.drop()
 
     def stop(self) -> None:
         """Let ``serve`` return; call it in the thread of its loop."""
         self._stopping.set()
 
+    @property
+    def _teams(self) -> list[Team]:
+        return [self.elastic_team, *self._fixed_teams.values()]
+
     # ── what visitors call ───────────────────────────────────────────────────────────────────────
+
+    def team_of(self, place: FixedPlace | None) -> Team:
+        """Return the team that a visitor means: a fixed one, or the elastic one.
+
+        Raises:
+            ValueError: There are too many.
+        """
+        if place is None:
+            return self.elastic_team
+        if place.team not in self._fixed_teams:
+            if len(self._fixed_teams) >= _MOST_TEAMS:
+                raise ValueError(f"there are {_MOST_TEAMS} teams, which is as many as it keeps")
+            size, now_s = place.world_size, time.monotonic()
+            roster = Roster(size, size, self.options.deadlines, now_s, is_fixed=True)
+            self._fixed_teams[place.team] = Team(roster)
+        return self._fixed_teams[place.team]
 
     def welcome(self, visitor: "Visitor") -> None:
         """Take in a connection that has not said who it is."""
@@ -171,8 +285,8 @@ class Coordinator:
             self._supervisors.append(visitor)
             self._is_end_told = False
         else:
-            before = self._workers.get(visitor.member)
-            self._workers[visitor.member] = visitor
+            before = visitor.team.workers.get(visitor.member)
+            visitor.team.workers[visitor.member] = visitor
             if before is not None and before is not visitor:
                 before.drop()
 
@@ -182,10 +296,13 @@ class Coordinator:
             self._strangers.remove(visitor)
         if visitor in self._supervisors:
             self._supervisors.remove(visitor)
-        if self._workers.get(visitor.member) is visitor:
-            del self._workers[visitor.member]
-            self.roster.depart(time.monotonic(), visitor.member)
+        team = visitor.team
+        if team.workers.get(visitor.member) is visitor:
+            del team.workers[visitor.member]
+            team.roster.depart(time.monotonic(), visitor.member)
             self.send_orders()
+        for name in [name for name, each in self._fixed_teams.items() if not each.workers]:
+            del self._fixed_teams[name]
 
     def refuse(self, why: str) -> None:
         """Print why a connection was refused, up to a number of times."""
@@ -195,27 +312,24 @@ class Coordinator:
 
     def send_orders(self) -> None:
         """Send what follows from the last event."""
-        for order in self.roster.take():
-            if not order.to:
-                say(f"evener coordinator: {order.content['text']}")
-            elif order.to in self._workers:
-                self._workers[order.to].tell(order.type, order.content)
-        formation = self.roster.formation
+        for team in self._teams:
+            team.send_orders()
+        roster = self.elastic_team.roster
+        formation = roster.formation
         if formation is not None and formation != self._told:
             self._told = formation
             for supervisor in self._supervisors:
                 supervisor.tell("formed", asdict(formation))
-        if self.roster.run_has_ended and not self._is_end_told:
+        if roster.run_has_ended and not self._is_end_told:
             for supervisor in self._supervisors:
                 supervisor.tell("ended", {})
-        self._is_end_told = self.roster.run_has_ended
-        self.store.keep(self.roster.generation)
+        self._is_end_told = roster.run_has_ended
 
     def _tick(self) -> None:
         now_s = time.monotonic()
-        self.roster.tick(now_s)
+        for team in self._teams:
+            team.tick(now_s)
         self.send_orders()
-        self.store.expire(now_s)
         for visitor in [*self._strangers]:
             if now_s - visitor.since_s > self.options.deadlines.hello_s:
                 visitor.drop()
@@ -227,6 +341,7 @@ class Visitor(asyncio.Protocol):
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.member = ""
+        self.team = coordinator.elastic_team
         self.since_s = time.monotonic()
         self._coordinator = coordinator
         self._unread = bytearray()
@@ -244,6 +359,7 @@ class Visitor(asyncio.Protocol):
         self._transport = transport
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._write(
             {
                 "type": "challenge",
@@ -330,21 +446,26 @@ class Visitor(asyncio.Protocol):
             raise ValueError(f"role {short(role)} or member {short(member)} is none")
         self._seal = seal
         self._role = role
+        place = _read_place(hello.fields("fixed")) if "fixed" in hello else None
+        if role == "worker":
+            self.team = self._coordinator.team_of(place)
+        roster = self.team.roster
         held = read_message(Formation, hello.fields("held")) if hello["held"] is not None else None
         if role == "supervisor":
-            self._coordinator.roster.remember(now_s, held)
+            roster.remember(now_s, held)
         else:
             session = hello.text("session")
             facts = hello.fields("facts").values
-            why = self._coordinator.roster.arrive(
-                now_s, member, session, facts, held, hello.whole("wish", least=NO_NUMBER)
-            )
+            wish = hello.whole("wish", least=NO_NUMBER) if place is None else place.rank
+            if place is not None:
+                facts = {**facts, "world_size": place.world_size}
+            why = roster.arrive(now_s, member, session, facts, held, wish)
             if why:
                 self.tell("refused", {"why": why})
+                self._coordinator.send_orders()  # others may be refused for the same reason
                 raise ValueError(f"refused worker {member}: {why}")
             self.member = member
         self._coordinator.know(self)
-        roster = self._coordinator.roster
         number = roster.number_of(member) if role == "worker" else 0
         options = self._coordinator.options
         self.tell(
@@ -354,12 +475,12 @@ class Visitor(asyncio.Protocol):
                 "open": roster.is_open(now_s),
                 "number": number,
                 "deadlines": asdict(options.deadlines),
-                "limits": [options.least, options.most],
+                "limits": [roster.least, roster.most],
             },
         )
 
     def _hear_worker(self, now_s: float, kind: str, fields: Fields) -> None:
-        roster = self._coordinator.roster
+        roster = self.team.roster
         if self._has_left:  # its connection may outlast it, and must not make it a worker again
             self.tell("left", {})
         elif not roster.knows(self.member):
@@ -387,26 +508,39 @@ class Visitor(asyncio.Protocol):
             roster.describe(now_s, self.member, fields.fields("facts").values)
             self._coordinator.send_orders()  # a refusal comes first
             self.tell("compared", {})
+        elif kind == "missing":
+            self.tell("missing", {"ranks": roster.missing})
         elif kind == "store" and not (
             _reads(fields) or roster.is_member(self.member) or roster.leads(now_s, self.member)
         ):
             answer = {"number": fields.whole("number"), "error": "its generation is over"}
             self.tell("stored", answer)
         elif kind == "store":
-            self._coordinator.store.ask(now_s, fields, lambda answer: self.tell("stored", answer))
+            self.team.store.ask(now_s, fields, lambda answer: self.tell("stored", answer))
         else:
             raise ValueError(f"type is {short(kind)}, which no worker sends")
 
     def _hear_supervisor(self, now_s: float, kind: str, fields: Fields) -> None:
         if kind == "process":
             state = ProcessState(fields.text("state"))
-            roster = self._coordinator.roster
+            roster = self.team.roster
             roster.process(now_s, fields.text("member"), state, fields.text("reason"))
         elif kind == "beat":
-            self._coordinator.roster.attend(now_s, fields.texts("members"))
-            self.tell("beaten", {"workers": self._coordinator.roster.living(now_s)})
+            self.team.roster.attend(now_s, fields.texts("members"))
+            self.tell("beaten", {"workers": self.team.roster.living(now_s)})
         else:
             raise ValueError(f"type is {short(kind)}, which no supervisor sends")
+
+
+def _read_place(fields: Fields) -> FixedPlace:
+    team, rank, size = (
+        fields.text("team"),
+        fields.whole("rank"),
+        fields.whole("world_size", least=1),
+    )
+    if not (len(team) <= 128 and rank < size <= _MOST_RANKS):
+        raise ValueError(f"rank {rank} of {size} in team {short(team)} is none")
+    return FixedPlace(team, rank, size)
 
 
 # ── keys and values of a generation ──────────────────────────────────────────────────────────────
@@ -441,6 +575,12 @@ class GenerationStore:
         for waiting in [one for one in self._waits if WHOLE_RUN < one.generation < generation]:
             self._waits.remove(waiting)
             waiting.answer({"number": waiting.number, "error": "its generation is over"})
+
+    def give_up(self, why: str) -> None:
+        """Answer those that wait for a key of the newest generation, as it is over."""
+        for waiting in [one for one in self._waits if one.generation != WHOLE_RUN]:
+            self._waits.remove(waiting)
+            waiting.answer({"number": waiting.number, "error": f"its generation is over: {why}"})
 
     def expire(self, now_s: float) -> None:
         """Answer those that have waited for too long."""

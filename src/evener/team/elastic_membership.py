@@ -10,9 +10,9 @@ from typing import Any, final
 
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.groups import GroupCommunicator
-from evener.comm.rendezvous import MeetingPoint, choose_devices, first_line
+from evener.comm.messages import first_line
+from evener.comm.network import MeetingPoint
 from evener.comm.shared import share_memory
-from evener.comm.wires import Wires
 from evener.errors import (
     CollectiveError,
     ConfigError,
@@ -182,11 +182,7 @@ class ElasticMembership(Membership):
             return SingleCommunicator(timeout_s=self._timeout_s, number=self.number)
         connect_s = self._link.deadlines.connect_s
         self._store = self._link.store(formation.generation, connect_s)
-        with Wires.opened() as wires:
-            devices = choose_devices(self._host, self._port)
-        meeting = MeetingPoint(
-            store=self._store, server=None, host=None, host_rank=None, devices=devices, wires=wires
-        )
+        meeting = MeetingPoint(self._store, self._host, self._port)
         comm: Communicator
         try:
             comm = GroupCommunicator(
