@@ -3,6 +3,7 @@
 import re
 import signal
 import socket
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 
 from evener.comm.groups import GroupCommunicator
 from evener.errors import CollectiveError, ConfigError, LaunchError, PeerLostError
+from evener.protocol.formation import Deadlines
+from helpers.coordinators import serving
 from helpers.limits import PATIENCE_S
 from helpers.ports import free_port
 from helpers.ranks import Rank, RankTeam, join_at, run_ranks, run_ranks_to_end
@@ -62,6 +65,29 @@ def meet_at(rank: Rank, port: int) -> int:
         rank.send("connected")
         rank.receive()
         return len(comm.all_gather_rows([1.0], what="row"))
+
+
+def join_twice(rank: Rank) -> list[int]:
+    from evener.team.environment import DistributedTrainConfig
+    from evener.team.fixed import join
+
+    place = DistributedTrainConfig.from_env()
+    (first, _), (second, _) = join(place, PATIENCE_S), join(place, PATIENCE_S)
+    with first, second:
+        return [len(comm.all_gather_rows([1.0], what="row")) for comm in (first, second)]
+
+
+def test_ranks_meet_at_the_coordinator_of_their_launcher() -> None:
+    with serving(2, 2, Deadlines(), token=b"0123456789abcdef") as address:
+        with tempfile.NamedTemporaryFile() as token_file:
+            token_file.write(b"0123456789abcdef")
+            token_file.flush()
+            env = {"EVENER_COORDINATOR": address, "EVENER_TOKEN_FILE": token_file.name}
+            assert run_ranks(join_twice, 2, env=env) == [[2, 2]] * 2
+        refused = run_ranks_to_end(join_twice, 2, env={"EVENER_COORDINATOR": address})
+    for outcome in refused:
+        assert isinstance(outcome.exception, LaunchError)
+        assert "asks for a token" in str(outcome.exception)
 
 
 def serve_a_store(rank: Rank) -> None:

@@ -27,7 +27,7 @@ from evener.protocol.formation import (
     read_message,
 )
 from evener.team.address import parse_address
-from evener.team.channel import Channel, Message
+from evener.team.channel import Channel, Message, close_in_children
 from evener.team.sealed import MOST_MESSAGE_BYTES, TO_COORDINATOR, Seal, new_nonce
 from evener.version import __version__
 
@@ -90,6 +90,8 @@ class CoordinatorConnection(Closing):
         self._heard_s = time.monotonic()
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
+        for end in (self._wake_end, self._wake):
+            close_in_children(end)
         self._thread = threading.Thread(
             target=self._run, name="evener-coordinator-connection", daemon=True
         )

@@ -31,7 +31,7 @@ from evener.comm.c10d import TCPStore
 from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.comm.messages import first_line
 from evener.comm.network import own_address
-from evener.comm.wires import close_server
+from evener.comm.wires import Wires, close_server
 from evener.errors import LaunchError
 from evener.protocol.formation import Deadlines
 from evener.team.coordinator import CoordinatorOptions, CoordinatorThread
@@ -81,10 +81,12 @@ class HostedCoordinator(Closing, NotInherited):
     """
 
     def __init__(
-        self, key: str, reached_at: str, coordinator: CoordinatorThread, token: bytes | None
+        self, key: str, reached_at: str, listening: socket.socket, options: CoordinatorOptions
     ) -> None:
-        self._key, self._coordinator = key, coordinator
-        self.reached_at, self.port, self.token = reached_at, coordinator.port, token
+        with Wires.opened(every=True) as self._wires:
+            self._coordinator = CoordinatorThread(options, listening, tick_s=_TICK_S)
+        self._key, self.reached_at = key, reached_at
+        self.port, self.token = self._coordinator.port, options.token
         self.num_users = 0
         leave_behind_in_children(self)
 
@@ -98,6 +100,7 @@ class HostedCoordinator(Closing, NotInherited):
 
     def leave_behind(self) -> None:
         """Close a forked child's copies of the sockets; see ``NotInherited``."""
+        self._wires.leave_behind()
         close_server(self.port)
 
 
@@ -146,8 +149,7 @@ def _start(key: str, environment: DistributedTrainConfig, timeout_s: float) -> H
     )
     if is_number(reached_at) and ip_address(reached_at).is_unspecified:
         reached_at = LOOPBACK  # which it listens on, too
-    thread = CoordinatorThread(options, listening, tick_s=_TICK_S)
-    return HostedCoordinator(key, reached_at, thread, token)
+    return HostedCoordinator(key, reached_at, listening, options)
 
 
 def _listen(environment: DistributedTrainConfig) -> socket.socket:

@@ -178,9 +178,7 @@ def test_nobody_waits_for_the_key_of_a_member_that_is_lost() -> None:
     ):
         waiting = pool.submit(a.store(1, 10 * WAIT_S).get, "address of b")
         b.close()
-        with pytest.raises(
-            RuntimeError, match="its generation is over: b is lost"
-        ):
+        with pytest.raises(RuntimeError, match="its generation is over: b is lost"):
             waiting.result(WAIT_S)
 
 
