@@ -1,8 +1,9 @@
-"""What only ranks in processes have: a store, a port, a network device, signals."""
+"""What only ranks in processes have: a coordinator, a port, a network device, signals."""
 
 import re
 import signal
 import socket
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -11,11 +12,13 @@ from types import FrameType
 import pytest
 import torch
 
-from evener.comm.groups import GroupCommunicator, connect
+from evener.comm.groups import GroupCommunicator
 from evener.errors import CollectiveError, ConfigError, LaunchError, PeerLostError
+from evener.protocol.formation import Deadlines
+from helpers.coordinators import serving
 from helpers.limits import PATIENCE_S
 from helpers.ports import free_port
-from helpers.ranks import Rank, RankTeam, run_ranks, run_ranks_to_end
+from helpers.ranks import Rank, RankTeam, join_at, run_ranks, run_ranks_to_end
 
 SOON_S = 50.0  # far below what the ranks wait for one another
 
@@ -46,9 +49,9 @@ def one_team_after_another(rank: Rank, port: int) -> int:
     met = 0
     for _ in range(3):
         # Rank 0 binds the port itself, and gives it back for the next team.
-        with connect(rank.rank, rank.world_size, "localhost", port, timeout_s=PATIENCE_S) as comm:
+        with join_at(rank.rank, rank.world_size, "localhost", port, timeout_s=PATIENCE_S) as comm:
             met += len(comm.all_gather_rows([1.0], what="row"))
-            comm.barrier(what="end")  # the store must not go while another rank still connects
+            comm.barrier(what="end")  # rank 0 hosts the coordinator
     return met
 
 
@@ -57,11 +60,34 @@ def test_teams_follow_one_another_on_one_port() -> None:
 
 
 def meet_at(rank: Rank, port: int) -> int:
-    host = {"hosts_store": False, "timeout_s": PATIENCE_S}
-    with connect(rank.rank, rank.world_size, "127.0.0.1", port, **host) as comm:
+    host = {"agent_store": True, "timeout_s": PATIENCE_S}
+    with join_at(rank.rank, rank.world_size, "127.0.0.1", port, **host) as comm:
         rank.send("connected")
         rank.receive()
         return len(comm.all_gather_rows([1.0], what="row"))
+
+
+def join_twice(rank: Rank) -> list[int]:
+    from evener.team.environment import DistributedTrainConfig
+    from evener.team.fixed import join
+
+    place = DistributedTrainConfig.from_env()
+    (first, _), (second, _) = join(place, PATIENCE_S), join(place, PATIENCE_S)
+    with first, second:
+        return [len(comm.all_gather_rows([1.0], what="row")) for comm in (first, second)]
+
+
+def test_ranks_meet_at_the_coordinator_of_their_launcher() -> None:
+    with serving(2, 2, Deadlines(), token=b"0123456789abcdef") as address:
+        with tempfile.NamedTemporaryFile() as token_file:
+            token_file.write(b"0123456789abcdef")
+            token_file.flush()
+            env = {"EVENER_COORDINATOR": address, "EVENER_TOKEN_FILE": token_file.name}
+            assert run_ranks(join_twice, 2, env=env) == [[2, 2]] * 2
+        refused = run_ranks_to_end(join_twice, 2, env={"EVENER_COORDINATOR": address})
+    for outcome in refused:
+        assert isinstance(outcome.exception, LaunchError)
+        assert "asks for a token" in str(outcome.exception)
 
 
 def serve_a_store(rank: Rank) -> None:
@@ -97,7 +123,7 @@ def test_a_store_that_outlives_teams_misleads_nobody() -> None:
 
 def try_to_connect(rank: Rank, world_sizes: list[int], timeout_s: float) -> str:
     try:
-        connect(
+        join_at(
             rank.rank,
             world_sizes[rank.rank],
             rank.address,
@@ -113,7 +139,7 @@ def try_to_connect(rank: Rank, world_sizes: list[int], timeout_s: float) -> str:
 def test_ranks_with_unlike_world_sizes_are_told_so() -> None:
     messages = run_ranks(try_to_connect, 2, [3, 2], PATIENCE_S)
     for mine, text in zip(
-        messages, ["for 3 ranks and rank 1 for 2", "for 2 ranks and rank 0 for 3"], strict=True
+        messages, ["rank 0 was started for 3 ranks and rank 1 for 2"] * 2, strict=True
     ):
         assert text in mine
 
@@ -122,8 +148,9 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     first, second = run_ranks(try_to_connect, 2, [3, 3], 1.0)
     # On a busy machine rank 1 may be late itself.
     assert re.search(r"rank 0 waited 1 s for rank(s 1 and)? 2 of 3 to join", first), first
-    # Rank 0 serves the store: rank 1 comes to its own deadline, or finds the store gone.
-    assert "rank 1 of 3 waited 1 s" in second or "rank 1 lost the store" in second
+    # Rank 0 hosts the coordinator: rank 1 comes to its own deadline, or finds the coordinator gone.
+    alternatives = ("rank 1 waited 1 s for rank 2 of 3 to join", "rank 1 lost the coordinator")
+    assert any(text in second for text in alternatives), second
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -131,31 +158,28 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=f"port {port} is in use on 127.0.0.1"):
-            connect(0, 2, "127.0.0.1", port, timeout_s=PATIENCE_S)
+            join_at(0, 2, "127.0.0.1", port, timeout_s=PATIENCE_S)
 
 
-def test_a_store_that_is_not_there_is_named() -> None:
+def test_a_coordinator_that_is_not_there_is_named() -> None:
     port = free_port()
     started = time.monotonic()
-    with pytest.raises(LaunchError, match=f"nothing listens on 127.0.0.1:{port} after 0 s"):
-        connect(1, 2, "127.0.0.1", port, timeout_s=0.3)
+    with pytest.raises(
+        LaunchError, match=rf"rank 1 waited 0 s .* at 127.0.0.1:{port} \(Connection ref"
+    ):
+        join_at(1, 2, "127.0.0.1", port, timeout_s=0.3)
     assert time.monotonic() - started < SOON_S
 
 
 def test_an_unknown_address_is_named() -> None:
-    with pytest.raises(LaunchError, match=r"'no\.such\.host\.invalid' of rank 0 is unknown"):
-        connect(1, 2, "no.such.host.invalid", 1, timeout_s=PATIENCE_S)
+    with pytest.raises(LaunchError, match=r"at no\.such\.host\.invalid:1 \(.*not known\)"):
+        join_at(1, 2, "no.such.host.invalid", 1, timeout_s=PATIENCE_S)
 
 
 def test_a_port_out_of_range_is_refused() -> None:
     for port in (0, 65536):
         with pytest.raises(ConfigError, match=f"port is {port}"):
-            connect(0, 2, "127.0.0.1", port)
-
-
-def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match="backend is 'mpi'"):
-        connect(0, 2, backend="mpi")
+            join_at(0, 2, "127.0.0.1", port)
 
 
 def test_nccl_without_nccl_is_refused() -> None:
@@ -172,7 +196,7 @@ def test_nccl_without_nccl_is_refused() -> None:
 
 
 def test_one_rank_opens_nothing() -> None:
-    with connect(0, 1, "no.such.host.invalid", 1) as comm:
+    with join_at(0, 1, "no.such.host.invalid", 1) as comm:
         assert comm.backend == "none"
 
 
@@ -261,7 +285,7 @@ def test_groups_that_end_leave_no_descriptors() -> None:
 
 def _two_at_a_time(rank: Rank) -> tuple[list[float], bool]:
     first = rank.connect()
-    with rank.connect() as second:  # by the store of the first: the port is taken
+    with rank.connect() as second:  # by the coordinator of the first: the port is taken
         first.close()
         rows = second.all_gather_rows([float(rank.rank)], what="after the first has closed")
         part = second.split([1, 0], name="needs the store")

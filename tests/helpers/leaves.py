@@ -1,6 +1,6 @@
 """Ways to connect that misbehave, for the child processes of a preflight; Gloo carries them.
 
-Each is a function like ``evener.comm.groups.connect``, named as ``helpers.leaves:FUNCTION``.
+Each is a function like ``evener.team.fixed.connect_children``, named ``helpers.leaves:FUNCTION``.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from evener.comm.base import Communicator
-from evener.comm.groups import connect
+from evener.team.fixed import connect_children
 
 #: The rank that misbehaves.
 CULPRIT = 1
@@ -57,7 +57,7 @@ class _Leaf:
 
 def _over_gloo(*place: Any, backend: str, **options: Any) -> Communicator:
     assert backend == "nccl"
-    return connect(*place, backend="gloo", **options)
+    return connect_children(*place, backend="gloo", **options)
 
 
 def _hang() -> None:

@@ -47,7 +47,7 @@ class Rank:
 
     The environment says the same as that of `evener launch` (RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_PORT, EVENER_STORE_FD on rank 0, …). ``listen_fd`` is a socket that already listens on
-    ``port``, on rank 0, for the store; None on the others.
+    ``port``, on rank 0, for its coordinator; None on the others.
     """
 
     rank: int
@@ -71,14 +71,13 @@ class Rank:
 
     def connect(self, *, backend: str = "gloo", timeout_s: float = PATIENCE_S) -> Any:
         """The evener communicator of this team; "shared" is what "auto" takes on one host."""
-        from evener.comm import groups, shared
+        from evener.comm import shared
 
-        comm = groups.connect(
+        comm = join_at(
             self.rank,
             self.world_size,
             self.address,
             self.port,
-            hosts_store=None,
             listen_fd=self.listen_fd,
             backend="gloo" if backend == "shared" else backend,
             timeout_s=timeout_s,
@@ -88,6 +87,32 @@ class Rank:
         comm, obstacle = shared.share_memory(comm)
         assert not obstacle, obstacle
         return comm
+
+
+def join_at(
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    *,
+    listen_fd: int | None = None,
+    agent_store: bool = False,
+    backend: str = "gloo",
+    timeout_s: float = PATIENCE_S,
+) -> Any:
+    """The communicator of ranks that meet at an address."""
+    from evener.team.environment import DistributedTrainConfig
+    from evener.team.fixed import join
+
+    place = DistributedTrainConfig.of_rank(
+        rank,
+        world_size,
+        coordinator_addr=address,
+        coordinator_port=port,
+        store_fd=listen_fd,
+        agent_store=agent_store,
+    )
+    return join(place, timeout_s, backend=backend)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """AUTO tries NCCL in child processes before training relies on it."""
 
+import json
 import os
 import re
 import resource
@@ -23,7 +24,7 @@ from helpers.pretraining import NEEDED, Lab, be_evener
 from helpers.ranks import TESTS, Rank, RankTeam, run_ranks
 
 #: What children need to find the leaves of ``helpers.leaves``.
-ENV = {"PYTHONPATH": str(TESTS)}
+ENV = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
 
 
 def open_many_files(stack: ExitStack) -> None:
@@ -38,10 +39,19 @@ def try_leaf(rank: Rank, leaf: str, timeout_s: float = PATIENCE_S) -> str:
     """The failure, or what was raised; empty where all passed."""
     with ExitStack() as stack, rank.connect() as comm:
         open_many_files(stack)
-        place, connect = (rank.address, rank.port), f"helpers.leaves:{leaf}"
+        place = json.dumps(
+            {
+                "host": rank.address,
+                "port": rank.port,
+                "token": "",
+                "team": "children",
+                "network": [rank.address, rank.port],
+            }
+        )
+        connect = f"helpers.leaves:{leaf}"
         cpu = torch.device("cpu")
         try:
-            outcome = run_preflight(comm, *place, cpu, timeout_s=timeout_s, connect=connect)
+            outcome = run_preflight(comm, place, cpu, connect=connect, timeout_s=timeout_s)
         except LaunchError as error:
             return f"LaunchError: {error}"
         finally:

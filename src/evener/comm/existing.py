@@ -5,6 +5,7 @@ deadline on every wait and survive its loss, and a collective of the user cannot
 """
 
 import os
+import secrets
 import socket
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -12,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from evener.comm.addresses import is_loopback
+from evener.comm.addresses import bind, is_loopback
 from evener.comm.forks import leave_behind_in_children
-from evener.comm.rendezvous import listen, own_address
+from evener.comm.network import own_address
 from evener.comm.wires import Wires
 from evener.devices import count_accelerators
-from evener.errors import ConfigError
+from evener.errors import ConfigError, LaunchError
 
 _BYTES = 256  # enough for a host name and a port
 
@@ -36,6 +37,7 @@ class GroupPlace(NamedTuple):
         coordinator_addr: Host of the group's rank 0.
         coordinator_port: Where rank 0 listens; 0 in a group of one.
         store_fd: The listening socket, on rank 0.
+        coordinator_token: What ranks must know there.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class GroupPlace(NamedTuple):
     coordinator_addr: str
     coordinator_port: int
     store_fd: int | None
+    coordinator_token: str
 
 
 def default_group() -> Any:
@@ -72,15 +75,22 @@ def find_place(group: Any) -> GroupPlace:
     own = socket.gethostname()
     hosts = _gather(group, own.encode())
     one_host = len(set(hosts)) == 1
-    address, listen_fd, port = "127.0.0.1", None, 0
+    address, listen_fd, port, token = "127.0.0.1", None, 0, ""
     if rank == 0 and world_size > 1:
         address = address if one_host else _reachable_address()
-        server = listen(address, 0)
-        port, listen_fd = server.getsockname()[1], server.detach()
-    said = _gather(group, f"{port} {address}".encode())[0].decode()
-    port, address = int(said.partition(" ")[0]), said.partition(" ")[2]
+        try:
+            server = bind(address, 0, socket.SOMAXCONN)
+        except OSError as error:
+            raise LaunchError(f"rank 0 cannot listen on {address} ({error.strerror})") from None
+        port, listen_fd, token = server.getsockname()[1], server.detach(), secrets.token_hex(16)
+    port_text, token, address = (
+        _gather(group, f"{port} {token} {address}".encode())[0].decode().split(" ")
+    )
+    port = int(port_text)
     local = [r for r, host in enumerate(hosts) if host == own.encode()[:_BYTES]]
-    return GroupPlace(rank, world_size, local.index(rank), len(local), address, port, listen_fd)
+    return GroupPlace(
+        rank, world_size, local.index(rank), len(local), address, port, listen_fd, token
+    )
 
 
 def close_in_children(group: Any) -> None:

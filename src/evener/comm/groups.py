@@ -14,13 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from evener.comm.base import (
-    DEFAULT_TIMEOUT_S,
-    Call,
-    Communicator,
-    SingleCommunicator,
-    check_timeout,
-)
+from evener.comm.base import Call, Communicator
 from evener.comm.c10d import (
     ABORT_S,
     AllgatherOptions,
@@ -37,16 +31,20 @@ from evener.comm.c10d import (
 )
 from evener.comm.causes import Cause, cause_of
 from evener.comm.forks import NotInherited, leave_behind_in_children, never_destroy
-from evener.comm.messages import closed_message, lost_message, mismatch_message, name_call
+from evener.comm.messages import (
+    closed_message,
+    first_line,
+    lost_message,
+    mismatch_message,
+    name_call,
+)
+from evener.comm.network import MeetingPoint
 from evener.comm.notices import Notice, StoreNotices
-from evener.comm.rendezvous import MeetingPoint, first_line, meet
 from evener.comm.wires import Wires
 from evener.devices import kind_of
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
-    ConfigError,
-    LaunchError,
     PeerLostError,
 )
 
@@ -70,66 +68,6 @@ _SLICE_S = 0.25  # waits are cut so that signal handlers of Python run in betwee
 _CLOSED_S = 5.0
 _SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
 _ASKS = 4  # how often within the default deadline a longer wait asks whether the store answers
-
-
-def connect(
-    rank: int,
-    world_size: int,
-    address: str = "127.0.0.1",
-    port: int = 29500,
-    *,
-    hosts_store: bool | None = None,
-    listen_fd: int | None = None,
-    backend: str = "gloo",
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> Communicator:
-    """Meet the other ranks and form the team's communicator; all ranks call it.
-
-    It works beside a default process group and touches none. With ``"nccl"``, CUDA tensors use the
-    current CUDA device; rows, small tensors and CPU tensors still go over Gloo.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks; with 1 nothing is opened.
-        address: Host that serves the store (``MASTER_ADDR``).
-        port: Its port (``MASTER_PORT``).
-        hosts_store: Whether this process serves the store. ``None``: rank 0 does. ``False`` on rank
-            0 too where an agent does (``TORCHELASTIC_USE_AGENT_STORE``).
-        listen_fd: A socket already listening on ``port`` for the store to serve on, as handed over
-            by a launcher; it is closed with the store.
-        backend: ``"gloo"`` or ``"nccl"``.
-        timeout_s: Deadline for this call, and the communicator's default deadline.
-
-    Raises:
-        LaunchError: The port is taken, or a rank cannot be reached or did not come.
-    """
-    if backend not in ("gloo", "nccl"):
-        raise ConfigError(f"backend is {backend!r}: a process group has 'gloo' or 'nccl'")
-    if world_size == 1:
-        return SingleCommunicator(timeout_s=timeout_s)
-    if not 0 < port < 65536:
-        raise ConfigError(f"port is {port}: the team's store needs one of 1 to 65535 (MASTER_PORT)")
-    hosts = rank == 0 if hosts_store is None else hosts_store
-    deadline = time.monotonic() + check_timeout(timeout_s)
-    key, meeting = meet(
-        rank, world_size, address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s
-    )
-    try:
-        return GroupCommunicator(
-            meeting,
-            rank=rank,
-            numbers=range(world_size),
-            key=f"evener/{key}",
-            backend=backend,
-            timeout_s=timeout_s,
-            form_timeout_s=max(1.0, deadline - time.monotonic()),
-        )
-    except RuntimeError as error:
-        raise LaunchError(
-            f"rank {rank} could not form a team of {world_size} at {address}:{port} "
-            f"({first_line(error)}): look at the output of the other ranks; where hosts have "
-            "several networks, name the one to use in GLOO_SOCKET_IFNAME"
-        ) from None
 
 
 @final
@@ -187,9 +125,9 @@ class GroupCommunicator(Communicator, NotInherited):
         self._key = key
         self._store = store = PrefixStore(key, meeting.store)
         notices = PrefixStore("notices", store)
-        self._board = StoreNotices(notices, self.numbers, meeting.host, meeting.host_rank)
+        self._board = StoreNotices(notices, self.numbers, meeting.host_rank)
         waits = PrefixStore("waits", store)
-        self._waits = StoreNotices(waits, self.numbers, meeting.host, meeting.host_rank)
+        self._waits = StoreNotices(waits, self.numbers, meeting.host_rank)
         with Wires.opened(timeout_s) as self._wires:
             self._gloo: ProcessGroupGloo | None = form_gloo(
                 PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
@@ -209,6 +147,7 @@ class GroupCommunicator(Communicator, NotInherited):
         self._cell_tensor = torch.frombuffer(self._cell, dtype=torch.uint8)
         self._cells_tensor = torch.frombuffer(self._cells, dtype=torch.uint8)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        meeting.hold()
         leave_behind_in_children(self)
 
     def find_absent(self) -> frozenset[int] | None:
@@ -490,7 +429,9 @@ class GroupCommunicator(Communicator, NotInherited):
         Before the groups on an orderly end: a peer that sees its connection close then finds no
         server, rather than one that goes while it answers, over which torch prints a stack trace.
         """
+        meeting = self._meeting
         del self._board, self._waits, self._meeting, self._store
+        meeting.release()
 
     def _explain(
         self, call: Call, calls: Sequence[Call], failure: str, cause: Cause, waited_s: float

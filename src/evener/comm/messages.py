@@ -1,5 +1,6 @@
 """Texts of errors of an exchange, the same for every communicator."""
 
+import re
 from collections.abc import Sequence
 
 
@@ -65,3 +66,10 @@ def mismatch_message(rank: int, words: str, others: Sequence[tuple[int, str]]) -
         f"ranks are in different operations: rank {rank} in {words}, {theirs}. All must make the "
         "same calls in the same order: branch on ddp.window, never on a local counter"
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the part of a message from torch that says what happened, without paths and stack."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = lines[0].partition(". This is typically")[0]
+    return re.sub(r"^\[[^]]*/[^]]*\] ", "", text).strip()

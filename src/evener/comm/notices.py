@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -15,9 +14,7 @@ from evener.comm.messages import late_message, mismatch_message, timeout_message
 from evener.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 
 _LOOK_S = 0.5  # how long to look for the notices of other ranks
-PROBE_TIMEOUT_S = 0.2
 ANSWER_TIMEOUT_S = 0.5
-DYING_S = 0.03
 
 T = TypeVar("T")
 
@@ -42,21 +39,14 @@ class NoticeBoard(ABC):
     It is read after a failure, so nothing here may wait for long or raise.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        host: tuple[str, int] | None = None,
-        host_rank: int | None = None,
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], host_rank: int | None = None) -> None:
         """Make a board.
 
         Args:
             ranks: Who may post.
-            host: Address and port of the server that keeps it; ``None`` where none can be probed.
-            host_rank: The rank whose process is that server; ``None`` for none of them.
+            host_rank: The rank whose process keeps it; ``None`` for none of them.
         """
         self._ranks = ranks
-        self._host = host
         self._host_rank = host_rank
 
     @abstractmethod
@@ -81,10 +71,9 @@ class NoticeBoard(ABC):
         notes = self._gather(rank)
         if notes is None:
             missing = tuple(r for r in self._ranks if r == self._host_rank != rank)
-            where = f" at {self._host[0]}:{self._host[1]}" if self._host else ""
             return CollectiveTimeoutError(
-                f"{timeout_message(rank, call.what, waited_s, missing)} (the store{where} does "
-                "not answer, so others may be missing too)",
+                f"{timeout_message(rank, call.what, waited_s, missing)} (the coordinator does not "
+                "answer, so others may be missing too)",
                 missing=missing,
             )
         together = {(each.number, each.what) for each in calls}
@@ -126,15 +115,9 @@ class NoticeBoard(ABC):
 class StoreNotices(NoticeBoard):
     """Notices in the store of a group: the rank that hosts it may be the one that has gone."""
 
-    def __init__(
-        self,
-        store: Store,
-        ranks: Sequence[int],
-        host: tuple[str, int] | None,
-        host_rank: int | None = None,
-    ) -> None:
+    def __init__(self, store: Store, ranks: Sequence[int], host_rank: int | None = None) -> None:
         """Use ``store``, with a prefix of its own; for the others see ``NoticeBoard``."""
-        super().__init__(ranks, host, host_rank)
+        super().__init__(ranks, host_rank)
         self._store = store
 
     def post(self, rank: int, notice: Notice) -> bool:
@@ -143,8 +126,7 @@ class StoreNotices(NoticeBoard):
         def task() -> bool:
             self._store.set(str(rank), json.dumps(notice))
             self._store.set("any", "1")
-            # A TCPStore does not wait for a reply to set(): only a read shows that it is there.
-            return self._store.check(["any"])
+            return True
 
         return bool(self._ask(task))
 
@@ -160,11 +142,8 @@ class StoreNotices(NoticeBoard):
         return self._ask(task)
 
     def _ask(self, task: Callable[[], T]) -> T | None:
-        # A request to the store of a stopped process blocks for ever, also with a timeout set, so
-        # it runs in a thread that can be left behind. The probe keeps torch from printing a C++
-        # stack trace when the store's host is simply gone.
-        if not self._reachable():
-            return None
+        # A request to the store of a stopped process takes long, so it runs in a thread that can be
+        # left behind.
         answers: list[T] = []
 
         def run() -> None:
@@ -175,16 +154,3 @@ class StoreNotices(NoticeBoard):
         thread.start()
         thread.join(ANSWER_TIMEOUT_S)
         return answers[0] if answers else None
-
-    def _reachable(self) -> bool:
-        if self._host is None:
-            return True
-        try:
-            with socket.create_connection(self._host, PROBE_TIMEOUT_S) as probe:
-                # A process that is being killed accepts connections for a moment, and drops them.
-                probe.settimeout(DYING_S)
-                return probe.recv(1) != b""
-        except TimeoutError:  # silence: a store answers only what it is asked
-            return True
-        except OSError:
-            return False

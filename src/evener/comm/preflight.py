@@ -26,13 +26,10 @@ from typing import Final, NamedTuple
 import torch
 
 from evener.comm.base import Communicator
-from evener.comm.messages import name_ranks
-from evener.comm.rendezvous import first_line
+from evener.comm.messages import first_line, name_ranks
 from evener.devices import kind_of
 from evener.errors import CollectiveTimeoutError, LaunchError, PeerLostError
 
-#: What connects the children: a function like ``groups.connect``, as ``MODULE:FUNCTION``.
-CONNECT: Final = "evener.comm.groups:connect"
 #: Bytes of the tensors that are exchanged.
 SIZES: Final = (1 << 10, 1 << 20, 32 << 20)
 
@@ -58,17 +55,15 @@ class PreflightJob(NamedTuple):
     Attributes:
         rank: Its rank, that of its parent.
         world_size: Number of ranks.
-        address: Host of the team's store, through which the children find one another.
-        port: Its port.
+        place: Where the children find one another, in terms of ``connect``.
         device: Where tensors lie, such as ``cuda:0``.
-        connect: See ``CONNECT``.
+        connect: See ``run_preflight``.
         timeout_s: Longest wait in one exchange.
     """
 
     rank: int
     world_size: int
-    address: str
-    port: int
+    place: str
     device: str
     connect: str
     timeout_s: float
@@ -88,12 +83,11 @@ class PreflightResult(NamedTuple):
 
 def run_preflight(
     comm: Communicator,
-    address: str,
-    port: int,
+    place: str,
     device: torch.device,
     *,
+    connect: str,
     timeout_s: float,
-    connect: str = CONNECT,
 ) -> PreflightResult:
     """Try to exchange over NCCL in child processes; all ranks call it together.
 
@@ -101,11 +95,11 @@ def run_preflight(
 
     Args:
         comm: Over which the ranks agree.
-        address: Host of the team's store.
-        port: Its port.
+        place: Where the children find one another, in terms of ``connect``; it may be secret.
         device: Where this rank computes.
+        connect: What connects the children, as ``MODULE:FUNCTION``: it takes their rank, their
+            number, ``place``, the backend and the longest wait.
         timeout_s: Longest that the children may take; at most two minutes of it are used.
-        connect: What connects the children, see ``CONNECT``.
 
     Raises:
         LaunchError: A child did not end in time; on every rank, and names whose.
@@ -114,8 +108,7 @@ def run_preflight(
     job = PreflightJob(
         rank=comm.rank,
         world_size=comm.world_size,
-        address=address,
-        port=port,
+        place=place,
         device=str(device),
         connect=connect,
         timeout_s=limit_s / 2,  # a child that waits can say for whom, before its own time is up
@@ -202,15 +195,18 @@ class _TrialChild:
         self.story = "starting a process"
         self._process: subprocess.Popen[bytes] | None = None
         self._said, says = Pipe(duplex=False)
-        told = [str(says.fileno()), json.dumps(job)]
         try:
             # Output of libraries (NCCL_DEBUG) goes to standard error.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "evener.comm.preflight", *told],
+                [sys.executable, "-P", "-m", "evener.comm.preflight", str(says.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=2,
                 pass_fds=[says.fileno()],
             )
+            # Everybody on this host can read the arguments of a process.
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
         except OSError as error:
             self.state, self.story = (
                 _ChildState.FAILED,
@@ -293,9 +289,8 @@ def _try_all(job: PreflightJob, tell: Callable[[str], None]) -> Communicator:
     kind_of(device).select(device)
     tell("forming the group")
     # The parent gives up earlier: it can name the rank that is behind, and a child alone cannot.
-    place = (job.rank, job.world_size, job.address, job.port)
     comm: Communicator = connect(
-        *place, hosts_store=False, backend="nccl", timeout_s=4 * job.timeout_s
+        job.rank, job.world_size, job.place, backend="nccl", timeout_s=4 * job.timeout_s
     )
     for size in SIZES:
         for kind in ("all_reduce", "broadcast", "all_gather"):
@@ -334,7 +329,7 @@ def _run_child(job: PreflightJob, parent: Connection) -> None:
 def main() -> None:
     """Run the child: exchange, report to the parent, and wait to be ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C, and ends this process
-    parent, job = Connection(int(sys.argv[1])), PreflightJob(*json.loads(sys.argv[2]))
+    parent, job = Connection(int(sys.argv[1])), PreflightJob(*json.loads(sys.stdin.readline()))
     signal.alarm(round(2 * job.timeout_s) + 60)  # by the kernel, if a driver holds all threads
     watcher = threading.Thread(target=_end_with_parent, daemon=True)
     watcher.start()

@@ -17,8 +17,9 @@ import torch
 
 from evener.comm.addresses import bind
 from evener.comm.c10d import HashStore, Store, form_gloo
-from evener.comm.preflight import CONNECT, run_preflight
-from evener.comm.rendezvous import choose_devices, first_line, open_store
+from evener.comm.messages import first_line
+from evener.comm.network import devices_at
+from evener.comm.preflight import run_preflight
 from evener.comm.shared_links import Door
 from evener.comm.shared_memory import create_file, map_file, reserve
 from evener.comm.threads import ThreadTeam
@@ -36,31 +37,25 @@ def try_gloo() -> str:
     return _run(2, partial(_exchange_by_gloo, store))
 
 
-def try_nccl(devices: Sequence[torch.device], *, timeout_s: float, connect: str = CONNECT) -> str:
+def try_nccl(devices: Sequence[torch.device], place: str, *, connect: str, timeout_s: float) -> str:
     """Exchange over NCCL between devices of this host; return why that failed, or an empty text.
 
     Args:
         devices: Two or more.
+        place: See ``run_preflight``.
+        connect: See ``run_preflight``.
         timeout_s: Longest that it may take.
-        connect: See ``preflight.CONNECT``.
     """
-    listener = bind(_HOST, 0)
-    port = listener.getsockname()[1]
-    client, server = open_store(
-        _HOST, port, hosts=True, listen_fd=listener.detach(), timeout_s=timeout_s
-    )
     team = ThreadTeam(len(devices), timeout_s=timeout_s)
 
     def one(rank: int) -> str:
         comm = team.communicator(rank)
         with closing(comm):
             return run_preflight(
-                comm, _HOST, port, devices[rank], timeout_s=timeout_s, connect=connect
+                comm, place, devices[rank], connect=connect, timeout_s=timeout_s
             ).failure
 
-    failure = _run(len(devices), one)
-    del client, server
-    return failure
+    return _run(len(devices), one)
 
 
 def try_shared_memory() -> str:
@@ -115,7 +110,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _exchange_by_gloo(store: Store, rank: int) -> str:
-    group: Any = form_gloo(store, rank, 2, choose_devices(_HOST, _ANY_PORT), _PATIENCE_S)
+    group: Any = form_gloo(store, rank, 2, devices_at(_HOST), _PATIENCE_S)
     values = torch.arange(8.0) + rank
     group.allreduce([values]).wait(timedelta(seconds=_PATIENCE_S))
     wrong = int((values != 2 * torch.arange(8.0) + 1).sum())

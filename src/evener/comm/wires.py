@@ -32,10 +32,11 @@ class Wires(NotInherited):
 
     @classmethod
     @contextmanager
-    def opened(cls, silence_s: float | None = None) -> Iterator[Self]:
+    def opened(cls, silence_s: float | None = None, *, every: bool = False) -> Iterator[Self]:
         """Collect those that are opened inside the block.
 
         Args:
+            every: Whether these are all, and not only those that look like torch's.
             silence_s: A machine that has not answered for so long ends connections to it, also
                 while nothing is exchanged; ``None`` for no limit.
         """
@@ -43,7 +44,7 @@ class Wires(NotInherited):
         before = set(_sockets().values())
         yield wires
         now = _sockets().items()
-        own = {fd: inode for fd, inode in now if inode not in before and _is_torchs(fd)}
+        own = {fd: inode for fd, inode in now if inode not in before and (every or _is_torchs(fd))}
         for descriptor in own:
             with suppress(OSError):
                 os.set_inheritable(descriptor, False)  # Gloo leaves its sockets to `os.system`
@@ -142,11 +143,18 @@ def _is_connected(descriptor: int) -> bool:
 
 
 def _is_torchs(descriptor: int) -> bool:
-    """Return whether it is a TCP socket as torch opens them: listening, or without delay."""
+    """Return whether it is a TCP socket as torch opens them: listening, or without delay.
+
+    Those of evener's coordinator, which may come at the same time, are kept alive.
+    """
     with suppress(OSError), _tcp(descriptor) as end:
         return bool(
             end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            or (end.getpeername() and end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            or (
+                end.getpeername()
+                and end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                and not end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            )
         )
     return False
 

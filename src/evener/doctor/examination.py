@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from evener.comm.c10d import nccl_version
-from evener.comm.rendezvous import first_line
+from evener.comm.messages import first_line
 from evener.comm.trials import try_gloo, try_loopback, try_nccl, try_port, try_shared_memory
 from evener.devices import count_accelerators, kind_of
 from evener.doctor.cgroups import GroupLimits, read_group_limits
@@ -30,6 +30,7 @@ from evener.doctor.host_facts import (
     ProcessorFacts,
     TorchBuild,
 )
+from evener.team.fixed import CONNECT, meeting_place
 from evener.team.host import available_cores, local_devices
 from evener.team.members import own_versions
 from evener.team.nodes import DEFAULT_PORT
@@ -108,11 +109,16 @@ def _try_exchanges(gpus: list[torch.device], devices: tuple[DeviceFacts, ...]) -
     shm = Path("/dev/shm")
     return ExchangeTrials(
         gloo_failure=try_gloo(),
-        nccl_failure=try_nccl(gpus, timeout_s=_NCCL_S) if tries_nccl else "",
+        nccl_failure=_try_nccl(gpus) if tries_nccl else "",
         nccl_tried=tries_nccl,
         memory_failure=try_shared_memory(),
         shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
     )
+
+
+def _try_nccl(gpus: list[torch.device]) -> str:
+    with meeting_place(len(gpus), _NCCL_S) as place:
+        return try_nccl(gpus, place, connect=CONNECT, timeout_s=_NCCL_S)
 
 
 def _network() -> NetworkFacts:

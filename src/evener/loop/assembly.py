@@ -43,7 +43,7 @@ from evener.team.backends import check_backend, check_policy, connect_team, desc
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
 from evener.team.elastic_membership import join_team
-from evener.team.environment import COORDINATOR, AverageBackend, DistributedTrainConfig
+from evener.team.environment import ELASTIC, AverageBackend, DistributedTrainConfig
 from evener.team.failures import note
 from evener.team.members import Member, describe_self, team_lines
 from evener.team.membership import Membership, begin_generation
@@ -154,7 +154,7 @@ class Assembly:
         """Return the team, fixed or elastic, of which this process is to be a rank."""
         place, policy, device = self.environment, self.apply_policy, self.device
         timeout_s = config.timeout_s
-        if membership is None and (communicator is not None or COORDINATOR not in os.environ):
+        if membership is None and (communicator is not None or ELASTIC not in os.environ):
             return Team(connect_team(place, backend, policy, device, timeout_s, communicator))
         config.check_elastic()
         if membership is None:

@@ -48,9 +48,10 @@ from evener.protocol.formation import EVALUATING, TRAINING, read_team_limits
 from evener.team.elastic_membership import check_team_limits
 from evener.team.environment import ELASTIC, DistributedTrainConfig
 from evener.team.failures import explain_with, forget, note
+from evener.team.fixed import place_in
 from evener.team.members import Member
 from evener.team.membership import Membership
-from evener.team.placement import Devices, devices_of_host, place_in
+from evener.team.placement import Devices, devices_of_host
 from evener.team.starting import start_all_ranks, start_elastic_team
 
 T = TypeVar("T")

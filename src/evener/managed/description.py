@@ -31,8 +31,9 @@ from evener.observe.jsonl import JsonlSink
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import read_team_limits
 from evener.team.backends import check_backend, check_policy
-from evener.team.environment import COORDINATOR, AverageBackend, DistributedTrainConfig
-from evener.team.placement import Devices, devices_of_host, place_in
+from evener.team.environment import ELASTIC, AverageBackend, DistributedTrainConfig
+from evener.team.fixed import place_in
+from evener.team.placement import Devices, devices_of_host
 
 #: The loss of a micro-batch: a mean over its samples, or (mean, number of units behind it).
 Loss = Tensor | tuple[Tensor, float | Tensor]
@@ -197,7 +198,7 @@ def describe(
                 "MIN:MAX start the script"
             )
         # Its other ranks may have written there already, and so may an earlier worker's.
-        if place.rank == 0 and COORDINATOR not in os.environ:
+        if place.rank == 0 and ELASTIC not in os.environ:
             _check_folders(run)
         return replace(run, policy=policy, backend=check_backend(run.backend).value)
     _check_folders(run)

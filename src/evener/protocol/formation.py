@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from evener.errors import ConfigError
 from evener.parsing import Fields, short, whole
@@ -31,6 +31,20 @@ WAITING: Final = "waiting"
 
 PARKED: Final = "parked"
 """The phase of a parked member: the others train without it, and it waits to be called back."""
+
+
+class FixedPlace(NamedTuple):
+    """A rank's place in a fixed team, which its launcher or its user has decided.
+
+    Attributes:
+        team: Names the team to its coordinator, which may have several.
+        rank: Number of the rank.
+        world_size: Ranks of the team.
+    """
+
+    team: str
+    rank: int
+    world_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

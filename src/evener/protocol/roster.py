@@ -1,4 +1,4 @@
-"""The members of an elastic team, and when its next generation may form. Pure: time is a number.
+"""The members of a team, and when its next generation may form. Pure: time is a number.
 
 The coordinator owns a ``Roster``. It reports events with their time to the roster, and sends the
 messages that ``take`` returns. An event changes attributes of one worker; ``tick``, which ``take``
@@ -11,6 +11,9 @@ A commit in generation g needs the rows of all members of g. So once a member ha
 that it has not applied can be committed there: with it, g + 1 may form at once. A generation
 without any member that holds state starts over. It forms only when no other worker can still
 commit: each has left, its process has ended, or its lease has run out.
+
+A fixed team is one whose fewest and most members are the same, and whose workers come with the
+number that they must have. It forms one generation, when all of them are ready.
 """
 
 from collections import Counter, deque
@@ -161,6 +164,7 @@ class Roster:
         most: Most members of a generation.
         deadlines: Those of the team.
         started_s: When the coordinator started.
+        is_fixed: Whether it is a fixed team.
         formation: The newest generation; ``None`` before the first.
         run_has_ended: Whether a member has left it because the run had ended.
         living: Ids of the workers that have come, and neither left nor are lost, in the order of
@@ -171,6 +175,7 @@ class Roster:
     most: int
     deadlines: Deadlines
     started_s: float
+    is_fixed: bool = False
     formation: Formation | None = None
     run_has_ended: bool = False
     living: tuple[str, ...] = ()
@@ -197,6 +202,11 @@ class Roster:
         """Return the highest generation that has been formed; 0 for none."""
         return self.formation.generation if self.formation else 0
 
+    @property
+    def why_over(self) -> str:
+        """Return why the newest generation is over; empty while it is not."""
+        return self._over
+
     def number_of(self, member: str) -> int:
         """Return the number of a worker; ``NO_NUMBER`` as long as others have them all."""
         return self._seats[member].number
@@ -207,7 +217,13 @@ class Roster:
         Members of a generation that an earlier coordinator formed come back first: a new team
         beside theirs would commit windows that they have committed, too.
         """
-        return now_s - self.started_s >= self.deadlines.lease_s
+        return self.is_fixed or now_s - self.started_s >= self.deadlines.lease_s
+
+    @property
+    def missing(self) -> list[int]:
+        """Return the numbers of a fixed team's workers that are not ready and were not."""
+        present = {seat.wish for seat in self._seats.values() if seat.can_join or seat.knows}
+        return sorted({*range(self.most)} - present)
 
     def knows(self, member: str) -> bool:
         """Return whether a worker has arrived and is not forgotten; only such have events."""
@@ -271,6 +287,8 @@ class Roster:
         if self._due_s is not None:  # who lives is to be known
             self.tick(now_s)
         new = Seat(member, session, wish, NO_NUMBER, facts, address, is_local, advanced_s=now_s)
+        if self.is_fixed and (why := self._misfit(new)):
+            return why
         before = self._seats.get(member, new)
         is_another = before.session not in ("", session)
         if is_another and before.is_connected:
@@ -329,9 +347,13 @@ class Roster:
 
     def depart(self, now_s: float, member: str) -> None:
         """Note that a worker's connection has ended; it may come again."""
-        if member in self._seats:
-            self._seats[member].suffer(Trouble.DISCONNECTED, now_s, self.deadlines.reconnect_s)
-            self._due_s = now_s
+        seat = self._seats.get(member)
+        if seat is None or (self.is_fixed and seat.activity is Activity.LEFT):
+            return
+        seat.suffer(Trouble.DISCONNECTED, now_s, self.deadlines.reconnect_s)
+        if self.is_fixed and self.formation is None:  # another process may take its place
+            self._forget(seat)
+        self._due_s = now_s
 
     def report(
         self,
@@ -369,7 +391,8 @@ class Roster:
         """
         seat = self._seats[member]
         seat.activity, seat.lease_end_s = Activity.LEFT, 0.0
-        if self.is_member(member):
+        # Ranks that leave a fixed team at its end need not do so together.
+        if self.is_member(member) and not self.is_fixed:
             self.run_has_ended |= finished
             self._end(now_s, f"{member} left the team")
         self._due_s = now_s
@@ -646,6 +669,8 @@ class Roster:
         )
 
     def _wait_for_more(self, now_s: float, ready: list[str]) -> None:
+        if self.is_fixed:  # each rank has a deadline of its own, and asks then who is missing
+            return
         since_s, timeout_s = max(self._arrival_s, self._over_s), self.deadlines.timeout_s
         few = f"{len(ready)} of at least {self.least} workers"
         if now_s - since_s >= timeout_s:
@@ -702,6 +727,30 @@ class Roster:
     def _begin(self, formation: Formation) -> None:
         self.formation, self._inside = formation, frozenset(formation.members)
         self._over, self.run_has_ended = "", False
+
+    def _misfit(self, new: Seat) -> str:
+        """Return why a worker cannot be in this fixed team; empty if it can.
+
+        With ranks of different world sizes the team can never be complete, so all are refused.
+        """
+        others = [seat for seat in self._seats.values() if seat.session != new.session]
+        for seat in others:
+            ranks = sorted((one.wish, one.facts["world_size"]) for one in (seat, new))
+            (rank, size), (other, their_size) = ranks
+            if size != their_size:
+                why = (
+                    f"rank {rank} was started for {size} ranks and rank {other} for {their_size}: "
+                    "give all the same world size (WORLD_SIZE)"
+                )
+                if self.formation is None:
+                    self._refuse(list(self._seats), "failed", why)
+                return why
+            if rank == other:
+                return (
+                    f"two processes were started as rank {rank}, {seat.member} and {new.member}: "
+                    "give each process of a team a number of its own (RANK)"
+                )
+        return ""
 
     def _difference(self, seat: Seat) -> str:
         """Return in which fact a worker differs from another, and what to do; empty if in none."""

@@ -120,8 +120,6 @@ class JoinedTeam:
         if self.ranks is None:
             environ[ELASTIC] = "{}:{}".format(*self.connection.limits)
         token_file = "" if self.token_file is None else str(self.token_file.resolve())
-        if self.ranks is not None:  # MERGE
-            return environ
         return environ | {COORDINATOR: self.address, MEMBER: member, TOKEN_FILE: token_file}
 
 

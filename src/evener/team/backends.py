@@ -15,7 +15,7 @@ from evener.devices import count_accelerators
 from evener.errors import ConfigError, LaunchError
 from evener.planning.policies import ApplyPolicy
 from evener.team.environment import AverageBackend, DistributedTrainConfig, choose
-from evener.team.placement import join
+from evener.team.fixed import CONNECT, join
 from evener.team.terminal import warn
 
 
@@ -136,12 +136,12 @@ def connect_team(
     if backend == AverageBackend.AUTO:
         backend = environment.comm_backend.value
     facts = describe_exchange(environment, check_backend(backend), policy, device)
-    comm = join(environment, "gloo", timeout_s)
+    comm, place = join(environment, timeout_s)
     try:
         answers = comm.all_gather_json(asdict(facts), what="how ranks exchange")
         chosen, comm.reason = decide_backend([ExchangeFacts(**answer) for answer in answers])
         if chosen == "nccl" and backend == AverageBackend.AUTO:
-            chosen, comm.reason = _try_nccl(comm, environment, device, comm.reason)
+            chosen, comm.reason = _try_nccl(comm, place, device, comm.reason)
         if chosen in ("nccl", "shared"):
             comm = _share(comm, chosen)
         if chosen == "nccl":
@@ -194,12 +194,9 @@ def _share(comm: Communicator, chosen: str) -> Communicator:
     return comm
 
 
-def _try_nccl(
-    comm: Communicator, environment: DistributedTrainConfig, device: torch.device, reason: str
-) -> tuple[str, str]:
+def _try_nccl(comm: Communicator, place: str, device: torch.device, reason: str) -> tuple[str, str]:
     """NCCL, if it passes its preflight, else the hosts, and why; all ranks call it together."""
-    host, port = environment.coordinator_addr, environment.coordinator_port
-    outcome = run_preflight(comm, host, port, device, timeout_s=comm.timeout_s)
+    outcome = run_preflight(comm, place, device, connect=CONNECT, timeout_s=comm.timeout_s)
     took = f"{outcome.seconds:.1f} s"
     if not outcome.failure:
         return "nccl", f"{reason}, and NCCL has passed its preflight, which took {took}"

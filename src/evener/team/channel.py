@@ -37,7 +37,7 @@ _CHUNK_BYTES = 1 << 20
 _PAYLOAD_BYTES = "payload_bytes"
 _LOOK_S = 0.5
 
-_ends: "WeakSet[Channel]" = WeakSet()
+_ends: "WeakSet[Channel | socket.socket]" = WeakSet()
 
 
 class Channel:
@@ -69,7 +69,7 @@ class Channel:
         self._unread = bytearray()
         self._begun: Message | None = None  # its payload is still to come
         self._waiting: list[Message] = []
-        _ends.add(self)
+        close_in_children(self)
 
     def fileno(self) -> int:
         """Return the descriptor, to wait on."""
@@ -191,9 +191,14 @@ def _parse(line: bytes | bytearray) -> Message:
     return message if isinstance(message, dict) else {}
 
 
+def close_in_children(end: "Channel | socket.socket") -> None:
+    """Have every child that is forked from now on close its copy of an end."""
+    _ends.add(end)
+
+
 def _close_all() -> None:
-    for channel in list(_ends):
-        channel.close()
+    for end in list(_ends):
+        end.close()
 
 
 if sys.platform != "win32":

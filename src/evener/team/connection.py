@@ -1,4 +1,4 @@
-"""A connection to the coordinator of an elastic team, that is made again whenever it ends.
+"""A connection to the coordinator of a team, that is made again whenever it ends.
 
 Agents use it, so it loads no torch.
 """
@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections import deque
 from contextlib import closing, suppress
 from dataclasses import asdict
+from math import inf
 from multiprocessing.connection import wait
 from typing import Final, final
 
@@ -26,15 +27,16 @@ from evener.protocol.formation import (
     read_message,
 )
 from evener.team.address import parse_address
-from evener.team.channel import Channel, Message
+from evener.team.channel import Channel, Message, close_in_children
 from evener.team.sealed import MOST_MESSAGE_BYTES, TO_COORDINATOR, Seal, new_nonce
 from evener.team.terminal import printable, say
 from evener.version import __version__
 
 _CONNECT_S: Final = 2.0
-_PAUSE_S: Final = 0.1
 # Hosts that are started together come within so long; nothing is printed before.
 _SILENT_S: Final = 1.0
+_FIRST_PAUSE_S: Final = 0.002
+_LONGEST_PAUSE_S: Final = 0.1
 
 
 class CoordinatorConnection(Closing):
@@ -46,6 +48,7 @@ class CoordinatorConnection(Closing):
         member: Name of this end.
         role: ``worker`` or ``agent``.
         timeout_s: Longest wait for the first connection.
+        has_beats: Whether each end shows the other that it lives.
 
     Attributes:
         address: As given.
@@ -61,7 +64,14 @@ class CoordinatorConnection(Closing):
     """
 
     def __init__(
-        self, address: str, *, token: bytes | None, member: str, role: str, timeout_s: float
+        self,
+        address: str,
+        *,
+        token: bytes | None,
+        member: str,
+        role: str,
+        timeout_s: float,
+        has_beats: bool = True,
     ) -> None:
         host, port = parse_address(address, "the coordinator's address")
         if port is None:
@@ -80,10 +90,13 @@ class CoordinatorConnection(Closing):
         self._failure: EvenerError | None = None
         self._has_met = self._closed = False
         self._why = "no answer"  # to the last attempt to connect
-        self._beat_due_s = 0.0
+        self._beat_due_s = 0.0 if has_beats else inf
+        self._has_beats = has_beats
         self._heard_s = time.monotonic()
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
+        for end in (self._wake_end, self._wake):
+            close_in_children(end)
         self._thread = threading.Thread(
             target=self._run, name="evener-coordinator-connection", daemon=True
         )
@@ -104,7 +117,7 @@ class CoordinatorConnection(Closing):
 
         Each heartbeat has an answer. One that is late is stopped, or cannot be reached.
         """
-        silent_s = time.monotonic() - self._heard_s
+        silent_s = time.monotonic() - self._heard_s if self._has_beats else 0.0
         return silent_s if silent_s > self.deadlines.lease_s + _CONNECT_S else 0.0
 
     # ── what the two kinds of ends add ───────────────────────────────────────────────────────────
@@ -132,24 +145,38 @@ class CoordinatorConnection(Closing):
     def _on_break(self) -> None:
         """The connection has ended; the lock is held. It is made again."""
 
+    def _may_return(self) -> bool:
+        """Return whether a connection that has ended is made again."""
+        return True
+
+    def _absent(self) -> EvenerError:
+        """Return the error of a coordinator that has never answered."""
+        return LaunchError(
+            f"{self._role} {self.member} waited {self._timeout_s:.0f} s for the coordinator at "
+            f"{self.address} ({self._why}): start it with `evener coordinator`, and check the "
+            "address and the port"
+        )
+
     # ── for both ─────────────────────────────────────────────────────────────────────────────────
 
     def _start(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._thread.start()
-        with self._changed:
-            silent_s = min(timeout_s, _SILENT_S)
-            self._changed.wait_for(lambda: self._is_welcome or self._failure, silent_s)
-            if not (self._is_welcome or self._failure):
-                if timeout_s > silent_s:
-                    say(f"evener: {self.member} waits for the coordinator at {self.address}")
-                self._changed.wait_for(lambda: self._is_welcome or self._failure, timeout_s)
-            failure = self._failure
-            if failure is None and not self._is_welcome:
-                failure = self._lost()
-        if failure is not None:
+        silent_s = min(timeout_s, _SILENT_S)
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_met or self._failure, silent_s)
+                if not (self._has_met or self._failure) and timeout_s > silent_s:
+                    say(
+                        f"evener: {self.member} waits for the coordinator at {self.address} "
+                        f"({self._why})"
+                    )
+                    self._changed.wait_for(lambda: self._has_met or self._failure, timeout_s)
+                if not self._has_met:
+                    raise self._failure or self._absent()
+        except BaseException:  # Ctrl-C, too
             self.close()
-            raise failure
+            raise
 
     def _post(self, message: Message) -> None:
         """Send a message; the lock is held. Where the connection has ended, it is not sent."""
@@ -158,7 +185,7 @@ class CoordinatorConnection(Closing):
             self._nudge()
 
     def _beat_soon(self) -> None:
-        self._beat_due_s = 0.0
+        self._beat_due_s = 0.0 if self._has_beats else inf
         self._nudge()
 
     def _nudge(self) -> None:
@@ -172,6 +199,7 @@ class CoordinatorConnection(Closing):
 
     def _run(self) -> None:
         began_s = lost_s = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
         while not self._closed:
             try:
                 channel, seal = self._connect()
@@ -189,28 +217,28 @@ class CoordinatorConnection(Closing):
                 if left_s <= 0:
                     self._fail(self._lost())
                     break
-                wait([self._wake_end], min(_PAUSE_S, left_s))
+                wait([self._wake_end], min(pause_s, left_s))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            self._has_met = True
             with closing(channel):
                 self._talk(channel, seal)
-            lost_s = time.monotonic()
+            lost_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
             with self._changed:
                 if not self._closed:
                     self._on_break()
                 self._is_welcome = False
                 self._outgoing.clear()
                 self._changed.notify_all()
+            if not self._may_return():
+                self._why = "its connection has ended"
+                self._fail(self._lost())
+                break
         self._wake_end.close()
         self._wake.close()
 
     def _lost(self) -> EvenerError:
         if not self._has_met:
-            return LaunchError(
-                f"{self._role} {self.member} waited {self._timeout_s:.0f} s for the coordinator at "
-                f"{self.address} ({self._why}): start it with `evener coordinator`, and check the "
-                "address and the port"
-            )
+            return self._absent()
         return CoordinatorLostError(
             f"{self._role} {self.member} lost the coordinator at {self.address} and waited "
             f"{self.deadlines.patience_s:.0f} s for it (patience_s; {self._why}): check the "
@@ -235,7 +263,7 @@ class CoordinatorConnection(Closing):
                 self.deadlines = read_message(Deadlines, welcome.fields("deadlines"))
                 first = self._begin(welcome)
                 self._outgoing.extend(first)
-                self._is_welcome = True
+                self._is_welcome = self._has_met = True
                 self._changed.notify_all()
         except BaseException:
             channel.close()
@@ -307,7 +335,8 @@ class CoordinatorConnection(Closing):
                 beat_due_s = self._beat_due_s
             for message in messages:
                 channel.tell(seal.close(message))
-            ready = wait([channel.fileno(), self._wake_end], max(0.0, beat_due_s - now_s))
+            left_s = max(0.0, beat_due_s - now_s) if self._has_beats else None
+            ready = wait([channel.fileno(), self._wake_end], left_s)
             if self._wake_end in ready:
                 self._wake_end.recv(4096)
             heard = channel.receive()

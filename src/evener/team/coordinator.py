@@ -1,4 +1,7 @@
-"""The coordinator of an elastic team: a small process that never trains and decides who is in.
+"""The coordinator of a team: it never trains, and decides who is in.
+
+It is a process of its own, or a thread: of a launcher, or of rank 0 of a fixed team that another
+launcher has started.
 
 What it decides is in ``protocol/roster.py``. This is its edge: TCP connections, on each of which
 messages travel as lines of JSON. A message that is too long, damaged or of an unknown kind ends its
@@ -28,6 +31,7 @@ from evener.protocol.formation import (
     NO_NUMBER,
     WHOLE_RUN,
     Deadlines,
+    FixedPlace,
     Formation,
     ProcessState,
     Standing,
@@ -37,7 +41,6 @@ from evener.protocol.nodes import Node, Nodes
 from evener.protocol.roster import Roster
 from evener.team.ledger import Ledger, LedgerEntry
 from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
-from evener.team.shortage import remedy_of_shortage
 from evener.team.terminal import say
 from evener.version import __version__
 
@@ -56,6 +59,9 @@ _MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
 _MOST_KEYS: Final = 100_000
 _MOST_STORE_BYTES: Final = 64 * 1024 * 1024
 _MOST_REFUSALS: Final = 50
+#: A script has a fixed team for each connection between its ranks that is open.
+_MOST_TEAMS: Final = 1000
+_MOST_RANKS: Final = 9999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +108,8 @@ class CoordinatorThread(Closing):
 
     Args:
         options: How it is started.
+        listening: See ``Coordinator``.
+        tick_s: See ``Coordinator``.
 
     Attributes:
         port: Where it listens.
@@ -111,8 +119,14 @@ class CoordinatorThread(Closing):
         LaunchError: See ``Coordinator``.
     """
 
-    def __init__(self, options: CoordinatorOptions) -> None:
-        self._coordinator = Coordinator(options)
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        listening: socket.socket | None = None,
+        *,
+        tick_s: float = _TICK_S,
+    ) -> None:
+        self._coordinator = Coordinator(options, listening, tick_s=tick_s)
         self.port = self._coordinator.port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="evener-coordinator", daemon=True)
@@ -121,21 +135,13 @@ class CoordinatorThread(Closing):
     def close(self) -> None:
         """End it; idempotent."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._coordinator.stop)
+            with suppress(RuntimeError):  # it has ended meanwhile
+                self._loop.call_soon_threadsafe(self._coordinator.stop)
             self._thread.join(_END_S)
 
     def _run(self) -> None:
-        self._loop.set_exception_handler(self._on_error)
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._coordinator.serve())
-
-    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Tell of a connection that could not be taken in; what is not known is a bug."""
-        error = context.get("exception")
-        if isinstance(error, OSError) and (remedy := remedy_of_shortage(error)):
-            say(f"evener coordinator: cannot take in a connection ({error.strerror}); {remedy}")
-        else:
-            loop.default_exception_handler(context)
 
 
 def coordinate(options: CoordinatorOptions) -> int:
@@ -164,11 +170,70 @@ def coordinate(options: CoordinatorOptions) -> int:
 
 
 @final
+class Team:
+    """A team: its roster, the connections of its workers, and what its members tell one another.
+
+    Args:
+        roster: Decides who is in.
+        ledger: From which an elastic team continues; ``None`` for none.
+    """
+
+    def __init__(self, roster: Roster, ledger: Ledger | None = None) -> None:
+        self.roster = roster
+        self.store = GenerationStore()
+        self.workers: dict[str, Visitor] = {}
+        self._ledger = ledger
+        if ledger is not None:
+            known = ledger.entry
+            roster.remember(roster.started_s, known.formation, known.facts)
+            roster.run_has_ended |= known.run_has_ended
+            self.store.load(known.announced)
+
+    def send_orders(self) -> None:
+        """Send what follows from the last events."""
+        orders = self.roster.take()
+        self._keep_ledger()  # before anybody hears of a generation
+        for order in orders:
+            if not order.to:
+                say(f"evener coordinator: {order.content['text']}")
+            elif order.to in self.workers:
+                self.workers[order.to].tell(order.type, order.content)
+        self.store.keep(self.roster.generation)
+        if why := self.roster.why_over:
+            self.store.give_up(why)
+
+    def _keep_ledger(self) -> None:
+        if self._ledger is None:
+            return
+        roster, known = self.roster, self._ledger.entry
+        is_same = (roster.formation, roster.run_has_ended) == (
+            known.formation,
+            known.run_has_ended,
+        )
+        if not is_same or self.store.announced != known.announced:
+            self._ledger.write(
+                LedgerEntry(
+                    formation=roster.formation,
+                    run_has_ended=roster.run_has_ended,
+                    facts=roster.facts(),
+                    announced=dict(self.store.announced),
+                )
+            )
+
+    def tick(self, now_s: float) -> None:
+        """Note what is due."""
+        self.roster.tick(now_s)
+        self.store.expire(now_s)
+
+
+@final
 class Coordinator:
-    """Decides who is in an elastic team, for as long as ``serve`` runs.
+    """Decides who is in an elastic team, and in fixed ones, for as long as ``serve`` runs.
 
     Args:
         options: How it is started.
+        listening: A socket to listen on; its caller answers for who can reach it.
+        tick_s: How often it looks what is due. Fixed teams form by events alone.
 
     Raises:
         ConfigError: The coordinator would listen on other than loopback without a token, or its
@@ -176,17 +241,22 @@ class Coordinator:
         LaunchError: The port is in use or not allowed.
     """
 
-    def __init__(self, options: CoordinatorOptions) -> None:
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        listening: socket.socket | None = None,
+        *,
+        tick_s: float = _TICK_S,
+    ) -> None:
         is_guarded = options.token is not None
-        self._socket = open_port(
+        self._socket = listening or open_port(
             options.host, options.port, program="the coordinator", is_guarded=is_guarded
         )
+        self._tick_s = tick_s
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self.options = options
         now_s = clock.now_s()
-        self.roster = Roster(options.least, options.most, options.deadlines, now_s)
-        self.store = GenerationStore()
         self.nodes = Nodes(options.nnodes)
         self._ledger: Ledger | None = None
         if options.ledger is not None:
@@ -195,15 +265,13 @@ class Coordinator:
             except BaseException:
                 self._socket.close()
                 raise
-            known = self._ledger.entry
-            self.roster.remember(now_s, known.formation, known.facts)
-            self.roster.run_has_ended |= known.run_has_ended
-            self.store.load(known.announced)
+        roster = Roster(options.least, options.most, options.deadlines, now_s)
+        self.elastic_team = Team(roster, self._ledger)
+        self._fixed_teams: dict[str, Team] = {}
         #: Tasks that make a visitor of a connection.
         self._welcoming: set[asyncio.Task[Any]] = set()
         self._num_taken = 0  # connections, since the last tick
         self._strangers: dict[Visitor, None] = {}
-        self._workers: dict[str, Visitor] = {}
         self._agents: dict[Visitor, None] = {}
         self._told: Formation | None = None
         self._is_end_told = False  # to all agents
@@ -218,7 +286,7 @@ class Coordinator:
         try:
             while not self._stopping.is_set():
                 try:
-                    await asyncio.wait_for(self._stopping.wait(), _TICK_S)
+                    await asyncio.wait_for(self._stopping.wait(), self._tick_s)
                 except TimeoutError:
                     self._tick()
         finally:
@@ -227,7 +295,8 @@ class Coordinator:
             await asyncio.gather(*self._welcoming, return_exceptions=True)
             for agent in [*self._agents]:
                 agent.tell("farewell", {})
-            for visitor in [*self._strangers, *self._agents, *self._workers.values()]:
+            workers = [one for team in self._teams for one in team.workers.values()]
+            for visitor in [*self._strangers, *self._agents, *workers]:
                 visitor.close()
             await asyncio.sleep(0)
             if self._ledger is not None:
@@ -237,7 +306,27 @@ class Coordinator:
         """Let ``serve`` return; call it in the thread of its loop."""
         self._stopping.set()
 
+    @property
+    def _teams(self) -> list[Team]:
+        return [self.elastic_team, *self._fixed_teams.values()]
+
     # ── what visitors call ───────────────────────────────────────────────────────────────────────
+
+    def team_of(self, place: FixedPlace | None) -> Team:
+        """Return the team that a visitor means: a fixed one, or the elastic one.
+
+        Raises:
+            ValueError: There are too many.
+        """
+        if place is None:
+            return self.elastic_team
+        if place.team not in self._fixed_teams:
+            if len(self._fixed_teams) >= _MOST_TEAMS:
+                raise ValueError(f"there are {_MOST_TEAMS} teams, which is as many as it keeps")
+            size, now_s = place.world_size, clock.now_s()
+            roster = Roster(size, size, self.options.deadlines, now_s, is_fixed=True)
+            self._fixed_teams[place.team] = Team(roster)
+        return self._fixed_teams[place.team]
 
     def know(self, visitor: "Visitor") -> None:
         """Note that a connection has said who it is."""
@@ -246,8 +335,8 @@ class Coordinator:
             self._agents[visitor] = None
             self._is_end_told = False
         else:
-            before = self._workers.get(visitor.member)
-            self._workers[visitor.member] = visitor
+            before = visitor.team.workers.get(visitor.member)
+            visitor.team.workers[visitor.member] = visitor
             if before is not None and before is not visitor:
                 before.drop()
 
@@ -260,10 +349,13 @@ class Coordinator:
             if lost is not None and not visitor.has_left:
                 self.relay(visitor, "lost", {"node": lost.name})
             self._tell_missing()
-        if self._workers.get(visitor.member) is visitor:
-            del self._workers[visitor.member]
-            self.roster.depart(clock.now_s(), visitor.member)
+        team = visitor.team
+        if team.workers.get(visitor.member) is visitor:
+            del team.workers[visitor.member]
+            team.roster.depart(clock.now_s(), visitor.member)
             self.send_orders_soon()
+        for name in [name for name, each in self._fixed_teams.items() if not each.workers]:
+            del self._fixed_teams[name]
 
     # ── hosts of a fixed team ────────────────────────────────────────────────────────────────────
 
@@ -311,41 +403,17 @@ class Coordinator:
     def send_orders(self) -> None:
         """Send what follows from the last events."""
         self._are_orders_due = False
-        orders = self.roster.take()
-        self._keep_ledger()  # before anybody hears of a generation
-        for order in orders:
-            if not order.to:
-                say(f"evener coordinator: {order.content['text']}")
-            elif order.to in self._workers:
-                self._workers[order.to].tell(order.type, order.content)
-        formation = self.roster.formation
-        if formation is not None and formation is not self._told:
-            self._told = formation
+        for team in self._teams:
+            team.send_orders()
+        roster = self.elastic_team.roster
+        if roster.formation is not None and roster.formation is not self._told:
+            self._told = roster.formation
             for agent in self._agents:
-                agent.tell("formed", asdict(formation))
-        if self.roster.run_has_ended and not self._is_end_told:
+                agent.tell("formed", asdict(roster.formation))
+        if roster.run_has_ended and not self._is_end_told:
             for agent in self._agents:
                 agent.tell("ended", {})
-        self._is_end_told = self.roster.run_has_ended
-        self.store.keep(self.roster.generation)
-
-    def _keep_ledger(self) -> None:
-        if self._ledger is None:
-            return
-        roster, known = self.roster, self._ledger.entry
-        is_same = (roster.formation, roster.run_has_ended) == (
-            known.formation,
-            known.run_has_ended,
-        )
-        if not is_same or self.store.announced != known.announced:
-            self._ledger.write(
-                LedgerEntry(
-                    formation=roster.formation,
-                    run_has_ended=roster.run_has_ended,
-                    facts=roster.facts(),
-                    announced=dict(self.store.announced),
-                )
-            )
+        self._is_end_told = roster.run_has_ended
 
     def _take_in(self) -> None:
         """Take in connections that wait at the port."""
@@ -382,9 +450,9 @@ class Coordinator:
 
     def _tick(self) -> None:
         now_s = clock.now_s()
-        self.roster.tick(now_s)
+        for team in self._teams:
+            team.tick(now_s)
         self.send_orders()
-        self.store.expire(now_s)
         for visitor in [*self._strangers]:
             if now_s - visitor.since_s > self.options.deadlines.hello_s:
                 visitor.drop()
@@ -398,6 +466,7 @@ class Visitor(asyncio.Protocol):
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.member = self.name = ""  # of a worker, of any end
+        self.team = coordinator.elastic_team
         self.since_s = clock.now_s()
         self._coordinator = coordinator
         self._unread = bytearray()
@@ -526,26 +595,34 @@ class Visitor(asyncio.Protocol):
 
     def _introduce(self, now_s: float, fields: Fields) -> None:
         """Take in what a worker or an agent tells of itself after the hello."""
-        role, name = self._role, self.name
-        roster, options = self._coordinator.roster, self._coordinator.options
+        role, name, options = self._role, self.name, self._coordinator.options
+        place = _read_place(fields.fields("fixed")) if "fixed" in fields else None
+        if role == "worker":
+            self.team = self._coordinator.team_of(place)
+        roster = self.team.roster
         is_new = fields["held"] is None
         held = None if is_new else read_message(Formation, fields.fields("held"))
         if role == "agent":
             roster.remember(now_s, held)
         else:
             address = fields.text("address")
+            facts = fields.fields("facts").values
+            wish = fields.whole("wish", least=NO_NUMBER)
+            if place is not None:
+                facts, wish = {**facts, "world_size": place.world_size}, place.rank
             why = roster.arrive(
                 now_s,
                 name,
                 fields.text("session"),
-                fields.fields("facts").values,
+                facts,
                 held,
-                fields.whole("wish", least=NO_NUMBER),
+                wish,
                 address=address,
                 is_local=is_loopback(address),
             )
             if why:
                 self.tell("refused", {"why": why})
+                self._coordinator.send_orders_soon()  # others may be refused for the same reason
                 raise ValueError(f"refused worker {name}: {why}")
             self.member = name
         self._is_known = True
@@ -557,12 +634,12 @@ class Visitor(asyncio.Protocol):
                 "open": roster.is_open(now_s),
                 "number": roster.number_of(name) if role == "worker" else 0,
                 "deadlines": asdict(options.deadlines),
-                "limits": [options.least, options.most],
+                "limits": [roster.least, roster.most],
             },
         )
 
     def _hear_worker(self, now_s: float, kind: str, fields: Fields) -> None:
-        roster = self._coordinator.roster
+        roster = self.team.roster
         if self.has_left:  # its connection may outlast it, and must not make it a worker again
             self.tell("left", {})
         elif not roster.knows(self.member):
@@ -591,20 +668,22 @@ class Visitor(asyncio.Protocol):
             roster.describe(now_s, self.member, fields.fields("facts").values)
             self._coordinator.send_orders()  # a refusal comes first
             self.tell("compared", {})
+        elif kind == "missing":
+            self.tell("missing", {"ranks": roster.missing})
         elif kind == "store" and not (
             _reads(fields) or roster.is_member(self.member) or roster.leads(self.member)
         ):
             answer = {"number": fields.whole("number"), "error": "its generation is over"}
             self.tell("stored", answer)
         elif kind == "store":
-            self._coordinator.store.ask(now_s, fields, lambda answer: self.tell("stored", answer))
+            self.team.store.ask(now_s, fields, lambda answer: self.tell("stored", answer))
         else:
             raise ValueError(f"type is {short(kind)}, which no worker sends")
 
     def _hear_agent(self, now_s: float, kind: str, fields: Fields) -> None:
         if kind == "process":
             state = ProcessState(fields.text("state"))
-            roster = self._coordinator.roster
+            roster = self.team.roster
             roster.process(now_s, fields.text("member"), state, fields.text("reason"))
         elif kind == "node":
             node = Node(
@@ -620,14 +699,25 @@ class Visitor(asyncio.Protocol):
         elif kind == "farewell":
             self.has_left = True
         elif kind == "beat":
-            self._coordinator.roster.attend(now_s, fields.texts("members"))
-            living = self._coordinator.roster.living
+            self.team.roster.attend(now_s, fields.texts("members"))
+            living = self.team.roster.living
             # A thousand hosts would be told a thousand names each, four times a second.
             news = {} if living == self._told_living else {"workers": living}
             self._told_living = living
             self.tell("beaten", news)
         else:
             raise ValueError(f"type is {short(kind)}, which no agent sends")
+
+
+def _read_place(fields: Fields) -> FixedPlace:
+    team, rank, size = (
+        fields.text("team"),
+        fields.whole("rank"),
+        fields.whole("world_size", least=1),
+    )
+    if not (len(team) <= 128 and rank < size <= _MOST_RANKS):
+        raise ValueError(f"rank {rank} of {size} in team {short(team)} is none")
+    return FixedPlace(team, rank, size)
 
 
 # ── keys and values of a generation ──────────────────────────────────────────────────────────────
@@ -669,6 +759,12 @@ class GenerationStore:
         for waiting in [one for one in self._waits if WHOLE_RUN < one.generation < generation]:
             self._waits.remove(waiting)
             waiting.answer({"number": waiting.number, "error": "its generation is over"})
+
+    def give_up(self, why: str) -> None:
+        """Answer those that wait for a key of the newest generation, as it is over."""
+        for waiting in [one for one in self._waits if one.generation != WHOLE_RUN]:
+            self._waits.remove(waiting)
+            waiting.answer({"number": waiting.number, "error": f"its generation is over: {why}"})
 
     def expire(self, now_s: float) -> None:
         """Answer those that have waited for too long."""

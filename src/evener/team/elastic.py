@@ -1,25 +1,31 @@
-"""The worker's side of an elastic team: its link to the coordinator."""
+"""A worker's link to the coordinator of its team."""
 
 import base64
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, final
+from typing import Any, Final, final
 
 from evener import clock
+from evener.comm.addresses import is_loopback
+from evener.comm.messages import name_ranks
+from evener.comm.network import own_address
 from evener.comm.relayed import KeyValues, RelayedStore
-from evener.errors import EvenerError, LeftOutError, RunEndedError, TeamRefusedError
-from evener.parsing import Fields
+from evener.errors import EvenerError, LaunchError, LeftOutError, RunEndedError, TeamRefusedError
+from evener.parsing import Fields, whole
 from evener.protocol.formation import (
     NO_NUMBER,
     WHOLE_RUN,
     Deadlines,
+    FixedPlace,
     Formation,
     Standing,
     read_message,
 )
 from evener.team.channel import Message
 from evener.team.connection import CoordinatorConnection
+
+_ANSWER_S: Final = 1.0
 
 
 @final
@@ -37,6 +43,9 @@ class CoordinatorLink(CoordinatorConnection):
         wish: The number that this worker has in the team if that is free; -1 for any.
         reached_at: Name or number at which other workers reach this one; empty for this machine's
             end of the route to the coordinator.
+        place: The place in a fixed team; ``None`` in an elastic one. A fixed team has no leases, so
+            there are no heartbeats. It needs its coordinator only to form groups, so a connection
+            that ends is not made again.
     """
 
     def __init__(
@@ -49,8 +58,10 @@ class CoordinatorLink(CoordinatorConnection):
         timeout_s: float,
         wish: int = NO_NUMBER,
         reached_at: str = "",
+        place: FixedPlace | None = None,
     ) -> None:
-        self._wish, self._given_address = wish, reached_at
+        self._wish, self._given_address, self._place = wish, reached_at, place
+        self._missing: list[int] | None = None  # as the coordinator has said
         self._session = secrets.token_hex(8)
         self._facts = dict(facts)
         self._held: Formation | None = None  # the last generation that this worker was in
@@ -70,9 +81,16 @@ class CoordinatorLink(CoordinatorConnection):
         self._put: dict[str, Message] = {}  # keys that were set in the store of this generation
         self._announced: dict[str, Message] = {}
         # The coordinator was there when the launcher started this worker. If it has ended since,
-        # the worker would wait in silence for all of the exchanges' timeout.
-        first_s = min(timeout_s, Deadlines().patience_s)
-        super().__init__(address, token=token, member=member, role="worker", timeout_s=first_s)
+        # the worker would wait in silence for all of the exchanges' timeout. That of a fixed team
+        # may be started last.
+        super().__init__(
+            address,
+            token=token,
+            member=member,
+            role="worker",
+            timeout_s=timeout_s if place else min(timeout_s, Deadlines().patience_s),
+            has_beats=place is None,
+        )
 
     # ── membership ───────────────────────────────────────────────────────────────────────────────
 
@@ -97,7 +115,13 @@ class CoordinatorLink(CoordinatorConnection):
     @property
     def reached_at(self) -> str:
         """Where other workers reach this one."""
-        return self._given_address or self.own_address
+        if self._given_address:
+            return self._given_address
+        own = self.own_address
+        # Many hosts map their own name to 127.0.1.1, where no other host finds them.
+        if is_loopback(own) and not is_loopback(self._host):
+            return own_address(self._host, self._port)
+        return own
 
     def next_generation(
         self, standing: Standing | None, unreached: Sequence[str] = ()
@@ -143,6 +167,48 @@ class CoordinatorLink(CoordinatorConnection):
                 )
             return self._take_formation()
 
+    def meet_all(self, timeout_s: float) -> Formation:
+        """Wait for all ranks of a fixed team, and return its one generation.
+
+        Args:
+            timeout_s: Longest wait.
+
+        Raises:
+            LaunchError: Some ranks did not come; names them.
+            TeamRefusedError: The coordinator refuses this rank.
+            CoordinatorLostError: The coordinator did not answer for ``patience_s``.
+        """
+        assert self._place is not None
+        with self._changed:
+            self._asking = {
+                "type": "report",
+                "generation": 0,
+                "standing": None,
+                "unreached": [],
+            }
+            self._post(self._asking)
+            if not self._changed.wait_for(self._is_answered, timeout_s):
+                self._post({"type": "missing"})
+                self._changed.wait_for(
+                    lambda: self._missing is not None or self._is_answered(), _ANSWER_S
+                )
+            if self._formed is None:
+                self.check()
+                raise self._late(self._place, timeout_s)
+            return self._take_formation()
+
+    def _late(self, place: FixedPlace, waited_s: float) -> LaunchError:
+        waited = f"rank {place.rank} waited {waited_s:.0f} s for"
+        if not self._missing:
+            return LaunchError(
+                f"{waited} the coordinator of its team at {self.address}, which does not answer: "
+                "look at the output of rank 0"
+            )
+        return LaunchError(
+            f"{waited} {name_ranks(self._missing)} of {place.world_size} to join: start what is "
+            "missing, or look at its output"
+        )
+
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Say more of what must be the same on all members, and wait until it has been compared.
 
@@ -168,7 +234,7 @@ class CoordinatorLink(CoordinatorConnection):
             CoordinatorLostError: The coordinator did not answer for ``patience_s``.
             TeamRefusedError: It refuses this worker.
         """
-        failure: EvenerError | None = self._failure or self._refusal
+        failure: EvenerError | None = self._refusal or self._failure
         if failure is not None:
             raise failure
 
@@ -282,22 +348,14 @@ class CoordinatorLink(CoordinatorConnection):
             message = {"type": "store", "number": number, **request}
             self._asked[number] = message
             self._post(message)
-            # A member that is lost while others connect to it leaves its key unset.
             self._changed.wait_for(
-                lambda: (
-                    number in self._answers or request["generation"] in self._over or self._failure
-                ),
+                lambda: number in self._answers or self._failure or self._closed,
                 timeout_s + self.deadlines.reconnect_s,
             )
             del self._asked[number]
             answer = self._answers.pop(number, None)
             if answer is not None and request["what"] == "put":
                 self._put[request["keys"][0]] = {**message, "number": 0}
-        if answer is None and (why := self.why_over(request["generation"])):
-            raise RuntimeError(
-                f"{self.member} gives up waiting for {request['keys']} of generation "
-                f"{request['generation']}: {why}"
-            )
         if answer is None:
             what = f"{request['what']} of {request['keys']}"
             raise RuntimeError(
@@ -321,7 +379,21 @@ class CoordinatorLink(CoordinatorConnection):
             "held": held,
             "wish": self._wish,
             "address": self.reached_at,
+            **({} if self._place is None else {"fixed": self._place._asdict()}),
         }
+
+    def _may_return(self) -> bool:
+        return self._place is None
+
+    def _absent(self) -> EvenerError:
+        if self._place is None:
+            return super()._absent()
+        waited_s = clock.now_s() - self._heard_s
+        return LaunchError(
+            f"rank {self._place.rank} waited {waited_s:.0f} s for the coordinator of its "
+            f"team at {self.address} ({self._why}): start rank 0 there, and check the address "
+            "(MASTER_ADDR), the port and the firewall between the hosts"
+        )
 
     def _begin(self, welcome: Fields) -> list[Message]:
         self._generation, self._is_open = welcome.whole("generation"), welcome.flag("open")
@@ -368,6 +440,8 @@ class CoordinatorLink(CoordinatorConnection):
             self._refusal = RunEndedError(fields.text("why"))
         elif kind == "compared":
             self._is_compared = True
+        elif kind == "missing":
+            self._missing = [whole(number, "a rank") for number in fields.items("ranks")]
         elif kind == "left":
             self._has_left = True
         elif kind == "stored":

@@ -12,9 +12,9 @@ from evener import clock
 from evener.comm.addresses import find_unreachable
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.groups import GroupCommunicator
-from evener.comm.rendezvous import MeetingPoint, devices_at, first_line
+from evener.comm.messages import first_line
+from evener.comm.network import MeetingPoint
 from evener.comm.shared import share_memory
-from evener.comm.wires import Wires
 from evener.errors import (
     CollectiveError,
     ConfigError,
@@ -192,14 +192,10 @@ class ElasticMembership(Membership):
             return SingleCommunicator(timeout_s=self._timeout_s, number=self.number)
         connect_s = self._link.deadlines.connect_s
         self._store = self._link.store(formation.generation, connect_s)
-        with Wires.opened() as wires:
-            devices = devices_at(self._link.reached_at)
-        meeting = MeetingPoint(
-            store=self._store, server=None, host=None, host_rank=None, devices=devices, wires=wires
-        )
+        meeting = MeetingPoint(self._store, self._link.reached_at)
         comm: Communicator
         try:
-            self._announce_place(wires)
+            self._announce_place(meeting)
             comm = GroupCommunicator(
                 meeting,
                 rank=formation.members.index(self.member),
@@ -235,9 +231,9 @@ class ElasticMembership(Membership):
             raise
         return comm
 
-    def _announce_place(self, wires: Wires) -> None:
+    def _announce_place(self, meeting: MeetingPoint) -> None:
         """Tell the other members where this one listens."""
-        if listening := wires.listening:
+        if listening := meeting.listening:
             host, port = listening[0]
             self._store.set(f"place of {self.member}", f"{host} {port}")
 

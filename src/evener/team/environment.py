@@ -4,7 +4,7 @@ import difflib
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -17,19 +17,19 @@ from evener.team.address import check_port, parse_address
 
 #: Set to 1 by evener's launcher in every rank that it starts.
 LAUNCHED = "EVENER_LAUNCHED"
-#: Rank 0 only: descriptor of the socket on which the store shall listen.
+#: Rank 0 only: descriptor of the socket on which its coordinator shall listen.
 STORE_FD = "EVENER_STORE_FD"
 
-#: Worker of an elastic team: ``HOST:PORT`` of its coordinator.
+#: ``HOST:PORT`` of the team's coordinator, if a launcher has started it.
 COORDINATOR = "EVENER_COORDINATOR"
-#: Its id, which no other worker ever had.
+#: Id of this worker, which no other worker ever had.
 MEMBER = "EVENER_MEMBER"
 #: Name or number at which the other workers reach it, given by the user; else that of its route to
 #: the coordinator.
 ADDRESS = "EVENER_ADDRESS"
-#: File with what it must know.
+#: File with what the processes of a team must know.
 TOKEN_FILE = "EVENER_TOKEN_FILE"
-#: Fewest and most workers of the team, as ``MIN:MAX``.
+#: Elastic teams only: fewest and most workers, as ``MIN:MAX``.
 ELASTIC = "EVENER_ELASTIC"
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -111,17 +111,20 @@ class DistributedTrainConfig:
         rank: Number of this rank, from 0.
         local_rank: Number of this rank among those on this host; chooses its device.
         role: Coordinator for rank 0, worker for the others.
-        coordinator_addr: Host of the store through which ranks find one another (rank 0's): a name
-            or an IP address, or ``host:port``. On rank 0 it may be ``0.0.0.0`` or ``::``, where the
-            store then listens on every address; the others need one that leads there.
+        coordinator_addr: Host of the coordinator through which ranks find one another (rank 0's): a
+            name or an IP address, or ``host:port``. On rank 0 it may be ``0.0.0.0`` or ``::``,
+            where the coordinator then listens on every address; the others need one that leads
+            there.
         backend: What this rank computes on.
         comm_backend: How ranks exchange, where ``Ddp.setup`` has ``backend="auto"``.
-        coordinator_port: Port of that store; 0 only in a team of one.
+        coordinator_port: Its port; 0 only in a team of one.
         local_world_size: Ranks on this host. 0 says that it is not known: then all of them where
             the address is a loopback one, else those up to this one.
-        hosts_store: Whether this process has to open the store: true on rank 0 only, and not where
-            torchrun's agent has opened it.
-        store_fd: Socket, bound by the launcher, on which this process shall open the store.
+        agent_store: Whether torchrun's agent has a store at that address. Rank 0's coordinator then
+            has another port, of which it tells the others there.
+        store_fd: Socket, bound by the launcher, on which rank 0's coordinator shall listen.
+        coordinator_token: What the coordinator asks of ranks, if it was told to them otherwise than
+            by ``EVENER_TOKEN_FILE``.
         launched_by: ``"alone"``, ``"evener"``, ``"torchrun"``, ``"slurm"``, or ``"the user"`` where
             a file says who is where.
 
@@ -139,8 +142,9 @@ class DistributedTrainConfig:
     _: KW_ONLY
     coordinator_port: int = 0
     local_world_size: int = 0
-    hosts_store: bool = True
+    agent_store: bool = False
     store_fd: int | None = None
+    coordinator_token: str = field(default="", repr=False)
     launched_by: str = "alone"
 
     def __post_init__(self) -> None:
@@ -157,7 +161,6 @@ class DistributedTrainConfig:
             )
         set_field(self, "coordinator_addr", host)
         set_field(self, "coordinator_port", port or self.coordinator_port)
-        set_field(self, "hosts_store", self.hosts_store and self.rank == 0)
         self._check_numbers()
         if not self.local_world_size:
             known = self.world_size if is_loopback(host) else self.local_rank + 1
@@ -291,7 +294,6 @@ def _from_variables(environ: Mapping[str, str], launched_by: str) -> Distributed
         raise ConfigError(_partial(environ))
     rank = _integer(environ, "RANK")
     host = _master_addr(environ, may_bind=rank == 0)
-    agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return DistributedTrainConfig.of_rank(
         rank,
         _integer(environ, "WORLD_SIZE"),
@@ -301,7 +303,7 @@ def _from_variables(environ: Mapping[str, str], launched_by: str) -> Distributed
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=0),
         coordinator_addr=host,
         coordinator_port=_port(environ),
-        hosts_store=not agent_store,
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         store_fd=_integer(environ, STORE_FD) if environ.get(STORE_FD) else None,
         launched_by=launched_by,
     )

@@ -1,23 +1,15 @@
-"""Which device a rank computes on, how the team exchanges, and how it meets."""
+"""Which device a rank computes on."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
-from evener.comm.base import Communicator, SingleCommunicator
-from evener.comm.existing import close_in_children, find_place
-from evener.comm.groups import connect
 from evener.devices import count_accelerators, kind_of
 from evener.errors import ConfigError
-from evener.team.channel import JOINED, JOINING
-from evener.team.child import tell
 from evener.team.environment import DistributedBackend, DistributedTrainConfig
 
 #: What ``Ddp.setup`` takes for ``devices``.
 Devices = str | int | torch.device | Sequence[str | int | torch.device]
-
-_spent_sockets: set[int] = set()
 
 #: Kinds of accelerators that torch itself knows.
 _ACCELERATORS = tuple(
@@ -166,44 +158,3 @@ def device_by_number(
         f"{_found_here(counts)} where it needs {wanted}:{number}; start at most one rank per "
         f"device, or let {source} be 'auto'"
     )
-
-
-def place_in(group: Any) -> DistributedTrainConfig:
-    """Return this rank's place in a group of ``torch.distributed``; all its ranks call it together.
-
-    Raises:
-        ConfigError: This process is not in it.
-        LaunchError: Its ranks cannot meet.
-    """
-    found = find_place(group)
-    close_in_children(group)
-    if found.store_fd is not None:
-        _spent_sockets.discard(found.store_fd)  # a new socket may get the number of an old one
-    return DistributedTrainConfig.of_rank(**found._asdict(), launched_by="torch.distributed")
-
-
-def join(environment: DistributedTrainConfig, backend: str, timeout_s: float) -> Communicator:
-    """Connect to the other ranks; with one rank there is nothing to connect to."""
-    if environment.world_size == 1:
-        return SingleCommunicator()
-    # The launcher's socket serves one store; a later team of this process opens the port anew.
-    listen_fd = None if environment.store_fd in _spent_sockets else environment.store_fd
-    if listen_fd is not None:
-        _spent_sockets.add(listen_fd)
-    # Another team than the launcher's does not need all of its ranks.
-    is_launchers = environment.launched_by == "evener"
-    if is_launchers:
-        tell(place=JOINING)
-    comm = connect(
-        environment.rank,
-        environment.world_size,
-        environment.coordinator_addr,
-        environment.coordinator_port,
-        hosts_store=environment.hosts_store,
-        listen_fd=listen_fd,
-        backend=backend,
-        timeout_s=timeout_s,
-    )
-    if is_launchers:
-        tell(place=JOINED)
-    return comm

@@ -14,7 +14,7 @@ from evener.comm.addresses import (
     numbers_of,
     open_port,
 )
-from evener.comm.rendezvous import listen, own_address
+from evener.comm.network import own_address
 from evener.errors import ConfigError
 
 
@@ -64,7 +64,7 @@ def test_an_address_of_this_host_is_listened_on_alone() -> None:
     own = own_address("192.0.2.1", 1)
     if is_loopback(own):
         pytest.skip("this host has no network")
-    with listen(own, 0) as server:
+    with bind(own, 0, 1) as server:
         assert server.getsockname()[0] == own
 
 

@@ -15,6 +15,7 @@ from evener.comm.trials import (
     try_port,
     try_shared_memory,
 )
+from evener.team.fixed import meeting_place
 from helpers.limits import PATIENCE_S
 from helpers.ports import free_port
 from helpers.ranks import TESTS, Rank, run_ranks
@@ -49,9 +50,14 @@ def test_a_sandbox_that_forbids_shared_memory_is_told(monkeypatch: pytest.Monkey
 
 def try_as_nccl(_rank: Rank) -> str:
     cpus = [torch.device("cpu")] * 2  # Gloo carries what would be NCCL's
-    return try_nccl(cpus, timeout_s=PATIENCE_S, connect="helpers.leaves:lies")
+    with meeting_place(2, PATIENCE_S) as place:
+        return try_nccl(cpus, place, connect="helpers.leaves:lies", timeout_s=PATIENCE_S)
 
 
 def test_nccl_is_tried_in_processes_and_what_fails_there_is_told() -> None:
-    (failure,) = run_ranks(try_as_nccl, 1, env={"PYTHONPATH": str(TESTS)})
+    (failure,) = run_ranks(
+        try_as_nccl,
+        1,
+        env={"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
+    )
     assert failure == "on rank 1: 1 of 512 numbers are wrong in all_gather of 1 KiB"

@@ -186,7 +186,7 @@ def test_nobody_waits_for_the_key_of_a_member_that_is_lost() -> None:
     ):
         waiting = pool.submit(a.store(1, 10 * WAIT_S).get, "address of b")
         b.close()
-        with pytest.raises(RuntimeError, match="of generation 1: b is lost"):
+        with pytest.raises(RuntimeError, match="its generation is over: b is lost"):
             waiting.result(WAIT_S)
 
 
@@ -461,7 +461,9 @@ class EndedConnection(asyncio.Transport):
 
 
 def test_nothing_is_written_to_a_connection_that_has_ended() -> None:
-    coordinator: Any = SimpleNamespace(options=CoordinatorOptions(most=2))
+    coordinator: Any = SimpleNamespace(
+        options=CoordinatorOptions(most=2), elastic_team=None, welcome=lambda _: None
+    )
     with socket.socket() as end:
         Visitor(coordinator).connection_made(EndedConnection({"socket": end}))
 

@@ -53,7 +53,7 @@ def test_an_empty_environment_is_a_team_of_one():
     assert (config.world_size, config.rank, config.local_rank) == (1, 0, 0)
     assert config.role is DistributedRole.COORDINATOR
     assert config.launched_by == "alone"
-    assert config.hosts_store
+    assert not config.agent_store
     assert config.store_fd is None
 
 
@@ -70,16 +70,14 @@ def test_torchrun_variables_are_taken_as_they_are():
     assert (config.coordinator_addr, config.coordinator_port) == ("node7", 29500)
     assert config.role is DistributedRole.WORKER
     assert config.launched_by == "torchrun"
-    assert not config.hosts_store
+    assert not config.agent_store
 
 
-@pytest.mark.parametrize(
-    ("rank", "agent", "hosts"),
-    [("0", None, True), ("0", "True", False), ("0", "False", True), ("1", None, False)],
-)
-def test_rank_0_opens_the_store_unless_the_agent_has(rank, agent, hosts):
-    config = place(TORCHRUN, RANK=rank, TORCHELASTIC_USE_AGENT_STORE=agent)
-    assert config.hosts_store is hosts
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("said", "has"), [(None, False), ("True", True), ("False", False)])
+def test_torchruns_agent_may_have_the_port(rank, said, has):
+    config = place(TORCHRUN, RANK=rank, TORCHELASTIC_USE_AGENT_STORE=said)
+    assert config.agent_store is has
 
 
 def test_evener_launch_comes_before_everything_else():
@@ -165,8 +163,7 @@ def test_a_slurm_task():
     assert config.coordinator_addr == "node01"
     assert config.coordinator_port == 24242
     assert config.launched_by == "slurm"
-    assert not config.hosts_store
-    assert place(SLURM, SLURM_PROCID="0", SLURM_LOCALID="0").hosts_store
+    assert not config.agent_store
 
 
 def test_slurm_ports_differ_between_jobs_and_steps_and_stay_in_range():
@@ -257,7 +254,7 @@ def test_a_heterogeneous_step_is_one_team():
     assert (config.local_rank, config.local_world_size) == (0, 1)
     task_0 = place(HETEROGENEOUS, SLURM_PROCID="0", SLURM_GTIDS="0", SLURMD_NODENAME="small1")
     assert task_0.coordinator_addr == "small1"
-    assert task_0.hosts_store
+    assert not task_0.agent_store
 
 
 def test_heterogeneous_jobs_of_older_releases():
@@ -421,7 +418,7 @@ def test_a_place_is_read_from_a_file(tmp_path):
     assert (config.role, config.backend) == (DistributedRole.WORKER, DistributedBackend.CPU)
     assert (config.coordinator_addr, config.coordinator_port) == ("node7", 29500)
     assert config.comm_backend is AverageBackend.GLOO
-    assert not config.hosts_store
+    assert not config.agent_store
 
 
 @pytest.mark.parametrize(("address", "place"), [("localhost", (2, 3)), ("node7", (0, 1))])
@@ -434,7 +431,7 @@ def test_without_local_numbers_a_loopback_address_means_one_host(tmp_path, addre
 
 def test_ranks_may_share_a_file_and_say_who_they_are(tmp_path):
     config = in_file(tmp_path, FILE, rank=0)
-    assert (config.rank, config.role, config.hosts_store) == (0, DistributedRole.COORDINATOR, True)
+    assert (config.rank, config.role) == (0, DistributedRole.COORDINATOR)
     complete = """
         world_size: 2
         rank: 0
@@ -446,7 +443,7 @@ def test_ranks_may_share_a_file_and_say_who_they_are(tmp_path):
     for rank, role in enumerate(["coordinator", "worker"]):
         config = in_file(tmp_path, complete, rank=rank)
         assert (config.rank, config.local_rank, config.role) == (rank, rank, role)
-        assert (config.local_world_size, config.hosts_store) == (2, rank == 0)
+        assert config.local_world_size == 2
     elsewhere = complete.replace("127.0.0.1", "node7")
     assert in_file(tmp_path, elsewhere, rank=1).local_rank == 0  # the first on a host of its own
     assert in_file(tmp_path, elsewhere, rank=1, local_rank=1).local_rank == 1
@@ -486,7 +483,6 @@ def test_rank_0_may_listen_on_every_address_and_the_others_need_one_that_leads_t
         DistributedTrainConfig.from_env({"RANK": "0", **variables}),
     ):
         assert (config.coordinator_addr, config.coordinator_port) == (address, 9000)
-        assert config.hosts_store
         config.check_address()
     for call in (
         lambda: DistributedTrainConfig(2, 1, 1, "worker", bracketed),

@@ -81,7 +81,6 @@ def test_a_rank_on_the_second_machine_knows_its_place():
     assert (config.rank, config.world_size) == (2, 3)
     assert (config.local_rank, config.local_world_size) == (0, 1)
     assert (config.coordinator_addr, config.coordinator_port) == ("10.0.0.1", 29_500)
-    assert not config.hosts_store
 
 
 # ── machines meet ────────────────────────────────────────────────────────────────────────────────

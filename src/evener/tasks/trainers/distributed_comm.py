@@ -15,8 +15,9 @@ from evener.errors import ConfigError
 from evener.planning.policies import ApplyPolicy
 from evener.team.backends import connect_team
 from evener.team.environment import AverageBackend, DistributedTrainConfig
+from evener.team.fixed import place_in
 from evener.team.host import threads_per_rank
-from evener.team.placement import choose_device, place_in
+from evener.team.placement import choose_device
 
 _TIMEOUT_S = 600.0
 
