@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 import torch
 
-from evener.comm.groups import GroupCommunicator, connect
+from evener.comm.groups import GroupTransport, connect
 from evener.errors import CollectiveError, ConfigError, LaunchError, PeerLostError
 from helpers.limits import PATIENCE_S
 from helpers.ports import free_port
@@ -212,7 +212,7 @@ def wait_for_a_signal(rank: Rank) -> str:
         return "lost"
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if frame is not None and frame.f_code is GroupCommunicator._wait.__code__:
+        if frame is not None and frame.f_code is GroupTransport._wait.__code__:
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise KeyboardInterrupt
 

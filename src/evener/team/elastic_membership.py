@@ -8,8 +8,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, final
 
-from evener.comm.base import Communicator, SingleCommunicator
-from evener.comm.groups import GroupCommunicator
+from evener.comm.base import Communicator
+from evener.comm.groups import form_groups
 from evener.comm.rendezvous import MeetingPoint, choose_devices, first_line
 from evener.comm.shared import share_memory
 from evener.comm.wires import Wires
@@ -179,7 +179,7 @@ class ElasticMembership(Membership):
 
     def _connect(self, formation: Formation) -> Communicator:
         if len(formation.members) == 1:
-            return SingleCommunicator(timeout_s=self._timeout_s, number=self.number)
+            return Communicator(timeout_s=self._timeout_s, number=self.number)
         connect_s = self._link.deadlines.connect_s
         self._store = self._link.store(formation.generation, connect_s)
         with Wires.opened() as wires:
@@ -189,7 +189,7 @@ class ElasticMembership(Membership):
         )
         comm: Communicator
         try:
-            comm = GroupCommunicator(
+            comm = form_groups(
                 meeting,
                 rank=formation.members.index(self.member),
                 numbers=formation.numbers,

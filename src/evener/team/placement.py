@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.comm.existing import close_in_children, find_place
 from evener.comm.groups import connect
 from evener.devices import count_accelerators, kind_of
@@ -185,7 +185,7 @@ def place_in(group: Any) -> DistributedTrainConfig:
 def join(environment: DistributedTrainConfig, backend: str, timeout_s: float) -> Communicator:
     """Connect to the other ranks; with one rank there is nothing to connect to."""
     if environment.world_size == 1:
-        return SingleCommunicator()
+        return Communicator()
     # The launcher's socket serves one store; a later team of this process opens the port anew.
     listen_fd = None if environment.store_fd in _spent_sockets else environment.store_fd
     if listen_fd is not None:

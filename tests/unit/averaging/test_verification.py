@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.verification import ReplicaCheck
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.errors import ReplicasDifferError
 from helpers.teams import run_team
@@ -25,7 +25,7 @@ def check_of(model: nn.Module, comm: Communicator, world_size: int = 2) -> Repli
 def hashes(*parameters: Tensor, world_size: int = 2) -> list[int]:
     model = nn.ParameterDict({f"p{i}": nn.Parameter(p.clone()) for i, p in enumerate(parameters)})
     flat = FlatBuffers(list(model.named_parameters()), world_size)
-    with SingleCommunicator() as comm:
+    with Communicator() as comm:
         found = ReplicaCheck(model, flat, BufferAverager(model, comm)).hashes()
     return [found[flat.names.index(f"p{i}")] for i in range(len(parameters))]
 
@@ -34,7 +34,7 @@ def buffer_hashes(**buffers: Tensor) -> list[int]:
     model = nn.Module()
     for name, buffer in buffers.items():
         model.register_buffer(name, buffer)
-    with SingleCommunicator() as comm:
+    with Communicator() as comm:
         return check_of(model, comm).hashes()
 
 
@@ -122,7 +122,7 @@ def test_ranks_that_agree_go_on_and_one_rank_has_nobody_to_ask() -> None:
         check.name_difference(comm, 1)
 
     run_team(3, program)
-    with SingleCommunicator() as comm:
+    with Communicator() as comm:
         program(comm)
 
 
@@ -209,6 +209,6 @@ def test_a_parameter_that_one_rank_lacks_differs() -> None:
 
 
 def test_a_digest_fits_into_a_row() -> None:
-    with SingleCommunicator() as comm:
+    with Communicator() as comm:
         digest = check_of(nn.Linear(3, 2), comm).digest()
     assert 0 <= digest == int(float(digest)) < 2**53
