@@ -18,7 +18,6 @@ import torch
 
 from evener.comm.c10d import nccl_version
 from evener.comm.rendezvous import first_line
-from evener.comm.trials import try_gloo, try_loopback, try_nccl, try_port, try_shared_memory
 from evener.devices import count_accelerators, kind_of
 from evener.doctor.cgroups import GroupLimits, read_group_limits
 from evener.doctor.host_facts import (
@@ -30,6 +29,7 @@ from evener.doctor.host_facts import (
     ProcessorFacts,
     TorchBuild,
 )
+from evener.doctor.trials import try_gloo, try_loopback, try_nccl, try_port, try_shared_memory
 from evener.team.host import available_cores, local_devices
 from evener.team.meeting import DEFAULT_PORT
 from evener.team.members import own_versions
