@@ -225,6 +225,10 @@ class Transport(ABC):
     def split(self, members: tuple[int, ...], key: str, wait: Wait) -> "Transport | None":
         """Form a transport between two or more ``members``; ``key`` is unique in this one."""
 
+    def start(self, comm: "Communicator") -> None:
+        """Prepare what needs an exchange, over the communicator to which this belongs."""
+        return
+
     def upgrade(self, part: "Communicator") -> None:
         """Let a communicator over what ``split`` has formed exchange in the same way as this."""
         return
@@ -643,6 +647,7 @@ class Communicator(Closing, NotInherited):
                 return None
             part = Communicator(formed, timeout_s=self.timeout_s)
             try:
+                formed.start(part)
                 self._transport.upgrade(part)
             except BaseException:
                 part.close()

@@ -39,7 +39,7 @@ from evener.comm.forks import never_destroy
 from evener.comm.messages import closed_message, lost_message
 from evener.comm.notices import Notice, StoreNotices
 from evener.comm.rendezvous import MeetingPoint, first_line, meet
-from evener.comm.wires import Wires
+from evener.comm.wires import Wires, list_sockets
 from evener.devices import kind_of
 from evener.errors import CollectiveError, ConfigError, LaunchError, PeerLostError
 
@@ -150,6 +150,7 @@ def form_groups(
     """
     transport = GroupTransport(meeting, rank, numbers, key, timeout_s, form_timeout_s)
     comm = Communicator(transport, timeout_s=timeout_s)
+    transport.start(comm)
     if backend == "nccl" and (failure := comm.add_nccl(timeout_s=form_timeout_s)):
         comm.close()
         raise RuntimeError(f"NCCL did not connect {failure}")
@@ -195,10 +196,10 @@ class GroupTransport(Transport):
         place = (self.numbers, meeting.host, meeting.host_rank)
         self._board = StoreNotices(PrefixStore("notices", store), *place)
         self._waits = StoreNotices(PrefixStore("waits", store), *place)
-        with Wires.opened(timeout_s) as self._wires:
-            self._gloo: ProcessGroupGloo | None = form_gloo(
-                PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
-            )
+        self._before, self._wires = list_sockets(), Wires()
+        self._gloo: ProcessGroupGloo | None = form_gloo(
+            PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
+        )
         self._nccl_store: Any = None
         self._nccl: Any = None
         self._busy = False
@@ -208,6 +209,11 @@ class GroupTransport(Transport):
         #: The kinds and sizes of the latest exchanges, in order; the same on every rank.
         self._announced: dict[tuple[str, int], None] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def start(self, comm: Communicator) -> None:
+        """Find out which connections are Gloo's; see the base class."""
+        exchange = partial(comm.all_gather_bytes, what="connections of the group")
+        self._wires = Wires.between(exchange, before=self._before, silence_s=self._timeout_s)
 
     def find_absent(self, call: Call) -> frozenset[int] | None:
         """Return who has not said that it waits in this call, as this rank now does.

@@ -79,7 +79,9 @@ def try_nccl(devices: Sequence[torch.device], *, timeout_s: float) -> str:
     return next(filter(None, failures), "")
 
 
-def _add_up(rank: int, world_size: int, port: int, fd: int, *, device: str, timeout_s: float) -> None:
+def _add_up(
+    rank: int, world_size: int, port: int, fd: int, *, device: str, timeout_s: float
+) -> None:
     """Be a rank of ``try_nccl``; say on standard output what has failed."""
     try:
         kind_of(torch.device(device)).select(torch.device(device))
