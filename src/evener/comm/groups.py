@@ -59,7 +59,6 @@ _SLICE_S = 0.25  # waits are cut so that signal handlers of Python run in betwee
 # while the others still exchange.
 _CLOSED_S = 5.0
 _SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
-_ASKS = 4  # how often within the default deadline a longer wait asks whether the store answers
 
 
 def connect(
@@ -203,8 +202,6 @@ class GroupTransport(Transport):
         self._nccl_store: Any = None
         self._nccl: Any = None
         self._busy = False
-        self._heard_s = 0.0  # when the store answered last, in an operation of long patience
-        self._asks_at = math.inf
         self._broken_s = math.inf  # when the operation under way was first seen without a peer
         #: The kinds and sizes of the latest exchanges, in order; the same on every rank.
         self._announced: dict[tuple[str, int], None] = {}
@@ -369,10 +366,7 @@ class GroupTransport(Transport):
             starts: Start them on the process group that they are given.
             nccl: Whether that is the NCCL group.
         """
-        self._heard_s = started = time.monotonic()
         self._broken_s = math.inf
-        is_long = calls[0].timeout_s > self._timeout_s
-        self._asks_at = started + self._timeout_s / _ASKS if is_long else math.inf
         self._busy = True
         works: list[Work] = []
         failure, cause = "", Cause.TIMED_OUT  # unless the process group says otherwise
@@ -435,19 +429,6 @@ class GroupTransport(Transport):
         self.cut()
         return self._board.explain(number, call, calls, waited_s)
 
-    @property
-    def _is_cut_off(self) -> bool:
-        """Return whether the store was silent for the default deadline; long waits ask it.
-
-        A network that is cut closes no connection, so nothing else would tell.
-        """
-        if time.monotonic() < self._asks_at:
-            return False
-        if self._board.read() is not None:
-            self._heard_s = time.monotonic()
-        self._asks_at = time.monotonic() + self._timeout_s / _ASKS
-        return time.monotonic() - self._heard_s >= self._timeout_s
-
     def _check_wires(self) -> None:
         """Raise ``RuntimeError`` where an operation goes on long after a connection was closed.
 
@@ -463,7 +444,7 @@ class GroupTransport(Transport):
         try:
             while True:
                 left_s = wait.left_s
-                if left_s < _SHORTEST_S or self._is_cut_off:
+                if left_s < _SHORTEST_S:
                     return work.is_completed() and bool(work.wait())
                 try:
                     return bool(work.wait(timedelta(seconds=min(left_s, _SLICE_S))))
