@@ -36,7 +36,7 @@ _SHORT_BYTES = 960
 _HEADER = struct.Struct("=qqq88s")
 #: What cells of one rank are long at least, on any transport.
 CELL_BYTES: Final = 1088
-#: So many of the latest sets of views are kept.
+#: So many of the latest things are kept, see ``keep_latest``.
 _MAX_KEPT: Final = 256
 
 T = TypeVar("T")

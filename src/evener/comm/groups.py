@@ -20,6 +20,7 @@ from evener.comm.base import (
     Transport,
     Wait,
     check_timeout,
+    keep_latest,
 )
 from evener.comm.c10d import (
     AllgatherOptions,
@@ -46,8 +47,6 @@ from evener.errors import CollectiveError, ConfigError, LaunchError, PeerLostErr
 # Gloo aborts a process that receives more bytes than it expected. So small payloads travel in cells
 # of one size that name their content. Larger exchanges are announced by such a cell the first time
 # that their size occurs.
-#: So many of the latest sizes are remembered; one that has been forgotten is announced again.
-_MAX_ANNOUNCED = 256
 #: At which tensors of any dtype may begin in a buffer of bytes.
 _ALIGNMENT = 64
 
@@ -203,8 +202,9 @@ class GroupTransport(Transport):
         self._nccl: Any = None
         self._busy = False
         self._broken_s = math.inf  # when the operation under way was first seen without a peer
-        #: The kinds and sizes of the latest exchanges, in order; the same on every rank.
-        self._announced: dict[tuple[str, int], None] = {}
+        #: The kinds and sizes of the latest exchanges, in order; the same on every rank. One that
+        #: has been forgotten is announced again.
+        self._announced: dict[tuple[object, ...], object] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def start(self, comm: Communicator) -> None:
@@ -301,13 +301,8 @@ class GroupTransport(Transport):
 
     def _announce(self, wait: Wait, call: Call, num_bytes: int) -> None:
         """Check with all ranks before the first exchange of this kind and size."""
-        known = (call.kind, num_bytes)
-        if known not in self._announced:
-            wait.announce(call)
-        self._announced.pop(known, None)
-        self._announced[known] = None  # at the end: the one used last
-        if len(self._announced) > _MAX_ANNOUNCED:
-            del self._announced[next(iter(self._announced))]
+        key = (call.kind, num_bytes)
+        keep_latest(self._announced, key, lambda: wait.announce(call))
 
     # ── running one operation ────────────────────────────────────────────────────────────────────
 
