@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from evener import Ddp, DdpConfig
-from evener.comm.base import SingleCommunicator
+from evener.comm.base import Communicator
 
 NUM_SAMPLES = 50_000
 TURNS_A_ROUND = 4
@@ -98,7 +98,7 @@ class Evener:
             devices="cpu",
             precision="fp32",
             config=DdpConfig(max_grad_norm=MAX_GRAD_NORM if clip else None, quiet=True),
-            communicator=SingleCommunicator(),
+            communicator=Communicator(),
         )
         if dataloader:
             loader = self.ddp.loader(DataLoader(data, case.batch_size, shuffle=True))

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from conformance.cases import CASES, run_cases
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from helpers.ranks import Rank, run_ranks
 from helpers.teams import run_team
 
@@ -33,7 +33,7 @@ def failures(leaf: str, world_size: int) -> list[dict[str, str]]:
     if leaf in ("gloo", "shared"):
         return run_ranks(on_processes, world_size, leaf)
     if leaf == "single":
-        with SingleCommunicator() as comm:
+        with Communicator() as comm:
             return [run_cases(comm)]
     return run_team(world_size, on_threads)
 

@@ -8,11 +8,13 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
-from evener.comm.groups import GroupCommunicator
+from evener.comm import groups
+from evener.comm.groups import GroupTransport
 from evener.errors import CollectiveError, ConfigError, LaunchError, PeerLostError
 from evener.protocol.formation import Deadlines
 from helpers.coordinators import serving
@@ -236,7 +238,7 @@ def wait_for_a_signal(rank: Rank) -> str:
         return "lost"
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if frame is not None and frame.f_code is GroupCommunicator._wait.__code__:
+        if frame is not None and frame.f_code is GroupTransport._wait.__code__:
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise KeyboardInterrupt
 
@@ -297,3 +299,40 @@ def _two_at_a_time(rank: Rank) -> tuple[list[float], bool]:
 
 def test_two_teams_at_the_same_time_in_one_process() -> None:
     assert run_ranks(_two_at_a_time, 2) == [([0.0, 1.0], True)] * 2
+
+
+# ── sockets of others ────────────────────────────────────────────────────────────────────────────
+
+
+def open_sockets_meanwhile(rank: Rank) -> tuple[int, bool, bytes]:
+    """A thread of the user's opens sockets while groups form, without delay as torch's are."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    opened: list[tuple[socket.socket, socket.socket]] = []
+    form = groups.form_gloo
+
+    def form_beside_a_thread(*arguments: Any) -> Any:
+        for _ in range(2):
+            client = socket.create_connection(listener.getsockname())
+            both = client, listener.accept()[0]
+            for end in both:
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            opened.append(both)
+        return form(*arguments)
+
+    groups.form_gloo = form_beside_a_thread
+    comm = rank.connect()
+    wires = comm._transport._wires
+    num_own = len(wires._own())
+    (gone, _), (mine, theirs) = opened
+    gone.close()
+    is_broken = wires.is_broken  # an exchange that takes long would fail
+    comm.barrier(what="both have looked")
+    wires.cut()
+    with pytest.raises(PeerLostError):
+        comm.barrier(what="over connections that are cut")
+    mine.sendall(b"still there")
+    return num_own, is_broken, theirs.recv(100)
+
+
+def test_sockets_of_other_threads_are_not_taken_for_those_of_the_group() -> None:
+    assert run_ranks(open_sockets_meanwhile, 3) == [(2, False, b"still there")] * 3

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conformance.stage import TIMEOUT_S, Line, Seen, SharedProcesses, watch
-from evener.comm import shared, shared_memory, shared_pages, shared_slots
+from evener.comm import shared, shared_barrier, shared_memory
 from evener.comm.base import Communicator
 from evener.errors import CollectiveError
 from helpers.ranks import Rank, RankTeam, run_ranks
@@ -294,7 +294,7 @@ def connect_in_vain(rank: Rank) -> tuple[str, str, int]:
             def refuse(*_: Any) -> None:
                 raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-            shared_pages.map_file = refuse
+            shared_barrier.map_file = refuse
         formed, obstacle = shared.share_memory(comm)
         comm.barrier(what="over Gloo")
         return formed.backend, obstacle, len(list(Path("/proc/self/fd").iterdir())) - before
@@ -313,7 +313,7 @@ def run_out_of_memory(rank: Rank) -> list[float]:
         # On rank 1 it does not fit into shared memory any more.
         tensor = comm.allocate(1_000_000, torch.float32, CPU)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert (comm._memory.find(tensor) == shared_memory.ELSEWHERE) == (rank.rank == 1)
+        assert (comm._transport._memory.find(tensor) == shared_memory.ELSEWHERE) == (rank.rank == 1)
         sums = []
         for number in range(2):
             tensor.fill_(rank.rank + 1)
@@ -345,7 +345,7 @@ def test_nobody_can_take_pages_away() -> None:
 def run_cases_by_bytes(rank: Rank) -> dict[str, str]:
     from conformance.cases import run_cases
 
-    shared.KEEPS_ORDER = False
+    shared_barrier.KEEPS_ORDER = False
     with rank.connect(backend="shared") as comm:
         return run_cases(comm)
 
@@ -361,6 +361,6 @@ def test_parts_of_a_sum_are_cut_without_gaps() -> None:
     for size in (1, 15, 16, 17, 1000, 700_001):
         slots = [torch.ones(size) for _ in range(3)]
         for rank in range(3):
-            shared_slots.Slots(slots, rank, equal_parts=False).sum_for_all()
+            shared.Slots(slots, rank, equal_parts=False).sum_for_all()
         # Each element was summed once, whoever did it.
         assert all((slot == 3).all() for slot in slots)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from evener import CollectiveMismatchError
-from evener.comm.base import SingleCommunicator
+from evener.comm.base import Communicator
 from helpers.ranks import Rank, run_ranks
 from helpers.teams import setup
 
@@ -45,7 +45,7 @@ def test_an_epoch_of_a_sampler_costs_its_indices_of_8_bytes() -> None:
     data = TensorDataset(torch.zeros(count, 1))
     model = nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with setup(SingleCommunicator(), model, sgd) as ddp:
+    with setup(Communicator(), model, sgd) as ddp:
         loader = ddp.loader(DataLoader(data, batch_size=4, sampler=Backwards(count)))
         epoch = loader.epoch(0)
         assert peak_bytes(lambda: next(epoch)) < 2.5 * 8 * count
@@ -54,7 +54,7 @@ def test_an_epoch_of_a_sampler_costs_its_indices_of_8_bytes() -> None:
 
 def test_bytes_of_all_ranks_are_no_list_of_numbers() -> None:
     payload = bytes(range(256)) * (MIB // 256)
-    comm = SingleCommunicator()
+    comm = Communicator()
     gathered: list[bytes] = []
     peak = peak_bytes(lambda: gathered.extend(comm.all_gather_bytes(payload, what="bytes")))
     assert gathered == [payload]

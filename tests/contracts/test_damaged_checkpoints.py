@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from evener import CheckpointError, Ddp
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.errors import EvenerError
 from helpers.tampering import NESTED, damaged, forge
 from helpers.teams import run_team, setup
@@ -44,7 +44,7 @@ def team(steps: int = 6, communicator: Communicator | None = None) -> Iterator[t
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
-    with setup(communicator or SingleCommunicator(), model, optimizer, schedule) as ddp:
+    with setup(communicator or Communicator(), model, optimizer, schedule) as ddp:
         ddp.register("ema", Ema())
         loader = ddp.loader(DATA, batch_size=4, max_steps=steps)
 

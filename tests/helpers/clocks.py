@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from evener.comm.threads import ThreadCommunicator
+from evener.comm.base import Communicator
 from evener.engine.background import BackgroundJob
 from helpers.limits import PATIENCE_S
 
@@ -36,13 +36,13 @@ class RankClocks:
 
     def let_sums_take(self, seconds: float) -> None:
         """From now on every ``all_reduce`` takes so long on each rank."""
-        original = ThreadCommunicator._all_reduce
+        original = Communicator.all_reduce_each
 
-        def slowly(comm: Any, *arguments: Any) -> None:
-            original(comm, *arguments)
-            self.spend(seconds)
+        def slowly(comm: Any, tensors: Any, **options: Any) -> None:
+            original(comm, tensors, **options)
+            self.spend(seconds * len(tensors))
 
-        self._monkeypatch.setattr(ThreadCommunicator, "_all_reduce", slowly)
+        self._monkeypatch.setattr(Communicator, "all_reduce_each", slowly)
 
     def land_after(self, steps: int) -> None:
         """From now on an ASYNC average lands when its rank has made so many steps meanwhile.

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from evener.comm.base import Call, Communicator
-from evener.comm.threads import ThreadCommunicator, ThreadTeam
+from evener.comm.base import Call, Communicator, Transport, Wait
+from evener.comm.threads import ThreadTeam, ThreadTransport
 from evener.errors import (
     LaunchError,
     LeftOutError,
@@ -85,7 +85,7 @@ class ElasticThreads:
         self.formed: dict[str, Formation] = {}  # by member that has not heard of it yet
         self.left_out: set[str] = set()
         self.refused: dict[str, TeamRefusedError] = {}
-        self.comms: dict[str, MortalCommunicator] = {}
+        self.transports: dict[str, MortalTransport] = {}
         self.wanted: dict[str, bool] = {}
         self.waiting: set[str] = set()
         self.living: list[str] = []
@@ -211,7 +211,7 @@ class ElasticThreads:
     ) -> tuple[Formation, Communicator]:
         with self.condition:
             # Gloo ends the waits of others only where each member drops its broken group.
-            left = self.comms.pop(member, None)
+            left = self.transports.pop(member, None)
             assert left is None or left.is_released, f"{member} keeps the group that it has left"
             self.waiting.add(member)
             self._break(member)
@@ -228,9 +228,9 @@ class ElasticThreads:
             formation, team = self.formed.pop(member), self.team
             assert team is not None
         place = formation.members.index(member)
-        comm = MortalCommunicator(self, member, team, place, formation.numbers)
-        self.comms[member] = comm
-        return formation, comm
+        inner = ThreadTransport(team, place)
+        self.transports[member] = MortalTransport(self, member, inner, formation.numbers)
+        return formation, Communicator(self.transports[member], timeout_s=PATIENCE_S)
 
     def _break(self, member: str) -> None:
         """Ends the exchanges of the others that wait for a member which has left."""
@@ -345,65 +345,56 @@ class ThreadMembership(Membership):
         self.is_closed = True
 
 
-class MortalCommunicator(Communicator):
-    """A thread's communicator that dies where the test says."""
+class MortalTransport(Transport):
+    """A thread's transport that dies where the test says."""
+
+    joins_processes = False
 
     def __init__(
-        self,
-        team: ElasticThreads,
-        member: str,
-        threads: ThreadTeam,
-        rank: int,
-        numbers: Sequence[int],
+        self, team: ElasticThreads, member: str, inner: ThreadTransport, numbers: Sequence[int]
     ) -> None:
-        super().__init__(
-            rank=rank,
-            world_size=threads.world_size,
-            backend="threads",
-            timeout_s=PATIENCE_S,
-            numbers=numbers,
-        )
-        self._team, self._member = team, member
-        self._inner = ThreadCommunicator(threads, rank)
+        super().__init__("threads", inner.rank, numbers, [inner.cells])
+        self._team, self._member, self._inner = team, member, inner
+        self._is_inside = False  # of an exchange that begins with a swap
         self.is_released = False
 
     def _carry(self, call: Call, run: Callable[[], Any]) -> Any:
+        if self._is_inside:
+            return run()
         kill = self._team.kill_due(self._member, call.what)
         dies = kill is not None and kill.member == self._member
         if dies and kill.when == "before":
-            self._die()
+            self._team.die(self._member)
+        self._is_inside = True
         try:
             result = run()
-        except BaseException as error:
-            raise (self._end(error) if isinstance(error, PeerLostError) else error) from None
+        finally:
+            self._is_inside = False
         if dies:
-            self._die()
+            self._team.die(self._member)
         if kill is not None and kill.when == "inside" and self._member not in kill.told:
-            raise self._end(PeerLostError(f"{kill.member} died in {call.what!r}"))
+            raise PeerLostError(f"{kill.member} died in {call.what!r}")
         return result
 
-    def _die(self) -> None:
-        self._team.die(self._member)
+    def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
+        self._carry(call, lambda: self._inner._swap(cells, wait, call))
 
-    def _all_reduce(self, flat: Tensor, call: Call) -> None:
-        self._carry(call, lambda: self._inner._all_reduce(flat, call))
+    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
+        self._carry(wait.call, lambda: self._inner.sum_each(flats, wait))
 
-    def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
-        self._carry(call, lambda: self._inner._broadcast(flat, src, call))
+    def copy(self, flat: Tensor, src: int, wait: Wait) -> None:
+        self._carry(wait.call, lambda: self._inner.copy(flat, src, wait))
 
-    def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
-        self._carry(call, lambda: self._inner._all_gather_parts(flat, call))
+    def gather_parts(self, flat: Tensor, wait: Wait) -> None:
+        self._carry(wait.call, lambda: self._inner.gather_parts(flat, wait))
 
-    def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
-        return self._carry(call, lambda: self._inner._all_gather_rows(row, call))
-
-    def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
-        inner = self._carry(call, lambda: self._inner._split(members, key, call))
+    def split(self, members: tuple[int, ...], key: str, wait: Wait) -> Transport | None:
+        inner = self._carry(wait.call, lambda: self._inner.split(members, key, wait))
         if inner is None:
             return None
         numbers = [self.numbers[member] for member in members]
-        return MortalCommunicator(self._team, self._member, inner._team, inner.rank, numbers)
+        return MortalTransport(self._team, self._member, inner, numbers)
 
-    def _release(self) -> None:
+    def cut(self) -> None:
         self.is_released = True
-        self._inner.close()
+        self._inner.cut()

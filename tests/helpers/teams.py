@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evener import Ddp, DdpConfig
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.comm.threads import ThreadTeam
 from evener.planning.plans import WindowPlan
 from evener.planning.policies import Parking, Policy
@@ -25,7 +25,7 @@ def run_team(
 ) -> list[T]:
     """Runs ``function(communicator)`` on a thread per rank; the first error is raised."""
     if world_size == 1:
-        return [function(SingleCommunicator())]
+        return [function(Communicator())]
     team = ThreadTeam(world_size)
     results: list[Any] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from evener import Ddp, DdpConfig, DistributedTrainConfig, UsageError
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from helpers.models import mlp, regression_data, transformer
 from helpers.scripts import Begin, assert_trains_alike, state_of
 from helpers.teams import run_team, setup
@@ -135,7 +135,7 @@ def test_safetensors(world_size: int, tmp_path: Path) -> None:
 def test_safetensors_of_tied_weights(tmp_path: Path) -> None:
     model = transformer(vocab_size=12, seq_len=6, dim=8, num_layers=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with setup(SingleCommunicator(), model, optimizer):
+    with setup(Communicator(), model, optimizer):
         save_model(model, str(tmp_path / "model.safetensors"))
         twin = transformer(vocab_size=12, seq_len=6, dim=8, num_layers=1, seed=9)
         load_model(twin, str(tmp_path / "model.safetensors"))
@@ -208,7 +208,7 @@ def test_models_of_bf16_teams_can_be_copied_and_compiled(how: str) -> None:
         optimizer,
         devices="cpu",
         precision="bf16",
-        communicator=SingleCommunicator(),
+        communicator=Communicator(),
         environment=DistributedTrainConfig(),
         config=DdpConfig(quiet=True),
     ):
@@ -295,7 +295,7 @@ def test_a_registered_moving_average_goes_on_after_a_restart(tmp_path: Path) -> 
         model = mlp(dtype=DOUBLE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-        with setup(SingleCommunicator(), model, optimizer) as ddp:
+        with setup(Communicator(), model, optimizer) as ddp:
             ddp.register("ema", ema)
             loader = ddp.loader(torch.utils.data.TensorDataset(*POINTS), batch_size=16)
             if folder is not None:
@@ -318,12 +318,12 @@ def test_a_checkpoint_of_a_compiled_model_is_one_of_the_plain_model(tmp_path: Pa
     compiled = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.05)
     dataset = torch.utils.data.TensorDataset(*POINTS)
-    with setup(SingleCommunicator(), compiled, optimizer) as ddp:
+    with setup(Communicator(), compiled, optimizer) as ddp:
         train(ddp, ddp.loader(dataset, batch_size=16), compiled)
         ddp.save(tmp_path / "run")
     torch._dynamo.reset()
     other = mlp(seed=9, dtype=DOUBLE)
-    with setup(SingleCommunicator(), other, torch.optim.SGD(other.parameters(), lr=0.05)) as ddp:
+    with setup(Communicator(), other, torch.optim.SGD(other.parameters(), lr=0.05)) as ddp:
         loader = ddp.loader(dataset, batch_size=16)
         ddp.load(tmp_path / "run")
         assert list(loader.epoch(0)) == []

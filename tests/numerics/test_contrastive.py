@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.data.order import Permutation
 from evener.errors import ConfigError
 from helpers.models import seeded
@@ -83,7 +83,7 @@ def test_whole_micro_batches_are_those_of_one_process(
 def test_whole_micro_batches_need_a_size() -> None:
     model = network()
     with (
-        setup(SingleCommunicator(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as ddp,
+        setup(Communicator(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as ddp,
         pytest.raises(ConfigError, match=r"micro_batch_size is 'auto'; give a whole number"),
     ):
         ddp.loader(PAIRS, batch_size=BATCH, whole_micro_batches=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.data.order import Permutation
 from evener.ddp import Ddp
 from evener.errors import UsageError
@@ -211,9 +211,9 @@ def test_reductions_that_cannot_be_meant_are_refused() -> None:
         return body
 
     with pytest.raises(UsageError, match=r"reduction is 'max'; give 'sum'"):
-        train(lambda rank: ["max"])(SingleCommunicator())
+        train(lambda rank: ["max"])(Communicator())
     with pytest.raises(UsageError, match=r"reduction='sum' and without it in one window"):
-        train(lambda rank: ["sum", "mean"])(SingleCommunicator())
+        train(lambda rank: ["sum", "mean"])(Communicator())
     with pytest.raises(UsageError, match=r"mean on rank 0, sum on rank 1"):
         run_team(2, train(lambda rank: [["mean"], ["sum"]][rank]))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.comm.base import SingleCommunicator
+from evener.comm.base import Communicator
 from helpers.forking import Zygote
 from helpers.ranks import Rank, run_ranks
 from helpers.teams import setup
@@ -53,7 +53,7 @@ def train(
         # A wrapper, made before the set-up, or in place and afterwards.
         wraps = backend is not None and policy == "cadence"
         forward = torch.compile(model, backend=backend) if wraps else model
-        comm = SingleCommunicator() if team is None else team.split([0, 1], name=policy)
+        comm = Communicator() if team is None else team.split([0, 1], name=policy)
         # Equal shares in SYNC: a rank that is held up for so long would be parked.
         fixed = {"partition_ratios": (1.0,) * rank.world_size} if policy == "sync" else {}
         with setup(comm, forward, optimizer, policy=policy, **fixed) as ddp:

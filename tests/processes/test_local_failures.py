@@ -64,7 +64,7 @@ def harm_of(rank: Rank, ddp: Ddp, kind: str) -> Callable[[], None]:
 
     def cut() -> None:
         for comm in {engine.team.comm, engine.team.background or engine.team.comm}:
-            comm._wires.cut()
+            comm._transport._wires.cut()
 
     def harm() -> None:
         rank.send("harm")

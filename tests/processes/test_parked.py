@@ -247,11 +247,13 @@ def test_a_parked_rank_notices_that_the_network_is_cut(tmp_path: Path) -> None:
                 nodes = ("--nnodes", 2, "--node-rank", node, "--master-addr", ADDRESSES[0])
                 launch = (sys.executable, "-m", "evener", "launch", "--nproc", 1, *nodes)
                 running.append(sandbox.start(*machines.command(node, *launch, script)))
-            assert sandbox.mailbox.read(1) == ["0 parked"]
+            assert sandbox.mailbox.read(1)[0] in ("0 parked", "1 parked")
             machines.run(0, "ip", "link", "set", "eth0", "down")
             ended = [each.end() for each in running]
     finally:
         sandbox.close()
     assert [each.code for each in ended] == [1, 1]
     for rank, each in enumerate(ended):
-        assert re.search(rf"rank {rank} waited \S+ s in .* for rank {1 - rank}", each.err), each.err
+        # The kernel ends a connection to a machine that does not answer, perhaps before a deadline.
+        ends = rf"rank {rank} (waited \S+ s in .* for rank {1 - rank}|lost a peer in )"
+        assert re.search(ends, each.err), each.err

@@ -1,32 +1,48 @@
-"""The interface by which ranks exchange tensors, rows and bytes, and its one-rank class."""
+"""The communicator, by which ranks exchange tensors, rows and bytes, and what a transport is.
+
+``Communicator`` checks, counts, waits and ends; a ``Transport`` moves the bytes.
+"""
 
 import json
 import math
 import struct
 import threading
 import time
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
-from typing import Any, NamedTuple, final
+from functools import reduce
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from evener.closing import Closing
+from evener.comm.c10d import ABORT_S
+from evener.comm.forks import NotInherited, leave_behind_in_children
+from evener.comm.messages import closed_message, first_line, mismatch_message, name_call
 from evener.errors import CollectiveError, CollectiveMismatchError, ConfigError
 
 DEFAULT_TIMEOUT_S = 300.0
 _ORPHAN_S = 10.0  # how long a call may last after the script ended without closing its team
 _WAIT_S = 0.25  # a shorter wait for others is nothing to report
-_NCCL = "forming the NCCL group"
 _LENGTH = struct.Struct("=q")
-#: Payloads of so many bytes travel with their lengths, in a cell of any leaf.
+#: Payloads of so many bytes travel with their lengths, in a cell of any transport.
 _SHORT_BYTES = 960
+# What each cell begins with: number of the call, bytes of payload, checksum of label, label.
+_HEADER = struct.Struct("=qqq88s")
+#: What cells of one rank are long at least, on any transport.
+CELL_BYTES: Final = 1088
+#: So many of the latest things are kept, see ``keep_latest``.
+_MAX_KEPT: Final = 256
+
+T = TypeVar("T")
 
 
 class Call(NamedTuple):
-    """One collective call, as an implementation sees it.
+    """One collective call.
 
     Attributes:
         number: How many calls this communicator has had, this one included; equal on all ranks.
@@ -62,11 +78,208 @@ class WaitListener(ABC):
         """Hear that the call of ``still_waits`` is over; ``succeeded`` if the others came."""
 
 
-class Communicator(Closing):
+@final
+class Wait:
+    """What is under way in a communicator, as its transport sees it.
+
+    Attributes:
+        calls: The calls that are carried out together; the first one's deadline counts for all.
+        call: The first.
+    """
+
+    def __init__(self, comm: "Communicator", calls: Sequence[Call]) -> None:
+        self.calls, self.call = calls, calls[0]
+        self._comm = comm
+        self._started = time.monotonic()
+        self._deadline = self._started + self.call.timeout_s
+        self._has_told = False
+
+    @property
+    def waited_s(self) -> float:
+        """Return the seconds since the call began."""
+        return time.monotonic() - self._started
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds left; none once the communicator has ended."""
+        comm = self._comm
+        if not (comm._is_orphaned or threading.main_thread().is_alive()):
+            comm._is_orphaned = True
+            comm.hurry(_ORPHAN_S)  # the interpreter waits for this thread, and no other thread does
+        number, deadline = comm._hurried
+        if comm.has_ended:
+            return 0.0
+        latest = min(deadline, self._deadline) if self.call.number <= number else self._deadline
+        return latest - time.monotonic()
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether another thread has ended the communicator meanwhile."""
+        return self._comm.has_ended
+
+    def announce(self, call: Call, note: bytes = b"") -> list[memoryview]:
+        """Check that all ranks are in ``call``; return every rank's note, of one length each."""
+        return self._comm._announce(self, call, note)
+
+    def still_waits(self) -> None:
+        """Tell the listener, if there is one, that the call waits for others; cheap."""
+        waited_s, listener = self.waited_s, self._comm._listener
+        if listener is not None and waited_s >= _WAIT_S:
+            self._has_told = True
+            listener.still_waits(self._comm, self.call, waited_s)
+
+    def end(self, *, succeeded: bool) -> None:
+        """Tell the listener, if it was told of the wait, that it is over."""
+        if self._has_told and self._comm._listener is not None:
+            self._comm._listener.wait_over(self._comm, succeeded=succeeded)
+
+
+class Transport(ABC):
+    """Moves bytes between the ranks of one communicator, which alone calls it.
+
+    All that takes a ``Wait`` is collective. It raises a ``CollectiveError`` if it failed, or
+    ``Wait.left_s`` has passed. One thread calls these at a time; ``cut`` and ``leave_behind`` may
+    come meanwhile.
+
+    Every rank has a *cell* of bytes, which ``swap`` copies to all others: small payloads travel
+    there, and what ranks must know of each other before a large exchange.
+
+    Attributes:
+        backend: Its name, see ``Communicator``.
+        rank: This rank.
+        numbers: The number of each rank in the team.
+        payload_bytes: How many bytes of payload a cell holds.
+    """
+
+    #: Whether ranks are processes, so that a forked child must leave the connections behind.
+    joins_processes = True
+
+    def __init__(
+        self, backend: str, rank: int, numbers: Sequence[int], cells: Sequence[Sequence[memoryview]]
+    ) -> None:
+        """Use cells.
+
+        Args:
+            backend: See above.
+            rank: See above.
+            numbers: See above.
+            cells: Of each rank; with several sets, swaps use them in turn.
+        """
+        self.backend = backend
+        self.rank = rank
+        self.numbers = tuple(numbers)
+        self.payload_bytes = len(cells[0][0]) - _HEADER.size
+        self._sets = cells
+        self._num_swaps = 0
+        self._kept: dict[tuple[object, ...], list[Tensor]] = {}
+
+    @property
+    def number(self) -> int:
+        """Return the number of this rank in the team."""
+        return self.numbers[self.rank]
+
+    @property
+    def cells(self) -> Sequence[memoryview]:
+        """Return every rank's cell of the next swap; this rank writes its own."""
+        return self._sets[self._num_swaps % len(self._sets)]
+
+    def payloads(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return the payloads of ``cells`` as tensors of one shape, ``(numel,)``."""
+        key = (self._num_swaps % len(self._sets), numel, dtype)
+        return keep_latest(
+            self._kept,
+            key,
+            lambda: [
+                torch.frombuffer(cell, dtype=dtype, count=numel, offset=_HEADER.size)
+                for cell in self.cells
+            ],
+        )
+
+    def swap(self, wait: Wait, call: Call) -> None:
+        """Copy each rank's cell to all ranks."""
+        self._swap(self.cells, wait, call)
+        self._num_swaps += 1
+
+    @abstractmethod
+    def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None: ...
+
+    @abstractmethod
+    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
+        """Sum tensors, none of them empty, each in the call of ``wait`` of the same place."""
+
+    def sum_parts(self, flat: Tensor, wait: Wait) -> bool:
+        """Sum ``flat``, at least this rank's part; return whether that left the others."""
+        self.sum_each([flat], wait)
+        return False
+
+    @abstractmethod
+    def copy(self, flat: Tensor, src: int, wait: Wait) -> None:
+        """Copy ``flat`` (uint8, not empty) from rank ``src``."""
+
+    @abstractmethod
+    def gather_parts(self, flat: Tensor, wait: Wait) -> None:
+        """Gather the parts of ``flat`` (uint8, not empty)."""
+
+    @abstractmethod
+    def split(self, members: tuple[int, ...], key: str, wait: Wait) -> "Transport | None":
+        """Form a transport between two or more ``members``; ``key`` is unique in this one."""
+
+    def start(self, comm: "Communicator") -> None:
+        """Prepare what needs an exchange, over the communicator to which this belongs."""
+        return
+
+    def upgrade(self, part: "Communicator") -> None:
+        """Let a communicator over what ``split`` has formed exchange in the same way as this."""
+        return
+
+    @property
+    def group(self) -> "Transport":
+        """Return what NCCL can be added to: this, or what it stands on."""
+        return self
+
+    def add_nccl(self, timeout_s: float) -> None:
+        """Send CUDA tensors over NCCL; raise RuntimeError or ValueError if that fails."""
+        raise AssertionError("NCCL joins processes")
+
+    def drop_nccl(self) -> None:
+        """Undo ``add_nccl``."""
+        return
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros; see ``Communicator.allocate``."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def expect_call(self) -> None:
+        """Hear that a call begins, before there is any work for it."""
+        return
+
+    def find_absent(self, call: Call) -> frozenset[int] | None:
+        """Return the numbers of ranks that have not come to a call; ``None`` if unknown."""
+        return None
+
+    @abstractmethod
+    def cut(self) -> None:
+        """End the connections, so that peers and a thread that waits here notice; idempotent."""
+
+    def close(self) -> None:
+        """Release everything; no call is under way. Called once."""
+        self.cut()
+
+    def forget(self) -> None:
+        """Release what peers may still query after a failure; called once, by ``close``."""
+        return
+
+    def leave_behind(self) -> None:
+        """Close the connections in a forked child; see ``NotInherited``."""
+        return
+
+
+@final
+class Communicator(Closing, NotInherited):
     """A fixed set of ranks that exchange data.
 
     Every method that takes ``what`` is a *collective*: all ranks call the same methods in the same
-    order, with the same ``what``. Each has a deadline, and the same errors on every leaf:
+    order, with the same ``what``. Each has a deadline, and the same errors on every transport:
 
     - ``PeerLostError``: a rank died or closed its communicator.
     - ``CollectiveTimeoutError``: the deadline passed; ``missing`` names those that did not come.
@@ -93,36 +306,42 @@ class Communicator(Closing):
 
     def __init__(
         self,
+        transport: Transport | None = None,
         *,
-        rank: int,
-        world_size: int,
-        backend: str,
-        timeout_s: float,
-        numbers: Sequence[int] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        number: int = 0,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ConfigError(
-                f"rank {rank} is not in a team of {world_size}: use 0 to world_size - 1"
-            )
-        self.rank = rank
-        self.world_size = world_size
-        self.numbers = tuple(range(world_size) if numbers is None else numbers)
-        self.backend = backend
-        self.reason = "given by the caller"
+        """Exchange over a transport.
+
+        Args:
+            transport: Belongs to the communicator from now on. ``None`` for one rank, which has
+                nothing to exchange.
+            timeout_s: Deadline of a call that names none.
+            number: Of the one rank.
+        """
+        self.numbers = (number,) if transport is None else transport.numbers
+        self.rank = 0 if transport is None else transport.rank
+        self.world_size = len(self.numbers)
+        self.backend = "none" if transport is None else transport.backend
+        self.reason = (
+            "one rank, nothing to exchange" if transport is None else "given by the caller"
+        )
         self.timeout_s = check_timeout(timeout_s)
         self.sent_bytes = 0
+        self._transport = transport
         #: Why it ended: without a traceback, which would keep frames alive.
         self._ended: CollectiveError | None = None
         self._closed = False
+        self._closing = threading.RLock()
         self._num_calls = 0
         self._num_splits = 0
-        #: Number and deadline of the call under way, of a leaf that uses ``_left_s``.
-        self._current = (0, math.inf)
+        self._wait: Wait | None = None  # of the call under way
         #: The latest call that ``hurry`` has found, and the deadline of all up to it.
         self._hurried = (0, math.inf)
         self._is_orphaned = False
         self._listener: WaitListener | None = None
-        self._has_told = False  # of the wait under way
+        if transport is not None and transport.joins_processes:
+            leave_behind_in_children(self)
 
     def report_waits_to(self, listener: WaitListener) -> None:
         """Report long waits for others from now on, here and in later splits."""
@@ -136,12 +355,19 @@ class Communicator(Closing):
         Returns:
             ``None`` where this rank cannot find out.
         """
-        return None
+        wait, transport = self._wait, self._transport
+        return None if wait is None or transport is None else transport.find_absent(wait.call)
 
     @property
     def number(self) -> int:
         """Return the number of this rank in the team."""
         return self.numbers[self.rank]
+
+    def replace_transport(self, make: Callable[[Transport], Transport]) -> None:
+        """Exchange from now on over what ``make`` forms on top of the transport so far."""
+        assert self._transport is not None, "one rank exchanges nothing"
+        self._transport = make(self._transport)
+        self.backend = self._transport.backend
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros, shape ``(numel,)``, in memory that this communicator exchanges best.
@@ -155,7 +381,9 @@ class Communicator(Closing):
             dtype: Their type.
             device: Where they lie.
         """
-        return torch.zeros(numel, dtype=dtype, device=device)
+        if self._transport is None or self.has_ended:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self._transport.allocate(numel, dtype, device)
 
     # ── collectives ──────────────────────────────────────────────────────────────────────────────
 
@@ -186,8 +414,13 @@ class Communicator(Closing):
                 flats.append(flat)
                 calls.append(call)
                 self._count_parts(flat, 2)  # added up, then gathered
-        if calls:
-            self._all_reduce_each(flats, calls)
+        if self._transport is None or not calls:
+            return
+        with self._under_way(*calls) as wait:
+            if len(flats) == 1 and flats[0].nbytes <= self._transport.payload_bytes:
+                self._sum_by_cells(flats[0], wait)
+            else:
+                self._mover(flats).sum_each(flats, wait)
 
     def broadcast(
         self, tensor: Tensor, src: int, *, what: str, timeout_s: float | None = None
@@ -212,6 +445,15 @@ class Communicator(Closing):
                 self.sent_bytes += flat.nbytes * (self.world_size - 1)
             self._broadcast(flat, src, call)
 
+    def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
+        if self._transport is None:
+            return
+        with self._under_way(call) as wait:
+            if flat.nbytes <= self._transport.payload_bytes:
+                flat.copy_(self._swap_payloads(flat, wait)[src])
+            else:
+                self._mover([flat]).copy(flat, src, wait)
+
     def all_gather_parts(
         self, flat: Tensor, *, what: str, timeout_s: float | None = None, have_met: bool = False
     ) -> None:
@@ -230,7 +472,17 @@ class Communicator(Closing):
         call = self._begin("all_gather_parts", what, timeout_s, size)
         if whole.numel():
             self._count_parts(whole, 1)
-            self._all_gather_parts(whole, call._replace(have_met=have_met))
+            self._gather_parts(whole, call._replace(have_met=have_met))
+
+    def _gather_parts(self, whole: Tensor, call: Call) -> None:
+        if self._transport is None:
+            return
+        with self._under_way(call) as wait:
+            own = whole.chunk(self.world_size)[self.rank]
+            if own.nbytes <= self._transport.payload_bytes:
+                whole.copy_(torch.cat(self._swap_payloads(own, wait)))
+            else:
+                self._mover([whole]).gather_parts(whole, wait)
 
     def reduce_scatter_parts(
         self, flat: Tensor, *, what: str, timeout_s: float | None = None, have_met: bool = False
@@ -243,11 +495,11 @@ class Communicator(Closing):
         Args:
             flat: Contiguous; same size and dtype on every rank; cut into ``world_size`` equal
                 parts. Sums are formed in its dtype, with the bits that ``all_reduce`` would give
-                where the leaf adds in rank order.
+                where the transport adds in rank order.
             what: What is summed, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
             have_met: All ranks have met in another call since any of them last wrote to ``flat``,
-                and make this call next. So a leaf need not wait for them again.
+                and make this call next. So a transport need not wait for them again.
 
         Returns:
             Whether the other parts are as before, on all ranks; their values are undefined else.
@@ -255,10 +507,17 @@ class Communicator(Closing):
         self._check_parts(flat, what)
         whole = _real(_flat(flat, what))
         call = self._begin("reduce_scatter_parts", what, timeout_s, _size_of(whole))
-        if whole.numel():
-            self._count_parts(whole, 1)
-            return self._reduce_scatter_parts(whole, call._replace(have_met=have_met))
-        return True
+        if self._transport is None or not whole.numel():
+            return True
+        with self._under_way(call._replace(have_met=have_met)) as wait:
+            if whole.nbytes <= self._transport.payload_bytes:
+                self._sum_by_cells(whole, wait)
+                are_left = False
+            else:
+                are_left = self._mover([whole]).sum_parts(whole, wait)
+        # With the parts of others, which this rank got, too.
+        self._count_parts(whole, 1 if are_left else 2)
+        return are_left
 
     def all_gather_rows(
         self, row: Sequence[float], *, what: str, timeout_s: float | None = None
@@ -274,8 +533,22 @@ class Communicator(Closing):
             The rows, indexed by rank.
         """
         call = self._begin("all_gather_rows", what, timeout_s, f"{len(row)} numbers")
-        self.sent_bytes += 8 * len(row) * (self.world_size - 1)
-        return self._all_gather_rows(row, call)
+        transport = self._transport
+        if transport is None:
+            return [[float(value) for value in row]]
+        form = struct.Struct(f"={len(row)}d")
+        self.sent_bytes += form.size * (self.world_size - 1)
+        if form.size > transport.payload_bytes:
+            whole = torch.empty(self.world_size, len(row), dtype=torch.float64)
+            whole[self.rank] = torch.tensor(row, dtype=torch.float64)
+            self._gather_parts(whole.view(-1).view(torch.uint8), call)
+            rows: list[list[float]] = whole.tolist()
+            return rows
+        with self._under_way(call) as wait:
+            cells = transport.cells
+            form.pack_into(cells[self.rank], _HEADER.size, *row)
+            self._swap(wait, call, form.size)
+            return [list(form.unpack_from(cell, _HEADER.size)) for cell in cells]
 
     def all_gather_bytes(
         self, payload: bytes, *, what: str, timeout_s: float | None = None
@@ -323,7 +596,10 @@ class Communicator(Closing):
             what: What is waited for, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
         """
-        self._all_gather_rows((), self._begin("barrier", what, timeout_s, "all"))
+        call = self._begin("barrier", what, timeout_s, "all")
+        if self._transport is not None:
+            with self._under_way(call) as wait:
+                self._swap(wait, call, 0)
 
     def split(
         self, ranks: Sequence[int], *, name: str, timeout_s: float | None = None
@@ -336,8 +612,8 @@ class Communicator(Closing):
             timeout_s: Deadline for forming it; ``None`` takes the communicator's.
 
         Returns:
-            The new communicator (a ``SingleCommunicator`` where it has one member), or ``None`` on
-            a rank outside of it. Its fate is its own: closing or losing either leaves the other.
+            The new communicator, or ``None`` on a rank outside of it. Closing or losing either
+            leaves the other.
         """
         members = tuple(ranks)
         if not members or len(set(members)) != len(members):
@@ -360,13 +636,22 @@ class Communicator(Closing):
                     )
                 )
         self._num_splits += 1
-        if len(members) == 1:
-            if members[0] != self.rank:
-                return None
-            return SingleCommunicator(timeout_s=self.timeout_s, number=self.number)
         call = self._begin("split", what, timeout_s, f"number {self._num_splits}")
-        part = self._split(members, f"{self._num_splits}/{name}", call)
-        if part is not None and self._listener is not None:
+        if self._transport is None or len(members) == 1:
+            alone = Communicator(timeout_s=self.timeout_s, number=self.number)
+            return alone if self.rank in members else None
+        with self._under_way(call) as wait:
+            formed = self._transport.split(members, f"{self._num_splits}/{name}", wait)
+            if formed is None:
+                return None
+            part = Communicator(formed, timeout_s=self.timeout_s)
+            try:
+                formed.start(part)
+                self._transport.upgrade(part)
+            except BaseException:
+                part.close()
+                raise
+        if self._listener is not None:
             part.report_waits_to(self._listener)
         return part
 
@@ -382,12 +667,28 @@ class Communicator(Closing):
         Raises:
             ConfigError: The ranks are not processes that NCCL could join.
         """
-        if self.world_size == 1:  # one rank exchanges nothing
+        if self._transport is None:
             return ""
-        failure = self._add_nccl(self._begin("add_nccl", _NCCL, timeout_s, "all"))
-        if not failure:
-            self.backend = "nccl"
-        return failure
+        if not self._transport.joins_processes:
+            raise ConfigError(
+                f"backend is 'nccl', but ranks exchange over {self.backend!r}: NCCL joins processes"
+            )
+        call = self._begin("add_nccl", what := "forming the NCCL group", timeout_s, "all")
+        failure, group = "", self._transport.group
+        with self._under_way(call):
+            try:
+                group.add_nccl(call.timeout_s)
+            except (RuntimeError, ValueError) as error:  # torch raises the latter without a GPU
+                failure = first_line(error)
+        # Those that have failed at once wait for those that first connect and then abort in vain.
+        latest_s = 2 * call.timeout_s + ABORT_S
+        told = self.all_gather_json(failure, what=what, timeout_s=latest_s)
+        for number, text in zip(self.numbers, told, strict=True):
+            if text:
+                group.drop_nccl()
+                return f"on rank {number}: {text}"
+        self.backend = "nccl"
+        return ""
 
     # ── end of life ──────────────────────────────────────────────────────────────────────────────
 
@@ -403,7 +704,6 @@ class Communicator(Closing):
             deadline = min(deadline, self._hurried[1])
         # Kept beside the call's own deadline: its thread may be about to set that.
         self._hurried = (number, deadline)
-        self._hurry(deadline)
 
     @property
     def has_ended(self) -> bool:
@@ -418,53 +718,119 @@ class Communicator(Closing):
         """
         if not self._closed:
             self._closed = True
-            self._forget()
+            if self._transport is not None:
+                self._transport.forget()
         self._end(CollectiveError(f"rank {self.number} has closed this communicator"))
 
-    # ── for leaves ───────────────────────────────────────────────────────────────────────────────
+    def leave_behind(self) -> None:
+        """Close the connections in a forked child; see ``NotInherited``."""
+        if not self._closed and self._transport is not None:
+            self._closed = True
+            self._closing = threading.RLock()  # a thread of the parent may have held it
+            self._ended = CollectiveError(
+                f"this process was forked from rank {self.rank}, which keeps the connections; call "
+                "collectives in the rank itself"
+            )
+            self._transport.leave_behind()
+
+    # ── one call ─────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, kind: str, what: str, timeout_s: float | None, size: str) -> Call:
         if self._ended is not None:
             text = f"rank {self.number} cannot start {what!r}: {self._ended}"
             raise type(self._ended)(text, **vars(self._ended))
+        if self._transport is not None:
+            self._transport.expect_call()
         self._num_calls += 1
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         return Call(self._num_calls, kind, what, seconds, f"{what!r} ({kind} of {size})")
 
-    def _start(self, call: Call) -> float:
-        """Start the clock of a call; return the present ``time.monotonic``."""
-        started = time.monotonic()
-        self._current = (call.number, started + call.timeout_s)
-        return started
-
-    @property
-    def _left_s(self) -> float:
-        """Return the seconds left for the call under way."""
-        if not (self._is_orphaned or threading.main_thread().is_alive()):
-            self._is_orphaned = True
-            self.hurry(_ORPHAN_S)  # the interpreter waits for this thread, and no other thread does
-        (number, deadline), (hurried, latest) = self._current, self._hurried
-        return (min(deadline, latest) if number <= hurried else deadline) - time.monotonic()
-
-    def _still_waits(self, call: Call, started: float) -> None:
-        """Tell the listener, if there is one, that a call waits for others; cheap."""
-        waited_s = time.monotonic() - started
-        if self._listener is not None and waited_s >= _WAIT_S:
-            self._has_told = True
-            self._listener.still_waits(self, call, waited_s)
-
-    def _wait_over(self, *, succeeded: bool) -> None:
-        """Tell the listener, if it was told of a wait, that it is over."""
-        if self._has_told and self._listener is not None:
-            self._has_told = False
-            self._listener.wait_over(self, succeeded=succeeded)
+    @contextmanager
+    def _under_way(self, *calls: Call) -> Iterator[Wait]:
+        """Carry out calls: the deadline counts from now, and any error ends the communicator."""
+        wait, succeeded = Wait(self, calls), False
+        with self._closing:
+            if self.has_ended:  # another thread has closed it since the call began
+                raise CollectiveError(closed_message(self.number, calls[0].what))
+            self._wait = wait
+        try:
+            yield wait
+            succeeded = True
+        except CollectiveError as error:
+            raise self._end(error) from None
+        except BaseException as error:  # Ctrl-C, or a signal handler that raises, for example
+            what = calls[0].what
+            if self._ended is not None and isinstance(error, Exception):  # by another thread
+                raise CollectiveError(closed_message(self.number, what)) from None
+            how = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self._end(CollectiveError(f"rank {self.number} was interrupted in {what!r} ({how})"))
+            raise
+        finally:
+            wait.end(succeeded=succeeded)
+            with self._closing:
+                self._wait = None
+                if self._ended is not None and self._transport is not None:
+                    self._transport.close()
 
     def _end(self, error: CollectiveError) -> CollectiveError:
-        """Release everything, make later calls raise the same, and return ``error``."""
-        if self._ended is None:
-            self._ended = copy(error)
-            self._release()
+        """End the connections, make later calls raise the same, and return ``error``."""
+        with self._closing:
+            if self._ended is None:
+                self._ended = copy(error)
+                if self._transport is not None and self._wait is None:
+                    self._transport.close()
+                elif self._transport is not None:  # the call under way closes it, once it is over
+                    self._transport.cut()
         return error
+
+    def _mover(self, flats: Sequence[Tensor]) -> Transport:
+        """Return what exchanges large tensors that lie there."""
+        assert self._transport is not None
+        by_nccl = self.backend == "nccl" and all(flat.device.type == "cuda" for flat in flats)
+        return self._transport.group if by_nccl else self._transport
+
+    # ── cells ────────────────────────────────────────────────────────────────────────────────────
+
+    def _swap(self, wait: Wait, call: Call, size: int) -> None:
+        """Swap cells, and check that all ranks are in the same call.
+
+        Args:
+            wait: What is under way.
+            call: The call of it.
+            size: Bytes of payload, which this rank's cell holds already.
+        """
+        transport = self._transport
+        assert transport is not None
+        cells, label = transport.cells, call.label.encode()  # the cell holds only its beginning
+        own = _HEADER.pack(call.number, size, zlib.crc32(label), label)
+        cells[self.rank][: _HEADER.size] = own
+        transport.swap(wait, call)
+        others = []
+        for number, cell in zip(self.numbers, cells, strict=True):
+            packed = bytes(cell[: _HEADER.size])
+            if packed != own:
+                count, _, _, theirs = _HEADER.unpack(packed)
+                others.append((number, name_call(theirs, count - call.number)))
+        if others:
+            raise CollectiveMismatchError(mismatch_message(self.number, call.label, others))
+
+    def _announce(self, wait: Wait, call: Call, note: bytes) -> list[memoryview]:
+        assert self._transport is not None
+        cells, stop = self._transport.cells, _HEADER.size + len(note)
+        cells[self.rank][_HEADER.size : stop] = note
+        self._swap(wait, call, len(note))
+        return [cell[_HEADER.size : stop] for cell in cells]
+
+    def _swap_payloads(self, own: Tensor, wait: Wait) -> list[Tensor]:
+        """Return every rank's tensor, which must not be written to, until the next swap."""
+        assert self._transport is not None
+        payloads = self._transport.payloads(own.numel(), own.dtype)
+        payloads[self.rank].copy_(own)
+        self._swap(wait, wait.call, own.nbytes)
+        return payloads
+
+    def _sum_by_cells(self, flat: Tensor, wait: Wait) -> None:
+        flat.copy_(reduce(torch.add, self._swap_payloads(flat, wait)))
 
     def _count_parts(self, flat: Tensor, times: int) -> None:
         """Count parts of a tensor, one for each other rank, that are sent so many times."""
@@ -479,92 +845,6 @@ class Communicator(Closing):
 
     def _numbers_of(self, ranks: Sequence[int]) -> list[int]:
         return [self.numbers[rank] for rank in ranks]
-
-    @abstractmethod
-    def _all_reduce(self, flat: Tensor, call: Call) -> None: ...
-
-    def _all_reduce_each(self, flats: Sequence[Tensor], calls: Sequence[Call]) -> None:
-        """Sum one tensor or more, none of them empty, each in a call of its own."""
-        for flat, call in zip(flats, calls, strict=True):
-            self._all_reduce(flat, call)
-
-    @abstractmethod
-    def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
-        """Copy ``flat`` (uint8, not empty) from rank ``src``."""
-
-    @abstractmethod
-    def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
-        """Gather the parts of ``flat`` (uint8, not empty)."""
-
-    def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> bool:
-        """Sum up ``flat`` (not empty), at least this rank's part; whether that left the others."""
-        self._count_parts(flat, 1)  # the elements that all ranks get, beyond their own parts
-        self._all_reduce_each([flat], [call])
-        return False
-
-    @abstractmethod
-    def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]: ...
-
-    def _gather_long_row(self, row: Sequence[float], call: Call) -> list[list[float]]:
-        """Gather rows as the parts of a tensor."""
-        whole = torch.empty(self.world_size, len(row), dtype=torch.float64)
-        whole[self.rank] = torch.tensor(row, dtype=torch.float64)
-        self._all_gather_parts(whole.view(-1).view(torch.uint8), call)
-        rows: list[list[float]] = whole.tolist()
-        return rows
-
-    @abstractmethod
-    def _split(self, members: tuple[int, ...], key: str, call: Call) -> "Communicator | None":
-        """Form the communicator of two or more ``members``; ``key`` is unique in this one."""
-
-    def _add_nccl(self, call: Call) -> str:
-        raise ConfigError(
-            f"backend is 'nccl', but ranks exchange over {self.backend!r}: NCCL joins processes"
-        )
-
-    def _hurry(self, deadline: float) -> None:
-        """Make the call under way, if any, fail by ``deadline``.
-
-        A leaf that uses ``_left_s`` need not be told.
-
-        Args:
-            deadline: On ``time.monotonic``'s clock.
-        """
-        return
-
-    def _release(self) -> None:
-        """Close connections, after a failure or a close; called once."""
-        return
-
-    def _forget(self) -> None:
-        """Release what peers may still query after a failure; called once, by ``close``."""
-        return
-
-
-@final
-class SingleCommunicator(Communicator):
-    """The communicator of one rank: the same calls, nothing to exchange."""
-
-    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S, number: int = 0) -> None:
-        super().__init__(
-            rank=0, world_size=1, backend="none", timeout_s=timeout_s, numbers=[number]
-        )
-        self.reason = "one rank, nothing to exchange"
-
-    def _all_reduce(self, flat: Tensor, call: Call) -> None:
-        pass
-
-    def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
-        pass
-
-    def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
-        pass
-
-    def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
-        return [[float(value) for value in row]]
-
-    def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
-        raise AssertionError("one rank has no split of two or more members")
 
 
 def _flat(tensor: Tensor, what: str) -> Tensor:
@@ -595,3 +875,14 @@ def check_timeout(timeout_s: float) -> float:
     if isinstance(given, int | float) and 0 < timeout_s < float("inf"):
         return float(timeout_s)
     raise ConfigError(f"timeout_s is {timeout_s!r}: every wait needs a deadline above 0 seconds")
+
+
+def keep_latest(
+    kept: dict[tuple[object, ...], T], key: tuple[object, ...], make: Callable[[], T]
+) -> T:
+    """Return the value that is kept under a key, or made now; forget the oldest of too many."""
+    value = kept.pop(key) if key in kept else make()
+    kept[key] = value  # at the end: the one used last
+    if len(kept) > _MAX_KEPT:
+        del kept[next(iter(kept))]
+    return value

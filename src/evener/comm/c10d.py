@@ -25,12 +25,12 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._distributed_c10d import Work as Work
 from torch.distributed import is_nccl_available
 
-from evener.errors import LaunchError
-
 #: Operations that Gloo has under way at a time; see "block by block" in docs/experiments.md.
 _NUM_GLOO_THREADS = 4
 #: An abort of NCCL that takes longer hangs.
 ABORT_S = 10.0
+#: Numbers of the sum by which NCCL is checked: 1 MiB.
+_CHECKED = 1 << 18
 
 
 def form_gloo(
@@ -62,21 +62,23 @@ def form_gloo(
 def form_nccl(
     store: Store, rank: int, world_size: int, timeout_s: float, form_timeout_s: float
 ) -> Any:
-    """Form an NCCL group on the current CUDA device. End the group with ``end_nccl``.
+    """Form an NCCL group on the current CUDA device, and check a sum; all its ranks call it.
+
+    NCCL on new machines may hang or add up wrong numbers. Causes are peer-to-peer copies behind an
+    IOMMU, a firewall, or mixed drivers. End the group with ``end_nccl``.
 
     Args:
         store: As in ``form_gloo``.
         rank: This rank.
         world_size: Number of ranks.
         timeout_s: Deadline of collectives.
-        form_timeout_s: Deadline for connecting.
+        form_timeout_s: Deadline for connecting and for the sum.
 
     Raises:
-        LaunchError: This build of torch has no NCCL.
-        RuntimeError: As in ``form_gloo``.
+        RuntimeError: As in ``form_gloo``; this build of torch has no NCCL; the sum is wrong.
     """
     if not is_nccl_available():
-        raise LaunchError("backend is 'nccl', which this build of torch does not have: use 'gloo'")
+        raise RuntimeError("backend is 'nccl', which this build of torch does not have: use 'gloo'")
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
     # With torch's default (3), the watchdog ends the process when NCCL reports a lost peer, before
@@ -87,13 +89,29 @@ def form_nccl(
     options._timeout = timedelta(seconds=2 * timeout_s + 60)
     group = ProcessGroupNCCL(store, rank, world_size, options)
     device = torch.device("cuda", torch.cuda.current_device())
-    try:
+
+    def connect() -> None:
         # Otherwise NCCL connects in its first collective, without any deadline.
-        _run_within(form_timeout_s, lambda: group.eager_connect_single_device(device))
+        group.eager_connect_single_device(device)
+        _check_sum(group, rank, world_size, device)
+
+    try:
+        _run_within(form_timeout_s, connect)
     except BaseException:
         end_nccl(group, store)
         raise
     return group
+
+
+def _check_sum(group: Any, rank: int, world_size: int, device: torch.device) -> None:
+    """Sum numbers whose result is known, and that float32 holds exactly in any order."""
+    pattern = (torch.arange(_CHECKED) % 127 + 1).float()
+    factors = torch.arange(world_size) % 7 + 1
+    values = (pattern * factors[rank]).to(device)
+    group.allreduce([values]).wait()
+    wrong = int((values.cpu() != pattern * factors.sum()).sum())  # waits for the device
+    if wrong:
+        raise RuntimeError(f"{wrong} of {_CHECKED} numbers are wrong in an all_reduce")
 
 
 def end_nccl(group: Any, store: Store) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.comm.flat_groups import Bucket, FlatGroup, build_group, move_parameter, view_like
 from evener.comm.trainable import choose_trainable, refuse_overlap
 from evener.errors import ConfigError, UsageError
@@ -82,7 +82,7 @@ class FlatBuffers:
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}: it is the number of ranks, 1 or more")
         self._world_size = world_size
-        self._comm = SingleCommunicator() if comm is None else comm
+        self._comm = Communicator() if comm is None else comm
         self._is_divided = is_divided
         self._parts = dict(parts or {})
         self._turns = _turns(buckets or (), {name for name, _ in parameters})

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from evener.comm.base import Communicator
+from evener.comm.shared_barrier import ControlPage
 from evener.comm.shared_links import Door, Links
 from evener.comm.shared_memory import SharedMemory
-from evener.comm.shared_pages import ControlPage
 
 _FORM_S = 30.0  # the longest that connecting on one host may take, however busy it is
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -1,42 +1,30 @@
 """Ranks as threads of one process, with the same errors as ranks in processes."""
 
-import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from evener.comm.base import DEFAULT_TIMEOUT_S, Call, Communicator
-from evener.comm.messages import (
-    closed_message,
-    late_message,
-    lost_message,
-    mismatch_message,
-    timeout_message,
-)
+from evener.comm.base import CELL_BYTES, DEFAULT_TIMEOUT_S, Call, Communicator, Transport, Wait
+from evener.comm.messages import closed_message, late_message, lost_message, timeout_message
 from evener.devices import kind_of
-from evener.errors import (
-    CollectiveError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    ConfigError,
-    PeerLostError,
-)
+from evener.errors import CollectiveError, CollectiveTimeoutError, ConfigError, PeerLostError
+
+_SLICE_S = 0.25  # waits are cut so that deadlines can be shortened by another thread
 
 
 class _Exchange(NamedTuple):
-    """One collective call under way.
+    """One exchange under way.
 
     Attributes:
-        offers: By rank: its call, and what it brings.
+        offers: What each rank brings.
         results: What all ranks take home; empty until the last has come.
         errors: Says to a rank why there will be none; empty while there may be one.
     """
 
-    offers: dict[int, tuple[Call, Any]]
+    offers: dict[int, Any]
     results: list[Any]
     errors: list[Callable[[int], CollectiveError]]
 
@@ -72,12 +60,15 @@ class ThreadTeam:
         self._exchanges: dict[int, _Exchange] = {}
         self._dead: set[int] = set()
         self._closed: set[int] = set()
-        self._hurried: dict[int, tuple[int, float]] = {}
         self._children: list[ThreadTeam] = []
 
-    def communicator(self, rank: int) -> "ThreadCommunicator":
+    def communicator(self, rank: int) -> Communicator:
         """Return the communicator of ``rank``, to be used by that rank's thread."""
-        return ThreadCommunicator(self, rank)
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(
+                f"rank {rank} is not in a team of {self.world_size}: use 0 to world_size - 1"
+            )
+        return Communicator(ThreadTransport(self, rank), timeout_s=self.timeout_s)
 
     def fail(self, number: int) -> None:
         """Act as if the process of a rank had died: who needs it gets ``PeerLostError``."""
@@ -89,16 +80,11 @@ class ThreadTeam:
             if number in child.numbers:
                 child.fail(number)
 
-    # ── for ThreadCommunicator ───────────────────────────────────────────────────────────────────
+    # ── for ThreadTransport ──────────────────────────────────────────────────────────────────────
 
     def _leave(self, rank: int) -> None:
         with self._condition:
             self._closed.add(rank)
-            self._condition.notify_all()
-
-    def _hurry(self, rank: int, hurried: tuple[int, float]) -> None:
-        with self._condition:
-            self._hurried[rank] = hurried
             self._condition.notify_all()
 
     def _child(self, members: tuple[int, ...]) -> "ThreadTeam":
@@ -107,66 +93,47 @@ class ThreadTeam:
         self._children.append(child)
         return child
 
-    def _meet(self, rank: int, call: Call, offer: Any, finish: Callable[[list[Any]], Any]) -> Any:
+    def _meet(
+        self, number: int, rank: int, wait: Wait, offer: Any, finish: Callable[[list[Any]], Any]
+    ) -> Any:
         """Bring ``offer``, wait for all ranks, and return what ``finish`` makes of their offers."""
-        started = time.monotonic()
         with self._condition:
-            exchange = self._exchanges.setdefault(call.number, _Exchange({}, [], []))
-            exchange.offers[rank] = (call, offer)
+            exchange = self._exchanges.setdefault(number, _Exchange({}, [], []))
+            exchange.offers[rank] = offer
             if len(exchange.offers) == self.world_size and not (exchange.errors or self._dead):
-                self._complete(exchange, finish)
+                exchange.results.append(finish([exchange.offers[r] for r in self.numbers]))
+                exchange.offers.clear()
+                del self._exchanges[number]
+                self._condition.notify_all()
             while not exchange.results:
-                deadline = started + call.timeout_s
-                hurried, latest = self._hurried.get(rank, (0, math.inf))
-                if call.number <= hurried:
-                    deadline = min(deadline, latest)
-                if error := self._obstacle(rank, call, exchange, started, deadline):
+                if error := self._obstacle(rank, exchange, wait):
                     raise error
-                self._condition.wait(max(0.0, deadline - time.monotonic()))
+                self._condition.wait(max(0.0, min(wait.left_s, _SLICE_S)))
             return exchange.results[0]
 
-    def _complete(self, exchange: _Exchange, finish: Callable[[list[Any]], Any]) -> None:
-        calls = {rank: call for rank, (call, _) in exchange.offers.items()}
-        labels = {rank: call.label for rank, call in calls.items()}
-        if len(set(labels.values())) > 1:
-
-            def differs(rank: int) -> CollectiveError:
-                own = labels[rank]
-                others = [(r, label) for r, label in labels.items() if label != own]
-                return CollectiveMismatchError(mismatch_message(rank, own, others))
-
-            exchange.errors.append(differs)
-        else:
-            exchange.results.append(finish([exchange.offers[r][1] for r in self.numbers]))
-        exchange.offers.clear()
-        self._exchanges.pop(next(iter(calls.values())).number, None)
-        self._condition.notify_all()
-
-    def _obstacle(
-        self, rank: int, call: Call, exchange: _Exchange, started: float, deadline: float
-    ) -> CollectiveError | None:
+    def _obstacle(self, rank: int, exchange: _Exchange, wait: Wait) -> CollectiveError | None:
         """Return why ``rank`` must stop waiting, if it must."""
+        what, waited_s = wait.call.what, wait.waited_s
         if exchange.errors:
             return exchange.errors[0](rank)
         if rank in self._dead:
-            return PeerLostError(f"rank {rank} has died in {call.what!r}")
-        if rank in self._closed:
-            return CollectiveError(closed_message(rank, call.what))
+            return PeerLostError(f"rank {rank} has died in {what!r}")
+        if wait.has_ended:
+            return CollectiveError(closed_message(rank, what))
         closed = self._closed - self._dead - exchange.offers.keys()
         gone = {**dict.fromkeys(self._dead, "has died"), **dict.fromkeys(closed, "has closed")}
         if gone:
             how = ", ".join(f"rank {r} {text}" for r, text in sorted(gone.items()))
-            return PeerLostError(lost_message(rank, call.what, how))
-        if time.monotonic() < deadline:
+            return PeerLostError(lost_message(rank, what, how))
+        if wait.left_s > 0:
             return None
-        waited_s = time.monotonic() - started
         missing = tuple(r for r in self.numbers if r not in exchange.offers)
 
         def too_late(other: int) -> CollectiveError:
             if other in missing:
-                return CollectiveTimeoutError(late_message(other, call.what, waited_s))
+                return CollectiveTimeoutError(late_message(other, what, waited_s))
             return CollectiveTimeoutError(
-                timeout_message(other, call.what, waited_s, missing), missing=missing
+                timeout_message(other, what, waited_s, missing), missing=missing
             )
 
         exchange.errors.append(too_late)
@@ -174,56 +141,58 @@ class ThreadTeam:
         return too_late(rank)
 
 
-@final
-class ThreadCommunicator(Communicator):
+class ThreadTransport(Transport):
     """One rank of a ``ThreadTeam``."""
 
+    joins_processes = False
+
     def __init__(self, team: ThreadTeam, rank: int) -> None:
-        super().__init__(
-            rank=rank,
-            world_size=team.world_size,
-            backend="threads",
-            timeout_s=team.timeout_s,
-            numbers=team.numbers,
-        )
+        cells = [memoryview(bytearray(CELL_BYTES)) for _ in range(team.world_size)]
+        super().__init__("threads", rank, team.numbers, [cells])
         self._team = team
+        self._num_meetings = 0
 
-    def _all_reduce(self, flat: Tensor, call: Call) -> None:
-        self._exchange(flat, call, flat, _sum)
+    def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
+        told = self._meet(wait, bytes(cells[self.rank]), lambda offers: offers)
+        for cell, content in zip(cells, told, strict=True):
+            cell[:] = content
 
-    def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
-        self._exchange(flat, call, flat, lambda offers: _settled(offers[src].clone()))
+    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
+        """Sum tensors; see the base class."""
+        for flat, call in zip(flats, wait.calls, strict=True):
+            wait.announce(call)
+            self._exchange(flat, wait, flat, _sum)
 
-    def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
-        part = flat.chunk(self.world_size)[self.rank]
-        self._exchange(flat, call, part, lambda offers: torch.cat([o.cpu() for o in offers]))
+    def copy(self, flat: Tensor, src: int, wait: Wait) -> None:
+        """Copy from one rank; see the base class."""
+        wait.announce(wait.call)
+        self._exchange(flat, wait, flat, lambda offers: _settled(offers[src].clone()))
 
-    def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
-        values = [float(value) for value in row]
-        return [list(r) for r in self._meet(call, values, lambda offers: offers)]
+    def gather_parts(self, flat: Tensor, wait: Wait) -> None:
+        """Gather parts; see the base class."""
+        wait.announce(wait.call)
+        part = flat.chunk(len(self.numbers))[self.rank]
+        self._exchange(flat, wait, part, lambda offers: torch.cat([o.cpu() for o in offers]))
 
-    def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
-        team = self._meet(call, None, lambda _: self._team._child(members))
-        return team.communicator(members.index(self.rank)) if self.rank in members else None
+    def split(self, members: tuple[int, ...], key: str, wait: Wait) -> Transport | None:
+        """Form a team of some of the threads; see the base class."""
+        team = self._meet(wait, None, lambda _: self._team._child(members))
+        return ThreadTransport(team, members.index(self.rank)) if self.rank in members else None
+
+    def cut(self) -> None:
+        """Leave the team; see the base class."""
+        self._team._leave(self.number)
 
     def _exchange(
-        self, flat: Tensor, call: Call, offer: Tensor, finish: Callable[[list[Tensor]], Tensor]
+        self, flat: Tensor, wait: Wait, offer: Tensor, finish: Callable[[list[Tensor]], Tensor]
     ) -> None:
         """Write the result of ``finish`` on all ranks' offers into ``flat``."""
-        flat.copy_(self._meet(call, _settled(offer), finish))
+        flat.copy_(self._meet(wait, _settled(offer), finish))
         _settled(flat)  # before the memory of the result may be given to others
 
-    def _meet(self, call: Call, offer: Any, finish: Callable[[list[Any]], Any]) -> Any:
-        try:
-            return self._team._meet(self.number, call, offer, finish)
-        except CollectiveError as error:
-            raise self._end(error) from None
-
-    def _hurry(self, deadline: float) -> None:
-        self._team._hurry(self.number, self._hurried)
-
-    def _release(self) -> None:
-        self._team._leave(self.number)
+    def _meet(self, wait: Wait, offer: Any, finish: Callable[[list[Any]], Any]) -> Any:
+        self._num_meetings += 1
+        return self._team._meet(self._num_meetings, self.number, wait, offer, finish)
 
 
 def _sum(offers: list[Tensor]) -> Tensor:

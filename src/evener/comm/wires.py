@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, final
@@ -21,52 +21,61 @@ class Wires(NotInherited):
     """Sockets that torch has opened for a group or a store.
 
     Gloo can neither abort an operation nor say which sockets it uses; but on Linux a process can
-    list its own. Those that are new after a group was formed, and look like torch's, are taken for
-    the group's. They are remembered by inode, as a descriptor may be used again. Elsewhere nothing
+    list its own. They are remembered by inode, as a descriptor may be used again. Elsewhere nothing
     is remembered, and nothing is cut.
     """
 
-    def __init__(self) -> None:
-        self._inodes: frozenset[str] = frozenset()
-        self._num_connections = 0
+    def __init__(self, inodes: Iterable[str] = (), num_connections: int = 0) -> None:
+        self._inodes = frozenset(inodes)
+        self._num_connections = num_connections
 
     @classmethod
     @contextmanager
-    def opened(cls, silence_s: float | None = None, *, every: bool = False) -> Iterator[Self]:
-        """Collect those that are opened inside the block.
+    def opened(cls) -> Iterator[Self]:
+        """Collect those that are opened inside the block, and look like torch's.
 
-        Args:
-            every: Whether these are all, and not only those that look like torch's.
-            silence_s: A machine that has not answered for so long ends connections to it, also
-                while nothing is exchanged; ``None`` for no limit.
+        Another thread may open such a socket meanwhile. So these are closed in forked children, and
+        never cut.
         """
-        wires = cls()
-        before = set(_sockets().values())
+        wires, before = cls(), list_sockets()
         yield wires
-        now = _sockets().items()
-        own = {fd: inode for fd, inode in now if inode not in before and (every or _is_torchs(fd))}
-        for descriptor in own:
-            with suppress(OSError):
-                os.set_inheritable(descriptor, False)  # Gloo leaves its sockets to `os.system`
-                if silence_s is not None:
-                    with _tcp(descriptor) as connection:
-                        end_when_unreachable(connection, silence_s)
+        own = {fd: inode for fd, inode in _sockets().items() if inode not in before}
+        own = {fd: inode for fd, inode in own.items() if _is_torchs(fd)}
+        _keep_from_programs(own)
         wires._inodes = frozenset(own.values())
-        wires._num_connections = sum(map(_is_connected, own))
 
     @classmethod
-    def between(cls, exchange: Callable[[bytes], list[bytes]]) -> Self:
-        """Collect connections between processes that other code has opened before.
+    def between(
+        cls,
+        exchange: Callable[[bytes], list[bytes]],
+        *,
+        before: frozenset[str] = frozenset(),
+        silence_s: float | None = None,
+    ) -> Self:
+        """Collect connections between processes: both ends are theirs, in two of them.
 
         Args:
             exchange: Gives every process what each of them says; all call this together.
+            before: ``list_sockets`` of a moment when they were not open yet.
+            silence_s: A machine that has not answered for so long ends connections to it, also
+                while nothing is exchanged; ``None`` for no limit.
         """
-        ends = {inode: _ends(fd) for fd, inode in _sockets().items()}
-        said = exchange(json.dumps([end for end in ends.values() if end]).encode())
-        far = [[there, here] for each in said for here, there in json.loads(each)]
-        wires = cls()
-        wires._inodes = frozenset(inode for inode, end in ends.items() if end in far)
-        return wires
+        found = [(fd, inode) for fd, inode in _sockets().items() if inode not in before]
+        ends = {fd: end for fd, _ in found if (end := _ends(fd))}
+        own = json.dumps([*ends.values()]).encode()
+        far = [
+            [there, here]
+            for each in exchange(own)
+            if each != own
+            for here, there in json.loads(each)
+        ]
+        wired = {fd: inode for fd, inode in found if ends.get(fd) in far}
+        _keep_from_programs(wired)
+        if silence_s is not None:
+            for descriptor in wired:
+                with suppress(OSError), _tcp(descriptor) as connection:
+                    end_when_unreachable(connection, silence_s)
+        return cls(wired.values(), len(wired))
 
     @property
     def listening(self) -> list[tuple[str, int]]:
@@ -88,7 +97,7 @@ class Wires(NotInherited):
 
     @property
     def is_broken(self) -> bool:
-        """Return whether a connection of a new group was closed since, by a peer or by torch."""
+        """Return whether a connection was closed since, by a peer or by torch."""
         return sum(map(_is_connected, self._own())) < self._num_connections
 
     def leave_behind(self) -> None:
@@ -112,6 +121,18 @@ def close_server(port: int) -> None:
         with suppress(OSError), _tcp(descriptor) as end:
             if end.getsockname()[1] == port:
                 os.close(descriptor)
+
+
+def list_sockets() -> frozenset[str]:
+    """Return what tells apart the sockets that this process has open; see ``Wires.between``."""
+    return frozenset(_sockets().values())
+
+
+def _keep_from_programs(descriptors: Iterable[int]) -> None:
+    """Close descriptors in programs that this process starts; Gloo leaves them to ``os.system``."""
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.set_inheritable(descriptor, False)
 
 
 def _sockets() -> dict[int, str]:

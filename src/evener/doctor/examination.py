@@ -18,7 +18,6 @@ import torch
 
 from evener.comm.c10d import nccl_version
 from evener.comm.messages import first_line
-from evener.comm.trials import try_gloo, try_loopback, try_nccl, try_port, try_shared_memory
 from evener.devices import count_accelerators, kind_of
 from evener.doctor.cgroups import GroupLimits, read_group_limits
 from evener.doctor.host_facts import (
@@ -30,7 +29,7 @@ from evener.doctor.host_facts import (
     ProcessorFacts,
     TorchBuild,
 )
-from evener.team.fixed import CONNECT, meeting_place
+from evener.doctor.trials import try_gloo, try_loopback, try_nccl, try_port, try_shared_memory
 from evener.team.host import available_cores, local_devices
 from evener.team.members import own_versions
 from evener.team.nodes import DEFAULT_PORT
@@ -117,8 +116,7 @@ def _try_exchanges(gpus: list[torch.device], devices: tuple[DeviceFacts, ...]) -
 
 
 def _try_nccl(gpus: list[torch.device]) -> str:
-    with meeting_place(len(gpus), _NCCL_S) as place:
-        return try_nccl(gpus, place, connect=CONNECT, timeout_s=_NCCL_S)
+    return try_nccl(gpus, timeout_s=_NCCL_S)
 
 
 def _network() -> NetworkFacts:

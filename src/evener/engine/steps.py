@@ -7,7 +7,7 @@ from operator import add
 from typing import final
 
 from evener.averaging.gradients import GradientAverager
-from evener.comm.base import SingleCommunicator
+from evener.comm.base import Communicator
 from evener.engine.engine_options import EngineOptions
 from evener.engine.results import Progress
 from evener.engine.share import Share, Stopwatch
@@ -40,7 +40,7 @@ class LocalSteps:
         self._options = options
         self._guards = options.guards
         self._lr_factor = options.lr_factor
-        self._averager = GradientAverager(self._flat, SingleCommunicator())
+        self._averager = GradientAverager(self._flat, Communicator())
         self._clock = WindowClock()
         self._work = NOTHING
         self._plan: LocalPlan | None = None

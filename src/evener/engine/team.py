@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.team.members import Member, absent
 from evener.team.membership import FixedMembership, Formed, GenerationWatch, Membership
 from evener.team.waits import WaitWatch
@@ -184,7 +184,7 @@ class Team:
 
     def be_alone(self) -> None:
         """Have no part in any generation, as the team has continued without this rank."""
-        self._use(SingleCommunicator(number=self.rank), (self.rank,))
+        self._use(Communicator(number=self.rank), (self.rank,))
 
     def _use(self, comm: Communicator, ranks: tuple[int, ...]) -> None:
         self._sent_before = self.sent_bytes
@@ -201,7 +201,7 @@ class Team:
 
     def stand_aside(self) -> None:
         """Be alone, as this rank's script is where the others have been before it joined."""
-        self.comm = SingleCommunicator(number=self.rank)
+        self.comm = Communicator(number=self.rank)
         self.members = self.everyone = (self.rank,)
 
     def step_in(self) -> None:

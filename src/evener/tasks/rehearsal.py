@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from evener.averaging.gradients import GradientAverager, Reading
-from evener.comm.base import SingleCommunicator
+from evener.comm.base import Communicator
 from evener.engine.loaders.training import split
 from evener.engine.share import Stopwatch
 from evener.engine.sync import SyncEngine
@@ -66,7 +66,7 @@ class Rehearsal:
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
         self._sharded = assembly.state.sharded
-        self._alone = GradientAverager(assembly.flat, SingleCommunicator())
+        self._alone = GradientAverager(assembly.flat, Communicator())
         self._together = GradientAverager(assembly.flat, assembly.comm)
 
     def measure(self) -> Speeds | None:

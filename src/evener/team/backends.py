@@ -1,6 +1,7 @@
 """How a team exchanges: decided from what all ranks say of themselves, so that all decide alike."""
 
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -9,14 +10,16 @@ import torch
 from evener.comm.base import Communicator
 from evener.comm.c10d import nccl_version
 from evener.comm.messages import name_ranks
-from evener.comm.preflight import run_preflight
 from evener.comm.shared import share_memory
 from evener.devices import count_accelerators
 from evener.errors import ConfigError, LaunchError
 from evener.planning.policies import ApplyPolicy
 from evener.team.environment import AverageBackend, DistributedTrainConfig, choose
-from evener.team.fixed import CONNECT, join
+from evener.team.fixed import join
 from evener.team.terminal import warn
+
+#: NCCL connects in a few seconds, or hangs.
+_NCCL_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +128,7 @@ def connect_team(
 
     Raises:
         ConfigError: See ``decide_backend``; on every rank.
-        LaunchError: The ranks did not find one another, the preflight of NCCL hangs, or NCCL did
-            not connect.
+        LaunchError: The ranks did not find one another, or NCCL, which was asked for, failed.
     """
     check_backend(backend)
     if communicator is not None:
@@ -136,15 +138,15 @@ def connect_team(
     if backend == AverageBackend.AUTO:
         backend = environment.comm_backend.value
     facts = describe_exchange(environment, check_backend(backend), policy, device)
-    comm, place = join(environment, timeout_s)
+    comm = join(environment, timeout_s)
     try:
         answers = comm.all_gather_json(asdict(facts), what="how ranks exchange")
         chosen, comm.reason = decide_backend([ExchangeFacts(**answer) for answer in answers])
-        if chosen == "nccl" and backend == AverageBackend.AUTO:
-            chosen, comm.reason = _try_nccl(comm, place, device, comm.reason)
         if chosen in ("nccl", "shared"):
             comm = _share(comm, chosen)
-        if chosen == "nccl":
+        if chosen == "nccl" and backend == AverageBackend.AUTO:
+            comm.reason = _try_nccl(comm, comm.reason)
+        elif chosen == "nccl":
             _require_nccl(comm)
     except BaseException:
         comm.close()
@@ -194,19 +196,19 @@ def _share(comm: Communicator, chosen: str) -> Communicator:
     return comm
 
 
-def _try_nccl(comm: Communicator, place: str, device: torch.device, reason: str) -> tuple[str, str]:
-    """NCCL, if it passes its preflight, else the hosts, and why; all ranks call it together."""
-    outcome = run_preflight(comm, place, device, connect=CONNECT, timeout_s=comm.timeout_s)
-    took = f"{outcome.seconds:.1f} s"
-    if not outcome.failure:
-        return "nccl", f"{reason}, and NCCL has passed its preflight, which took {took}"
-    failed = f"NCCL failed its preflight {outcome.failure}"
+def _try_nccl(comm: Communicator, reason: str) -> str:
+    """Add NCCL if it works, and say why ranks exchange as they do; all ranks call it together."""
+    started = time.monotonic()
+    failure = comm.add_nccl(timeout_s=min(comm.timeout_s, _NCCL_S))
+    took = f"{time.monotonic() - started:.1f} s"
+    if not failure:
+        return f"{reason}, and NCCL connected and added up right, which took {took}"
     if comm.rank == 0:
         warn(
-            f"{failed}; so ranks exchange by way of host memory, which is slower. If "
-            "NCCL is known to work here, backend='nccl' skips the preflight"
+            f"NCCL failed {failure}; so ranks exchange by way of host memory, which is slower. "
+            "NCCL_DEBUG=INFO tells more, and backend='gloo' or 'cpu' does without NCCL"
         )
-    return "shared", f"chosen because {failed} (it took {took})"
+    return f"chosen because NCCL failed {failure} (it took {took})"
 
 
 def _obstacle_to_nccl(team: Mapping[int, ExchangeFacts]) -> str:

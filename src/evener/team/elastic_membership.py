@@ -10,8 +10,8 @@ from typing import Any, final
 
 from evener import clock
 from evener.comm.addresses import find_unreachable
-from evener.comm.base import Communicator, SingleCommunicator
-from evener.comm.groups import GroupCommunicator
+from evener.comm.base import Communicator
+from evener.comm.groups import form_groups
 from evener.comm.messages import first_line
 from evener.comm.network import MeetingPoint
 from evener.comm.shared import share_memory
@@ -189,14 +189,14 @@ class ElasticMembership(Membership):
 
     def _connect(self, formation: Formation) -> Communicator:
         if len(formation.members) == 1:
-            return SingleCommunicator(timeout_s=self._timeout_s, number=self.number)
+            return Communicator(timeout_s=self._timeout_s, number=self.number)
         connect_s = self._link.deadlines.connect_s
         self._store = self._link.store(formation.generation, connect_s)
         meeting = MeetingPoint(self._store, self._link.reached_at)
         comm: Communicator
         try:
             self._announce_place(meeting)
-            comm = GroupCommunicator(
+            comm = form_groups(
                 meeting,
                 rank=formation.members.index(self.member),
                 numbers=formation.numbers,

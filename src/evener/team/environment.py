@@ -63,7 +63,7 @@ class AverageBackend(StrEnum):
     """How ranks exchange."""
 
     AUTO = "auto"
-    """NCCL where every rank has a GPU of its own and NCCL passes its preflight; else as ``CPU``."""
+    """NCCL where every rank has a GPU of its own and NCCL works; else as ``CPU``."""
 
     NCCL = "nccl"
     """Between GPUs of one vendor, one for each rank."""

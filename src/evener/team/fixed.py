@@ -1,18 +1,17 @@
 """How the ranks of a fixed team meet through a coordinator, and form their groups."""
 
-import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 from evener.closing import Closing
-from evener.comm.base import DEFAULT_TIMEOUT_S, Communicator, SingleCommunicator, check_timeout
+from evener.comm.base import DEFAULT_TIMEOUT_S, Communicator, check_timeout
 from evener.comm.existing import close_in_children, find_place
-from evener.comm.groups import GroupCommunicator
+from evener.comm.groups import form_groups
 from evener.comm.messages import first_line
 from evener.comm.network import MeetingPoint
 from evener.errors import ConfigError, CoordinatorLostError, LaunchError, TeamRefusedError
@@ -32,8 +31,6 @@ from evener.team.hosting import (
     renew_socket,
 )
 
-#: What connects the children of a preflight.
-CONNECT: Final = f"{__name__}:connect_children"
 #: For how long a host tries to reach itself: it answers at once, or the address is another's.
 _OWN_HOST_S: Final = 10.0
 #: How long a coordinator is tried of which torchrun's store tells, before that is read again.
@@ -64,7 +61,7 @@ def join(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     *,
     backend: str = "gloo",
-) -> tuple[Communicator, str]:
+) -> Communicator:
     """Meet the other ranks of a fixed team, and form its communicator; all of them call it.
 
     It works beside a default process group and touches none. With ``"nccl"``, CUDA tensors use the
@@ -75,16 +72,13 @@ def join(
         timeout_s: Deadline for this call, and the communicator's default deadline.
         backend: ``"gloo"`` or ``"nccl"``.
 
-    Returns:
-        The communicator, and where children of the ranks can meet: see ``connect_children``.
-
     Raises:
         ConfigError: There is no port.
         LaunchError: The port is taken, a rank cannot be reached or did not come, or ranks differ.
     """
     deadline = time.monotonic() + check_timeout(timeout_s)
     if environment.world_size == 1:
-        return SingleCommunicator(timeout_s=timeout_s), ""
+        return Communicator(timeout_s=timeout_s)
     if not environment.coordinator_port:
         raise ConfigError(
             "the port is 0: rank 0 needs one of 1 to 65535 where the other ranks find the team's "
@@ -104,54 +98,7 @@ def join(
             raise
     if is_launchers:
         tell(place=JOINED)
-    return comm, meeting.describe()
-
-
-def connect_children(
-    rank: int, world_size: int, place: str, *, backend: str, timeout_s: float
-) -> Communicator:
-    """Connect processes that the ranks of a team have started; all of them call it.
-
-    Args:
-        rank: That of the rank.
-        world_size: Number of ranks.
-        place: What ``join`` returned.
-        backend: ``"gloo"`` or ``"nccl"``.
-        timeout_s: See ``join``.
-
-    Raises:
-        LaunchError: See ``join``.
-    """
-    told = json.loads(place)
-    where = Whereabouts(told["host"], told["port"], told["token"].encode("latin-1") or None, None)
-    network, port = told["network"]
-    environment = DistributedTrainConfig.of_rank(
-        rank, world_size, coordinator_addr=network, coordinator_port=port
-    )
-    meeting = _Meeting(environment, told["team"], time.monotonic() + timeout_s)
-    try:
-        meeting.meet_at(where)
-        return meeting.form(backend, timeout_s)
-    except BaseException:
-        meeting.close()
-        raise
-
-
-@contextmanager
-def meeting_place(world_size: int, timeout_s: float) -> Iterator[str]:
-    """Let processes of this host meet, inside the block; see ``connect_children``.
-
-    Args:
-        world_size: Number of processes.
-        timeout_s: Longest wait for one of them.
-
-    Returns:
-        The place where they meet.
-    """
-    environment = DistributedTrainConfig.of_rank(0, world_size)
-    with closing(host(environment, timeout_s)) as hosted:
-        where = Whereabouts(hosted.reached_at, hosted.port, hosted.token, None)
-        yield _describe(where, "children", (hosted.reached_at, hosted.port))
+    return comm
 
 
 @contextmanager
@@ -332,7 +279,7 @@ class _Meeting(Closing):
             connection=self,
         )
         try:
-            return GroupCommunicator(
+            return form_groups(
                 meeting,
                 rank=environment.rank,
                 numbers=self._formation.numbers,
@@ -348,21 +295,3 @@ class _Meeting(Closing):
                 "ranks; where hosts have several networks, name the one to use in "
                 "GLOO_SOCKET_IFNAME"
             ) from None
-
-    def describe(self) -> str:
-        """Return where children of the ranks can meet; it is as secret as the token."""
-        assert self._where is not None
-        network = (self._environment.coordinator_addr, self._environment.coordinator_port)
-        return _describe(self._where, f"{self._place.team}/children", network)
-
-
-def _describe(where: Whereabouts, team: str, network: tuple[str, int]) -> str:
-    return json.dumps(
-        {
-            "host": where.host,
-            "port": where.port,
-            "token": (where.token or b"").decode("latin-1"),
-            "team": team,
-            "network": network,
-        }
-    )

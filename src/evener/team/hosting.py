@@ -31,7 +31,7 @@ from evener.comm.c10d import TCPStore
 from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.comm.messages import first_line
 from evener.comm.network import own_address
-from evener.comm.wires import Wires, close_server
+from evener.comm.wires import close_server
 from evener.errors import LaunchError
 from evener.protocol.formation import Deadlines
 from evener.team.coordinator import CoordinatorOptions, CoordinatorThread
@@ -83,8 +83,7 @@ class HostedCoordinator(Closing, NotInherited):
     def __init__(
         self, key: str, reached_at: str, listening: socket.socket, options: CoordinatorOptions
     ) -> None:
-        with Wires.opened(every=True) as self._wires:
-            self._coordinator = CoordinatorThread(options, listening, tick_s=_TICK_S)
+        self._coordinator = CoordinatorThread(options, listening, tick_s=_TICK_S)
         self._key, self.reached_at = key, reached_at
         self.port, self.token = self._coordinator.port, options.token
         self.num_users = 0
@@ -100,7 +99,6 @@ class HostedCoordinator(Closing, NotInherited):
 
     def leave_behind(self) -> None:
         """Close a forked child's copies of the sockets; see ``NotInherited``."""
-        self._wires.leave_behind()
         close_server(self.port)
 
 

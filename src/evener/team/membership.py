@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 from evener.closing import Closing
-from evener.comm.base import Call, Communicator, SingleCommunicator, WaitListener
+from evener.comm.base import Call, Communicator, WaitListener
 from evener.protocol.formation import PARKED, WAITING, Formation, Standing
 
 _AT_ONCE_S = 0.001
@@ -234,5 +234,5 @@ def begin_generation(membership: Membership) -> Communicator:
     the team's state goes to: a model, optimizers, and a loader.
     """
     if membership.is_joining:
-        return SingleCommunicator(number=membership.number)
+        return Communicator(number=membership.number)
     return membership.next_generation(None).comm

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.averaging.buffers import BufferAverager
-from evener.comm.base import SingleCommunicator
+from evener.comm.base import Communicator
 
 
 class Statistics(nn.Module):
@@ -30,7 +30,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.models = [Statistics(), Statistics()]
-        self.averagers = [BufferAverager(m, SingleCommunicator()) for m in self.models]
+        self.averagers = [BufferAverager(m, Communicator()) for m in self.models]
         self.packed: Tensor | None = None
 
     def window(self, steps: int, weights: tuple[float, float], noise: torch.Generator) -> None:
@@ -40,7 +40,7 @@ class Ranks:
         self.land(moved_on=True)
         snapshots = [averager.snapshot() for averager in self.averagers]
         for averager, packed, weight in zip(self.averagers, snapshots, weights, strict=True):
-            averager.exchange(packed, SingleCommunicator(), weight, sum(weights), what="a test")
+            averager.exchange(packed, Communicator(), weight, sum(weights), what="a test")
         self.packed = snapshots[0] + snapshots[1]
 
     def land(self, *, moved_on: bool) -> None:
@@ -92,7 +92,7 @@ def test_a_batch_is_undone_as_it_never_was(dtype: torch.dtype) -> None:
     """Batch normalisation raises the version of its counter alone."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(3, dtype=dtype), nn.BatchNorm1d(3, dtype=dtype))
-    averager = BufferAverager(model, SingleCommunicator())
+    averager = BufferAverager(model, Communicator())
     x = torch.randn(8, 3, dtype=dtype)
     averager.keep()
     model[0](x * float("nan"))

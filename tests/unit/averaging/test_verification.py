@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.verification import ReplicaCheck
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.errors import ReplicasDifferError
 from helpers.teams import run_team
@@ -41,7 +41,7 @@ class CheckOfModel:
 
 def hashes(*parameters: Tensor, world_size: int = 2) -> list[int]:
     model = nn.ParameterDict({f"p{i}": nn.Parameter(p.clone()) for i, p in enumerate(parameters)})
-    with SingleCommunicator() as comm:
+    with Communicator() as comm:
         check = CheckOfModel(model, comm, world_size)
         found = check.hashes()
     return [found[check.flat.names.index(f"p{i}")] for i in range(len(parameters))]
@@ -51,7 +51,7 @@ def buffer_hashes(**buffers: Tensor) -> list[int]:
     model = nn.Module()
     for name, buffer in buffers.items():
         model.register_buffer(name, buffer)
-    with SingleCommunicator() as comm:
+    with Communicator() as comm:
         return CheckOfModel(model, comm).hashes()
 
 
@@ -139,7 +139,7 @@ def test_ranks_that_agree_go_on_and_one_rank_has_nobody_to_ask() -> None:
         check.name_difference(comm, 1)
 
     run_team(3, program)
-    with SingleCommunicator() as comm:
+    with Communicator() as comm:
         program(comm)
 
 
@@ -226,6 +226,6 @@ def test_a_parameter_that_one_rank_lacks_differs() -> None:
 
 
 def test_a_digest_fits_into_a_row() -> None:
-    with SingleCommunicator() as comm:
+    with Communicator() as comm:
         digest = CheckOfModel(nn.Linear(3, 2), comm).digest()
     assert 0 <= digest == int(float(digest)) < 2**53

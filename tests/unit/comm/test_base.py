@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from evener.comm.base import (
-    SingleCommunicator,
+    Communicator,
 )
 from evener.comm.messages import lost_message, mismatch_message, name_ranks, timeout_message
 from evener.errors import CollectiveError, ConfigError
 
 
 def test_one_rank_keeps_what_it_has() -> None:
-    with SingleCommunicator() as comm:
+    with Communicator() as comm:
         assert (comm.rank, comm.world_size, comm.backend) == (0, 1, "none")
         tensor = torch.tensor([1.5, math.nan, -0.0])
         before = tensor.clone()
@@ -26,7 +26,7 @@ def test_one_rank_keeps_what_it_has() -> None:
 
 
 def test_one_rank_is_as_strict_as_many() -> None:
-    comm = SingleCommunicator()
+    comm = Communicator()
     with pytest.raises(ConfigError, match="strides"):
         comm.all_reduce(torch.zeros(4, 4).t()[::2], what="x")
     with pytest.raises(ConfigError, match="no rank 1"):
@@ -47,7 +47,7 @@ def test_one_rank_is_as_strict_as_many() -> None:
 
 
 def test_a_split_of_one_rank_outlives_the_whole() -> None:
-    comm = SingleCommunicator(timeout_s=7.0)
+    comm = Communicator(timeout_s=7.0)
     part = comm.split([0], name="part")
     comm.close()
     assert part is not None

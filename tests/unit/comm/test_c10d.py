@@ -18,6 +18,7 @@ class Group:
     """Stands for torch's ProcessGroupNCCL; ``hangs`` says in which call."""
 
     hangs = ""
+    wrong = 0.0
     Options = SimpleNamespace
 
     def __init__(self, store: Any, rank: int, world_size: int, options: Any) -> None:
@@ -27,6 +28,13 @@ class Group:
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self._call(f"connect {device}")
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        """As if rank 1 had done the same: its numbers are twice those of rank 0."""
+        self._call("sum")
+        tensors[0].mul_(3)
+        tensors[0][-1] += self.wrong
+        return SimpleNamespace(wait=lambda: None)
 
     def abort(self) -> None:
         self._call("abort")
@@ -48,6 +56,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch._C._distributed_c10d, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _device: tensor)  # there is none
     yield
     for group in made:
         group.released.set()
@@ -58,23 +67,31 @@ def test_a_group_connects_at_once_and_its_errors_end_no_process() -> None:
     group = form_nccl(HashStore(), 0, 2, 5.0, PATIENCE_S)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
     end_nccl(group, HashStore())
-    assert group.calls == ["connect cuda:1", "abort"]
+    assert group.calls == ["connect cuda:1", "sum", "abort"]
 
 
 @pytest.mark.usefixtures("pretended")
-@pytest.mark.parametrize("hangs", ["connect", "abort"])
+def test_a_wrong_sum_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "wrong", 1.0)
+    with pytest.raises(RuntimeError, match="1 of 262144 numbers are wrong in an all_reduce"):
+        form_nccl(HashStore(), 0, 2, 5.0, PATIENCE_S)
+    assert made[0].calls == ["connect cuda:1", "sum", "abort"]
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("hangs", ["connect", "sum", "abort"])
 def test_a_call_that_hangs_ends_with_its_deadline(
     monkeypatch: pytest.MonkeyPatch, hangs: str
 ) -> None:
     monkeypatch.setattr(Group, "hangs", hangs)
     monkeypatch.setattr(c10d, "ABORT_S", 0.05 if hangs == "abort" else PATIENCE_S)
-    if hangs == "connect":
+    if hangs != "abort":
         with pytest.raises(RuntimeError, match=r"NCCL has not answered within 0\.05 s"):
             form_nccl(HashStore(), 0, 2, 5.0, 0.05)
     else:
         end_nccl(form_nccl(HashStore(), 0, 2, 5.0, PATIENCE_S), HashStore())
     # On a loaded machine a thread may call later than its deadline.
-    wait_until(lambda: {*made[0].calls} == {"connect cuda:1", "abort"})
+    wait_until(lambda: {"connect cuda:1", "abort"} <= {*made[0].calls})
 
 
 @pytest.mark.usefixtures("pretended")

@@ -1,5 +1,6 @@
 """Sockets that torch has opened, among all descriptors of a process."""
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evener.comm import wires
-from evener.comm.wires import Wires
+from evener.comm.wires import Wires, list_sockets
 
 linux = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="lists its descriptors")
 
@@ -35,11 +36,13 @@ def test_a_number_that_stands_for_another_file_since_it_was_listed_costs_no_desc
 @linux
 def test_connections_are_cut_and_stay_open() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        with Wires.opened() as opened:
-            mine = socket.create_connection(listener.getsockname())
-            mine.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as torch does
+        before = list_sockets()
+        mine = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
         with mine, theirs:
+            names = (f"{host} {port}" for host, port in (theirs.getsockname(), mine.getsockname()))
+            peers = json.dumps([[*names]]).encode()
+            opened = Wires.between(lambda own: [own, peers], before=before)
             assert not opened.is_broken
             opened.cut()
             assert theirs.recv(1) == b""

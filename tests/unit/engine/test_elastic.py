@@ -13,12 +13,12 @@ from torch import Tensor
 
 from evener import Ddp, DdpConfig, WindowResult
 from evener.checkpoint import open_checkpoint
-from evener.comm.base import Call
+from evener.comm.base import Communicator
 from evener.errors import ConfigError, CoordinatorLostError, ReplicasDifferError, UsageError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
 from evener.planning.sync import SyncPolicy
-from helpers.elastic import ElasticThreads, Kill, MortalCommunicator, ThreadMembership
+from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.elastic_runs import (
     BATCH,
     DATA,
@@ -88,14 +88,16 @@ def test_a_rank_dies_while_it_tells_of_a_window() -> None:
 def test_a_rank_that_has_received_other_bits_contributes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    broadcast = MortalCommunicator._broadcast
+    broadcast = Communicator.broadcast
 
-    def damage(comm: MortalCommunicator, flat: Tensor, source: int, call: Call) -> None:
-        broadcast(comm, flat, source, call)
-        if threading.current_thread().name == "j" and call.what == "parameters of the team's state":
-            flat.add_(1)
+    def damage(
+        comm: Communicator, tensor: Tensor, source: int, *, what: str, **options: Any
+    ) -> None:
+        broadcast(comm, tensor, source, what=what, **options)
+        if threading.current_thread().name == "j" and what == "parameters of the team's state":
+            tensor.view(torch.uint8).add_(1)
 
-    monkeypatch.setattr(MortalCommunicator, "_broadcast", damage)
+    monkeypatch.setattr(Communicator, "broadcast", damage)
     with pytest.raises(ReplicasDifferError, match="rank 2 does not hold the parameters"):
         run(2, joins_after=1)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from evener.checkpoint import find_newest
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.engine.results import Progress
 from evener.errors import CheckpointError, ReplicasDifferError
@@ -69,7 +69,7 @@ def block(folder: Path) -> None:
 def test_a_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        team_of(SingleCommunicator()) as ddp,
+        team_of(Communicator()) as ddp,
         pytest.raises(CheckpointError, match=r"folder .*/file/x cannot be used: .*choose one"),
     ):
         checkpointer_of(ddp, tmp_path / "file" / "x")
@@ -134,7 +134,7 @@ class Held(Steps):
 
 def test_a_save_waits_for_nothing_and_its_checkpoint_for_the_events_before(tmp_path: Path) -> None:
     sink = Held()
-    with team_of(SingleCommunicator()) as ddp:
+    with team_of(Communicator()) as ddp:
         ddp.events.report_to([sink])
         checkpointer = checkpointer_of(ddp, tmp_path)
         ddp.assembly.engine.run.progress = Progress(window=2)
@@ -149,7 +149,7 @@ def test_a_save_waits_for_nothing_and_its_checkpoint_for_the_events_before(tmp_p
 
 def test_a_step_is_saved_once(tmp_path: Path, failures: list[str]) -> None:
     sink = Steps()
-    with team_of(SingleCommunicator()) as ddp:
+    with team_of(Communicator()) as ddp:
         ddp.events.report_to([sink])
         checkpointer = checkpointer_of(ddp, tmp_path)
         for _ in range(3):
@@ -162,7 +162,7 @@ def test_a_step_is_saved_once(tmp_path: Path, failures: list[str]) -> None:
 
 def test_training_goes_on_after_a_write_that_failed(tmp_path: Path, failures: list[str]) -> None:
     folder = tmp_path / "c"
-    with team_of(SingleCommunicator()) as ddp:
+    with team_of(Communicator()) as ddp:
         checkpointer = checkpointer_of(ddp, folder)
         block(folder)
         checkpointer.save(CURSOR)
@@ -207,7 +207,7 @@ def test_what_only_could_not_be_tidied_is_a_warning(
         raise OSError("read-only")
 
     monkeypatch.setattr("evener.checkpoint.writer.remove_old", refuse)
-    with team_of(SingleCommunicator()) as ddp:
+    with team_of(Communicator()) as ddp:
         checkpointer = checkpointer_of(ddp, tmp_path)
         checkpointer.save(CURSOR)
         checkpointer.finish(CURSOR)
@@ -219,7 +219,7 @@ def test_what_only_could_not_be_tidied_is_a_warning(
 
 def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path, failures: list[str]) -> None:
     folder = tmp_path / "run" / "checkpoints"
-    with team_of(SingleCommunicator()) as ddp:
+    with team_of(Communicator()) as ddp:
         checkpointer = checkpointer_of(ddp, folder)
         checkpointer.save(CURSOR)
         checkpointer.finish(CURSOR)
@@ -249,7 +249,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_use(
     tmp_path: Path, failures: list[str]
 ) -> None:
     model = nn.Linear(200, 200)
-    ddp = setup(SingleCommunicator(), model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    ddp = setup(Communicator(), model, torch.optim.AdamW(model.parameters(), lr=0.1))
     with ddp:
         checkpointer = checkpointer_of(ddp, tmp_path)
         checkpointer.save(CURSOR)

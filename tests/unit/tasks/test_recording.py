@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evener.comm.base import SingleCommunicator
+from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.observe.summary import RunSummary
 from evener.tasks.recording import record, show, summarise
@@ -18,7 +18,7 @@ from helpers.teams import setup
 @pytest.fixture
 def ddp():
     model = nn.Linear(2, 1)
-    with setup(SingleCommunicator(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as ddp:
+    with setup(Communicator(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as ddp:
         yield ddp
 
 

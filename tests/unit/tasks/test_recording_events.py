@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.engine.results import Progress, RankRecord, WindowResult
 from evener.observe.events import make_event
@@ -115,11 +115,11 @@ def test_a_session_in_events(tmp_path: Path) -> None:
 
 
 def test_a_resumed_session_counts_what_was_done_before(tmp_path: Path) -> None:
-    with team_of(SingleCommunicator()) as ddp:
+    with team_of(Communicator()) as ddp:
         start(ddp, tmp_path)
         for window in range(4):
             ddp.events.window(result(window, (4,)))
-    with team_of(SingleCommunicator()) as ddp:
+    with team_of(Communicator()) as ddp:
         # Resumed after window 1: windows 2 and 3 are void.
         ddp.assembly.engine.run.progress = Progress(window=2)
         tally = start(ddp, tmp_path, resumed_from=Path("step-2"))

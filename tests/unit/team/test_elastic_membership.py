@@ -162,7 +162,7 @@ def test_members_that_cannot_connect_say_so_and_give_up_after_timeout_s(
         clock.passed_s += 1e6
         raise RuntimeError("Connect timeout [127.0.0.1]:9")
 
-    monkeypatch.setattr(elastic_membership, "GroupCommunicator", refuse)
+    monkeypatch.setattr(elastic_membership, "form_groups", refuse)
     deadlines = replace(DEADLINES, timeout_s=2.5 * PATIENCE_S)  # connect_s is PATIENCE_S
     with pair(deadlines=deadlines) as team:
         monkeypatch.setattr(elastic_membership, "time", clock)

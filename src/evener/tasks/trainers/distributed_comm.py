@@ -7,7 +7,7 @@ from typing import Self, final
 import torch
 
 from evener.closing import Closing
-from evener.comm.base import Communicator, SingleCommunicator, check_timeout
+from evener.comm.base import Communicator, check_timeout
 from evener.comm.existing import default_group, numbers_in
 from evener.comm.threads import ThreadTeam
 from evener.config.checks import require, whole_number
@@ -61,7 +61,7 @@ class DistributedComm(Closing):
         num_ranks = whole_number("num_ranks", num_ranks, 1)
         places = [DistributedTrainConfig.of_rank(rank, num_ranks) for rank in range(num_ranks)]
         if num_ranks == 1:
-            return [cls(SingleCommunicator(timeout_s=timeout_s), places[0])]
+            return [cls(Communicator(timeout_s=timeout_s), places[0])]
         team = ThreadTeam(num_ranks, timeout_s=check_timeout(timeout_s))
         return [cls(team.communicator(p.rank), p, shares_process=True) for p in places]
 

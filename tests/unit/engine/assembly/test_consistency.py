@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.engine.results import Progress
 from evener.errors import ConfigError
 from evener.loop.consistency import check_consistency
@@ -153,11 +153,11 @@ def test_another_buffer_is_named_with_both_shapes() -> None:
 def test_a_model_is_in_one_team_at_a_time() -> None:
     model = net()
     first = torch.optim.SGD(model.parameters(), lr=0.1)
-    ddp = setup(SingleCommunicator(), model, first)
+    ddp = setup(Communicator(), model, first)
     with pytest.raises(ConfigError, match=r"this Sequential is in a team already.*ddp\.close\(\)"):
-        setup(SingleCommunicator(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+        setup(Communicator(), model, torch.optim.SGD(model.parameters(), lr=0.1))
     ddp.close()
-    setup(SingleCommunicator(), model, first).close()
+    setup(Communicator(), model, first).close()
 
 
 def test_the_first_of_two_like_schedulers_may_differ() -> None:

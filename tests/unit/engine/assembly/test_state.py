@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.errors import CheckpointError, ConfigError
 from helpers.teams import run_team, setup
 
@@ -63,7 +63,7 @@ def train(
 
 
 def test_a_run_goes_on_where_it_was_saved_on_another_number_of_ranks(tmp_path: Path) -> None:
-    whole, _, _ = train(SingleCommunicator(), 14)
+    whole, _, _ = train(Communicator(), 14)
     first = run_team(1, lambda c: train(c, 4, save=tmp_path / "a"))
     second = run_team(3, lambda c: train(c, 9, load=tmp_path / "a", save=tmp_path / "b"))
     third = run_team(2, lambda c: train(c, 14, load=tmp_path / "b"))
@@ -84,7 +84,7 @@ def test_optimizers_give_what_one_rank_gives(name: str) -> None:
         arguments = {"lr": 0.01} | ({"momentum": 0.9} if name == "SGD" else {})
         return getattr(torch.optim, name)(parameters, **arguments)
 
-    whole, _, _ = train(SingleCommunicator(), 8, make=make)
+    whole, _, _ = train(Communicator(), 8, make=make)
     for parameters, _, _ in run_team(3, lambda c: train(c, 8, make=make)):
         assert float((parameters - whole).norm() / whole.norm()) < 1e-9
 
@@ -92,21 +92,21 @@ def test_optimizers_give_what_one_rank_gives(name: str) -> None:
 def test_an_optimizer_that_repeats_the_loss_is_refused_by_name() -> None:
     model = network()
     with pytest.raises(ConfigError, match="LBFGS"):
-        setup(SingleCommunicator(), model, torch.optim.LBFGS(model.parameters()))
+        setup(Communicator(), model, torch.optim.LBFGS(model.parameters()))
 
 
 def test_loading_another_model_or_optimizer_names_the_difference(tmp_path: Path) -> None:
-    train(SingleCommunicator(), 2, save=tmp_path)
+    train(Communicator(), 2, save=tmp_path)
     wider = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1)).double()
     with (
-        setup(SingleCommunicator(), wider, torch.optim.AdamW(wider.parameters())) as ddp,
+        setup(Communicator(), wider, torch.optim.AdamW(wider.parameters())) as ddp,
         pytest.raises(CheckpointError, match=r"'0.weight' is of shape \(8, 4\) there and"),
     ):
         ddp.load(tmp_path)
     model = network()
     groups = [{"params": [p]} for p in model.parameters()]
     with (
-        setup(SingleCommunicator(), model, torch.optim.AdamW(groups)) as ddp,
+        setup(Communicator(), model, torch.optim.AdamW(groups)) as ddp,
         pytest.raises(
             CheckpointError, match=r"optimizer 0 is one with groups of \[4\] parameters there"
         ),
@@ -117,7 +117,7 @@ def test_loading_another_model_or_optimizer_names_the_difference(tmp_path: Path)
 def test_loading_from_nowhere_is_an_error(tmp_path: Path) -> None:
     model = network()
     with (
-        setup(SingleCommunicator(), model, torch.optim.AdamW(model.parameters())) as ddp,
+        setup(Communicator(), model, torch.optim.AdamW(model.parameters())) as ddp,
         pytest.raises(CheckpointError, match="nothing-here"),
     ):
         ddp.load(tmp_path / "nothing-here")

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.errors import CheckpointError
 from helpers.teams import run_team, setup
 
@@ -66,7 +66,7 @@ def test_a_hugging_face_dataset_is_a_map_style_data_set(
     format_: str | None, options: dict[str, Any]
 ) -> None:
     dataset = table(format_)
-    alone, ids, texts = train(SingleCommunicator(), dataset)
+    alone, ids, texts = train(Communicator(), dataset)
     assert sorted(ids) == list(range(SAMPLES))
     assert texts == [f"number {k}" for k in ids]
     team = run_team(2, lambda comm: train(comm, dataset, **options))
@@ -78,9 +78,7 @@ def test_a_hugging_face_dataset_is_a_map_style_data_set(
 
 def test_a_chosen_and_filtered_dataset_is_one_too() -> None:
     dataset = table("torch").filter(lambda row: row["id"] % 2 == 0).select(range(10))
-    with setup(
-        SingleCommunicator(), (model := network()), torch.optim.SGD(model.parameters())
-    ) as ddp:
+    with setup(Communicator(), (model := network()), torch.optim.SGD(model.parameters())) as ddp:
         seen: list[int] = []
         for batch in ddp.loader(dataset, batch_size=4).epoch(0):
             seen += batch["id"].tolist()
@@ -98,7 +96,7 @@ def session(
     """Trains for so many windows, after loading if that is wanted; saves; returns what was seen."""
     model = network()
     seen: list[int] = []
-    with setup(SingleCommunicator(), model, torch.optim.AdamW(model.parameters())) as ddp:
+    with setup(Communicator(), model, torch.optim.AdamW(model.parameters())) as ddp:
         dataset = table("torch").select(range(num_samples))
         if load and before:
             ddp.load(folder, **load["load"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.errors import (
     CheckpointError,
@@ -131,7 +131,7 @@ def test_break_on_one_rank_alone_is_an_error_on_all() -> None:
 
 def test_iterating_goes_on_epoch_by_epoch() -> None:
     model, optimizer = line()
-    with setup(SingleCommunicator(), model, optimizer) as ddp:
+    with setup(Communicator(), model, optimizer) as ddp:
         loader = ddp.loader(DATA, batch_size=10)
         orders: list[list[int]] = [[], []]
         for order in orders:
@@ -145,7 +145,7 @@ def test_iterating_goes_on_epoch_by_epoch() -> None:
 
 def test_an_epoch_inside_an_epoch() -> None:
     model, optimizer = line()
-    with setup(SingleCommunicator(), model, optimizer) as ddp:
+    with setup(Communicator(), model, optimizer) as ddp:
         first, second = ddp.loader(DATA, batch_size=10), ddp.loader(DATA, batch_size=10)
         outer = first.epoch(0)
         next(outer)
@@ -277,7 +277,7 @@ def test_two_loaders_and_registered_objects_in_one_checkpoint(tmp_path: Path) ->
 
 def test_what_cannot_be_registered_or_is_missing(tmp_path: Path) -> None:
     model, optimizer = line()
-    with setup(SingleCommunicator(), model, optimizer) as ddp:
+    with setup(Communicator(), model, optimizer) as ddp:
         ddp.loader(DATA, batch_size=5)
         ddp.save(tmp_path / "a")
         ddp.register("one", nn.Linear(1, 1))
@@ -289,12 +289,12 @@ def test_what_cannot_be_registered_or_is_missing(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_a_loader(tmp_path: Path) -> None:
     model, optimizer = line()
-    with setup(SingleCommunicator(), model, optimizer) as ddp:
+    with setup(Communicator(), model, optimizer) as ddp:
         for _ in range(3):
             step(ddp, model, DATA.tensors[1][:4])
         ddp.save(tmp_path / "a")
     other, optimizer = line()
-    with setup(SingleCommunicator(), other, optimizer) as ddp:
+    with setup(Communicator(), other, optimizer) as ddp:
         ddp.load(tmp_path / "a")
         assert ddp.window == 3
     assert torch.equal(model.weight, other.weight)

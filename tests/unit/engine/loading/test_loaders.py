@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.engine.loaders.stream import StreamLoader, count_samples
 from evener.engine.loaders.training import TeamLoader
@@ -74,7 +74,7 @@ def test_what_a_data_loader_keeps() -> None:
 
     given = DataLoader(DATA, batch_size=4, shuffle=True, collate_fn=double, num_workers=0)
     model, optimizer = line()
-    with setup(SingleCommunicator(), model, optimizer) as ddp:
+    with setup(Communicator(), model, optimizer) as ddp:
         loader = ddp.loader(given)
         assert isinstance(loader, TeamLoader)
         assert (loader.batch_size, len(loader)) == (4, 6)
@@ -103,7 +103,7 @@ def test_batch_size_is_that_of_the_team(world_size: int, shuffle: bool) -> None:
     results = run_team(world_size, lambda comm: go_through(comm, make, epochs=2))
     assert everything(results) == dict.fromkeys(range(SIZE), 2)
     assert [windows for _, _, windows, _ in results] == [12] * world_size
-    single = go_through(SingleCommunicator(), make, epochs=2)
+    single = go_through(Communicator(), make, epochs=2)
     assert all(torch.allclose(w, single[1], rtol=1e-12) for _, w, _, _ in results)
     if not shuffle:
         assert single[0] == 2 * list(range(SIZE))
@@ -139,7 +139,7 @@ def test_samplers_that_choose(world_size: int) -> None:
     counts = everything(results)
     assert sum(counts.values()) == 80
     assert set(counts) <= set(range(11))
-    assert counts == everything([go_through(SingleCommunicator(), weighted, epochs=2)])
+    assert counts == everything([go_through(Communicator(), weighted, epochs=2)])
     assert "comes from WeightedRandomSampler" in results[0][3][0]
 
 
@@ -147,7 +147,7 @@ def test_draws_with_replacement_do_not_depend_on_ranks() -> None:
     def drawn(ddp: Ddp) -> Any:
         return DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, True, 200))
 
-    alone = everything([go_through(SingleCommunicator(), drawn, epochs=2)])
+    alone = everything([go_through(Communicator(), drawn, epochs=2)])
     assert sum(alone.values()) == 400
     assert max(alone.values()) > min(alone.values())
     assert alone == everything(run_team(2, lambda comm: go_through(comm, drawn, epochs=2)))
@@ -188,7 +188,7 @@ def _workers() -> Any:
 def test_loaders_that_are_refused(make: Any, named: str) -> None:
     model, optimizer = line()
     with (
-        setup(SingleCommunicator(), model, optimizer) as ddp,
+        setup(Communicator(), model, optimizer) as ddp,
         pytest.raises(ConfigError, match=named),
     ):
         ddp.loader(make())
@@ -206,7 +206,7 @@ def test_loaders_that_are_refused(make: Any, named: str) -> None:
 def test_sizes_that_are_refused(options: Any, named: str) -> None:
     model, optimizer = line()
     with (
-        setup(SingleCommunicator(), model, optimizer) as ddp,
+        setup(Communicator(), model, optimizer) as ddp,
         pytest.raises(ConfigError, match=named),
     ):
         ddp.loader(DATA, **options)
@@ -332,7 +332,7 @@ class NoLength(Dataset[int]):
 def test_what_cannot_be_split_is_refused_with_the_remedy(data: Any, kind: str) -> None:
     model, optimizer = line()
     with (
-        setup(SingleCommunicator(), model, optimizer) as ddp,
+        setup(Communicator(), model, optimizer) as ddp,
         pytest.raises(ConfigError, match=rf"a {kind}, which has no length .*list\(generator\)"),
     ):
         ddp.loader(data, batch_size=4)
@@ -341,7 +341,7 @@ def test_what_cannot_be_split_is_refused_with_the_remedy(data: Any, kind: str) -
 def test_evaluating_with_a_loader_for_training_names_the_one_for_evaluation() -> None:
     model, optimizer = line()
     with (
-        setup(SingleCommunicator(), model, optimizer) as ddp,
+        setup(Communicator(), model, optimizer) as ddp,
         pytest.raises(UsageError, match=r"To evaluate, use ddp\.eval_loader"),
     ):
         for _ in ddp.loader(DATA, batch_size=4):
@@ -351,7 +351,7 @@ def test_evaluating_with_a_loader_for_training_names_the_one_for_evaluation() ->
 def test_a_stream_has_no_length_and_goes_on_by_epochs(tmp_path: Path) -> None:
     def run(load: bool, epochs: int) -> list[int]:
         model, optimizer = line()
-        with setup(SingleCommunicator(), model, optimizer) as ddp:
+        with setup(Communicator(), model, optimizer) as ddp:
             loader = ddp.loader(Part(0, 1), batch_size=6)
             assert isinstance(loader, StreamLoader)
             with pytest.raises(TypeError):
@@ -370,7 +370,7 @@ def test_a_stream_has_no_length_and_goes_on_by_epochs(tmp_path: Path) -> None:
     assert len(run(False, 2)) == 2 * SIZE
     assert len(run(True, 3)) == SIZE
     model, optimizer = line()
-    with setup(SingleCommunicator(), model, optimizer) as ddp:
+    with setup(Communicator(), model, optimizer) as ddp:
         ddp.load(tmp_path / "a")
         with pytest.raises(CheckpointError, match="data cursor has num_samples=1"):
             ddp.loader(DATA, batch_size=4)
@@ -378,7 +378,7 @@ def test_a_stream_has_no_length_and_goes_on_by_epochs(tmp_path: Path) -> None:
 
 def test_a_stream_cannot_be_split_for_evaluation_nor_finer_than_the_team() -> None:
     model, optimizer = line()
-    with setup(SingleCommunicator(), model, optimizer) as ddp:
+    with setup(Communicator(), model, optimizer) as ddp:
         with pytest.raises(ConfigError, match="so it cannot be split; give a data set with"):
             ddp.eval_loader(Part(0, 1), batch_size=4)
         with pytest.raises(ConfigError, match="batch_size is not given"):
@@ -478,7 +478,7 @@ def test_a_stream_that_one_rank_leaves_before_the_others_is_named() -> None:
 
 def test_without_a_loader_losses_before_a_step_add_up() -> None:
     model, optimizer = line()
-    with setup(SingleCommunicator(), model, optimizer) as ddp:
+    with setup(Communicator(), model, optimizer) as ddp:
         for x in (X[:4], X[4:8]):
             ddp.backward(model(x).square().mean() / 2)
         ddp.step()

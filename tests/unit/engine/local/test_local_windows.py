@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.data.order import Permutation
 from evener.ddp import Ddp
 from evener.engine.results import Progress, WindowResult
@@ -607,7 +607,7 @@ def test_bad_settings_are_refused_by_name(policy: str, config: dict[str, Any], w
     model = nn.Linear(3, 1)
     with pytest.raises(ConfigError, match=words):
         setup(
-            SingleCommunicator(),
+            Communicator(),
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             policy=policy,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import Ddp, DdpConfig
-from evener.comm.base import SingleCommunicator
+from evener.comm.base import Communicator
 from evener.devices import Cpu
 from evener.engine.device_update import LateResult
 from evener.engine.results import WindowResult
@@ -52,9 +52,7 @@ class Training:
         self.model = nn.Sequential(*layers, mlp(4, 8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05, fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        self.ddp = setup(
-            SingleCommunicator(), self.model, self.optimizer, scheduler=schedule, **config
-        )
+        self.ddp = setup(Communicator(), self.model, self.optimizer, scheduler=schedule, **config)
         self.results: list[WindowResult] = []
         self.committed: list[WindowResult] = []
         self.ddp.on_commit(self.committed.append)
@@ -197,7 +195,7 @@ def test_a_window_without_weight_is_known_at_once(queue: Queue) -> None:
 )
 def test_it_makes_no_difference_which_optimizer_it_is(queue: Queue, optimizer: Any) -> None:
     model = mlp(4, 8, 1)
-    ddp = setup(SingleCommunicator(), model, optimizer(model.parameters()))
+    ddp = setup(Communicator(), model, optimizer(model.parameters()))
     with ddp:
         for _, x in ddp.loader(Rows(), batch_size=BATCH).epoch(0):
             ddp.backward(model(x).square().mean())

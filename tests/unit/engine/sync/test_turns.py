@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.data.order import Permutation
 from evener.engine.results import WindowResult
 from evener.errors import ConfigError, NonFiniteGradientError, UsageError
@@ -113,7 +113,7 @@ def test_a_gan_is_that_of_one_process(world_size: int, shares: Any, critic_steps
 
 
 def test_a_turn_tells_of_its_own_update() -> None:
-    (_, turns, _) = team_gan(SingleCommunicator(), (1,))
+    (_, turns, _) = team_gan(Communicator(), (1,))
     assert turns[0].loss != turns[1].loss
     assert [t.window for t in turns[:4]] == [0, 0, 1, 1]
     assert all(t.weight == BATCH for t in turns)
@@ -134,7 +134,7 @@ def test_optimizers_of_one_model_are_stepped_together() -> None:
         assert [o.param_groups[0]["lr"] for o in optimizers] == pytest.approx([1e-3, 1e-4])
         return flatten(model)
 
-    expected = run(SingleCommunicator())
+    expected = run(Communicator())
     for parameters in run_team(3, run):
         assert torch.allclose(parameters, expected, rtol=1e-12, atol=0)
 
@@ -144,7 +144,7 @@ def test_a_scheduler_follows_the_turns_of_its_optimizer() -> None:
     opt_g, opt_d = adam(generator), adam(discriminator)
     schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (opt_g, opt_d)]
     models = [generator, discriminator]
-    with setup(SingleCommunicator(), models, [opt_g, opt_d], schedules) as ddp:
+    with setup(Communicator(), models, [opt_g, opt_d], schedules) as ddp:
         for real, noise in ddp.loader(DATA, batch_size=10).epoch(0):
             ddp.backward(score(discriminator(real), 1.0), optimizer=opt_d)
             ddp.step(opt_d)
@@ -262,15 +262,15 @@ def test_a_stop_between_turns_ends_all_ranks_at_the_same_window() -> None:
 def test_models_by_name_and_by_number() -> None:
     generator, discriminator = networks()
     models = {"g": generator, "d": discriminator}
-    with setup(SingleCommunicator(), models, [adam(generator), adam(discriminator)]) as ddp:
+    with setup(Communicator(), models, [adam(generator), adam(discriminator)]) as ddp:
         assert "g.0.weight" in ddp.assembly.flat.names
         assert generator.training
     with pytest.raises(ConfigError, match=r"that optimizer 0 holds, too"):
-        setup(SingleCommunicator(), generator, [adam(generator), adam(generator)])
+        setup(Communicator(), generator, [adam(generator), adam(generator)])
     with pytest.raises(ConfigError, match=r"model is NoneType; .* in this order: Ddp.setup"):
-        setup(SingleCommunicator(), [], [adam(generator)])
+        setup(Communicator(), [], [adam(generator)])
     with pytest.raises(ConfigError, match=r"model is int; .* in this order: Ddp.setup"):
-        setup(SingleCommunicator(), [generator, 3], [adam(generator)])
+        setup(Communicator(), [generator, 3], [adam(generator)])
 
 
 @pytest.mark.parametrize("shares", [(4, 4), (4, 3, 1), (5, 3, 0)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.engine.results import WindowResult
 from evener.errors import (
@@ -352,7 +352,7 @@ def test_dropout_does_not_depend_on_what_was_drawn_before() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with setup(SingleCommunicator(), model, optimizer) as ddp:
+        with setup(Communicator(), model, optimizer) as ddp:
             loader = ddp.loader(Numbered(), batch_size=8, seed=4)
             for _, x in loader.epoch(0):
                 ddp.backward(model(x).square().mean())
@@ -365,7 +365,7 @@ def test_dropout_does_not_depend_on_what_was_drawn_before() -> None:
 
 def wrong_order(action: Callable[[Ddp, Tensor], None]) -> str:
     model, optimizer = line()
-    with setup(SingleCommunicator(), model, optimizer) as ddp:
+    with setup(Communicator(), model, optimizer) as ddp:
         loader = ddp.loader(Numbered(), batch_size=8)
 
         def train() -> None:
@@ -416,7 +416,7 @@ def test_a_loop_in_the_wrong_order_is_told_what_to_do() -> None:
 def test_bad_loader_arguments(arguments: dict[str, Any], words: Sequence[str]) -> None:
     model, optimizer = line()
     with (
-        setup(SingleCommunicator(), model, optimizer) as ddp,
+        setup(Communicator(), model, optimizer) as ddp,
         pytest.raises(ConfigError) as caught,
     ):
         ddp.loader(Numbered(), **arguments)
@@ -425,7 +425,7 @@ def test_bad_loader_arguments(arguments: dict[str, Any], words: Sequence[str]) -
 
 def test_an_empty_data_set_is_refused() -> None:
     model, optimizer = line()
-    with setup(SingleCommunicator(), model, optimizer) as ddp, pytest.raises(EvenerError):
+    with setup(Communicator(), model, optimizer) as ddp, pytest.raises(EvenerError):
         ddp.loader(Numbered(0), batch_size=8)
 
 
@@ -668,7 +668,7 @@ def test_a_window_left_out_still_tells_what_weight_to_expect() -> None:
 def test_one_rank_with_whole_windows_is_bit_for_bit_a_plain_loop() -> None:
     model, optimizer = line(3)
     batches = []
-    with setup(SingleCommunicator(), model, optimizer) as ddp:
+    with setup(Communicator(), model, optimizer) as ddp:
         for _, x in ddp.loader(Numbered(), batch_size=7).epoch(0):
             batches.append(x)
             ddp.backward(model(x).square().mean())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.errors import ConfigError, UsageError
 from helpers.teams import run_team, setup
@@ -90,7 +90,7 @@ def test_a_seed_of_ones_own_changes_no_dropout() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with setup(SingleCommunicator(), model, optimizer) as ddp:
+        with setup(Communicator(), model, optimizer) as ddp:
             for x in ddp.loader(DATA, batch_size=8).epoch(0):
                 ddp.backward(model(x).square().mean())
                 ddp.step()
@@ -103,7 +103,7 @@ def test_a_seed_of_ones_own_changes_no_dropout() -> None:
 def test_zero_grad_outside_of_windows_does_what_it_always_does() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with setup(SingleCommunicator(), model, optimizer):
+    with setup(Communicator(), model, optimizer):
         model(DATA).sum().backward()
         optimizer.zero_grad()
         assert model.weight.grad is None
@@ -220,7 +220,7 @@ def test_a_scheduler_given_to_setup_and_stepped_by_hand() -> None:
 
     with pytest.raises(UsageError, match=r"StepLR.step\(\) was called in the loop"):
         train(
-            SingleCommunicator(),
+            Communicator(),
             scheduler=make,
             after=lambda ddp, model, optimizer, x: ddp.window and schedulers[0].step(),
         )
@@ -244,12 +244,12 @@ def test_a_model_that_is_wrapped_already(wrap: Callable[[nn.Module], nn.Module])
     with pytest.raises(
         ConfigError, match=r"DataParallel would average .* a second time; .*plain module"
     ):
-        setup(SingleCommunicator(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+        setup(Communicator(), model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_a_model_that_was_moved_or_converted_after_setup() -> None:
     model = nn.Linear(3, 1)
-    with setup(SingleCommunicator(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as ddp:
+    with setup(Communicator(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as ddp:
         model.double()
         with pytest.raises(UsageError, match=r"convert the model before Ddp.setup"):
             list(ddp.loader(DATA.double(), batch_size=8).epoch(0))
@@ -258,7 +258,7 @@ def test_a_model_that_was_moved_or_converted_after_setup() -> None:
 def test_an_optimizer_of_another_model() -> None:
     model, other = nn.Linear(3, 1), nn.Linear(3, 1)
     with pytest.raises(ConfigError, match=r"not the model's"):
-        setup(SingleCommunicator(), model, torch.optim.SGD(other.parameters(), lr=0.1))
+        setup(Communicator(), model, torch.optim.SGD(other.parameters(), lr=0.1))
 
 
 def test_a_scheduler_that_follows_a_metric() -> None:
@@ -266,10 +266,10 @@ def test_a_scheduler_that_follows_a_metric() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ConfigError, match=r"leave it out of Ddp.setup"):
-        setup(SingleCommunicator(), model, optimizer, plateau)
+        setup(Communicator(), model, optimizer, plateau)
     other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
     with pytest.raises(ConfigError, match=r"belongs to an optimizer"):
-        setup(SingleCommunicator(), model, optimizer, other)
+        setup(Communicator(), model, optimizer, other)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -290,7 +290,7 @@ def test_a_loss_that_has_no_gradient_ends_as_in_plain_torch(world_size: int) -> 
 def test_parameters_that_were_replaced_after_the_set_up_are_named(policy: str) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with setup(SingleCommunicator(), model, optimizer, policy=policy) as ddp:
+    with setup(Communicator(), model, optimizer, policy=policy) as ddp:
         loader = ddp.loader(DATA, batch_size=8)
         state = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state)

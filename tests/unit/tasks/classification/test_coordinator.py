@@ -155,12 +155,13 @@ def test_only_adapter_and_head_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     with make(["cpu"] * 2) as coordinator:
         comm = coordinator._replicas[0].ddp.assembly.comm
-        all_reduce = comm._all_reduce
-        monkeypatch.setattr(
-            comm,
-            "_all_reduce",
-            lambda flat, call: (sent.append(flat.numel()), all_reduce(flat, call)),
-        )
+        all_reduce = comm.all_reduce_each
+
+        def watch(tensors: Sequence[tuple[str, torch.Tensor]], **options: Any) -> None:
+            sent.extend(tensor.numel() for _, tensor in tensors)
+            all_reduce(tensors, **options)
+
+        monkeypatch.setattr(comm, "all_reduce_each", watch)
         coordinator.train_batch_parallel(samples(6))
         model = coordinator.primary_pipeline.model
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -409,7 +410,7 @@ def test_a_replica_that_is_lost_in_an_exchange_ends_the_others_at_once(
 
     with make(["cpu"] * 3, partition_ratios=[1, 1, 1]) as coordinator:
         comm = coordinator._replicas[1].ddp.assembly.comm
-        monkeypatch.setattr(comm, "_all_reduce", fail)
+        monkeypatch.setattr(comm, "all_reduce_each", fail)
         with pytest.raises(OSError, match="the device is gone"):
             coordinator.train_batch_parallel(samples(6))
         with pytest.raises(UsageError, match="failed half-way"):

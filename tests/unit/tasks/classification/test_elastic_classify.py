@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from evener import Ddp, DdpConfig
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.config.classify import ClassifyRunConfig
 from evener.config.options import TaskOptions
 from evener.tasks.classification.pipeline import ClassifyPipeline
@@ -82,7 +82,7 @@ def test_the_best_adapter_is_evaluated_on_all_held_out_samples_at_the_end(tmp_pa
     logits = saved.judge([heldout[k] for k in range(len(heldout))])
     right = (logits.argmax(-1) == torch.tensor(heldout.indices)).double().mean()
     assert first.accuracy == summary["accuracy"] == pytest.approx(float(right))
-    again = run(SingleCommunicator(), resume=True)  # nothing is left to do
+    again = run(Communicator(), resume=True)  # nothing is left to do
     assert (again.accuracy, again.heldout_loss) == (first.accuracy, first.heldout_loss)
 
 

@@ -1,7 +1,7 @@
 """``DistributedTrainer`` on threads: the mathematics of one process, checked replicas, errors."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from evener import (
     UsageError,
     shard_batches,
 )
-from evener.comm.base import Call, Communicator
+from evener.comm.base import Communicator
 from helpers.language import (
     gpt2,
     llama,
@@ -212,13 +212,13 @@ def test_gradients_leave_block_by_block_from_the_last_to_the_first(tied: bool) -
 
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> list[str]:
         if comm.rank == 0:
-            exchange = comm.communicator._all_reduce
+            exchange = comm.communicator.all_reduce_each
 
-            def watch(tensor: Tensor, call: Call) -> None:
-                records.append(tensor.clone())
-                exchange(tensor, call)
+            def watch(tensors: Sequence[tuple[str, Tensor]], **options: Any) -> None:
+                records.extend(tensor.clone() for _, tensor in tensors)
+                exchange(tensors, **options)
 
-            comm.communicator._all_reduce = watch  # type: ignore[method-assign]
+            comm.communicator.all_reduce_each = watch  # type: ignore[method-assign]
         trainer = TransformerTrainer(llama(tied=tied), OPTIMIZER)
         with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
             distributed.train_batch(own[comm.rank])

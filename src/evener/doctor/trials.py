@@ -1,11 +1,14 @@
 """Tries ways to exchange on this host alone, before anything relies on them.
 
-Ranks are threads of this process here; for NCCL, each has a child process (see ``preflight``).
+Ranks are threads of this process here; for NCCL, each is a process: ``python -m`` this module.
 """
 
 import os
 import secrets
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -19,11 +22,12 @@ from evener.comm.addresses import bind
 from evener.comm.c10d import HashStore, Store, form_gloo
 from evener.comm.messages import first_line
 from evener.comm.network import devices_at
-from evener.comm.preflight import run_preflight
 from evener.comm.shared_links import Door
 from evener.comm.shared_memory import create_file, map_file, reserve
-from evener.comm.threads import ThreadTeam
+from evener.devices import kind_of
 from evener.errors import EvenerError
+from evener.team.environment import DistributedTrainConfig
+from evener.team.fixed import join
 
 _HOST: Final = "127.0.0.1"
 _ANY_PORT: Final = 1  # nothing is sent there
@@ -37,25 +41,62 @@ def try_gloo() -> str:
     return _run(2, partial(_exchange_by_gloo, store))
 
 
-def try_nccl(devices: Sequence[torch.device], place: str, *, connect: str, timeout_s: float) -> str:
-    """Exchange over NCCL between devices of this host; return why that failed, or an empty text.
+def try_nccl(devices: Sequence[torch.device], *, timeout_s: float) -> str:
+    """Add up over NCCL on devices of this host; return why that failed, or an empty text.
+
+    Each rank is a process, which can be ended whatever NCCL or a driver does.
 
     Args:
         devices: Two or more.
-        place: See ``run_preflight``.
-        connect: See ``run_preflight``.
         timeout_s: Longest that it may take.
     """
-    team = ThreadTeam(len(devices), timeout_s=timeout_s)
+    ranks: list[subprocess.Popen[str]] = []
+    deadline = time.monotonic() + timeout_s
+    with bind(_HOST, 0) as listener:
+        place = [str(len(devices)), str(listener.getsockname()[1]), str(listener.fileno())]
+        for rank, device in enumerate(devices):
+            command = [sys.executable, "-P", "-m", __name__, str(rank), *place, str(device)]
+            # Output of libraries (NCCL_DEBUG) goes to standard error.
+            ranks.append(
+                subprocess.Popen(
+                    [*command, str(timeout_s / 2)],  # one that waits can say for whom
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    pass_fds=[listener.fileno()],
+                )
+            )
+    failures = []
+    try:
+        for rank, process in enumerate(ranks):
+            told, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            ended = f"the process of rank {rank} ended with exit code {process.returncode}"
+            failures.append(told.strip() or (ended if process.returncode else ""))
+    except subprocess.TimeoutExpired:
+        failures.append(f"NCCL has not answered within {timeout_s:g} s")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    return next(filter(None, failures), "")
 
-    def one(rank: int) -> str:
-        comm = team.communicator(rank)
-        with closing(comm):
-            return run_preflight(
-                comm, place, devices[rank], connect=connect, timeout_s=timeout_s
-            ).failure
 
-    return _run(len(devices), one)
+def _add_up(
+    rank: int, world_size: int, port: int, fd: int, *, device: str, timeout_s: float
+) -> None:
+    """Be a rank of ``try_nccl``; say on standard output what has failed."""
+    try:
+        kind_of(torch.device(device)).select(torch.device(device))
+        store_fd = fd if rank == 0 else None
+        place = DistributedTrainConfig.of_rank(
+            rank, world_size, coordinator_addr=_HOST, coordinator_port=port, store_fd=store_fd
+        )
+        with join(place, timeout_s) as comm:
+            failure = comm.add_nccl()
+    except Exception as error:  # whatever a driver's library raises is an outcome
+        failure = _describe(error)
+    os.write(1, failure.encode())
+    os._exit(0)  # ending an NCCL group may hang
 
 
 def try_shared_memory() -> str:
@@ -130,3 +171,8 @@ def _share(pair: Sequence[Door], rank: int) -> str:
         # What the other has written; its mark is as long as this one's, and not all zeros.
         theirs = map_file(arrival.descriptors[0], 0, _PAGE_BYTES)
         return "" if any(theirs[: len(mark)]) else "what one rank wrote the other did not read"
+
+
+if __name__ == "__main__":
+    numbers = (int(text) for text in sys.argv[1:5])
+    _add_up(*numbers, device=sys.argv[5], timeout_s=float(sys.argv[6]))
