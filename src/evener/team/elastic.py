@@ -285,7 +285,10 @@ class CoordinatorLink(CoordinatorConnection):
             # A member that is lost while others connect to it leaves its key unset.
             self._changed.wait_for(
                 lambda: (
-                    number in self._answers or request["generation"] in self._over or self._failure
+                    number in self._answers
+                    or request["generation"] in self._over
+                    or self._failure
+                    or self._closed
                 ),
                 timeout_s + self.deadlines.reconnect_s,
             )
