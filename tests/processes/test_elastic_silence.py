@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from evener.protocol.formation import Deadlines
+from evener.team.failures import START_AGAIN
 from helpers.coordinators import serving
-from helpers.launched import Sandbox
+from helpers.launched import Running, Sandbox
 from helpers.limits import PATIENCE_S
 from helpers.machines import ADDRESSES, TwoMachines
 
@@ -147,7 +148,51 @@ def test_a_machine_whose_link_goes_down_is_left_behind_and_stops(sandbox: Sandbo
         assert running[0].end().code == 0
         coordinator.signal(signal.SIGTERM)
         assert "is lost: neither it nor its launcher has been heard of" in coordinator.end().err
-    assert lost.code == 1
+    assert lost.code == START_AGAIN
     assert f"the coordinator at {ADDRESSES[0]}:29600 has not answered since " in lost.err
     assert "waited 5 s for it (patience_s; Network is unreachable)" in lost.err
     check(*logs)
+
+
+@pytest.mark.root
+def test_a_joiner_that_reaches_the_coordinator_alone_is_refused_and_the_team_continues(
+    sandbox: Sandbox,
+) -> None:
+    """Both machines reach the coordinator; neither reaches the address of the other's worker."""
+    script, log = sandbox.script(SCRIPT), Log(sandbox, "a")
+    sandbox.environ["POLICY"] = "sync"
+    (token := sandbox.folder / "token").write_text("0" * 32)
+    token.chmod(0o600)
+    serve = (
+        "from evener.protocol.formation import Deadlines\n"
+        "from evener.team.coordinator import CoordinatorOptions, coordinate\n"
+        "coordinate(CoordinatorOptions(\n"
+        f"    host={ADDRESSES[0]!r}, port=29600, most=3, token={token.read_bytes()!r},\n"
+        "    deadlines=Deadlines(connect_s=3.0)))\n"
+    )
+    own = ("10.78.0.1", "10.78.0.2")
+    with TwoMachines() as machines:
+        for node, address in enumerate(own):
+            machines.run(node, "ip", "address", "add", f"{address}/32", "dev", "eth0")
+            machines.run(node, "ip", "route", "add", "blackhole", own[1 - node])
+        coordinator = sandbox.start(*machines.command(0, sys.executable, "-P", "-c", serve))
+        join = (sys.executable, "-P", "-m", "evener", "join", f"{ADDRESSES[0]}:29600")
+        join += ("--nproc", 1, "--token-file", token, script)
+
+        def start(node: int) -> Running:
+            sandbox.environ |= {"WHO": "ab"[node], "EVENER_ADDRESS": own[node]}
+            return sandbox.start(*machines.command(node, *join))
+
+        stays = start(0)
+        wait_for(log.windows)
+        refused = start(1).end()
+        log.wait_for_more(100)
+        (sandbox.folder / "stop").touch()
+        assert stays.end().code == 0
+        coordinator.signal(signal.SIGTERM)
+        told = coordinator.end().err
+    assert refused.code == 1
+    for text in (refused.err, told):
+        assert "(at 10.78.0.2) reaches the coordinator, but not the other workers: " in text
+        assert "give the address that the others reach (--address)" in text
+    check(log, log)

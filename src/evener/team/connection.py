@@ -250,7 +250,7 @@ class CoordinatorConnection(Closing):
         connection = socket.create_connection((self._host, self._port), _CONNECT_S)
         connection.settimeout(None)  # a Channel waits by other means
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end_when_unreachable(connection, self.deadlines.host_lease_s)
+        end_when_unreachable(connection, self.deadlines.host_lease_s + 4.0)  # as the other end does
         # A coordinator that is stopped reads nothing. This thread must not wait for it in a send:
         # it has to notice the silence, and to connect again.
         channel = Channel(connection, MOST_MESSAGE_BYTES, self.deadlines.lease_s + _CONNECT_S)

@@ -486,7 +486,9 @@ class Visitor(asyncio.Protocol):
         connection = transport.get_extra_info("socket")
         with suppress(OSError):  # it has ended already
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end_when_unreachable(connection, self._coordinator.options.deadlines.host_lease_s)
+            patience_s = self._coordinator.options.deadlines.host_lease_s
+            # The roster decides before the kernel does: it knows more, and says what has happened.
+            end_when_unreachable(connection, patience_s + 4.0)
         self._write(
             {
                 "type": "challenge",

@@ -349,7 +349,12 @@ class CoordinatorLink(CoordinatorConnection):
             self._asked[number] = message
             self._post(message)
             self._changed.wait_for(
-                lambda: number in self._answers or self._failure or self._closed,
+                lambda: (
+                    number in self._answers
+                    or request["generation"] in self._over
+                    or self._failure
+                    or self._closed
+                ),
                 timeout_s + self.deadlines.reconnect_s,
             )
             del self._asked[number]

@@ -45,6 +45,8 @@ from evener.team.token_files import read_token
 _PAUSE_S = 0.05
 #: A peer that has announced where it listens answers an attempt to connect within so long.
 _PROBE_S = 2.0
+#: Gloo waits for a connection for five times the timeout that it is given.
+_GLOO_PATIENCE = 5.0
 
 
 @final
@@ -195,7 +197,7 @@ class ElasticMembership(Membership):
         meeting = MeetingPoint(self._store, self._link.reached_at)
         comm: Communicator
         try:
-            self._announce_place(meeting)
+            self._meet_members(formation, meeting)
             comm = form_groups(
                 meeting,
                 rank=formation.members.index(self.member),
@@ -203,7 +205,7 @@ class ElasticMembership(Membership):
                 key=f"evener/{formation.generation}",
                 backend="gloo",
                 timeout_s=self._timeout_s,
-                form_timeout_s=connect_s,
+                form_timeout_s=connect_s / _GLOO_PATIENCE,
             )
         except RuntimeError as error:
             self._meeting = meeting  # the others try whether they reach this one
@@ -231,11 +233,15 @@ class ElasticMembership(Membership):
             raise
         return comm
 
-    def _announce_place(self, meeting: MeetingPoint) -> None:
-        """Tell the other members where this one listens."""
-        if listening := meeting.listening:
-            host, port = listening[0]
-            self._store.set(f"place of {self.member}", f"{host} {port}")
+    def _meet_members(self, formation: Formation, meeting: MeetingPoint) -> None:
+        """Tell the other members where this one listens, and wait until all have told it.
+
+        Raises:
+            RuntimeError: One has not come in time.
+        """
+        host, port = next(iter(meeting.listening), ("", 0))
+        self._store.set(_place_of(self.member), f"{host} {port}")
+        self._store.wait([_place_of(member) for member in formation.members])
 
     def _find_unreached(self, formation: Formation) -> list[str]:
         """Return the members that listen, and that this one cannot connect to.
@@ -245,10 +251,11 @@ class ElasticMembership(Membership):
         places: dict[str, tuple[str, int]] = {}
         with suppress(RuntimeError):  # the generation is over, because a member is lost
             for member in formation.members:
-                key = f"place of {member}"
+                key = _place_of(member)
                 if member != self.member and self._store.check([key]):
                     host, _, port = self._store.get(key).decode().rpartition(" ")
-                    places[member] = host, int(port)
+                    if host:  # known on Linux alone
+                        places[member] = host, int(port)
         return find_unreachable(places, _PROBE_S)
 
     def await_lease(self) -> None:
@@ -332,6 +339,11 @@ class ElasticMembership(Membership):
         self._handlers.close()
         if interrupted and sys.exception() is None:
             raise KeyboardInterrupt
+
+
+def _place_of(member: str) -> str:
+    """Return the key under which a member tells where it listens."""
+    return f"place of {member}"
 
 
 def check_team_limits(asked: str, environ: Mapping[str, str]) -> None:

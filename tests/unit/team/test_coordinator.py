@@ -712,7 +712,7 @@ def test_both_ends_of_a_connection_notice_a_machine_that_is_gone() -> None:
         assert worker._transport is not None
         seen.append(worker._transport.get_extra_info("socket"))
         options = [seen[0].getsockopt(socket.IPPROTO_TCP, name) for name in names]
-        assert options == [4, 2, 8000], "half of host_lease_s, then two probes a quarter apart"
+        assert options == [6, 3, 12_000], "somewhat later than host_lease_s, which is 10 s"
         await asyncio.to_thread(a.close)
         coordinator.stop()
         await served
