@@ -29,7 +29,6 @@ from evener.team.hosting import (
     host,
     meeting_key,
     read_team_token,
-    renew_socket,
 )
 
 #: What connects the children of a preflight.
@@ -54,8 +53,6 @@ def place_in(group: Any) -> DistributedTrainConfig:
     """
     found = find_place(group)
     close_in_children(group)
-    if found.store_fd is not None:
-        renew_socket(found.store_fd)
     return DistributedTrainConfig.of_rank(**found._asdict(), launched_by="torch.distributed")
 
 
@@ -290,7 +287,8 @@ class _Meeting(Closing):
                 raise LaunchError(str(error)) from None
 
     def _connect(self, where: Whereabouts, timeout_s: float) -> None:
-        self.close_link()
+        if self._link is not None:  # to a coordinator that has gone
+            self._link.close()
         self._where = where
         self._link = CoordinatorLink(
             where.address,
@@ -300,12 +298,6 @@ class _Meeting(Closing):
             timeout_s=timeout_s,
             place=self._place,
         )
-
-    def close_link(self) -> None:
-        """Close the link to a coordinator that has gone."""
-        if self._link is not None:
-            self._link.close()
-            self._link = None
 
     def _wait_for_all(self) -> None:
         assert self._link is not None
