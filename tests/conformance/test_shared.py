@@ -297,7 +297,9 @@ def connect_in_vain(rank: Rank) -> tuple[str, str, int]:
             shared_barrier.map_file = refuse
         formed, obstacle = shared.share_memory(comm)
         comm.barrier(what="over Gloo")
-        return formed.backend, obstacle, len(list(Path("/proc/self/fd").iterdir())) - before
+        after = len(list(Path("/proc/self/fd").iterdir()))
+        comm.barrier(what="all have counted")  # then rank 0 ends the coordinator
+        return formed.backend, obstacle, after - before
 
 
 def test_a_rank_that_fails_while_connecting_keeps_all_on_gloo() -> None:

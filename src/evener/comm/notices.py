@@ -97,8 +97,8 @@ class NoticeBoard(ABC):
 
     def _gather(self, rank: int) -> dict[int, Notice] | None:
         """Wait a moment for the others' notices; ``None`` where the store does not answer."""
-        # The rank that serves the store looks for longer, because others query it until they have
-        # finished.
+        # The rank that hosts the coordinator looks for longer, because others query it until they
+        # have finished.
         serves = self._host_rank == rank
         known = seen = self.read()
         deadline = time.monotonic() + (2 * _LOOK_S if serves else _LOOK_S)

@@ -135,7 +135,7 @@ def prepare_rank() -> Channel | None:
     faulthandler.enable()
     sys.unraisablehook = _show_unraisable
     if STORE_FD in os.environ:
-        # For this process only: whatever it starts must not hold the store's port.
+        # For this process only: whatever it starts must not hold the coordinator's port.
         os.set_inheritable(int(os.environ[STORE_FD]), False)
     write_lines_at_once()
     return _supervisors[-1] if given else None

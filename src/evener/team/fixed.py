@@ -28,7 +28,6 @@ from evener.team.hosting import (
     host,
     meeting_key,
     read_team_token,
-    renew_socket,
 )
 
 #: For how long a host tries to reach itself: it answers at once, or the address is another's.
@@ -51,8 +50,6 @@ def place_in(group: Any) -> DistributedTrainConfig:
     """
     found = find_place(group)
     close_in_children(group)
-    if found.store_fd is not None:
-        renew_socket(found.store_fd)
     return DistributedTrainConfig.of_rank(**found._asdict(), launched_by="torch.distributed")
 
 
@@ -237,7 +234,8 @@ class _Meeting(Closing):
                 raise LaunchError(str(error)) from None
 
     def _connect(self, where: Whereabouts, timeout_s: float) -> None:
-        self.close_link()
+        if self._link is not None:  # to a coordinator that has gone
+            self._link.close()
         self._where = where
         self._link = CoordinatorLink(
             where.address,
@@ -248,12 +246,6 @@ class _Meeting(Closing):
             reached_at=os.environ.get(ADDRESS, ""),
             place=self._place,
         )
-
-    def close_link(self) -> None:
-        """Close the link to a coordinator that has gone."""
-        if self._link is not None:
-            self._link.close()
-            self._link = None
 
     def _wait_for_all(self) -> None:
         assert self._link is not None

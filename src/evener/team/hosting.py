@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -104,8 +105,6 @@ class HostedCoordinator(Closing, NotInherited):
 
 _lock = threading.RLock()
 _hosted: dict[str, HostedCoordinator] = {}
-#: Sockets of launchers that a coordinator has closed: a later one opens the port itself.
-_spent_sockets: set[int] = set()
 
 
 def host(environment: DistributedTrainConfig, timeout_s: float) -> HostedCoordinator:
@@ -151,18 +150,16 @@ def _start(key: str, environment: DistributedTrainConfig, timeout_s: float) -> H
 
 
 def _listen(environment: DistributedTrainConfig) -> socket.socket:
-    descriptor = environment.store_fd
-    if descriptor is None or descriptor in _spent_sockets:
-        return listen(environment.coordinator_addr, environment.coordinator_port)
-    _spent_sockets.add(descriptor)
-    listening = socket.socket(fileno=descriptor)
-    listening.listen(socket.SOMAXCONN)
-    return listening
-
-
-def renew_socket(descriptor: int) -> None:
-    """Note that a descriptor is that of a new socket: numbers are used again."""
-    _spent_sockets.discard(descriptor)
+    address, port = environment.coordinator_addr, environment.coordinator_port
+    if environment.store_fd is not None:
+        # An earlier coordinator may have closed it: its number may then be that of another file.
+        with suppress(OSError):
+            given = socket.socket(fileno=environment.store_fd)
+            if given.family != socket.AF_UNIX and given.getsockname()[1] == port:
+                given.listen(socket.SOMAXCONN)
+                return given
+            given.detach()
+    return listen(address, port)
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -19,7 +19,7 @@ from evener.team.members import Member
 from evener.team.process_state import KernelState, clock_time, describe_halt, state_of
 from evener.team.terminal import say
 
-# Looks of a long wait are further and further apart: each asks the store, where it needs one.
+# Looks of a long wait are further and further apart: each may ask the coordinator.
 _FIRST_LOOK_S = 1.0
 _LOOKS_PER_WAIT = 8
 
