@@ -315,7 +315,7 @@ def run_out_of_memory(rank: Rank) -> list[float]:
         # On rank 1 it does not fit into shared memory any more.
         tensor = comm.allocate(1_000_000, torch.float32, CPU)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert (comm._transport._memory.find(tensor) == shared_memory.ELSEWHERE) == (rank.rank == 1)
+        assert (comm._transport._memory.find(tensor) == shared_memory.NOWHERE) == (rank.rank == 1)
         sums = []
         for number in range(2):
             tensor.fill_(rank.rank + 1)

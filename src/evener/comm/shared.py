@@ -12,11 +12,11 @@ from torch import Tensor
 
 from evener.comm.base import Call, Communicator, Transport, Wait, keep_latest
 from evener.comm.shared_barrier import STAGE_BYTES, Barrier
-from evener.comm.shared_memory import NOWHERE, MemoryPlace, SharedMemory
+from evener.comm.shared_memory import NOWHERE, SharedMemory
 from evener.comm.shared_offers import Joined, MemoryOffer, Spot, find_obstacle
 from evener.devices import kind_of
 
-_PLACE = struct.Struct("=qqq")
+_PLACE = struct.Struct("=q")
 #: Bytes that one addition works on, over all ranks: they stay in the cache of a core until the sum
 #: is written to all slots.
 _CACHED_BYTES = 1 << 20
@@ -54,7 +54,7 @@ class SharedTransport(Transport):
         self._pinned_by: torch.device | None = None
         self._kept_slots: dict[tuple[object, ...], Slots] = {}
         #: By call and own place: where tensors lie that need not be announced any more.
-        self._kept_places: dict[tuple[object, ...], list[MemoryPlace]] = {}
+        self._kept_places: dict[tuple[object, ...], list[int]] = {}
 
     @property
     def group(self) -> Transport:
@@ -130,15 +130,15 @@ class SharedTransport(Transport):
         places = self._known_places(flat, call)
         if places is None:
             place = self._memory.find(flat)
-            if place.offset == NOWHERE:
+            if place == NOWHERE:
                 self._stage(flat, 0)
             places = self._swap_places(place, flat, wait, call)
-        if any(each.offset == NOWHERE for each in places):
+        if NOWHERE in places:
             self._sum_by_stages(flat, places, wait, call)
             return False
         slots = keep_latest(
             self._kept_slots,
-            (for_owner, flat.numel(), flat.dtype, *(each.offset for each in places)),
+            (for_owner, flat.numel(), flat.dtype, *places),
             lambda: Slots(self._tensors(places, flat), self.rank, equal_parts=for_owner),
         )
         if for_owner:
@@ -147,19 +147,17 @@ class SharedTransport(Transport):
             slots.sum_for_all()
         return True
 
-    def _sum_by_stages(
-        self, flat: Tensor, places: Sequence[MemoryPlace], wait: Wait, call: Call
-    ) -> None:
+    def _sum_by_stages(self, flat: Tensor, places: Sequence[int], wait: Wait, call: Call) -> None:
         """Sum a tensor that lies outside of shared memory on some rank, on this one or another.
 
         While a stage is summed, the next is copied into the other half.
         """
         whole = self._tensors(places, flat)
         step = STAGE_BYTES // flat.element_size()
-        is_staged = places[self.rank].offset == NOWHERE
+        is_staged = places[self.rank] == NOWHERE
         for number, (start, stop) in enumerate(_steps(flat.numel(), step)):
             slots = [
-                each[number % 2][: stop - start] if place.offset == NOWHERE else each[start:stop]
+                each[number % 2][: stop - start] if place == NOWHERE else each[start:stop]
                 for each, place in zip(whole, places, strict=True)
             ]
             Slots(slots, self.rank, equal_parts=False).sum_for_all()
@@ -184,41 +182,39 @@ class SharedTransport(Transport):
         own = flat[self.rank * stride :][:size]
         is_source = self.rank in sources
         place = self._memory.find(flat)
-        if is_source and place.offset == NOWHERE:
+        if is_source and place == NOWHERE:
             self._stage(own, 0)
         places = self._swap_places(place, flat, wait, wait.call)
         whole = self._tensors(places, flat)
-        is_staged = any(places[source].offset == NOWHERE for source in sources)
+        is_staged = any(places[source] == NOWHERE for source in sources)
         for number, (start, stop) in enumerate(_steps(size, STAGE_BYTES if is_staged else size)):
             for source in sources:
                 if source == self.rank:
                     continue
                 target = flat[source * stride + start : source * stride + stop]
-                if places[source].offset == NOWHERE:
+                if places[source] == NOWHERE:
                     target.copy_(whole[source][number % 2][: stop - start])
                 else:
                     target.copy_(whole[source][source * stride + start :][: stop - start])
-            if is_source and place.offset == NOWHERE and stop < size:
+            if is_source and place == NOWHERE and stop < size:
                 self._stage(own[stop:], number + 1)
             self._barrier.meet(wait, wait.call)
 
-    def _known_places(self, flat: Tensor, call: Call) -> list[MemoryPlace] | None:
+    def _known_places(self, flat: Tensor, call: Call) -> list[int] | None:
         """Return where a tensor lies on each rank, if all ranks know, and no meeting is needed."""
-        key = (call.kind, self._memory.find(flat).offset, flat.nbytes)
+        key = (call.kind, self._memory.find(flat), flat.nbytes)
         return self._kept_places.get(key) if call.have_met else None
 
-    def _swap_places(
-        self, place: MemoryPlace, flat: Tensor, wait: Wait, call: Call
-    ) -> list[MemoryPlace]:
+    def _swap_places(self, place: int, flat: Tensor, wait: Wait, call: Call) -> list[int]:
         """Meet, and learn where a tensor lies on each rank.
 
         A place is never used again. So all ranks know the places from the same call on, the first
         one on this tensor; those of a rank outside of shared memory are never known.
         """
-        notes = wait.announce(call, _PLACE.pack(*place))
-        places = [MemoryPlace(*_PLACE.unpack(note)) for note in notes]
-        if call.have_met and all(each.offset != NOWHERE for each in places):
-            key = (call.kind, place.offset, flat.nbytes)
+        notes = wait.announce(call, _PLACE.pack(place))
+        places = [_PLACE.unpack(note)[0] for note in notes]
+        if call.have_met and NOWHERE not in places:
+            key = (call.kind, place, flat.nbytes)
             keep_latest(self._kept_places, key, lambda: places)
         return places
 
@@ -232,12 +228,12 @@ class SharedTransport(Transport):
         front = rest[: half.numel()]
         half[: front.numel()].copy_(front)
 
-    def _tensors(self, places: Sequence[MemoryPlace], like: Tensor) -> list[Tensor]:
+    def _tensors(self, places: Sequence[int], like: Tensor) -> list[Tensor]:
         """Return each rank's tensor, shape ``(len(like),)``, or the halves of its stage."""
         return [
             page.stage.view(like.dtype)
-            if place.offset == NOWHERE
-            else self._memory.view(number, place)[: like.nbytes].view(like.dtype)
+            if place == NOWHERE
+            else self._memory.view(number, place, like.nbytes).view(like.dtype)
             for number, page, place in zip(self.numbers, self._pages, places, strict=True)
         ]
 

@@ -64,7 +64,7 @@ class ControlPage:
 
     def __init__(self, descriptor: int) -> None:
         """Map the page of a rank; its memory is reserved."""
-        self._content = map_file(descriptor, 0, PAGE_BYTES)
+        self._content = map_file(descriptor, PAGE_BYTES)
         self.words = self._content.cast("q")
         whole = torch.frombuffer(self._content, dtype=torch.uint8)
         self.stage = whole[_STAGE:].view(2, STAGE_BYTES)

@@ -6,7 +6,7 @@ import mmap
 import os
 import sys
 import weakref
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -31,25 +31,8 @@ _MMAP = ctypes.CFUNCTYPE(
     use_errno=True,
 )
 _MUNMAP = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
-#: ``place`` of a tensor that does not lie in shared memory.
+#: The place of a tensor that does not lie in shared memory.
 NOWHERE = -1
-
-
-class MemoryPlace(NamedTuple):
-    """The place of a tensor in a rank's file, in bytes, as ranks send it to one another.
-
-    Attributes:
-        offset: Its first byte; ``NOWHERE`` where it lies elsewhere.
-        piece: First byte of the piece that holds it, which is mapped as a whole.
-        size: Bytes of that piece.
-    """
-
-    offset: int
-    piece: int
-    size: int
-
-
-ELSEWHERE = MemoryPlace(NOWHERE, 0, 0)
 
 
 def create_file(name: str) -> int:
@@ -89,99 +72,90 @@ def reserve(descriptor: int, start: int, size: int) -> None:
         os.posix_fallocate(descriptor, step, min(_STEP_BYTES, start + size - step))
 
 
-def map_file(descriptor: int, start: int, size: int) -> memoryview:
-    """Map a part of a file whose memory is reserved.
+def map_file(descriptor: int, size: int) -> memoryview:
+    """Map the front of a file, of which no more than what is reserved may be used.
 
     It stays mapped for as long as the view or a tensor over it lives, and needs no descriptor of
-    its own: ``mmap.mmap`` would keep one for each part, of which a host with many ranks has too
+    its own: ``mmap.mmap`` would keep one for each file, of which a host with many ranks has too
     few.
 
     Args:
         descriptor: The file's.
-        start: First byte; a multiple of the page size.
-        size: Bytes.
+        size: Bytes; may be more than the file has.
 
     Raises:
         OSError: It cannot be mapped, such as for lack of addresses or memory.
     """
-    return _Pages(descriptor, start, size).content()
-
-
-@final
-class _File:
-    """The descriptor of this rank's file, open as long as a part of it is mapped."""
-
-    def __init__(self) -> None:
-        self.descriptor = create_file("evener")
-        weakref.finalize(self, os.close, self.descriptor).atexit = False
+    return _Pages(descriptor, size).content()
 
 
 class _Pages:
-    """Where a part of a file is mapped; lives as long as a tensor lies there."""
+    """Where a file is mapped; lives as long as a tensor lies there."""
 
-    def __init__(self, descriptor: int, start: int, size: int) -> None:
+    def __init__(self, descriptor: int, size: int) -> None:
         library = ctypes.CDLL(None)
         # Looked up here: a forked child must not take the lock of the dynamic linker.
         self._map, self._unmap = _MMAP(("mmap", library)), _MUNMAP(("munmap", library))
         self._size = size
-        self._address = 0
-        self._address = self._place(mmap.MAP_SHARED | mmap.MAP_POPULATE, descriptor, start)
+        self.address = 0
+        self.address = self._place(mmap.MAP_SHARED | mmap.MAP_POPULATE, descriptor, size)
 
-    def _place(self, flags: int, descriptor: int, start: int) -> int:
+    def _place(self, flags: int, descriptor: int, size: int) -> int:
         both = mmap.PROT_READ | mmap.PROT_WRITE
-        address = self._map(self._address, self._size, both, flags, descriptor, start)
+        address = self._map(self.address, size, both, flags, descriptor, 0)
         if address == _MAP_FAILED:
             number = ctypes.get_errno()
-            raise OSError(number, f"cannot map {self._size} bytes: {os.strerror(number)}")
+            raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
         return int(address)
 
     def content(self) -> memoryview:
         """Return the bytes; the pages are given back when nothing refers to them any more."""
-        whole = (ctypes.c_ubyte * self._size).from_address(self._address)
+        whole = (ctypes.c_ubyte * self._size).from_address(self.address)
         weakref.finalize(whole, self._give_back).atexit = False
         return memoryview(whole).cast("B")
 
     def _give_back(self) -> None:
-        self._unmap(self._address, self._size)
+        self._unmap(self.address, self._size)
 
 
 @final
 class _OwnPages(_Pages, NotInherited):
-    """A part of this rank's file; may outlive the team, as a model keeps its parameters."""
+    """This rank's file; may outlive the team, as a model keeps its parameters.
 
-    def __init__(self, file: _File, start: int, size: int) -> None:
-        super().__init__(file.descriptor, start, size)
-        self._file, self._start = file, start
+    Attributes:
+        used: Bytes of it with memory behind them.
+    """
+
+    def __init__(self) -> None:
+        self.used = 0
+        self.descriptor = create_file("evener")
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
+        super().__init__(self.descriptor, _room())
         leave_behind_in_children(self)
 
     def leave_behind(self) -> None:
         """Give this forked child pages of its own, of which it gets copies when it writes."""
-        self._place(mmap.MAP_PRIVATE | _MAP_FIXED, self._file.descriptor, self._start)
+        if self.used:
+            self._place(mmap.MAP_PRIVATE | _MAP_FIXED, self.descriptor, self.used)
 
 
-class _Piece(NamedTuple):
-    """A part of this rank's file that is mapped as a whole.
-
-    Attributes:
-        address: Where it lies in this process.
-        start: First byte in the file.
-        content: The bytes; keeps the piece mapped.
-    """
-
-    address: int
-    start: int
-    content: Tensor
+def _room() -> int:
+    """Return for how many bytes there are addresses in a file: more than it can ever have."""
+    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
 
 
 @final
 class SharedMemory:
-    """One file per rank, in which its tensors lie; each rank can map what is in the others'.
+    """One file per rank, in which its tensors lie; each rank maps those of all others.
 
     Communicators that were split off one another use one ``SharedMemory``: their ranks are alive
     at the same time, and a tensor that lies here can be exchanged over each of them. It grows and
-    never shrinks: a piece is given back when all of it is.
+    never shrinks: it is given back when no tensor lies there any more.
 
     A forked child sees what the rank sees, until it writes: a page that it writes to is its own.
+
+    Attributes:
+        descriptor: Of this rank's file.
     """
 
     def __init__(self, number: int) -> None:
@@ -193,15 +167,12 @@ class SharedMemory:
         Raises:
             OSError: See ``create_file``.
         """
-        file = _File()
-        self._file: _File | None = file
-        self.descriptor = file.descriptor
+        own = _OwnPages()
+        self._own: _OwnPages | None = own
+        self.descriptor = own.descriptor
+        #: The file of each rank, by its number.
+        self._files = {number: own.content()}
         self._number = number
-        self._size = 0
-        self._pieces: list[_Piece] = []
-        #: Of each rank by number: its file, and what is mapped of it by first byte.
-        self._files: dict[int, int] = {number: self.descriptor}
-        self._mapped: dict[int, dict[int, Tensor]] = {number: {}}
         self._num_users = 1
 
     def use(self) -> None:
@@ -212,7 +183,7 @@ class SharedMemory:
         """Count one user less; the last lets everything go but for tensors that are still held."""
         self._num_users -= 1
         if self._num_users == 0:
-            self._close()
+            self.leave_behind()
 
     def allocate(self, size: int) -> Tensor:
         """Return zeros, shape ``(size,)``, uint8, at the start of a page.
@@ -220,55 +191,41 @@ class SharedMemory:
         Raises:
             OSError: See ``reserve``.
         """
+        own = self._own
+        assert own is not None, "nothing is allocated after the end"
         room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        start, file = self._size, self._file
-        assert file is not None, "nothing is allocated after the end"
-        reserve(self.descriptor, start, room)
-        content = torch.frombuffer(_OwnPages(file, start, room).content(), dtype=torch.uint8)
-        self._size += room
-        self._pieces.append(_Piece(content.data_ptr(), start, content))
-        self._mapped[self._number][start] = content
-        return content[:size]
+        reserve(self.descriptor, own.used, room)
+        content = self._files[self._number][own.used : own.used + room]
+        own.used += room
+        return torch.frombuffer(content, dtype=torch.uint8)[:size]
 
-    def find(self, flat: Tensor) -> MemoryPlace:
-        """Return where a tensor lies; ``ELSEWHERE`` where that is not in this rank's file."""
-        address = flat.data_ptr()
-        if flat.device.type == "cpu":
-            for begin, start, content in self._pieces:
-                size = content.numel()
-                if begin <= address and address + flat.nbytes <= begin + size:
-                    return MemoryPlace(start + address - begin, start, size)
-        return ELSEWHERE
+    def find(self, flat: Tensor) -> int:
+        """Return the first byte of a tensor in this rank's file; ``NOWHERE`` if not there."""
+        own = self._own
+        if flat.device.type == "cpu" and own is not None:
+            place = flat.data_ptr() - own.address
+            if place >= 0 and place + flat.nbytes <= own.used:
+                return place
+        return NOWHERE
 
     def meet(self, number: int, descriptor: int) -> None:
-        """Add the file of a peer; the descriptor belongs to this object from now on."""
-        if number in self._files:
-            os.close(descriptor)
-        else:
-            self._files[number] = descriptor
-            self._mapped[number] = {}
-
-    def view(self, number: int, place: MemoryPlace) -> Tensor:
-        """Return the bytes of a rank's piece from ``place.offset`` on, uint8.
+        """Add the file of a peer; the descriptor is closed in any case.
 
         Raises:
             OSError: It cannot be mapped.
         """
-        mapped = self._mapped[number]
-        if place.piece not in mapped:
-            content = map_file(self._files[number], place.piece, place.size)
-            mapped[place.piece] = torch.frombuffer(content, dtype=torch.uint8)
-        return mapped[place.piece][place.offset - place.piece :]
+        try:
+            if number not in self._files:
+                self._files[number] = map_file(descriptor, _room())
+        finally:
+            os.close(descriptor)
+
+    def view(self, number: int, place: int, size: int) -> Tensor:
+        """Return bytes of a rank's file, uint8."""
+        content = self._files[number][place : place + size]
+        return torch.frombuffer(content, dtype=torch.uint8)
 
     def leave_behind(self) -> None:
-        """Close a forked child's copies of descriptors."""
-        self._close()
-
-    def _close(self) -> None:
-        for number, descriptor in self._files.items():
-            if number != self._number:
-                os.close(descriptor)
-        self._file = None
+        """Let everything go; tensors that are still held keep their memory."""
+        self._own = None
         self._files.clear()
-        self._mapped.clear()
-        self._pieces.clear()

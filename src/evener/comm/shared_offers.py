@@ -111,8 +111,7 @@ class MemoryOffer:
                     pages.append(ControlPage(self._page))
                     continue
                 received = arrivals[rank].descriptors
-                self._memory.meet(number, received[1])
-                received.pop()
+                self._memory.meet(number, received.pop())
                 pages.append(ControlPage(received[0]))
                 os.close(received.pop())
         except BaseException:

@@ -164,12 +164,12 @@ def _share(pair: Sequence[Door], rank: int) -> str:
         own = create_file("evener-trial")
         opened.callback(os.close, own)
         reserve(own, 0, _PAGE_BYTES)
-        map_file(own, 0, _PAGE_BYTES)[: len(mark)] = mark
+        map_file(own, _PAGE_BYTES)[: len(mark)] = mark
         doors = [(door.name, door.token) for door in pair]
         arrival = pair[rank].meet(rank, doors, [own], _PATIENCE_S)[1 - rank]
         opened.callback(arrival.drop)
         # What the other has written; its mark is as long as this one's, and not all zeros.
-        theirs = map_file(arrival.descriptors[0], 0, _PAGE_BYTES)
+        theirs = map_file(arrival.descriptors[0], _PAGE_BYTES)
         return "" if any(theirs[: len(mark)]) else "what one rank wrote the other did not read"
 
 
