@@ -16,7 +16,6 @@ from evener.config.checks import (
     Number,
     Positive,
     Section,
-    asks_for,
 )
 from evener.config.settings import LOCAL_OPTIONS, DdpConfig, TrainingOptions
 from evener.errors import ConfigError
@@ -129,10 +128,7 @@ class TaskConfig(Section):
         if not isinstance(section, Mapping) or "max_grad_norm" not in section:
             return keys
         if "max_grad_norm" in keys:
-            raise ValueError(
-                "max_grad_norm and optimizer.max_grad_norm are both given, and mean the same; "
-                "leave out optimizer.max_grad_norm"
-            )
+            raise ValueError("optimizer.max_grad_norm means max_grad_norm, which is given as well")
         rest = dict(section)
         return {**keys, "max_grad_norm": rest.pop("max_grad_norm"), "optimizer": rest}
 
@@ -170,10 +166,7 @@ class JobConfig(TaskConfig, TrainingOptions):
     precision: Precision = "auto"
     tensorboard: bool = False
     events_mb: Positive = 1024
-    sinks: Annotated[
-        list[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]],
-        asks_for("give a list of import paths, such as [my_package.tracking:make_sink]"),
-    ] = Field(default_factory=list)
+    sinks: list[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = Field(default_factory=list)
 
     @field_validator("anchor", "max_anchor", "max_batch_diff", "verify_every", mode="before")
     @classmethod
