@@ -23,6 +23,7 @@ from evener.config.checks import (
     checked,
     is_number,
     is_whole,
+    whole_number,
 )
 from evener.errors import ConfigError
 from evener.planning.cadence import CadencePolicy
@@ -223,12 +224,11 @@ class DdpConfig(TrainingOptions):
         Raises:
             ConfigError: A number is out of range.
         """
-        if not is_whole(slow_rank) or slow_rank < 0:
-            raise ConfigError(f"slow_rank is {slow_rank!r}; give the number of a rank, from 0")
+        whole_number("slow_rank", slow_rank, 0)
         if not is_number(ratio) or not 1 <= ratio < math.inf:
             raise ConfigError(
-                f"ratio is {ratio!r}: it is how many times as fast the other ranks are as rank "
-                f"{slow_rank}; give a finite number of 1 or more, or name another rank"
+                f"ratio is {ratio!r}; give how many times as fast the other ranks are as rank "
+                f"{slow_rank}: a finite number of 1 or more"
             )
         return replace(self, speed_hint={slow_rank: 1.0 / ratio})
 
@@ -316,17 +316,14 @@ class DdpConfig(TrainingOptions):
         Raises:
             ConfigError: Not one number for each rank, or a rank that the team does not have.
         """
-        for name in ("speed_hint", "partition_ratios"):
+        for name in ("speed_hint", "partition_ratios", "emulate_slow"):
             values = getattr(self, name)
-            if isinstance(values, Sequence) and len(values) != world_size:
+            if isinstance(values, Mapping):
+                fits = all(rank < world_size for rank in values)
+            else:
+                fits = values is None or len(values) == world_size
+            if not fits:
                 raise ConfigError(
-                    f"{name} is {values!r}, {len(values)} numbers for a team of {world_size}; give "
-                    "one for each rank"
+                    f"{name} is {values!r}, but the team has {world_size} ranks, numbered from 0; "
+                    "give one number for each, or name ranks that it has"
                 )
-        for name in ("emulate_slow", "speed_hint"):
-            values = getattr(self, name)
-            for rank in values if isinstance(values, Mapping) else ():
-                if rank not in range(world_size):
-                    raise ConfigError(
-                        f"{name} names rank {rank!r}, but the team has ranks 0 to {world_size - 1}"
-                    )

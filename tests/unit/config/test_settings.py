@@ -84,22 +84,29 @@ def test_bad_options_are_refused_at_once(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speed_hint": (1.0, 0.5, 0.5)}, "3 numbers for a team of 2; give one for each rank"),
-        ({"partition_ratios": (1.0,)}, "1 numbers for a team of 2"),
-        ({"emulate_slow": {2: 3.0}}, "emulate_slow names rank 2, but the team has ranks 0 to 1"),
-        ({"speed_hint": {2: 3.0}}, "speed_hint names rank 2, but the team has ranks 0 to 1"),
+        (
+            {"speed_hint": (1.0, 0.5, 0.5)},
+            ["speed_hint is (1.0, 0.5, 0.5)", "2 ranks"],
+        ),
+        ({"partition_ratios": (1.0,)}, ["partition_ratios is (1.0,)", "2 ranks"]),
+        (
+            {"emulate_slow": {2: 3.0}},
+            ["emulate_slow is {2: 3.0}", "2 ranks"],
+        ),
+        ({"speed_hint": {2: 3.0}}, ["speed_hint is {2: 3.0}", "2 ranks"]),
     ],
 )
 def test_options_that_do_not_fit_the_team_are_refused(options, words):
     config = DdpConfig(**options)
     with pytest.raises(ConfigError) as caught:
         config.check_team(2)
-    assert words in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("ratio", [True, np.True_, "2", 0.5, math.inf])
 def test_a_ratio_that_slows_no_rank_is_refused(ratio):
-    with pytest.raises(ConfigError, match="give a finite number of 1 or more, or name another"):
+    with pytest.raises(ConfigError, match=r"ratio is .*a finite number of 1 or more"):
         DdpConfig().with_speed_hint(1, ratio)
 
 

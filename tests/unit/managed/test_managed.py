@@ -577,7 +577,7 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"backend": "nccl", "devices": 2}, "backend is 'nccl' for the devices cpu, cpu; NCCL"),
         ({"devices": "tpu"}, "devices is 'tpu'"),
         ({"devices": 0}, "devices is 0"),
-        ({"partition_ratios": [1, 2]}, r"2 numbers for a team of 1"),
+        ({"partition_ratios": [1, 2]}, "partition_ratios is .*the team has 1 rank"),
         ({"partition_ratios": [0]}, r"partition_ratios is \[0\]: .*above 0"),
         ({"speed_hint": ["fast"]}, "give a finite number above 0 for each rank"),
         ({"anchor": 10}, "anchor is 10, but has no effect with policy 'sync'"),
