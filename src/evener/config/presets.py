@@ -5,12 +5,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evener.config.classify import ClassifyRunConfig
 from evener.config.folders import check_name, check_resumable, runs_of, step_folders
 from evener.config.loading import load_config
 from evener.config.options import ALLOWED, ClassifyOptions, PretrainOptions, TaskOptions
-from evener.config.pretrain import BPE, RunConfig
-from evener.config.runs import JobConfig
+from evener.config.runs import BPE, ClassifyRunConfig, JobConfig, RunConfig
 from evener.errors import ConfigError, DataError
 from evener.files import explaining
 

@@ -5,8 +5,7 @@ import pytest
 
 from evener.config.options import PretrainOptions
 from evener.config.presets import DEMO, resolve_config
-from evener.config.pretrain import RunConfig
-from evener.config.runs import EvalConfig
+from evener.config.runs import EvalConfig, RunConfig
 from evener.errors import CheckpointError, ConfigError, DataError
 from helpers.configurations import load_run_config
 

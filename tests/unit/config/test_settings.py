@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from evener import ConfigError, Ddp, DdpBuilder, DdpConfig
-from evener.config.classify import ClassifyRunConfig
 from evener.config.loading import load_config
-from evener.config.pretrain import RunConfig
+from evener.config.runs import ClassifyRunConfig, RunConfig
 from evener.managed.description import ManagedRun, describe
 from evener.planning.cadence import CadencePolicy
 from evener.planning.guard import NoGuard
