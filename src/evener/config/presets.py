@@ -161,13 +161,14 @@ def needs_demo_base(config: ClassifyRunConfig) -> bool:
 def find_demo_base(parent: Path) -> Path | None:
     """Return the newest checkpoint of the pretraining demo, if it has been run."""
     for folder in runs_of(parent, str(DEMO["name"])):
-        found = [
-            (int(path.parent.name.removeprefix("step-")), path.parent)
-            for path in [step / "manifest.json" for step in step_folders(folder)]
-            if path.parent.name.removeprefix("step-").isdecimal() and path.exists()
-        ]
-        if found:
-            return max(found)[1]
+        steps = {
+            int(number): path
+            for path in step_folders(folder)
+            if (number := path.name.removeprefix("step-")).isdecimal()
+            and (path / "manifest.json").exists()
+        }
+        if steps:
+            return steps[max(steps)]
     return None
 
 
