@@ -28,7 +28,7 @@ RANKS = 2
 SHORT = settings(("max_steps=2", "measure=false", "sample.num_tokens=0", "eval.every=0"))
 
 _BUILD = """
-from evener.config.pretrain import ModelConfig
+from evener.config.runs import ModelConfig
 from evener.tasks.language_model import build_model
 build_model(ModelConfig(), vocab_size=257, seq_len=128, eos_id=256)
 """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from evener.version import __version__
 
 if TYPE_CHECKING:
-    from evener.config.classify import ClassifyConfig as ClassifyConfig
+    from evener.config.runs import ClassifyConfig as ClassifyConfig
     from evener.config.settings import DdpConfig as DdpConfig
     from evener.ddp import Ddp as Ddp
     from evener.engine.results import Progress as Progress
@@ -82,7 +82,7 @@ _MODULE_OF: Final = {
     "AverageBackend": "evener.team.environment",
     "BatchResult": "evener.tasks.classification.coordinator",
     "CheckpointError": "evener.errors",
-    "ClassifyConfig": "evener.config.classify",
+    "ClassifyConfig": "evener.config.runs",
     "ClassifyPipeline": "evener.tasks.classification.pipeline",
     "ClassifyResult": "evener.tasks.run_results",
     "CollectiveError": "evener.errors",

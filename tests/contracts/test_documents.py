@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from evener.config.pretrain import RunConfig
+from evener.config.runs import RunConfig
 from helpers.limits import PATIENCE_S
 from helpers.markdown import blocks, commands, is_example_of_a_loop, run_blocks
 from helpers.source import ROOT, tracked_files

@@ -6,9 +6,8 @@ import subprocess
 import pytest
 
 from evener import cli
-from evener.config.classify import ClassifyRunConfig
 from evener.config.loading import load_config
-from evener.config.pretrain import RunConfig
+from evener.config.runs import ClassifyRunConfig, RunConfig
 from evener.team import launch
 from helpers.source import ROOT, tracked_files
 

@@ -146,8 +146,8 @@ def test_a_hint_may_say_who_is_slow() -> None:
     assert config.quiet
     assert DdpConfig(speed_hint={1: 0.5}).hinted_speeds(3) == (1.0, 0.5, 1.0)
     for arguments, words in (
-        ({"slow_rank": 1, "ratio": 0.5}, "ratio is 0.5: it is how many times as fast the other"),
-        ({"slow_rank": -1, "ratio": 2.0}, "slow_rank is -1; give the number of a rank"),
+        ({"slow_rank": 1, "ratio": 0.5}, "ratio is 0.5; give how many times as fast the other"),
+        ({"slow_rank": -1, "ratio": 2.0}, "slow_rank is -1; give a whole number from 0"),
     ):
         with pytest.raises(ConfigError, match=words):
             DdpConfig().with_speed_hint(**arguments)

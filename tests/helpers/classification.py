@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from evener.config.classify import ClassifyConfig
+from evener.config.runs import ClassifyConfig
 from evener.tasks.classification.samples import Sample
 
 #: What a rank imports before it can train a classifier, or compare it with a linear one.

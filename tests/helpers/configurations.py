@@ -3,7 +3,7 @@
 from functools import partial
 
 from evener.config.loading import load_config
-from evener.config.pretrain import RunConfig
+from evener.config.runs import RunConfig
 
 #: ``load_run_config(file_or_keys, overrides)``.
 load_run_config = partial(load_config, RunConfig)

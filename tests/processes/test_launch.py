@@ -85,7 +85,7 @@ def test_ranks_of_a_script_are_slowed_on_purpose_and_absent_ones_refused(sandbox
     assert "emulated 3x slower" in ended.err
     refused = sandbox.evener("launch", "--nproc", 2, "--emulate-slow", "5:2", script).end()
     assert refused.code == 2
-    assert "emulate_slow names rank 5, but the team has ranks 0 to 1" in refused.err
+    assert "emulate_slow is {5: 2.0}, but the team has 2 ranks" in refused.err
     refused = sandbox.evener("launch", "--emulate-slow", "1:0.5", script).end()
     assert refused.code == 2
     assert "is not RANK:FACTOR with a factor of 1 or more" in refused.err

@@ -1,11 +1,10 @@
-"""Kinds of values that options have, and the words for values that pydantic refuses.
+"""Kinds of values that options have, and the message for those that pydantic refuses.
 
 Every option is checked by pydantic, wherever it is given: as an argument, in YAML or by ``--set``.
 """
 
-import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from numbers import Integral, Real
 from typing import Annotated, Any, Final, Literal, TypeGuard, TypeVar, dataclass_transform
@@ -53,7 +52,10 @@ def checked(cls: type[_Class]) -> type[_Class]:
 
 
 def asks_for(words: str) -> WrapValidator:
-    """Return a validator that answers whatever is wrong in a value with these words."""
+    """Return a validator that answers whatever is wrong in a value with these words.
+
+    It is for values of several kinds: pydantic would say for each kind why it is not that one.
+    """
 
     def check(value: object, validate: Callable[[object], object]) -> object:
         try:
@@ -86,10 +88,10 @@ def _only(fits: Callable[[object], bool], words: str) -> BeforeValidator:
 
 
 #: An argument of Python, where ``32.0`` is a float.
-Int = Annotated[int, _only(is_whole, "give a whole number")]
+Int = Annotated[int, _only(is_whole, "Input should be a whole number")]
 #: A key of YAML, where ``1e3`` is a whole number, too.
-Whole = Annotated[int, _only(is_number, "give a whole number")]
-Number = Annotated[float, _only(is_number, "give a number")]
+Whole = Annotated[int, _only(is_number, "Input should be a whole number")]
+Number = Annotated[float, _only(is_number, "Input should be a number")]
 AboveZero = Annotated[Number, Field(gt=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
@@ -132,86 +134,36 @@ def require(name: str, value: object, kind: Any, remedy: str) -> None:
         raise ConfigError(f"{name} is a {type(value).__name__}; give {remedy}")
 
 
-# ── words for what pydantic finds ────────────────────────────────────────────────────────────────
-
-#: Beginning of pydantic's error type -> what to do.
-_REMEDIES = {
-    "int_": "give a whole number",
-    "float_": "give a number",
-    "finite_number": "give a finite number",
-    "bool_": "give true or false",
-    "string_": "give text (quote it if it looks like something else)",
-    "list_": "give a list, such as [a, b]",
-    "tuple_": "give a list, such as [0.9, 0.95]",
-    "is_instance_of": "give a {class}",
-    "missing": "a number is missing",
-    "too_long": "there are too many",
-    "dict_": "give keys and values",
-    "model_": "give keys and values",
-    "invalid_key": "keys are text",
-    "greater_than_equal": "give {ge} or more",
-    "greater_than": "give more than {gt}",
-    "less_than_equal": "give {le} or less",
-    "less_than": "give less than {lt}",
-}
-
-
 def explain(
     schema: Any, error: ValidationError, source: str = "", overridden: Sequence[str] = ()
 ) -> str:
-    """Return a line that says for each problem where it is, the value, and what to do.
+    """Return one line that names each refused key, its value, and what is allowed.
 
     Args:
         schema: The class that was refused its values.
         error: What pydantic has found.
-        source: The file; empty for arguments of a call.
+        source: Where the values are from, such as ``run.yaml: ``.
         overridden: Keys that ``--set`` has changed.
     """
-    problems: dict[str, list[str]] = {}
-    allowed: dict[str, str] = {}
+    lines = []
     for problem in error.errors():
         place = [str(part) for part in problem["loc"]]
-        key, value = ".".join(place), problem["input"]
+        key, message = ".".join(place), problem["msg"].removeprefix("Value error, ")
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            names = list(_section_at(schema, place[:-1]).__pydantic_fields__)
-            text = f"unknown key {key!r} (value {short(value)})"
-            if close := difflib.get_close_matches(place[-1], names, n=1):
-                text += f", did you mean {close[0]!r}?"
-            allowed[".".join(place[:-1])] = ", ".join(names)
-        elif not place or isinstance(problem.get("ctx", {}).get("error"), ConfigError):
-            text = str(problem["msg"]).removeprefix("Value error, ")
-        elif source:
-            text = f"{key} is {'empty' if value is None else short(value)}: {_remedy(problem)}"
-        else:
-            text = f"{key} is {short(value)}; {_remedy(problem)}"
+            section = schema
+            for name in place[:-1]:
+                section = section.__pydantic_fields__[name].annotation
+            message = f"unknown key; allowed are {', '.join(section.__pydantic_fields__)}"
+        # The message of a ConfigError, and that of a whole section, names keys and values itself.
+        if place and not isinstance(problem.get("ctx", {}).get("error"), ConfigError):
+            message = f"{key} is {short(problem['input'])}: {message}"
         # A key that stood in a section in earlier versions is still found by its last part.
         by_user = [
-            o
-            for o in overridden
-            if f"{key}.".startswith(f"{o}.") or o.startswith(f"{key}.") or o.endswith(f".{key}")
+            name
+            for name in overridden
+            if f"{key}.".startswith(f"{name}.")
+            or f".{name}".endswith(f".{key}")
+            or name.startswith(f"{key}.")
         ]
-        lines = problems.setdefault(f"--set {by_user[-1]}: " if by_user else source, [])
-        lines.append(text)
-    said = "; ".join(f"{where}{'; '.join(lines)}" for where, lines in problems.items())
-    for section, keys in allowed.items():
-        said += f"; allowed {f'in {section!r}' if section else 'keys'}: {keys}"
-    return said
-
-
-def _remedy(problem: Mapping[str, Any]) -> str:
-    kind, context = str(problem["type"]), problem.get("ctx", {})
-    if kind == "value_error":
-        return str(context["error"])
-    if kind == "literal_error":
-        return f"choose one of {str(context['expected']).replace(' or ', ', ')}"
-    # The longest beginning decides, as `greater_than_equal` begins with `greater_than`.
-    known = [start for start in _REMEDIES if kind.startswith(start)]
-    if not known:
-        return str(problem["msg"])
-    return _REMEDIES[max(known, key=len)].format(**context)
-
-
-def _section_at(section: Any, place: Sequence[str]) -> Any:
-    for name in place:
-        section = section.__pydantic_fields__[name].annotation
-    return section
+        lines.append(f"--set {by_user[-1]}: {message}" if by_user else source + message)
+    return "; ".join(lines)

@@ -115,16 +115,12 @@ def claim_folder(parent: Path, name: str) -> Path:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / EVENTS).touch(exist_ok=False)
                 return folder
-        except FileExistsError:
-            if not folder.is_dir():
-                raise ConfigError(
-                    f"the run folder {folder} cannot be made: there is a file of that name; choose "
-                    "another with --out or --name"
-                ) from None
         except OSError as error:
-            raise ConfigError(
-                f"the run folder {folder} cannot be made: {error}; choose another with --out"
-            ) from None
+            if not isinstance(error, FileExistsError) or not folder.is_dir():
+                raise ConfigError(
+                    f"the run folder {folder} cannot be made: {error}; choose another with --out "
+                    "or --name"
+                ) from None
         folder = folder.with_name(f"{name}-{number}")
         number += 1
 

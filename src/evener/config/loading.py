@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from evener.config.checks import explain
@@ -53,21 +52,12 @@ def _override(document: dict[str, Any], override: str) -> str:
     *sections, last = key.strip().split(".")
     if not equals or not all([*sections, last]):
         raise ConfigError(f"--set {override!r} is not key=value; write e.g. optimizer.lr=3e-4")
-    try:
-        value = parse_yaml(text)
-    except yaml.YAMLError:
-        raise ConfigError(
-            f"--set {key}: the value {short(text)} is not YAML; put text with special characters "
-            "in quotes"
-        ) from None
     place = document
     for section in sections:
-        inner = place.setdefault(section, {})
-        if not isinstance(inner, dict):
+        place = place.setdefault(section, {})
+        if not isinstance(place, dict):
             raise ConfigError(
-                f"--set {override!r}: {section!r} is {short(inner)}, a value and no section; leave "
-                f"{last!r} out"
+                f"--set {override!r}: {section!r} is {short(place)}, a value and not a section"
             )
-        place = inner
-    place[last] = value
+    place[last] = parse_yaml(text, f"--set {override!r}")
     return key.strip()

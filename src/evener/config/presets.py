@@ -5,12 +5,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evener.config.classify import ClassifyRunConfig
 from evener.config.folders import check_name, check_resumable, runs_of, step_folders
 from evener.config.loading import load_config
 from evener.config.options import ALLOWED, ClassifyOptions, PretrainOptions, TaskOptions
-from evener.config.pretrain import BPE, RunConfig
-from evener.config.runs import JobConfig
+from evener.config.runs import BPE, ClassifyRunConfig, JobConfig, RunConfig
 from evener.errors import ConfigError, DataError
 from evener.files import explaining
 
@@ -163,13 +161,14 @@ def needs_demo_base(config: ClassifyRunConfig) -> bool:
 def find_demo_base(parent: Path) -> Path | None:
     """Return the newest checkpoint of the pretraining demo, if it has been run."""
     for folder in runs_of(parent, str(DEMO["name"])):
-        found = [
-            (int(path.parent.name.removeprefix("step-")), path.parent)
-            for path in [step / "manifest.json" for step in step_folders(folder)]
-            if path.parent.name.removeprefix("step-").isdecimal() and path.exists()
-        ]
-        if found:
-            return max(found)[1]
+        steps = {
+            int(number): path
+            for path in step_folders(folder)
+            if (number := path.name.removeprefix("step-")).isdecimal()
+            and (path / "manifest.json").exists()
+        }
+        if steps:
+            return steps[max(steps)]
     return None
 
 

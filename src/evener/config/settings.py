@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Final, Literal, Never, Self
+from dataclasses import field, fields, replace
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
     StrictStr,
-    WrapValidator,
     model_validator,
 )
 
@@ -24,6 +23,7 @@ from evener.config.checks import (
     checked,
     is_number,
     is_whole,
+    whole_number,
 )
 from evener.errors import ConfigError
 from evener.planning.cadence import CadencePolicy
@@ -35,20 +35,17 @@ from evener.planning.sync import FixedShares, SyncPolicy
 
 def _not_all_zero(shares: Sequence[float]) -> Sequence[float]:
     if not any(shares):
-        raise ValueError
+        raise ValueError("give one rank a number above 0")
     return shares
 
 
 def hint_forms(slow_rank: object, ratio: object) -> str:
     """Return how to say here what floDl's ``speed_hint(slow_rank, ratio)`` says."""
-    if is_number(ratio) and 0 < ratio < 1:  # floDl's pages give a part of the others' speed, too
-        return f"evener takes speeds by rank; give {{{slow_rank!r}: {ratio!r}}}"
-    slower = f"{1 / ratio:.3g}" if is_number(ratio) and ratio > 0 else "1 / ratio"
     return (
-        "floDl reads these as (slow_rank, ratio), evener as speeds by rank. If rank "
-        f"{slow_rank!r} is {ratio!r} times slower, give {{{slow_rank!r}: {slower}}} or "
-        f"DdpConfig().with_speed_hint({slow_rank!r}, {ratio!r}); if it is {ratio!r} times faster, "
-        f"give {{{slow_rank!r}: {ratio!r}}}"
+        "floDl reads these as (slow_rank, ratio), evener as speeds by rank; give "
+        f"DdpConfig().with_speed_hint({slow_rank!r}, {ratio!r}) if rank {slow_rank!r} is {ratio!r} "
+        f"times slower than the others, or the speed of rank {slow_rank!r}: "
+        f"{{{slow_rank!r}: {ratio!r}}}"
     )
 
 
@@ -61,27 +58,6 @@ def _not_in_the_form_of_flodl(hint: object) -> object:
     return hint
 
 
-@dataclass(frozen=True, repr=False)
-class _NoHint:
-    """No speeds are given. In floDl a method of that name gives them; a call names the forms."""
-
-    def __call__(self, slow_rank: object, ratio: object) -> Never:
-        """Refuse floDl's form.
-
-        Raises:
-            ConfigError: Always.
-        """
-        raise ConfigError(
-            f"DdpConfig().speed_hint({slow_rank!r}, {ratio!r}): {hint_forms(slow_rank, ratio)}"
-        )
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __repr__(self) -> str:
-        return "None"
-
-
 _SpeedHint = Annotated[
     Annotated[Sequence[AboveZero] | Mapping[NotNegativeInt, AboveZero], Field(min_length=1)] | None,
     asks_for(
@@ -90,10 +66,6 @@ _SpeedHint = Annotated[
     ),
     BeforeValidator(_not_in_the_form_of_flodl),
 ]
-
-
-def _or_no_hint(hint: object, validate: Callable[[object], object]) -> object:
-    return validate(None if isinstance(hint, _NoHint) else hint) or _NoHint()
 
 
 def _as_word(switch: object) -> object:
@@ -198,13 +170,7 @@ class TrainingOptions(LocalOptions):
     max_grad_norm: AboveZero | None = None
     non_finite: Literal["raise", "skip"] = "raise"
     speed_hint: _SpeedHint = None
-    partition_ratios: Annotated[
-        Annotated[Sequence[NotBelowZero], AfterValidator(_not_all_zero)] | None,
-        asks_for(
-            "give a finite number of 0 or more, not all 0 for each rank, relative to one another, "
-            "such as [1, 0.33]"
-        ),
-    ] = None
+    partition_ratios: Annotated[Sequence[NotBelowZero], AfterValidator(_not_all_zero)] | None = None
     verify_every: NotNegativeInt | None = None
     sharded_update: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
     timeout_s: AboveZero = 600.0
@@ -241,23 +207,11 @@ class DdpConfig(TrainingOptions):
         ConfigError: An option is unknown or out of range, or two exclude one another.
     """
 
-    speed_hint: Annotated[_SpeedHint, WrapValidator(_or_no_hint)] = _NoHint()  # type: ignore[assignment]
-    gradient_buckets: Annotated[
-        Sequence[tuple[StrictStr, Sequence[StrictStr]]] | None,
-        asks_for(
-            "give pairs of a label and a list of parameter names, such as "
-            "[('head', ['head.weight', 'head.bias'])]"
-        ),
-    ] = None
-    emulate_slow: Annotated[
-        Mapping[NotNegativeInt, Annotated[Number, Field(ge=1)]],
-        asks_for(
-            "give a factor for each rank to be slowed, finite and 1 or more, such as {1: 3.0}"
-        ),
-    ] = field(default_factory=dict)
-    stop_when: Annotated[
-        Callable[[], bool] | None, asks_for("give a function without arguments")
-    ] = None
+    gradient_buckets: Sequence[tuple[StrictStr, Sequence[StrictStr]]] | None = None
+    emulate_slow: Mapping[NotNegativeInt, Annotated[Number, Field(ge=1)]] = field(
+        default_factory=dict
+    )
+    stop_when: Callable[[], bool] | None = None
     quiet: bool = False
 
     def with_speed_hint(self, slow_rank: int, ratio: float) -> Self:
@@ -270,12 +224,11 @@ class DdpConfig(TrainingOptions):
         Raises:
             ConfigError: A number is out of range.
         """
-        if not is_whole(slow_rank) or slow_rank < 0:
-            raise ConfigError(f"slow_rank is {slow_rank!r}; give the number of a rank, from 0")
+        whole_number("slow_rank", slow_rank, 0)
         if not is_number(ratio) or not 1 <= ratio < math.inf:
             raise ConfigError(
-                f"ratio is {ratio!r}: it is how many times as fast the other ranks are as rank "
-                f"{slow_rank}; give a finite number of 1 or more, or name another rank"
+                f"ratio is {ratio!r}; give how many times as fast the other ranks are as rank "
+                f"{slow_rank}: a finite number of 1 or more"
             )
         return replace(self, speed_hint={slow_rank: 1.0 / ratio})
 
@@ -325,23 +278,16 @@ class DdpConfig(TrainingOptions):
         Raises:
             ConfigError: Names the first one and the remedy.
         """
-        for option in fields(LocalOptions) if policy is ApplyPolicy.SYNC else ():
-            value = getattr(self, option.name)
-            if value != option.default:
-                raise ConfigError(
-                    f"{option.name} is {value!r}, but has no effect with policy 'sync', which "
-                    "averages gradients in every optimizer step; leave it out, or use policy "
-                    "'cadence' or 'async'"
-                )
-        if policy is not ApplyPolicy.SYNC and self.sharded_update == "on":
+        if policy is ApplyPolicy.SYNC:
+            defaults = {option.name: option.default for option in fields(LocalOptions)}
+            given = [name for name in defaults if getattr(self, name) != defaults[name]]
+            other = "'cadence' or 'async'"
+        else:
+            given, other = self._fixed_shares(), "'sync'"
+        for name in given:
             raise ConfigError(
-                f"sharded_update is 'on' with policy {policy.value!r}, in whose windows every rank "
-                "makes steps of its own; leave it out, or use policy 'sync'"
-            )
-        if policy is not ApplyPolicy.SYNC and self.partition_ratios is not None:
-            raise ConfigError(
-                f"partition_ratios is {list(self.partition_ratios)} with policy {policy.value!r}, "
-                "whose windows are closed by time; give speed_hint instead, or use policy 'sync'"
+                f"{name} is {getattr(self, name)!r}, but has no effect with policy "
+                f"{policy.value!r}; leave it out, or use policy {other}"
             )
 
     def check_elastic(self) -> None:
@@ -350,21 +296,19 @@ class DdpConfig(TrainingOptions):
         Raises:
             ConfigError: Names the first one and the remedy.
         """
-        if self.sharded_update == "on":
+        for name in [*self._fixed_shares(), *(["lr_scale_ratio"] if self.lr_scale_ratio else [])]:
             raise ConfigError(
-                "sharded_update is 'on' in an elastic team: a rank that is lost would take its "
-                "part of the optimizer's state with it; use 'auto', or a fixed team"
-            )
-        if self.partition_ratios is not None:
-            raise ConfigError(
-                f"partition_ratios is {list(self.partition_ratios)} in an elastic team, whose "
-                "ranks change; give speed_hint instead, or use a fixed team"
-            )
-        if self.lr_scale_ratio:
-            raise ConfigError(
-                f"lr_scale_ratio is {self.lr_scale_ratio} in an elastic team, whose size changes; "
+                f"{name} is {getattr(self, name)!r}, but the ranks of an elastic team change; "
                 "leave it out, or use a fixed team"
             )
+
+    def _fixed_shares(self) -> list[str]:
+        """Return the options given that need SYNC and ranks that stay."""
+        given = {
+            "sharded_update": self.sharded_update == "on",
+            "partition_ratios": self.partition_ratios is not None,
+        }
+        return [name for name, is_given in given.items() if is_given]
 
     def check_team(self, world_size: int) -> None:
         """Refuse options that name ranks which are not there; on every rank alike.
@@ -372,17 +316,14 @@ class DdpConfig(TrainingOptions):
         Raises:
             ConfigError: Not one number for each rank, or a rank that the team does not have.
         """
-        for name in ("speed_hint", "partition_ratios"):
+        for name in ("speed_hint", "partition_ratios", "emulate_slow"):
             values = getattr(self, name)
-            if isinstance(values, Sequence) and len(values) != world_size:
+            if isinstance(values, Mapping):
+                fits = all(rank < world_size for rank in values)
+            else:
+                fits = values is None or len(values) == world_size
+            if not fits:
                 raise ConfigError(
-                    f"{name} is {values!r}, {len(values)} numbers for a team of {world_size}; give "
-                    "one for each rank"
+                    f"{name} is {values!r}, but the team has {world_size} ranks, numbered from 0; "
+                    "give one number for each, or name ranks that it has"
                 )
-        for name in ("emulate_slow", "speed_hint"):
-            values = getattr(self, name)
-            for rank in values if isinstance(values, Mapping) else ():
-                if rank not in range(world_size):
-                    raise ConfigError(
-                        f"{name} names rank {rank!r}, but the team has ranks 0 to {world_size - 1}"
-                    )

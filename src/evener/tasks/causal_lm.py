@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, Subset
 
 from evener.checkpoint import Checkpoint
 from evener.config.options import PretrainOptions
-from evener.config.pretrain import BPE, RunConfig
+from evener.config.runs import BPE, RunConfig
 from evener.errors import DataError, EvenerError
 from evener.tasks.blocks import gradient_buckets
 from evener.tasks.job import Job, Task

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from evener.config.classify import AdapterOptimizerConfig
-from evener.config.runs import OptimizerConfig
+from evener.config.runs import AdapterOptimizerConfig, OptimizerConfig
 from evener.engine.results import Progress
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from evener.checkpoint import Checkpoint
 from evener.config.options import Allowed
-from evener.config.pretrain import RunConfig
+from evener.config.runs import RunConfig
 from evener.engine.team import Team
 from evener.errors import CheckpointError
 from evener.parsing import Fields, parse_json, short

@@ -10,69 +10,65 @@ import pytest
 import torch
 
 from evener import ConfigError, Ddp, DdpBuilder, DdpConfig
-from evener.config.classify import ClassifyRunConfig
 from evener.config.loading import load_config
-from evener.config.pretrain import RunConfig
+from evener.config.runs import ClassifyRunConfig, RunConfig
 from evener.managed.description import ManagedRun, describe
 from evener.planning.cadence import CadencePolicy
 from evener.planning.guard import NoGuard
 from evener.planning.report import Report
 
+#: Options, and in which words the message names them, their value and what is allowed.
 BAD = [
-    ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; give more than 0"),
-    ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
-    ({"max_grad_norm": "1"}, "max_grad_norm is '1'; give a number"),
-    ({"max_grad_norm": True}, "max_grad_norm is True; give a number"),
-    ({"max_grad_norm": np.True_}, "max_grad_norm is np.True_; give a number"),
-    ({"max_grad_norm": torch.tensor(1.0)}, "max_grad_norm is tensor(1.); give a number"),
-    ({"verify_every": np.True_}, "verify_every is np.True_; give a whole number"),
-    ({"non_finite": "ignore"}, "non_finite is 'ignore'; choose one of 'raise', 'skip'"),
-    ({"speed_hint": (1.0, 0.0)}, "speed_hint is (1.0, 0.0); give a finite number above 0 for each"),
-    ({"speed_hint": ()}, "speed_hint is (); give"),
-    ({"speed_hint": 2.0}, "speed_hint is 2.0; give"),
-    ({"speed_hint": {1: 0}}, "speed_hint is {1: 0}; give a finite number above 0 for each rank"),
-    ({"speed_hint": {"1": 2.0}}, "speed_hint is {'1': 2.0}; give"),
-    ({"speed_hint": "fast"}, "speed_hint is 'fast'; give"),
-    (
-        {"speed_hint": (1, 2.3)},
-        "speed_hint is (1, 2.3); floDl reads these as (slow_rank, ratio), evener as speeds by "
-        "rank. If rank 1 is 2.3 times slower, give {1: 0.435} or DdpConfig().with_speed_hint(1, "
-        "2.3); if it is 2.3 times faster, give {1: 2.3}",
-    ),
-    ({"speed_hint": [0, 2]}, "If rank 0 is 2 times slower, give {0: 0.5} or DdpConfig().with_"),
-    ({"speed_hint": (1.0, math.inf)}, "speed_hint is (1.0, inf); give"),
-    ({"partition_ratios": (0, 0)}, "partition_ratios is (0, 0); give a finite number of 0 or more"),
-    ({"partition_ratios": (1, -1)}, "partition_ratios is (1, -1); give"),
+    ({"max_grad_norm": 0.0}, ["max_grad_norm is 0.0", "greater than 0"]),
+    ({"max_grad_norm": math.nan}, ["max_grad_norm is nan", "finite"]),
+    ({"max_grad_norm": "1"}, ["max_grad_norm is '1'", "number"]),
+    ({"max_grad_norm": True}, ["max_grad_norm is True", "number"]),
+    ({"max_grad_norm": np.True_}, ["max_grad_norm is np.True_", "number"]),
+    ({"max_grad_norm": torch.tensor(1.0)}, ["max_grad_norm is tensor(1.)", "number"]),
+    ({"verify_every": np.True_}, ["verify_every is np.True_", "whole number"]),
+    ({"non_finite": "ignore"}, ["non_finite is 'ignore'", "'raise' or 'skip'"]),
+    ({"speed_hint": (1.0, 0.0)}, ["speed_hint is (1.0, 0.0)", "above 0 for each rank"]),
+    ({"speed_hint": ()}, ["speed_hint is ()", "above 0"]),
+    ({"speed_hint": 2.0}, ["speed_hint is 2.0", "above 0"]),
+    ({"speed_hint": {1: 0}}, ["speed_hint is {1: 0}", "above 0"]),
+    ({"speed_hint": {"1": 2.0}}, ["speed_hint is {'1': 2.0}", "above 0"]),
+    ({"speed_hint": "fast"}, ["speed_hint is 'fast'", "above 0"]),
+    ({"speed_hint": (1, 2.3)}, ["speed_hint is (1, 2.3)", "with_speed_hint(1, 2.3)", "{1: 2.3}"]),
+    ({"speed_hint": [0, 2]}, ["speed_hint is [0, 2]", "with_speed_hint(0, 2)", "{0: 2}"]),
+    ({"speed_hint": (1.0, math.inf)}, ["speed_hint is (1.0, inf)", "above 0"]),
+    ({"partition_ratios": (0, 0)}, ["partition_ratios is (0, 0)", "above 0"]),
+    ({"partition_ratios": (1, -1)}, ["partition_ratios.1 is -1", "than or equal to 0"]),
     (
         {"speed_hint": (2, 1), "partition_ratios": (1, 2)},
-        "fixed shares need no speeds: give one of them",
+        ["speed_hint is (2.0, 1.0)", "partition_ratios (1.0, 2.0)", "give one of them"],
     ),
-    ({"anchor": 0}, "anchor is 0; give 1 or more"),
-    ({"anchor": 2.5}, "anchor is 2.5; give a whole number"),
-    ({"anchor": 3.0}, "anchor is 3.0; give a whole number"),
-    ({"verify_every": np.float32(3)}, "verify_every is np.float32(3.0); give a whole number"),
-    ({"speed_hint": {1.0: 0.3}}, "speed_hint is {1.0: 0.3}; give"),
-    ({"gradient_buckets": [("head", [b"weight"])]}, "give pairs of a label and a list"),
-    ({"anchor": 300}, "anchor is 300, above max_anchor (200); lower it, or raise max_anchor"),
-    ({"max_anchor": 3, "anchor": 4}, "anchor is 4, above max_anchor (3)"),
-    ({"max_anchor": -1}, "max_anchor is -1; give 0 or more"),
-    ({"max_batch_diff": -1}, "max_batch_diff is -1; give 0 or more"),
-    ({"overhead_target": math.nan}, "overhead_target is nan"),
-    ({"overhead_target": "0.1"}, "overhead_target is '0.1'; give a number"),
-    ({"divergence_guard": "trend"}, "'trend'"),
-    ({"divergence_threshold": -1.0}, "-1.0"),
-    ({"divergence_factor": 1.0}, "divergence_factor is 1.0; give"),
-    ({"lr_scale_ratio": -0.5}, "lr_scale_ratio is -0.5; give 0 or more"),
-    ({"verify_every": -1}, "verify_every is -1; give 0 or more"),
-    ({"verify_every": 1.5}, "verify_every is 1.5; give a whole number"),
-    ({"gradient_buckets": "all"}, "gradient_buckets is 'all'; give pairs of a label and a list"),
-    ({"gradient_buckets": [("head", "head.weight")]}, "give pairs of a label and a list"),
-    ({"gradient_buckets": [("head",)]}, "give pairs of a label and a list"),
-    ({"timeout_s": 0.0}, "timeout_s is 0.0; give more than 0"),
-    ({"timeout_s": math.inf}, "timeout_s is inf; give a finite number"),
-    ({"emulate_slow": {1: 0.5}}, "emulate_slow is {1: 0.5}; give a factor for each rank to be"),
-    ({"anchr": 3}, "unknown key 'anchr' (value 3), did you mean 'anchor'?; allowed keys: "),
-    ({"stop_when": True}, "stop_when is True; give a function without arguments"),
+    ({"anchor": 0}, ["anchor is 0", "than or equal to 1"]),
+    ({"anchor": 2.5}, ["anchor is 2.5", "whole number"]),
+    ({"anchor": 3.0}, ["anchor is 3.0", "whole number"]),
+    ({"verify_every": np.float32(3)}, ["verify_every is np.float32(3.0)", "whole number"]),
+    ({"speed_hint": {1.0: 0.3}}, ["speed_hint is {1.0: 0.3}", "above 0"]),
+    ({"gradient_buckets": [("head", [b"weight"])]}, ["gradient_buckets.0.1.0 is b'weight'"]),
+    ({"anchor": 300}, ["anchor is 300", "max_anchor (200)", "raise max_anchor"]),
+    ({"max_anchor": 3, "anchor": 4}, ["anchor is 4", "max_anchor (3)"]),
+    ({"max_anchor": -1}, ["max_anchor is -1", "than or equal to 0"]),
+    ({"max_batch_diff": -1}, ["max_batch_diff is -1", "than or equal to 0"]),
+    ({"overhead_target": math.nan}, ["overhead_target is nan", "finite"]),
+    ({"overhead_target": 0.9}, ["overhead_target is 0.9", "than or equal to 0.5"]),
+    ({"overhead_target": "0.1"}, ["overhead_target is '0.1'", "number"]),
+    ({"divergence_guard": "trend"}, ["divergence_guard is 'trend'", "none, level"]),
+    ({"divergence_threshold": -1.0}, ["divergence_threshold is -1.0", "greater than 0"]),
+    ({"divergence_factor": 1.0}, ["divergence_factor is 1.0", "less than 1"]),
+    ({"lr_scale_ratio": -0.5}, ["lr_scale_ratio is -0.5", "than or equal to 0"]),
+    ({"verify_every": -1}, ["verify_every is -1", "than or equal to 0"]),
+    ({"verify_every": 1.5}, ["verify_every is 1.5", "whole number"]),
+    ({"gradient_buckets": "all"}, ["gradient_buckets is 'all'", "Sequence"]),
+    ({"gradient_buckets": [("head", "head.weight")]}, ["gradient_buckets.0.1 is 'head.weight'"]),
+    ({"gradient_buckets": [("head",)]}, ["gradient_buckets.0.1 is ('head',)", "required"]),
+    ({"timeout_s": 0.0}, ["timeout_s is 0.0", "greater than 0"]),
+    ({"timeout_s": math.inf}, ["timeout_s is inf", "finite"]),
+    ({"emulate_slow": {1: 0.5}}, ["emulate_slow.1 is 0.5", "than or equal to 1"]),
+    ({"anchr": 3}, ["anchr is 3", "unknown", "anchor, overhead_target, "]),
+    ({"stop_when": True}, ["stop_when is True", "callable"]),
 ]
 
 
@@ -80,28 +76,36 @@ BAD = [
 def test_bad_options_are_refused_at_once(options, words):
     with pytest.raises(ConfigError) as caught:
         DdpConfig(**options)
-    assert words in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speed_hint": (1.0, 0.5, 0.5)}, "3 numbers for a team of 2; give one for each rank"),
-        ({"partition_ratios": (1.0,)}, "1 numbers for a team of 2"),
-        ({"emulate_slow": {2: 3.0}}, "emulate_slow names rank 2, but the team has ranks 0 to 1"),
-        ({"speed_hint": {2: 3.0}}, "speed_hint names rank 2, but the team has ranks 0 to 1"),
+        (
+            {"speed_hint": (1.0, 0.5, 0.5)},
+            ["speed_hint is (1.0, 0.5, 0.5)", "2 ranks"],
+        ),
+        ({"partition_ratios": (1.0,)}, ["partition_ratios is (1.0,)", "2 ranks"]),
+        (
+            {"emulate_slow": {2: 3.0}},
+            ["emulate_slow is {2: 3.0}", "2 ranks"],
+        ),
+        ({"speed_hint": {2: 3.0}}, ["speed_hint is {2: 3.0}", "2 ranks"]),
     ],
 )
 def test_options_that_do_not_fit_the_team_are_refused(options, words):
     config = DdpConfig(**options)
     with pytest.raises(ConfigError) as caught:
         config.check_team(2)
-    assert words in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("ratio", [True, np.True_, "2", 0.5, math.inf])
 def test_a_ratio_that_slows_no_rank_is_refused(ratio):
-    with pytest.raises(ConfigError, match="give a finite number of 1 or more, or name another"):
+    with pytest.raises(ConfigError, match=r"ratio is .*a finite number of 1 or more"):
         DdpConfig().with_speed_hint(1, ratio)
 
 
@@ -165,11 +169,11 @@ def test_every_front_door_refuses_with_the_same_words(option, value):
     with pytest.raises(ConfigError) as caught:
         DdpConfig(**{option: value})
     words = str(caught.value)
-    assert re.fullmatch(rf"{option} is {value}; give (.* or more|.* or less|more than 0)", words)
+    assert words.startswith(f"{option} is {value}: ")
     with pytest.raises(ConfigError, match=re.escape(words)):
         Ddp.builder(print, print, print, **{option: value}).run()
     for schema in (RunConfig, ClassifyRunConfig):
-        with pytest.raises(ConfigError, match=re.escape(words.replace(";", ":"))):
+        with pytest.raises(ConfigError, match=re.escape(words)):
             load_config(schema, None, [f"{option}={value}"])
 
 

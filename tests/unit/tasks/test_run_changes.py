@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from evener.config.pretrain import RunConfig
+from evener.config.runs import RunConfig
 from evener.tasks.run_changes import check_changes
 
 MODEL = b'{"hidden_size": 8}'

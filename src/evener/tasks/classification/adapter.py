@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from evener.config.classify import LoraConfig
+from evener.config.runs import LoraConfig
 from evener.devices import copied
 from evener.errors import ConfigError
 from evener.files import read_json, require_regular

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from evener.config.classify import ClassifyModelConfig
 from evener.config.loading import load_config
-from evener.config.runs import ModelConfig
+from evener.config.runs import ClassifyModelConfig, ModelConfig
 from evener.errors import ConfigError
 from evener.files import blake2b, require_regular
 from evener.tasks.classification.encoding import TextEncoder

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from evener.closing import Closing
-from evener.config.classify import ClassifyConfig
+from evener.config.runs import ClassifyConfig
 from evener.config.settings import DdpConfig
 from evener.data.cursor import derive_seed
 from evener.ddp import Ddp

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evener.config.classify import ClassifyConfig, ClassifyModelConfig
 from evener.config.loading import load_config
+from evener.config.runs import ClassifyConfig, ClassifyModelConfig
 from evener.devices import copied, move
 from evener.errors import ConfigError, DataError, EvenerError
 from evener.files import new_folder

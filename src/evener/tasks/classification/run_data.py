@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evener.config.classify import ClassifyRunConfig
+from evener.config.runs import ClassifyRunConfig
 from evener.engine.team import Team
 from evener.errors import DataError
 from evener.tasks.classification.label_files import given_records, read_labelled

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from evener.checkpoint import Checkpoint
-from evener.config.classify import ClassifyRunConfig
+from evener.config.runs import ClassifyRunConfig
 from evener.errors import CheckpointError
 from evener.tasks.classification.adapter import adapter_settings
 from evener.tasks.classification.baseline import linear_accuracy

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from evener.checkpoint import find_newest
 from evener.config.folders import CHECKPOINTS
-from evener.config.pretrain import RunConfig
+from evener.config.runs import RunConfig
 from evener.tasks.job import Job
 from evener.tasks.text.bpe import trained_tokenizer
 from evener.tasks.text.corpus import Corpus, prepare_corpus

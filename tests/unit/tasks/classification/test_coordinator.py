@@ -300,8 +300,8 @@ def test_a_bad_text_is_named_by_its_place_in_the_whole_list() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"emulate_slow": {5: 2.0}}, "emulate_slow names rank 5, .* 0 to 1"),
-        ({"partition_ratios": [1, 2, 3]}, "partition_ratios is .*, 3 numbers for a team of 2"),
+        ({"emulate_slow": {5: 2.0}}, "emulate_slow is .*5: 2.0.*2 ranks"),
+        ({"partition_ratios": [1, 2, 3]}, "partition_ratios is .*the team has 2 ranks"),
     ],
 )
 def test_a_replica_that_is_not_there_is_named_and_no_thread_is_left(

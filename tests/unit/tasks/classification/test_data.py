@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from evener.config.classify import ClassifyRunConfig
 from evener.config.loading import load_config
+from evener.config.runs import ClassifyRunConfig
 from evener.errors import ConfigError, DataError
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.classification.run_data import load_data

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator
-from evener.config.classify import ClassifyRunConfig
 from evener.config.options import TaskOptions
+from evener.config.runs import ClassifyRunConfig
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from evener.tasks.classification.task import TextClassifier
 from evener.tasks.job import Job

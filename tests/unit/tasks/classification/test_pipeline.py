@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from evener.comm.base import Communicator
-from evener.config.classify import ClassifyModelConfig
+from evener.config.runs import ClassifyModelConfig
 from evener.errors import ConfigError, EvenerError
 from evener.tasks.classification.encoding import EncodedSamples, TextEncoder
 from evener.tasks.classification.head import find_head, fit_head

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.config.classify import ClassifyModelConfig
+from evener.config.runs import ClassifyModelConfig
 from evener.errors import ConfigError
 from evener.tasks.classification.encoding import TextEncoder
 from evener.tasks.classification.pipeline import ClassifyPipeline
