@@ -97,22 +97,26 @@ def summarise(training: Description) -> dict[str, Any]:
     return {**few, "model, optimizers and schedulers": digest}
 
 
-def check_consistency(ranks: Sequence[Description]) -> None:
+def check_consistency(
+    ranks: Sequence[Description], what: str = "rank", numbers: Sequence[int] | None = None
+) -> None:
     """Refuse ranks that run different versions, or train differently.
 
     Args:
         ranks: What ``describe_training``, or ``describe_versions``, gave on each rank, in rank
             order.
+        what: What they are called in the message.
+        numbers: Their numbers there; from 0 by default.
 
     Raises:
         ConfigError: Names the first difference, the two ranks, and the remedy.
     """
-    first = ranks[0]
-    for rank, other in enumerate(ranks):
+    first, numbers = ranks[0], numbers or range(len(ranks))
+    for number, other in zip(numbers, ranks, strict=True):
         for name in {**first, **other}:
             mine, theirs = first.get(name), other.get(name)
             if mine != theirs:
                 raise ConfigError(
-                    f"rank {rank} and rank 0 differ in {name}: {theirs!r} instead of {mine!r}; "
-                    "give every rank the same"
+                    f"{what} {number} and {what} {numbers[0]} differ in {name}: {theirs!r} instead "
+                    f"of {mine!r}; give every {what} the same"
                 )
