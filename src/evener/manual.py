@@ -51,8 +51,8 @@ class _Line:
     def close(self) -> None:
         """Close the connection, whoever uses it."""
         self.comm.close()
-        if self in _lines.values():
-            _lines.clear()
+        for environment in [place for place, line in _lines.items() if line is self]:
+            del _lines[environment]
             atexit.unregister(self.close)
             tell(place=LEFT)
 
