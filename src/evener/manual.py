@@ -6,24 +6,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, Final, Literal, final
+from typing import Final, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
-from evener.averaging.replicas import Entry, copy_from_first, hand_out, sum_gradients
+from evener.averaging.replicas import copy_from_first, hand_out, sum_gradients
 from evener.closing import Closing
 from evener.comm.base import Communicator
 from evener.devices import count_accelerators, move
-from evener.errors import ConfigError, NonFiniteGradientError
+from evener.errors import CollectiveMismatchError, ConfigError, NonFiniteGradientError
 from evener.loop.consistency import check_consistency, describe_versions
-from evener.team.backends import check_backend, connect_team
+from evener.parsing import short
+from evener.team.backends import connect_team
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
 from evener.team.environment import DistributedTrainConfig
 from evener.team.members import Member, describe_self, hardware_summary
-from evener.team.placement import device_by_number, devices_of_host
+from evener.team.placement import deal_devices, devices_of_host
 from evener.team.terminal import say
 
 _Named = Mapping[str, Tensor]
@@ -31,7 +31,7 @@ _Named = Mapping[str, Tensor]
 
 @dataclass(eq=False, slots=True)
 class _Line:
-    """The connection that all ``Replicas`` of a process share, and that the last of them closes.
+    """A connection, which the last of the ``Replicas`` that use it closes.
 
     One for all replicas of a process (a GAN wraps two networks): the port of the team serves one
     connection at a time, and ranks that are in different calls then find out at once. A
@@ -40,38 +40,7 @@ class _Line:
 
     comm: Communicator
     backend: str
-    environment: DistributedTrainConfig
-    num_users: int = 1
-
-    @classmethod
-    def open(
-        cls,
-        environment: DistributedTrainConfig,
-        backend: str,
-        device: torch.device,
-        timeout_s: float,
-        communicator: Communicator | None,
-    ) -> "_Line":
-        """Connect, or share the connection that is there already; see ``wrap``."""
-        check_backend(backend)
-        line = None if communicator is not None else _lines.get(environment)
-        if line is None:
-            connected = connect_team(
-                environment, backend, "by hand", device, timeout_s, communicator
-            )
-            line = cls(connected, backend, environment)
-            if communicator is None:
-                _lines[environment] = line
-                # Many scripts never close, and process groups that outlive the interpreter abort.
-                atexit.register(line.close)
-            return line
-        if line.backend != backend:
-            raise ConfigError(
-                f"backend is {backend!r}, but replicas wrapped before use {line.backend!r}; give "
-                "the same to every Ddp.wrap of a script"
-            )
-        line.num_users += 1
-        return line
+    num_users: int = 0
 
     def release(self) -> None:
         """End a use; the last one closes the connection."""
@@ -82,13 +51,38 @@ class _Line:
     def close(self) -> None:
         """Close the connection, whoever uses it."""
         self.comm.close()
-        if _lines.get(self.environment) is self:
-            del _lines[self.environment]
+        for environment in [place for place, line in _lines.items() if line is self]:
+            del _lines[environment]
             atexit.unregister(self.close)
             tell(place=LEFT)
 
 
 _lines: Final[dict[DistributedTrainConfig, _Line]] = {}
+
+
+def _connect(
+    environment: DistributedTrainConfig,
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    communicator: Communicator | None,
+) -> _Line:
+    """Connect, or share the connection that is there already; see ``wrap``."""
+    line = _lines.get(environment) if communicator is None else None
+    if line is None:
+        comm = connect_team(environment, backend, "by hand", device, timeout_s, communicator)
+        line = _Line(comm, backend)
+        if communicator is None:
+            _lines[environment] = line
+            # Many scripts never close, and process groups that outlive the interpreter abort.
+            atexit.register(line.close)
+    elif line.backend != backend:
+        raise ConfigError(
+            f"backend is {backend!r}, but replicas wrapped before use {line.backend!r}; give the "
+            "same to every Ddp.wrap of a script"
+        )
+    line.num_users += 1
+    return line
 
 
 @final
@@ -101,8 +95,9 @@ class Replicas(Closing):
     all ``Replicas`` of a process, which share one connection.
 
     Models may change between calls (grow, freeze parameters, gain a layer), as long as all
-    replicas change alike. What differs is refused on every process, with the first difference
-    named and nothing changed.
+    replicas change alike. ``Ddp.wrap`` compares them and names the first difference. After that
+    each call carries a digest of its tensors' layout: where processes differ in it, all of them
+    raise ``CollectiveMismatchError``, with nothing changed, and the connection has ended.
 
     Attributes:
         models: This process's replicas.
@@ -133,7 +128,6 @@ class Replicas(Closing):
         self._comm = line.comm
         self._non_finite = non_finite
         self._num_averages = 0
-        self._agree(self._tensors(), "Ddp.wrap")
 
     @property
     def is_main_process(self) -> bool:
@@ -147,9 +141,10 @@ class Replicas(Closing):
         has grown by layers with random weights.
 
         Raises:
-            ConfigError: Replicas differ in names, shapes or dtypes.
+            ConfigError: Replicas of this process differ in names, shapes or dtypes.
+            CollectiveMismatchError: Those of other processes do.
         """
-        self._copy(self._tensors(), "sync_params")
+        self._copy([_tensors(model) for model in self.models], "sync_params")
 
     def sync_buffers(self) -> None:
         """Copy the buffers of replica 0 (BatchNorm's statistics, ...) over those of all others.
@@ -157,7 +152,8 @@ class Replicas(Closing):
         Besides ``sync_params`` nothing touches buffers: until then each replica keeps its own.
 
         Raises:
-            ConfigError: Replicas differ in names, shapes or dtypes.
+            ConfigError: Replicas of this process differ in names, shapes or dtypes.
+            CollectiveMismatchError: Those of other processes do.
         """
         self._copy([dict(m.named_buffers()) for m in self.models], "sync_buffers")
 
@@ -187,8 +183,9 @@ class Replicas(Closing):
 
         Raises:
             ConfigError: Neither one count for each replica here nor for each of all, a negative
-                one, zeros only over all processes, lists of all that differ between processes, or
-                replicas that differ; on every process, with gradients unchanged.
+                one, replicas of this process that differ; on every process where counts are 0 on
+                all. Gradients are unchanged.
+            CollectiveMismatchError: Lists of all, or replicas, differ between processes.
             NonFiniteGradientError: On every process, with gradients unchanged; not with
                 ``non_finite="propagate"``.
         """
@@ -210,15 +207,12 @@ class Replicas(Closing):
             ConfigError: Not one value for each replica, or bad weights; on every process.
         """
         weights = [1.0] * len(self.models) if weights is None else weights
-        problem = self._problem("values", values) or self._problem(
-            "weights", weights, are_counts=True
-        )
-        sums = [0.0, 0.0]
-        if not problem:
-            pairs = zip(values, weights, strict=True)
-            sums = [_sum([float(v) * w if w else 0.0 for v, w in pairs]), _sum(weights)]
-        rows = self._meet("weighted_mean", problem, (), sums)
-        return _sum([row[0] for row in rows]) / self._total("weights", [row[1] for row in rows])
+        own = self._numbers("values", values), self._numbers("weights", weights, are_weights=True)
+        pairs = [(value * weight, weight) for value, weight in zip(*own, strict=True) if weight]
+        sums = [math.fsum(numbers) for numbers in zip(*pairs, strict=True)] or [0.0, 0.0]
+        rows = self._comm.all_gather_rows(sums, what="weighted_mean")
+        total = self._total("weights", [weight for _, weight in rows])
+        return math.fsum(value for value, _ in rows) / total
 
     def close(self) -> None:
         """Leave the team; models and gradients stay as they are. Idempotent, not collective."""
@@ -226,16 +220,8 @@ class Replicas(Closing):
         if line is not None:
             line.release()
 
-    def _tensors(self) -> list[_Named]:
-        return [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in self.models]
-
-    def _agree(self, replicas: Sequence[_Named], what: str) -> None:
-        """Refuse replicas of which one differs."""
-        layout, problem = _read_layout(replicas, self.first)
-        self._meet(what, problem, layout, [])
-
     def _copy(self, replicas: Sequence[_Named], what: str) -> None:
-        self._agree(replicas, what)
+        self._meet(what, replicas)
         copy_from_first(self._comm, replicas, what=what)
 
     def _average(self, what: str, counts: Sequence[float]) -> None:
@@ -243,89 +229,78 @@ class Replicas(Closing):
             {name: p for name, p in model.named_parameters() if p.requires_grad}
             for model in self.models
         ]
-        layout, problem = _read_layout(replicas, self.first, gradients=True)
-        problem = self._problem("batch_counts", counts, are_counts=True, of_all=True) or problem
-        everyone: list[float] = []
-        if not problem and len(counts) == self.world_size > len(self.models):
-            everyone = [float(count) for count in counts]
-            counts = everyone[self.first : self.first + len(self.models)]
-        rows = self._meet(
-            what, problem, layout, [0.0 if problem else _sum(counts)], everyone=everyone
-        )
-        total = self._total("batch_counts", [row[0] for row in rows])
-        factors = [count / total for count in counts]
-        sums, are_finite = sum_gradients(
-            self._comm, self.devices[0], replicas, layout, factors, what=what
-        )
+        numbers = self._numbers("batch_counts", counts, are_weights=True, of_all=True)
+        _check_gradients(replicas, self.first)
+        num_own, everyone = len(self.models), ""
+        if len(numbers) > num_own:
+            everyone = str(numbers)
+            numbers = numbers[self.first : self.first + num_own]
+        rows = self._meet(what, replicas, everyone, [math.fsum(numbers)])
+        total = self._total("batch_counts", [count for (count,) in rows])
+        factors = [number / total for number in numbers]
+        sums, are_finite = sum_gradients(self._comm, self.devices[0], replicas, factors, what=what)
         if self._non_finite == "raise" and not are_finite:
-            raise self._non_finite_error(what, replicas, counts)
+            raise self._non_finite_error(what, replicas, numbers)
         hand_out(replicas, sums)
         self._num_averages += 1
 
     def _meet(
         self,
         what: str,
-        problem: str,
-        layout: tuple[Entry, ...],
-        payload: Sequence[float],
-        everyone: Sequence[float] = (),
+        replicas: Sequence[_Named],
+        counts: str = "",
+        row: Sequence[float] = (),
     ) -> list[list[float]]:
-        """Exchange a row before any tensor, so that what is refused is refused everywhere.
+        """Exchange a row before any tensor; its label tells layouts and counts apart.
 
         Args:
             what: The call.
-            problem: What is wrong with its arguments here, if anything is.
-            layout: Must be the same on every process.
-            payload: Numbers for the others, which are returned.
-            everyone: Counts of all replicas, which must be the same on every process, too.
-        """
-        words = _in_words(layout)
-        digest = hashlib.blake2b(repr((words, *everyone)).encode(), digest_size=6).digest()
-        # 48 bits tell layouts apart, and are exact in float64.
-        row = [float(bool(problem)), float(int.from_bytes(digest)), *payload]
-        rows = self._comm.all_gather_rows(row, what=what)
-        if any(r[0] for r in rows) or len({r[1] for r in rows}) > 1:
-            note = {
-                "problem": problem,
-                "first": self.first,
-                "layout": words,
-                "counts": list(everyone),
-            }
-            notes = self._comm.all_gather_json(note, what=f"why {what} is refused")
-            raise ConfigError(f"{what}: {_refusal(notes)}")
-        return [r[2:] for r in rows]
+            replicas: What it is about.
+            counts: Those of all replicas, where they are given.
+            row: Numbers for the others.
 
-    def _problem(
+        Returns:
+            The rows of all processes.
+        """
+        layouts = [_layout(named) for named in replicas]
+        check_consistency(dict(enumerate(layouts, self.first)), "replica")
+        digest = hashlib.blake2b(repr((layouts[0], counts)).encode(), digest_size=4).hexdigest()
+        label = f"{what}({short(counts)[1:-1]}), layout {digest} of {len(layouts[0])} tensors"
+        try:
+            return self._comm.all_gather_rows(row, what=label)
+        except CollectiveMismatchError as error:
+            error.add_note(
+                "evener: replicas must have the same tensors, frozen alike, and must change "
+                f"alike; here: {short(layouts[0])}"
+            )
+            raise
+
+    def _numbers(
         self,
         name: str,
         values: Sequence[float],
         *,
-        are_counts: bool = False,
+        are_weights: bool = False,
         of_all: bool = False,
-    ) -> str:
-        """Why these are not a number for each replica here; the other processes must hear of it.
-
-        Args:
-            name: Of the argument.
-            values: The numbers.
-            are_counts: They must be finite, and 0 or more.
-            of_all: They may also be one for each replica of all processes.
-        """
-        replicas = f"for each of its {len(self.models)} replicas"
-        if of_all and self.world_size > len(self.models):
-            replicas += f", or of all {self.world_size}"
+    ) -> list[float]:
+        """Return an argument's numbers, one for each replica here, or ``of_all`` processes."""
+        sizes = [len(self.models), self.world_size if of_all else len(self.models)]
         try:
             numbers = [float(value) for value in values]
         except (TypeError, ValueError):  # a bare number, perhaps
-            return f"rank {self.rank}: {name} is {values!r}; give a list with a number {replicas}"
-        if len(numbers) != len(self.models) and not (of_all and len(numbers) == self.world_size):
-            return f"rank {self.rank}: {name} is {list(values)}, which is not one {replicas}"
-        if are_counts and not all(0 <= number < math.inf for number in numbers):
-            return f"rank {self.rank}: {name} is {list(values)}; give finite numbers of 0 or more"
-        return ""
+            numbers = []
+        if len(numbers) not in sizes:
+            all_of_them = f" or for each of all {sizes[1]}" if sizes[1] > sizes[0] else ""
+            raise ConfigError(
+                f"{name} is {values!r}; give a list with a number for each of the {sizes[0]} "
+                f"replicas of rank {self.rank}{all_of_them}"
+            )
+        if are_weights and not all(0 <= number < math.inf for number in numbers):
+            raise ConfigError(f"{name} is {values!r}; give finite numbers of 0 or more")
+        return numbers
 
-    def _total(self, name: str, counts: Sequence[float]) -> float:
-        total = _sum(counts)
+    def _total(self, name: str, weights: Sequence[float]) -> float:
+        total = math.fsum(weights)
         if total == 0:
             raise ConfigError(
                 f"{name} are 0 on all {self.world_size} replicas, so there is no mean; leave the "
@@ -334,32 +309,30 @@ class Replicas(Closing):
         return total
 
     def _non_finite_error(
-        self, what: str, replicas: Sequence[Mapping[str, nn.Parameter]], counts: Sequence[float]
+        self, what: str, replicas: Sequence[_Named], counts: Sequence[float]
     ) -> NonFiniteGradientError:
-        found = [
-            {"parameter": name, "replica": self.first + number}
-            for number, (parameters, count) in enumerate(zip(replicas, counts, strict=True))
-            for name, p in parameters.items()
+        found = (
+            [name, number]
+            for number, (named, count) in enumerate(zip(replicas, counts, strict=True), self.first)
+            for name, p in named.items()
             if count and p.grad is not None and not bool(p.grad.isfinite().all())
-        ]
-        own: dict[str, Any] = found[0] if found else {"parameter": None}
-        notes = self._comm.all_gather_json(own, what=f"why {what} is refused")
+        )
+        notes = self._comm.all_gather_json(next(found, None), what=f"why {what} is refused")
+        rank = next((rank for rank, note in enumerate(notes) if note), 0)
+        name, replica = notes[rank] or (None, None)
         text = (
             "gradients are finite on each replica and their weighted mean is not; they are too "
             "large for their dtype: lower the learning rate"
         )
-        culprits = [rank for rank, note in enumerate(notes) if note["parameter"] is not None]
-        rank = culprits[0] if culprits else 0
-        parameter = notes[rank]["parameter"]
-        if culprits:
+        if name is not None:
             text = (
-                f"the gradient of {parameter!r} on replica {notes[rank]['replica']} (rank {rank}) "
-                "holds an inf or a NaN, so nothing was averaged; lower the learning rate, or wrap "
-                "with non_finite='propagate' where a GradScaler shall see it"
+                f"the gradient of {name!r} on replica {replica} (rank {rank}) holds an inf or a "
+                "NaN, so nothing was averaged; lower the learning rate, or wrap with "
+                "non_finite='propagate' where a GradScaler shall see it"
             )
         number = self._num_averages
         return NonFiniteGradientError(
-            f"{what} number {number}: {text}", rank=rank, parameter=parameter, window=number
+            f"{what} number {number}: {text}", rank=rank, parameter=name, window=number
         )
 
 
@@ -409,11 +382,11 @@ def wrap(
     environment = environment or DistributedTrainConfig.from_env()
     where = place(chosen, devices, environment)
     apply_threads(environment)
-    line = _Line.open(environment, backend, where[0], timeout_s, communicator)
+    line = _connect(environment, backend, where[0], timeout_s, communicator)
     try:
         for model, device in zip(chosen, where, strict=True):
             move(model, device)
-        members, first = _introduce(line.comm, where, environment)
+        members, first = _introduce(line.comm, chosen, where, environment)
         replicas = Replicas(
             chosen, where, line, non_finite=non_finite, members=members, first=first
         )
@@ -437,11 +410,6 @@ def _check_models(models: Sequence[nn.Module]) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model {number} is a {type(model).__name__}; give torch modules")
         for name, parameter in model.named_parameters():
-            if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
-                raise ConfigError(
-                    f"parameter {name!r} of model {number} has no values yet (it is lazy, or on "
-                    "the meta device); materialise the model before Ddp.wrap"
-                )
             other, its_name = owner.setdefault(id(parameter), (number, name))
             if other != number:
                 raise ConfigError(
@@ -466,129 +434,61 @@ def place(
     Raises:
         ConfigError: A device is unknown or not there, or there are not as many as models.
     """
-    counts = count_accelerators()
-    if isinstance(devices, str | torch.device):
-        name = str(devices)
-        if name in ("auto", "accelerator", *counts):
-            first = environment.local_rank * len(models)
-            wanted = environment.backend.value if name == "auto" else name
-            return tuple(
-                torch.device(device_by_number(wanted, first + i, environment, counts))
-                for i in range(len(models))
-            )
-        devices = [name] * len(models)
-    if len(devices) != len(models):
+    names = deal_devices(devices, environment, len(models))
+    if not names:
+        each = [devices] * len(models) if isinstance(devices, str | torch.device) else devices
+        names = devices_of_host(each, count_accelerators())
+    if len(names) != len(models):
         raise ConfigError(
-            f"{len(models)} models, but {len(devices)} devices ({list(devices)}); give one device "
+            f"{len(models)} models, but {len(names)} devices ({', '.join(names)}); give one device "
             "for each model of this process"
         )
-    return tuple(torch.device(name) for name in devices_of_host(devices, counts))
+    return tuple(map(torch.device, names))
 
 
 # ── what replicas have in common ─────────────────────────────────────────────────────────────────
 
 
 def _introduce(
-    comm: Communicator, devices: Sequence[torch.device], environment: DistributedTrainConfig
+    comm: Communicator,
+    models: Sequence[nn.Module],
+    devices: Sequence[torch.device],
+    environment: DistributedTrainConfig,
 ) -> tuple[tuple[Member, ...], int]:
-    """Return all replicas, and the number of the first one here."""
+    """Compare all replicas; return them, and the number of the first one here."""
     own = [asdict(describe_self(i, environment.local_rank, d)) for i, d in enumerate(devices)]
-    notes = comm.all_gather_json([describe_versions(), own], what="greetings of replicas")
-    check_consistency({rank: versions for rank, (versions, _) in enumerate(notes)})
-    counts = [len(members) for _, members in notes]
-    numbered = enumerate(chain.from_iterable(members for _, members in notes))
+    layouts = [{**describe_versions(), **_layout(_tensors(model))} for model in models]
+    greetings = comm.all_gather_json([own, layouts], what="greetings of replicas")
+    replicas = chain.from_iterable(there for _, there in greetings)
+    check_consistency(dict(enumerate(replicas)), "replica")
+    counts = [len(members) for members, _ in greetings]
+    numbered = enumerate(chain.from_iterable(members for members, _ in greetings))
     members = tuple(Member(**{**member, "rank": number}) for number, member in numbered)
     return members, sum(counts[: comm.rank])
 
 
-def _read_layout(
-    replicas: Sequence[_Named], first: int, *, gradients: bool = False
-) -> tuple[tuple[Entry, ...], str]:
-    """Look at this process's replicas.
+def _tensors(model: nn.Module) -> _Named:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-    Args:
-        replicas: Tensors by name, a mapping for each replica.
-        first: Number of the first of them among all.
-        gradients: Also look whether their gradients can be averaged.
 
-    Returns:
-        Names, shapes and dtypes sorted by name, and what is wrong, if anything is.
-    """
-    layouts = [
-        tuple((name, tuple(named[name].shape), named[name].dtype) for name in sorted(named))
-        for named in replicas
-    ]
-    for number, layout in enumerate(layouts):
-        if layout != layouts[0]:
-            words = _in_words(layouts[0]), _in_words(layout)
-            return layouts[0], _first_difference(*words, first, first + number)
-    for number, named in enumerate(replicas if gradients else ()):
+def _layout(named: _Named) -> dict[str, str]:
+    """Return shapes and dtypes in words, sorted by name."""
+    return {
+        name: f"{list(named[name].shape)} {str(named[name].dtype).removeprefix('torch.')}"
+        for name in sorted(named)
+    }
+
+
+def _check_gradients(replicas: Sequence[_Named], first: int) -> None:
+    """Refuse gradients that cannot be averaged."""
+    for number, named in enumerate(replicas, first):
         for name, tensor in named.items():
-            if problem := _gradient_problem(tensor):
-                place = f"the gradient of {name!r} on replica {first + number}"
-                return layouts[0], f"{place} {problem}"
-    return layouts[0], ""
-
-
-def _in_words(layout: Sequence[Entry]) -> dict[str, str]:
-    """Return a layout as it travels: shapes and dtypes in words, by name."""
-    return {n: f"{list(shape)} {str(dtype).removeprefix('torch.')}" for n, shape, dtype in layout}
-
-
-def _first_difference(
-    left: Mapping[str, str], right: Mapping[str, str], left_number: int, right_number: int
-) -> str:
-    """Return the first difference of two layouts in words, by name; empty where there is none."""
-    for name in sorted({*left, *right}):
-        mine, theirs = left.get(name), right.get(name)
-        if mine == theirs:
-            continue
-        if mine and theirs:
-            what = (
-                f"{name!r} is {theirs} on replica {right_number} and {mine} on replica "
-                f"{left_number}"
-            )
-        else:
-            has, lacks = (left_number, right_number) if mine else (right_number, left_number)
-            what = f"replica {has} has {name!r} and replica {lacks} has not, or has it frozen"
-        return f"{what}; replicas need the same architecture, and must change it alike"
-    return ""
-
-
-def _gradient_problem(parameter: Tensor) -> str:
-    gradient = parameter.grad
-    if gradient is None:
-        return ""
-    if gradient.layout is not torch.strided:
-        return "is sparse; replicas exchange dense gradients: use sparse=False in its layer"
-    if gradient.shape != parameter.shape:
-        return (
-            f"has shape {list(gradient.shape)}, its parameter {list(parameter.shape)}; call "
-            "zero_grad() after a model has changed its size"
-        )
-    return ""
-
-
-def _refusal(notes: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is wrong, in the same words on every process."""
-    for rank, note in enumerate(notes):
-        if note["problem"]:
-            return f"{note['problem']} (rank {rank})" if len(notes) > 1 else str(note["problem"])
-    for note in notes:
-        if text := _first_difference(notes[0]["layout"], note["layout"], 0, note["first"]):
-            return text
-    for rank, note in enumerate(notes):
-        if note["counts"] != notes[0]["counts"]:
-            given = [f"all {n['counts']}" if n["counts"] else "its own" for n in (notes[0], note)]
-            return (
-                f"batch_counts are of {given[0]} on rank 0 and of {given[1]} on rank {rank}; give "
-                "every process the same list of all replicas, or each process its own replicas'"
-            )
-    return "replicas differ; build the same model on every process"
-
-
-def _sum(values: Sequence[float]) -> float:
-    total = 0.0
-    for value in values:  # from the left: sum() rounds differently from 3.12 on
-        total += value
-    return total
+            gradient = tensor.grad
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided or gradient.shape != tensor.shape:
+                raise ConfigError(
+                    f"the gradient of {name!r} on replica {number} is {list(gradient.shape)}, "
+                    f"{gradient.layout}, and its parameter {list(tensor.shape)}; replicas exchange "
+                    "dense gradients (sparse=False): call zero_grad() after a model has changed"
+                )

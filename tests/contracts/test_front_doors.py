@@ -215,9 +215,11 @@ def test_devices_of_a_list_may_be_numbers() -> None:
     assert devices_of_host([0, 1], two) == ("cuda:0", "cuda:1")
     assert devices_of_host([1, "cpu"], {"xpu": 2}) == ("xpu:1", "cpu")
     for bad in ([2], [-1], [0, 2]):
-        with pytest.raises(ConfigError, match="number, but torch finds 2 cuda devices here; numb"):
+        with pytest.raises(ConfigError, match=r"torch finds 2 cuda devices here; .* from 0"):
             devices_of_host(bad, two)
-    with pytest.raises(ConfigError, match=r"devices is \[0, True\], which holds True; give names"):
+    with pytest.raises(
+        ConfigError, match=r"devices is \[0, True\], but torch finds .* list such as"
+    ):
         devices_of_host([0, True], two)
     with pytest.raises(ConfigError, match=r"devices is \[0, 1\].*torch finds no accelerator"):
         devices_of_host([0, 1], {})

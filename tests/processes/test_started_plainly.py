@@ -23,7 +23,7 @@ def sandbox(tmp_path):
 
 
 def test_an_unguarded_script_trains_on_all_its_devices(sandbox):
-    """Arguments, current folder and interpreter options are those of the plain start."""
+    """Arguments and interpreter options are those of the plain start."""
     script = sandbox.script(
         SETUP + "os.makedirs('elsewhere', exist_ok=True); os.chdir('elsewhere')\n"
         "with setup() as ddp:\n"
@@ -41,27 +41,6 @@ def test_an_unguarded_script_trains_on_all_its_devices(sandbox):
     assert sandbox.mailbox.rest() == [f"0 {seen}", f"1 {seen}"]
     assert "script.py was started plainly: running it once for each of cpu, cpu" in ended.err
     assert ended.err.count("team of 2:") == 1
-
-
-@pytest.mark.parametrize("runner", [pytest.param("cProfile", marks=pytest.mark.long), "pytest"])
-def test_an_installed_program_that_runs_the_script_is_not_started_again(sandbox, runner):
-    """It would do everything else again, too: profile each rank, run every test before."""
-    script = sandbox.script(
-        SETUP + "def test_setup():\n"
-        "    try:\n"
-        "        setup()\n"
-        "    except evener.ConfigError as error:\n"
-        "        tell(str(error))\n"
-        "if __name__ == '__main__':\n"
-        "    test_setup()\n",
-        name="test_script.py",
-    )
-    ended = sandbox.start(sys.executable, "-m", runner, script.name).end()
-    assert ended.code == 0, ended.err
-    (said,) = sandbox.mailbox.rest()
-    assert "the script is run by " in said
-    assert runner in said
-    assert "evener launch SCRIPT" in said
 
 
 def test_a_module_of_a_package_is_started_again_as_a_module(sandbox):

@@ -1,6 +1,5 @@
 """Averages and copies tensors over replicas of a model: several in a process, in many processes."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -8,9 +7,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from evener.comm.base import Communicator
-
-#: One tensor of a layout: name, shape, dtype.
-Entry = tuple[str, tuple[int, ...], torch.dtype]
 
 
 @torch.no_grad()
@@ -45,7 +41,6 @@ def sum_gradients(
     comm: Communicator,
     device: torch.device,
     replicas: Sequence[Mapping[str, Parameter]],
-    layout: Sequence[Entry],
     factors: Sequence[float],
     *,
     what: str,
@@ -59,8 +54,7 @@ def sum_gradients(
         comm: The processes.
         device: Where this process adds up and exchanges.
         replicas: Trainable parameters by name, a mapping for each replica of this process. Their
-            gradients stay as they are.
-        layout: Their names, shapes and dtypes, in one order on every process.
+            gradients stay as they are. Names, shapes and dtypes are the same everywhere.
         factors: One for each replica; with 0 its gradients are not looked at.
         what: Names the exchange in errors.
 
@@ -68,27 +62,29 @@ def sum_gradients(
         The sums by name, ``None`` where no replica has a gradient; and whether all of them are
         finite, with the same answer on every process.
     """
-    by_dtype: dict[torch.dtype, list[Entry]] = {}
-    for entry in layout:
-        by_dtype.setdefault(torch.promote_types(entry[2], torch.float32), []).append(entry)
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name in sorted(replicas[0]):
+        dtype = torch.promote_types(replicas[0][name].dtype, torch.float32)
+        by_dtype.setdefault(dtype, []).append(name)
     sums: dict[str, Tensor | None] = {}
     are_finite = True
-    for dtype, entries in by_dtype.items():
-        sizes = [math.prod(shape) for _, shape, _ in entries]
-        flat = torch.zeros(sum(sizes) + len(entries), dtype=dtype, device=device)
-        *parts, counts = torch.split(flat, [*sizes, len(entries)])
-        found = [0.0] * len(entries)
+    for dtype, names in by_dtype.items():
+        sizes = [replicas[0][name].numel() for name in names]
+        flat = torch.zeros(sum(sizes) + len(names), dtype=dtype, device=device)
+        *parts, counts = torch.split(flat, [*sizes, len(names)])
+        found = [0.0] * len(names)
         for replica, factor in zip(replicas, factors, strict=True):
-            for number, (name, shape, _) in enumerate(entries):
+            for number, name in enumerate(names):
                 gradient = replica[name].grad
                 if factor and gradient is not None:
-                    parts[number].view(shape).add_(gradient.to(device, dtype), alpha=factor)
+                    part = parts[number].view(gradient.shape)
+                    part.add_(gradient.to(device, dtype), alpha=factor)
                     found[number] += 1
         counts.copy_(torch.tensor(found))
         comm.all_reduce(flat, what=what)
         are_finite = are_finite and bool(flat.isfinite().all())
-        for (name, shape, _), part, count in zip(entries, parts, counts.tolist(), strict=True):
-            sums[name] = part.view(shape) if count else None
+        for name, part, count in zip(names, parts, counts.tolist(), strict=True):
+            sums[name] = part.view(replicas[0][name].shape) if count else None
     return sums, are_finite
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from evener.comm.base import Communicator
-from evener.team.members import Member, absent
+from evener.team.members import Member
 from evener.team.membership import FixedMembership, Formed, GenerationWatch, Membership
 from evener.team.waits import WaitWatch
 
@@ -117,7 +117,7 @@ class Team:
         Of a rank that is gone, what it was stays known: summaries count what it has done.
         """
         known = {member.rank: member for member in people}
-        before = self.people or [absent(rank) for rank in range(self.world_size)]
+        before = self.people or [Member(rank=rank) for rank in range(self.world_size)]
         self.people = tuple(known.get(rank, before[rank]) for rank in range(self.world_size))
         for rank, member in known.items():
             self.names[rank] = member.member

@@ -97,11 +97,12 @@ def summarise(training: Description) -> dict[str, Any]:
     return {**few, "model, optimizers and schedulers": digest}
 
 
-def check_consistency(ranks: Mapping[int, Description]) -> None:
+def check_consistency(ranks: Mapping[int, Description], what: str = "rank") -> None:
     """Refuse ranks that run different versions, or train differently.
 
     Args:
         ranks: What ``describe_training``, or ``describe_versions``, gave, by rank.
+        what: What they are called in the message.
 
     Raises:
         ConfigError: Names the first difference, the two ranks, and the remedy.
@@ -112,6 +113,6 @@ def check_consistency(ranks: Mapping[int, Description]) -> None:
             mine, theirs = ranks[first].get(name), other.get(name)
             if mine != theirs:
                 raise ConfigError(
-                    f"rank {rank} and rank {first} differ in {name}: {theirs!r} instead of "
-                    f"{mine!r}; give every rank the same"
+                    f"{what} {rank} and {what} {first} differ in {name}: {theirs!r} instead of "
+                    f"{mine!r}; give every {what} the same"
                 )

@@ -1,33 +1,21 @@
 """``Ddp.builder``: a managed run, described option by option and then started."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self
 
-from evener.config.settings import DdpConfig, hint_forms
+from evener.config.settings import hint_forms
 from evener.errors import ConfigError
 from evener.managed.description import (
     MAX_FAILURES,
-    Data,
-    EpochFn,
+    OPTIONS,
     ManagedRun,
-    ModelHook,
-    SchedulerFn,
-    Sinks,
     describe,
     find_launched_place,
 )
-from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.handle import DdpHandle, InlineRun
 from evener.managed.workers import ProcessRun
-from evener.planning.guard import DivergenceGuard
-from evener.planning.policies import ApplyPolicy
-from evener.team.environment import AverageBackend
-from evener.team.placement import Devices
 
 _Arguments = ParamSpec("_Arguments")
-_Value = TypeVar("_Value")
-_Builder = TypeVar("_Builder", bound="DdpBuilder")
 
 
 def _takes_what(
@@ -37,23 +25,12 @@ def _takes_what(
     return lambda init: init
 
 
-class Option(Generic[_Value]):
-    """A method of ``DdpBuilder`` that sets the option of its name, and returns the builder."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, builder: _Builder, owner: type) -> Callable[[_Value], _Builder]:
-        return lambda value: builder.set_option(self._name, value)
-
-
 class DdpBuilder:
     """Describes a managed run; made by ``Ddp.builder``.
 
     Every option is a method, and a keyword of ``Ddp.builder`` with the same name; the last word
     counts. ``dataset``, ``batch_size`` and one of ``num_epochs`` and ``num_steps`` must be given.
-    All options of ``DdpConfig`` are among them, and mean the same; ``gradient_buckets``,
-    ``emulate_slow`` and ``stop_when`` are keywords alone.
+    All options of ``DdpConfig`` are among them, and mean the same.
 
     With several devices, functions and data travel by value into a process for each device: there
     they work on copies, so what they change outside of the model stays there. Numbers come back
@@ -124,46 +101,15 @@ class DdpBuilder:
         self._functions = (model_fn, optim_fn, train_fn)
         self._options = options
 
-    config = Option[DdpConfig]()
-    dataset = Option[Data]()
-    batch_size = Option[int]()
-    micro_batch_size = Option[int | Literal["auto"]]()
-    reduction = Option[Literal["mean", "sum"]]()
-    num_epochs = Option[int]()
-    num_steps = Option[int]()
-    devices = Option[Devices]()
-    policy = Option[str | ApplyPolicy]()
-    backend = Option[str | AverageBackend]()
-    precision = Option[str]()
-    collate_fn = Option[Callable[[list[Any]], Any]]()
-    num_workers = Option[int]()
-    scheduler = Option[SchedulerFn]()
-    checkpoint_every = Option[int]()
-    checkpoint_fn = Option[ModelHook]()
-    checkpoint_dir = Option[str | Path]()
-    resume = Option[str | Path]()
-    run_folder = Option[str | Path]()
-    epoch_fn = Option[EpochFn]()
-    eval_fn = Option[Callable[..., Any]]()
-    eval_dataset = Option[Data]()
-    eval_every = Option[int]()
-    metrics_fn = Option[Callable[[EpochMetrics], object]]()
-    seed = Option[int]()
-    sinks = Option[Sinks]()
-    max_grad_norm = Option[float]()
-    non_finite = Option[Literal["raise", "skip"]]()
-    partition_ratios = Option[Sequence[float]]()
-    verify_every = Option[int]()
-    sharded_update = Option[Literal["auto", "on", "off"]]()
-    timeout_s = Option[float]()
-    anchor = Option[int]()
-    max_anchor = Option[int]()
-    overhead_target = Option[float]()
-    max_batch_diff = Option[int]()
-    divergence_guard = Option[str | bool | DivergenceGuard | None]()
-    divergence_threshold = Option[float]()
-    divergence_factor = Option[float]()
-    lr_scale_ratio = Option[float]()
+    def __getattr__(self, option: str) -> Callable[[Any], Self]:
+        """Return the method that sets an option, and returns the builder."""
+        if option not in OPTIONS:
+            raise AttributeError(f"Ddp.builder has no option {option!r}")
+        return lambda value: self.set_option(option, value)
+
+    def __dir__(self) -> list[str]:
+        """Return the methods, those of options among them."""
+        return [*super().__dir__(), *OPTIONS]
 
     def speed_hint(
         self, speeds: Sequence[float] | Mapping[int, float], ratio: float | None = None

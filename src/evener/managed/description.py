@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, InstanceOf, PlainValidator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from evener.comm.existing import default_group
 from evener.config.checks import MicroBatchSize, asks_for, checked, whole_number
@@ -22,7 +22,6 @@ from evener.config.settings import DdpConfig
 from evener.devices import count_accelerators
 from evener.engine.schedule import ProgressSchedule
 from evener.errors import CheckpointError, ConfigError
-from evener.files import explaining
 from evener.loop.event_stream import SinkMaker
 from evener.loop.precision import choose_precision
 from evener.managed.epoch_metrics import EpochContext, EpochMetrics
@@ -82,6 +81,13 @@ _AsGiven = Annotated[_Value, PlainValidator(lambda value: value)]
 
 #: A managed elastic run ends when more workers than this have failed.
 MAX_FAILURES = 3
+#: Options that would do nothing without another one.
+_NEEDED = {
+    "max_failures": ("elastic",),
+    "checkpoint_fn": ("checkpoint_every",),
+    "checkpoint_every": ("checkpoint_fn", "checkpoint_dir"),
+    "eval_every": ("eval_fn", "eval_dataset"),
+}
 _STAYS = ("config", "metrics_fn", "sinks", "run_folder")
 
 
@@ -149,6 +155,10 @@ class ManagedRun(DdpConfig):
         return parts | {"sends_events": bool(self.event_sinks)}
 
 
+#: Names of all options.
+OPTIONS = frozenset(option.name for option in fields(ManagedRun))
+
+
 def make_data(data: Any) -> Any:
     """Return a data set: as it was given, or made by the function that was given."""
     return data() if _is_maker(data) else data
@@ -184,11 +194,8 @@ def describe(
         given = {option.name: getattr(config, option.name) for option in fields(config)} | given
     run = ManagedRun(*functions, **given)
     _check_complete(run)
-    _check_data("dataset", run.dataset)
-    if run.eval_dataset is not None:
-        _check_data("eval_dataset", run.eval_dataset)
     choose_precision(run.precision, torch.device("cpu"))
-    policy = check_policy(run.policy)
+    policy, backend = check_policy(run.policy), check_backend(run.backend).value
     run.check_policy(policy)
     if place is not None:
         if run.elastic:
@@ -200,10 +207,9 @@ def describe(
         # Its other ranks may have written there already, and so may an earlier worker's.
         if place.rank == 0 and ELASTIC not in os.environ:
             _check_folders(run)
-        return replace(run, policy=policy, backend=check_backend(run.backend).value)
+        return replace(run, policy=policy, backend=backend)
     _check_folders(run)
     devices = _elastic_devices(run) if run.elastic else run.device_names
-    backend = _check_backend(run.backend, devices)
     run.check_team(len(devices))
     if run.elastic:
         run.check_elastic()
@@ -233,51 +239,16 @@ def _check_complete(run: ManagedRun) -> None:
         raise ConfigError(
             "num_epochs and num_steps are both given; the run has one end: give one of them"
         )
-    if run.max_failures != MAX_FAILURES and run.elastic is None:
-        raise ConfigError(
-            f"max_failures is {run.max_failures}, but without elastic the first failure ends the "
-            "run; give elastic as well, such as (1, 2)"
-        )
-    if run.checkpoint_fn is not None and run.checkpoint_every is None:
-        raise ConfigError(
-            "checkpoint_fn is given without checkpoint_every and would do nothing; give both"
-        )
-    if run.checkpoint_every is not None and not (run.checkpoint_fn or run.checkpoint_dir):
-        raise ConfigError(
-            "checkpoint_every is given without checkpoint_fn or checkpoint_dir and would do "
-            "nothing; give one of them"
-        )
-    if run.eval_every is not None and run.eval_fn is None and run.eval_dataset is None:
-        raise ConfigError(
-            "eval_every is given without eval_fn or eval_dataset and would do nothing; give one of "
-            "them"
-        )
-
-
-def _check_data(name: str, dataset: Any) -> None:
-    if isinstance(dataset, DataLoader):
-        raise ConfigError(
-            f"{name} is a DataLoader, whose batches are cut already; give its data set and options "
-            f"instead: {name}=loader.dataset, batch_size, collate_fn, num_workers"
-        )
-    if _is_maker(dataset):
-        return
-    try:
-        empty = len(dataset) == 0
-    except TypeError:
-        raise ConfigError(
-            f"{name} is a {type(dataset).__name__} without a length; give a map-style data set "
-            "(__len__ and __getitem__), or a function that makes one in each worker"
-        ) from None
-    if empty:
-        raise ConfigError(f"{name} is empty; give at least one sample")
+    default = {option.name: option.default for option in fields(run)}
+    for name, others in _NEEDED.items():
+        if getattr(run, name) != default[name] and not any(getattr(run, o) for o in others):
+            needed = " or ".join(others)
+            raise ConfigError(f"{name} is given without {needed} and would do nothing; give both")
 
 
 def _check_folders(run: ManagedRun) -> None:
     resume, folder = (f and Path(f) for f in (run.resume, run.checkpoint_dir))
-    with explaining(f"resume {resume}", "give this user access to it", CheckpointError):
-        is_there = not resume or resume.is_dir()
-    if not is_there:
+    if resume and not os.path.isdir(resume):  # noqa: PTH112 - False also without access
         raise CheckpointError(
             f"resume is {str(resume)!r}, and there is no such folder; give a checkpoint, or the "
             "checkpoint_dir of an earlier run"
@@ -295,18 +266,6 @@ def _check_folders(run: ManagedRun) -> None:
             f"checkpoint_dir is {str(folder)!r}, which holds checkpoints of another run "
             f"({found[0].name}); resume from it, or name another folder"
         )
-
-
-def _check_backend(name: str, devices: Sequence[str]) -> str:
-    backend = check_backend(name)
-    unfit = "cpu" in devices or len(set(devices)) < len(devices)
-    # One device exchanges nothing, whatever the backend: the run says so when it starts.
-    if backend is AverageBackend.NCCL and unfit and len(devices) > 1:
-        raise ConfigError(
-            f"backend is 'nccl' for the devices {', '.join(devices)}; NCCL joins CUDA devices, one "
-            "rank on each: use backend='gloo' or 'auto'"
-        )
-    return backend.value
 
 
 def _is_maker(dataset: object) -> TypeGuard[Callable[[], Any]]:

@@ -267,20 +267,15 @@ class EpochFigures:
         self._micro_batch[name] = Recorded(reduction, self._checked(name, value))
 
     def _checked(self, name: str, value: float | Tensor) -> float | Tensor:
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise UsageError(
-                    f"record_scalar({name!r}, ...) got a tensor of shape {tuple(value.shape)}; "
-                    "give one number, such as its mean()"
-                )
+        try:
+            if not isinstance(value, Tensor):
+                return float(value)
             there = value.detach().reshape(()).to(float64_device(value.device))
             return there.to(torch.float64, copy=True)
-        try:
-            return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             raise UsageError(
                 f"record_scalar({name!r}, ...) got {value!r}, a {type(value).__name__}; give a "
-                "number or a tensor with one element"
+                "number or a tensor with one element, such as its mean()"
             ) from None
 
     def end_micro_batch(self, window: int, weight: float) -> None:

@@ -5,12 +5,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from evener.checkpoint import find_newest
@@ -20,6 +20,7 @@ from evener.engine.loaders.training import TeamLoader
 from evener.engine.results import WindowResult
 from evener.engine.share import checked_weight
 from evener.errors import ConfigError, UsageError
+from evener.loop.arguments import several
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
 from evener.loop.event_stream import SinkMaker
@@ -74,8 +75,7 @@ class ManagedRank(EpochLoop):
         self.model = job.model_fn(choose_device(job.devices, environment))
         _check("model_fn", self.model, nn.Module, "a torch.nn.Module")
         optimizer = job.optim_fn(list(self.model.parameters()))
-        wanted = "a torch.optim optimizer over the parameters that it is given"
-        _check("optim_fn", optimizer, Optimizer, f"{wanted}, or a list of optimizers")
+        _check("optim_fn", optimizer, Optimizer, "a torch.optim optimizer, or a list of them")
         scheduler = None
         if job.scheduler is not None:
             scheduler = job.scheduler(optimizer)
@@ -188,7 +188,11 @@ class ManagedRank(EpochLoop):
             micro_batch_size=job.micro_batch_size,
             max_steps=job.num_steps,
         )
-        assert isinstance(loader, TeamLoader)  # not a stream
+        if not isinstance(loader, TeamLoader):
+            raise ConfigError(
+                "dataset is a stream; a managed run needs samples by index: give a map-style data "
+                "set, or use Ddp.setup"
+            )
         return loader
 
     def _make_eval_loader(self) -> EvaluationLoader | None:
@@ -256,10 +260,8 @@ class ManagedRank(EpochLoop):
             with self.ddp.evaluating():
                 return _numbers(eval_fn(self.model))
 
-        return (
-            self._engine.collectives.ask_main("evaluating", evaluate, timeout_s=EVAL_TIMEOUT_S)
-            or {}
-        )
+        ask_main = self._engine.collectives.ask_main
+        return ask_main("evaluating", evaluate, timeout_s=EVAL_TIMEOUT_S) or {}
 
     def _evaluate_dataset(self, batches: EvaluationLoader) -> Mapping[str, float]:
         """Evaluate ``eval_dataset``, each sample on one rank; all ranks call it together."""
@@ -270,8 +272,9 @@ class ManagedRank(EpochLoop):
         def measure(batch: Any) -> None:
             with self._figures.recording() as recorded:
                 answer = function(self.model, to_device(batch, self.ddp.device))
-            numbers, weight = _numbers_and_weight(answer, name, batches.num_samples)
-            means = {n: Recorded("mean", value) for n, value in numbers.items()}
+            mean, given = _pair(answer)
+            weight = batches.num_samples if given is None else checked_weight(given)
+            means = {n: Recorded("mean", value) for n, value in _numbers(mean, name).items()}
             scalars.add({**recorded, **means}, weight, len(weights))
             weights.append(weight)
 
@@ -302,35 +305,27 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch
 
     def move(leaf: Any) -> Any:
-        if not isinstance(leaf, _Movable):
-            return leaf
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
         # What holds tensors and moves them itself: PackedSequence, graphs, a tokenizer's batch.
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf.to(device)
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
 
-    return tree_map(move, batch, is_leaf=lambda node: isinstance(node, _Movable))
-
-
-@runtime_checkable
-class _Movable(Protocol):
-    def to(self, device: torch.device) -> Any: ...
+    return tree_map(move, batch, is_leaf=lambda node: hasattr(node, "to"))
 
 
-def _check(name: str, value: Any, kinds: Any, wanted: str) -> None:
+def _check(name: str, value: object, kinds: Any, wanted: str) -> None:
     """Refuse what a function of the user has returned, or one of several, if it does not fit."""
-    each = value if isinstance(value, Sequence) and name != "model_fn" else [value]
-    if name == "scheduler" and any(isinstance(one, ReduceLROnPlateau) for one in each):
-        raise ConfigError(
-            "scheduler returned a ReduceLROnPlateau, which follows a metric; a managed run steps "
-            "its schedulers once per optimizer step: return another one, or use Ddp.setup"
-        )
-    if not each or not all(isinstance(one, kinds) for one in each):
+    if not all(isinstance(one, kinds) for one in several(value) or [None]):
         raise ConfigError(f"{name} returned {value!r}, a {type(value).__name__}; return {wanted}")
 
 
+def _pair(answer: Any) -> tuple[Any, Any]:
+    """Return what a function of the user has returned, and its weight, if it gave one."""
+    return answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
+
+
 def _loss_and_weight(answer: Any) -> tuple[Tensor, Any]:
-    loss, weight = answer, None
-    if isinstance(answer, tuple) and len(answer) == 2:
-        loss, weight = answer
+    loss, weight = _pair(answer)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise UsageError(
@@ -338,14 +333,6 @@ def _loss_and_weight(answer: Any) -> tuple[Tensor, Any]:
             "over the micro-batch, or a pair (loss, weight)"
         )
     return loss.reshape(()), weight
-
-
-def _numbers_and_weight(answer: Any, name: str, num_samples: int) -> tuple[dict[str, float], float]:
-    """Return the means over a batch, and the weight behind them: its samples, unless given."""
-    weight: Any = None
-    if isinstance(answer, tuple) and len(answer) == 2:
-        answer, weight = answer
-    return _numbers(answer, name), num_samples if weight is None else checked_weight(weight)
 
 
 def _numbers(answer: Any, name: str = "eval") -> dict[str, float]:

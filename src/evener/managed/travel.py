@@ -9,19 +9,12 @@ import mmap
 import os
 import pickle
 import tempfile
-import types
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import IO, Any
 
 import cloudpickle
 
 from evener.errors import ConfigError, LaunchError
-
-_REMEDY = (
-    "create it inside the function or in model_fn, which run in each worker; a data set may be "
-    "given as a function that makes it"
-)
 
 
 def pack(parts: Mapping[str, Any]) -> IO[bytes]:
@@ -33,7 +26,7 @@ def pack(parts: Mapping[str, Any]) -> IO[bytes]:
         parts: Values by the name of the option that they were given as.
 
     Raises:
-        ConfigError: Names the option, and what in it cannot travel.
+        ConfigError: Names an option that cannot travel, and says what cloudpickle says.
     """
     file = _anonymous_file()
     try:
@@ -41,8 +34,21 @@ def pack(parts: Mapping[str, Any]) -> IO[bytes]:
         file.flush()
     except Exception as error:  # whatever a user's __reduce__ raises
         file.close()
-        raise ConfigError(_diagnose(parts, error)) from error
+        option = next((name for name, part in parts.items() if not _can_travel(part)), "an option")
+        raise ConfigError(
+            f"{option} cannot travel to the worker processes: {type(error).__name__}: {error}; "
+            "create it inside the function or in model_fn, which run in each worker; a data set "
+            "may be given as a function that makes it"
+        ) from error
     return file
+
+
+def _can_travel(part: Any) -> bool:
+    try:
+        cloudpickle.dumps(part)
+    except Exception:  # as above
+        return False
+    return True
 
 
 def unpack(fd: int) -> dict[str, Any]:
@@ -68,68 +74,3 @@ def _anonymous_file() -> IO[bytes]:
         return os.fdopen(os.memfd_create("evener-job"), "w+b")
     except AttributeError:  # not on this system
         return tempfile.TemporaryFile()
-
-
-# ── saying what cannot travel ────────────────────────────────────────────────────────────────────
-
-
-def _diagnose(parts: Mapping[str, Any], error: Exception) -> str:
-    what, reason = "the options", str(error)
-    for option, value in parts.items():
-        if not (refusal := _refusal(value)):
-            continue
-        what, reason = option, refusal
-        for path, inner in _inside(option, value):
-            if refusal := _refusal(inner):
-                what, reason = f"{path} (a {_type_name(inner)})", refusal
-                break
-        break
-    return f"{what} cannot travel to the worker processes: {reason}; {_REMEDY}"
-
-
-def _refusal(value: Any) -> str:
-    try:
-        cloudpickle.dumps(value)
-    except Exception as error:  # whatever a user's __reduce__ raises
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _inside(option: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a value captures, and where in words; functions that it calls are searched."""
-    seen: set[int] = set()
-    queue = [(option, value)]
-    while queue:
-        path, owner = queue.pop(0)
-        if id(owner) in seen:
-            continue
-        seen.add(id(owner))
-        for name, inner in _captured(owner):
-            where = f"{name} in {path}"
-            if isinstance(inner, types.FunctionType | types.MethodType | type):
-                queue.append((where, inner))
-            else:
-                yield where, inner
-
-
-def _captured(owner: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(owner, types.MethodType):
-        yield "self", owner.__self__
-        owner = owner.__func__
-    if isinstance(owner, types.FunctionType):
-        for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
-            with suppress(ValueError):  # not assigned yet
-                yield repr(name), cell.cell_contents
-        for name in owner.__code__.co_names:
-            if name in owner.__globals__:
-                yield repr(name), owner.__globals__[name]
-        for default in [*(owner.__defaults__ or ()), *(owner.__kwdefaults__ or {}).values()]:
-            yield "a default value", default
-    else:
-        for name, inner in getattr(owner, "__dict__", {}).items():
-            yield repr(name), inner
-
-
-def _type_name(value: Any) -> str:
-    kind = type(value)
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")

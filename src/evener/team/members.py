@@ -5,7 +5,7 @@ import platform
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +17,7 @@ _KINDS = {"cuda": "GPU", "xpu": "GPU", "mps": "GPU", "cpu": "CPU rank"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A worker of the team, as it introduces itself.
+    """A worker of the team, as it introduces itself; with a rank alone, one that is absent.
 
     Attributes:
         member: Name that stays the same when ranks are numbered anew.
@@ -34,16 +34,16 @@ class Member:
         versions: Versions of Python, torch and evener.
     """
 
-    member: str
     rank: int
-    host: str
-    pid: int
-    device: str
-    device_name: str
-    memory_bytes: int
-    threads: int
-    emulated: float
-    versions: Mapping[str, str]
+    member: str = ""
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    device_name: str = ""
+    memory_bytes: int = 0
+    threads: int = 0
+    emulated: float = 1.0
+    versions: Mapping[str, str] = field(default_factory=dict)
     precision: str = "fp32"
 
     @property
@@ -75,22 +75,6 @@ def describe_self(
         emulated=emulated,
         versions=own_versions(),
         precision=precision,
-    )
-
-
-def absent(rank: int) -> Member:
-    """Return the entry of a number that nobody has, in an elastic team."""
-    return Member(
-        member="",
-        rank=rank,
-        host="",
-        pid=0,
-        device="",
-        device_name="",
-        memory_bytes=0,
-        threads=0,
-        emulated=1.0,
-        versions={},
     )
 
 

@@ -1,6 +1,7 @@
 """Which device a rank computes on."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -32,27 +33,26 @@ def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, .
     Raises:
         ConfigError: A name is unknown or asks for what is not there.
     """
-    first = next(iter(counts), "")
-    of_kind = {kind: tuple(f"{kind}:{i}" for i in range(n)) for kind, n in counts.items()}
-    of_kind |= {"auto": of_kind.get(first, ("cpu",)), "cpu": ("cpu",)}
-    if first:
-        of_kind["accelerator"] = of_kind[first]
-    if isinstance(devices, bool) or not isinstance(devices, int | torch.device | Sequence):
-        raise ConfigError(f"devices is {devices!r}; give 'auto', a number of ranks or a list")
-    if isinstance(devices, int):
-        if devices < 1:
-            raise ConfigError(f"devices is {devices}; give 1 or more ranks")
-        if first and devices > counts[first]:
-            raise ConfigError(
-                f"devices is {devices}, but this host has {_found_here(counts)}; for further "
-                f"ranks on the CPU name each: devices={[*of_kind[first], 'cpu']}"
-            )
-        return of_kind["auto"][:devices] if first else ("cpu",) * devices
+    kinds = {kind: [f"{kind}:{i}" for i in range(n)] for kind, n in counts.items()}
+    first = next(iter(kinds), "")
+    every = [*chain.from_iterable(kinds.values()), "cpu"]
+    words = {"auto": kinds.get(first, ["cpu"]), "cpu": ["cpu"], **kinds}
+    words |= {"accelerator": kinds[first]} if first else {}
+    wanted: Sequence[object] = ()
     if isinstance(devices, str | torch.device):
-        return of_kind.get(str(devices)) or (_checked(str(devices), counts, devices),)
-    if not devices:
-        raise ConfigError("devices is an empty list; name a device for each rank")
-    return tuple(_checked(device, counts, devices) for device in devices)
+        wanted = words.get(str(devices), [devices])
+    elif isinstance(devices, Sequence):
+        wanted = devices
+    elif type(devices) is int:  # True is an int, too
+        wanted = range(devices) if first else ["cpu"] * devices
+    names = [f"{first}:{one}" if type(one) is int else str(one) for one in wanted]
+    if not names or not set(names).issubset(every):
+        raise ConfigError(
+            f"devices is {devices!r}, but torch finds {_found_here(counts)} here; devices are "
+            f"numbered from 0: choose one of {', '.join(map(repr, words))}, a number of ranks from "
+            f"1, or a list such as {every}"
+        )
+    return tuple(names)
 
 
 def check_devices(devices: Devices) -> None:
@@ -66,95 +66,60 @@ def _found_here(counts: Mapping[str, int]) -> str:
     return " and ".join(texts) or "no accelerator"
 
 
-def _checked(device: object, counts: Mapping[str, int], devices: object) -> str:
-    """Return a device's name, if it is here; in a list it may be a number: 1 is ``"cuda:1"``."""
-    if isinstance(device, int):
-        return _by_number(device, counts, devices)
-    name = str(device)
-    kind, _, index = name.partition(":")
-    if name == "cpu":
-        return name
-    known = kind in (*counts, *_ACCELERATORS, "accelerator")
-    if not known or (index and not index.isdecimal()) or (not index and kind in counts):
-        raise ConfigError(
-            f"devices is {devices!r}; choose 'auto', 'cpu', 'accelerator', a kind of accelerator "
-            f"({', '.join(_ACCELERATORS)}), a number of ranks, or a list of devices such as "
-            "['cuda:0', 'cpu']"
-        )
-    if kind not in counts or int(index) >= counts[kind]:
-        raise ConfigError(
-            f"devices is {devices!r}, but torch finds {_found_here(counts)} here; devices are "
-            "numbered from 0, and 'auto' takes what is there"
-        )
-    return name
-
-
-def _by_number(number: int, counts: Mapping[str, int], devices: object) -> str:
-    if isinstance(number, bool):
-        raise ConfigError(
-            f"devices is {devices!r}, which holds {number}; give names such as 'cuda:0' or 'cpu', "
-            "or numbers of the host's accelerator"
-        )
-    kind = next(iter(counts), "")
-    if not 0 <= number < counts.get(kind, 0):
-        remedy = "numbers count from 0" if kind else "name devices, such as ['cpu', 'cpu']"
-        raise ConfigError(
-            f"devices is {devices!r}, where {number} is a device of the host's accelerator by its "
-            f"number, but torch finds {_found_here(counts)} here; {remedy}"
-        )
-    return f"{kind}:{number}"
-
-
 def choose_device(devices: Devices, environment: DistributedTrainConfig) -> torch.device:
     """Return this rank's device.
 
     Raises:
         ConfigError: The name is unknown, or asks for a device that is not there.
     """
-    wanted = environment.backend.value if devices == "auto" else devices
-    counts = count_accelerators()
-    if isinstance(wanted, str) and wanted in (*DistributedBackend, *counts):
-        name = device_by_number(wanted, environment.local_rank, environment, counts)
-    else:
-        asked = devices_of_host(wanted, counts)
-        if environment.launched_by != "alone" and len(asked) != environment.local_world_size:
+    names = deal_devices(devices, environment)
+    if not names:
+        names = devices_of_host(devices, count_accelerators())
+        if environment.launched_by != "alone" and len(names) != environment.local_world_size:
             raise ConfigError(
-                f"devices is {devices!r}, which is for {len(asked)} ranks, but "
+                f"devices is {devices!r}, which is for {len(names)} ranks, but "
                 f"{environment.launched_by} has started {environment.local_world_size} on this "
                 "host; leave devices out, or start as many ranks as it names"
             )
-        name = asked[environment.local_rank]
-    device = torch.device(name)
+        names = names[environment.local_rank :]
+    device = torch.device(names[0])
     kind_of(device).select(device)
     return device
 
 
-def device_by_number(
-    wanted: str, number: int, environment: DistributedTrainConfig, counts: Mapping[str, int]
-) -> str:
-    """Return the device for one of those that compute on a host.
+def deal_devices(
+    devices: Devices, environment: DistributedTrainConfig, number: int = 1
+) -> tuple[str, ...]:
+    """Deal out a host's devices of a kind to its processes, in the order of their local ranks.
 
     Args:
-        wanted: ``DistributedBackend`` by name, or the name of another kind of accelerator.
-        number: From 0, over the host.
+        devices: See ``devices_of_host``.
         environment: The place of this process.
-        counts: See ``devices_of_host``.
+        number: How many this process needs.
+
+    Returns:
+        Those of this process; nothing where ``devices`` is not a kind.
 
     Raises:
         ConfigError: There are not as many.
     """
+    counts = count_accelerators()
+    wanted = environment.backend.value if devices == "auto" else str(devices)
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        return ()
+    if wanted not in (*DistributedBackend, *counts):
+        return ()
     kind = next(iter(counts), "cpu") if wanted in ("auto", "accelerator") else wanted
     count = counts.get(kind, 0)
+    needed = range(environment.local_rank * number, (environment.local_rank + 1) * number)
     if environment.launched_by == "slurm" and count:
         # A task that SLURM has bound to devices of its own sees those alone, numbered from 0.
-        return f"{kind}:{number % count}"
-    if number < count:
-        return f"{kind}:{number}"
-    if wanted in ("auto", "cpu"):
-        return "cpu"
-    source = "backend" if wanted == environment.backend else "devices"
-    raise ConfigError(
-        f"{source} is {wanted!r}, but local rank {environment.local_rank} finds "
-        f"{_found_here(counts)} where it needs {wanted}:{number}; start at most one rank per "
-        f"device, or let {source} be 'auto'"
-    )
+        return tuple(f"{kind}:{n % count}" for n in needed)
+    if wanted not in ("auto", "cpu") and needed[-1] >= count:
+        source = "backend" if wanted == environment.backend else "devices"
+        raise ConfigError(
+            f"{source} is {wanted!r}, but local rank {environment.local_rank} finds "
+            f"{_found_here(counts)} where it needs {wanted}:{needed[-1]}; start at most one rank "
+            f"per device, or let {source} be 'auto'"
+        )
+    return tuple(f"{kind}:{n}" if n < count else "cpu" for n in needed)

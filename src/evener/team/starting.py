@@ -7,13 +7,9 @@ imports torch.
 
 import multiprocessing
 import os
-import re
-import site
 import subprocess
 import sys
-import sysconfig
 import threading
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -21,10 +17,6 @@ from typing import NoReturn
 from evener.errors import ConfigError
 from evener.team.signals import start_in_silence
 from evener.team.terminal import say
-
-# Options of the interpreter, of which the last may have an argument, in the same word or the next.
-_OPTIONS = re.compile(r"-[^cmWX]*(?:([cmWX])(.*))?", re.DOTALL)
-_LONG_WITH_ARGUMENT = ("--check-hash-based-pycs",)
 
 
 def start_all_ranks(devices: Sequence[str], *, optional: bool, quiet: bool) -> None:
@@ -43,7 +35,7 @@ def start_all_ranks(devices: Sequence[str], *, optional: bool, quiet: bool) -> N
         return
     names = ", ".join(devices)
     try:
-        program, folder = how_started()
+        program = how_started()
     except ConfigError as error:
         if not optional:
             raise ConfigError(
@@ -53,7 +45,7 @@ def start_all_ranks(devices: Sequence[str], *, optional: bool, quiet: bool) -> N
             say(f"evener: using {devices[0]} of {names}: {error}")
         return
     how = None if quiet else f"once for each of {names}"
-    _become(["evener.team.launch", str(len(devices))], program, folder, how)
+    _become(["evener.team.launch", str(len(devices))], program, how)
 
 
 def start_elastic_team(limits: str, *, quiet: bool) -> NoReturn:
@@ -67,16 +59,14 @@ def start_elastic_team(limits: str, *, quiet: bool) -> NoReturn:
         ConfigError: The script cannot be started again.
     """
     try:
-        program, folder = how_started()
+        program = how_started()
     except ConfigError as error:
         raise ConfigError(f"elastic is {limits!r}, but {error}") from None
     how = None if quiet else f"in an elastic team of {limits} workers"
-    _become(["evener.team.launch", limits], program, folder, how)
+    _become(["evener.team.launch", limits], program, how)
 
 
-def _become(
-    launcher: Sequence[str], program: Sequence[str], folder: str, how: str | None
-) -> NoReturn:
+def _become(launcher: Sequence[str], program: Sequence[str], how: str | None) -> NoReturn:
     """Become the launcher of the program, and say how it is run; ``None`` says nothing."""
     # The launcher lets Ctrl-C through when it can take it.
     with start_in_silence():
@@ -85,20 +75,17 @@ def _become(
             say(f"evener: {shown} was started plainly: running it {how}")
         sys.stdout.flush()
         sys.stderr.flush()
-        os.chdir(folder)
         rank = [*_python(), "evener.team.script", *program]
         os.execv(sys.executable, [*_python(), *launcher, *rank])
 
 
-def how_started() -> tuple[list[str], str]:
-    """Return the command that this process was started with.
+def how_started() -> list[str]:
+    """Return script and arguments, or ``-m``, module and arguments, with which Python was started.
 
-    Returns:
-        Script and arguments, or ``-m``, module and arguments; and the current folder of that
-        moment, as far as it can be known.
+    A script that has changed ``sys.argv`` or its current folder is started with those.
 
     Raises:
-        ConfigError: It cannot be given again; says why and what to do.
+        ConfigError: It cannot be started again; says why and what to do.
     """
     remedy = "put the training into a script and run `python SCRIPT` or `evener launch SCRIPT`"
     ipython = sys.modules.get("IPython")
@@ -114,95 +101,13 @@ def how_started() -> tuple[list[str], str]:
             "Ddp.setup was called outside the main thread; to use all devices call it there, or "
             "start the script with `evener launch SCRIPT`"
         )
-    program = program_of(sys.orig_argv[1:])
-    if not program:
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None and main.__spec__.name != "__main__":
+        return ["-m", main.__spec__.name, *sys.argv[1:]]
+    script = getattr(main, "__file__", None)  # absolute
+    if script is None or not Path(script).is_file():
         raise ConfigError(f"Python was not started with a script; to use all devices {remedy}")
-    folder = starting_folder(
-        program, str(Path.cwd()), getattr(sys.modules["__main__"], "__file__", "")
-    )
-    if program[0] != "-m" and not Path(folder, program[0]).is_file():
-        raise ConfigError(f"{program[0]} is not a Python file; to use all devices {remedy}")
-    if (runner := _runner([frame.filename for frame in traceback.extract_stack()])) is not None:
-        raise ConfigError(
-            f"the script is run by {runner}, which would do everything else again, too; to use all "
-            f"devices {remedy}"
-        )
-    return program, folder
-
-
-def _runner(files: Sequence[str]) -> str | None:
-    """Return the installed program that runs the user's script, such as a debugger, if any.
-
-    What was started is then not the script. An installed program that runs its own code, and a
-    console command of a package under development, can be started again.
-
-    Args:
-        files: Of the frames of the stack, outermost first.
-
-    Returns:
-        Its file; ``None`` where there is none.
-    """
-    scripts, own = sysconfig.get_path("scripts"), Path(__file__).parents[1]
-    libraries = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
-
-    def is_installed(file: str) -> bool:
-        return any(Path(file).is_relative_to(folder) for folder in libraries)
-
-    frames = [
-        file
-        for file in files
-        if not (file.startswith("<frozen") or Path(file).is_relative_to(own))
-        and Path(file).parent != Path(scripts)  # a console command is its package's first function
-    ]
-    if frames and is_installed(frames[0]) and not is_installed(frames[-1]):
-        return frames[0]
-    return None
-
-
-def program_of(words: Sequence[str]) -> list[str]:
-    """Script and arguments, or ``-m``, module and arguments, out of an interpreter's arguments.
-
-    Args:
-        words: What follows the interpreter's own name.
-
-    Returns:
-        Nothing for ``-c``, a script on standard input and an interactive session.
-    """
-    rest = list(words)
-    while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
-        if word.startswith("--"):
-            rest = rest[int(word in _LONG_WITH_ARGUMENT) :]
-            continue
-        options = _OPTIONS.fullmatch(word)
-        assert options is not None  # it matches all that begins like this
-        letter, argument = options.groups("")
-        if word == "-" or letter == "c":
-            return []
-        if letter and not argument:
-            argument = rest.pop(0) if rest else ""
-        if letter == "m":
-            return ["-m", argument, *rest] if argument else []
-    return rest
-
-
-def starting_folder(program: Sequence[str], now: str, main_file: str | None) -> str:
-    """Return the current folder at the start, which a script may have left since.
-
-    Python makes the script's path absolute when it starts, so a relative one tells the folder.
-
-    Args:
-        program: As ``program_of`` gives it.
-        now: The current folder.
-        main_file: ``__main__.__file__``.
-    """
-    if program[0] == "-m":
-        first = sys.path[0] if sys.path and not sys.flags.safe_path else ""
-        return first if first and Path(first).is_dir() else now
-    script = os.path.normpath(program[0])
-    if main_file and not Path(script).is_absolute() and main_file.endswith(os.sep + script):
-        return main_file[: -len(script)].rstrip(os.sep) or os.sep
-    return now
+    return [script, *sys.argv[1:]]
 
 
 def _python() -> list[str]:

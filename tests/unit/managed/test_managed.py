@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from evener.config.settings import DdpConfig
 from evener.data.order import Permutation
@@ -322,6 +322,11 @@ def test_what_a_callback_raises_ends_the_run(where):
     assert caught.value.__cause__ is not None
 
 
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(range(10**9))
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "message"),
     [
@@ -340,9 +345,29 @@ def test_answers_of_the_wrong_kind(name, answer, message):
         describe_job(**{name: lambda *_: answer}).run().join()
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "an epoch has no batch: 0 samples"),
+        (iter([1]), "the data set is a list_iterator, which has no length"),
+        (Endless(), "dataset is a stream; .* give a map-style data set"),
+    ],
+)
+def test_data_that_cannot_be_divided(data, message):
+    with pytest.raises(WorkerError, match=message):
+        describe_job(dataset=data).run().join()
+
+
+def test_an_option_that_there_is_not_has_no_method():
+    builder = describe_job()
+    with pytest.raises(AttributeError, match="has no option 'batchsize'"):
+        builder.batchsize(3)
+    assert {"batch_size", "max_grad_norm", "run"} <= {*dir(builder)}
+
+
 def test_a_scheduler_that_follows_a_metric_is_refused_with_what_to_do_here():
     handle = describe_job(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau).run()
-    with pytest.raises(WorkerError, match=r"ReduceLROnPlateau, which follows a metric.* Ddp.setup"):
+    with pytest.raises(WorkerError, match=r"ReduceLROnPlateau follows a metric.* Ddp.setup"):
         handle.join()
 
 
@@ -563,10 +588,7 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"micro_batch_size": 0}, "micro_batch_size is 0"),
         ({"eval_fn": 3}, "eval_fn is 3, a int; give a function"),
         ({"train_fn": None}, "train_fn is None"),
-        ({"dataset": []}, "dataset is empty"),
-        ({"dataset": iter([1])}, "without a length"),
-        ({"dataset": DataLoader([1])}, "dataset is a DataLoader.*give its data set"),
-        ({"micro_batch_size": 2.0}, "micro_batch_size is 2.0: give a whole number of samples"),
+        ({"micro_batch_size": 2.0}, "micro_batch_size is 2.0; give a whole number of samples"),
         ({"policy": b"sync"}, "policy is b'sync'; choose one of sync, cadence, async"),
         ({"backend": b"cpu"}, "backend is b'cpu'; choose one of auto, nccl, gloo, cpu"),
         ({"precision": b"fp32"}, "precision is b'fp32'; choose one of auto, fp32, bf16, fp16"),
@@ -574,7 +596,6 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"resume": b"runs"}, "resume is b'runs': give the path of a folder"),
         ({"policy": "often"}, "policy is 'often'; choose one of sync, cadence, async"),
         ({"backend": "mpi"}, "backend is 'mpi'; choose one of auto, nccl, gloo, cpu"),
-        ({"backend": "nccl", "devices": 2}, "backend is 'nccl' for the devices cpu, cpu; NCCL"),
         ({"devices": "tpu"}, "devices is 'tpu'"),
         ({"devices": 0}, "devices is 0"),
         ({"partition_ratios": [1, 2]}, "partition_ratios is .*the team has 1 rank"),
@@ -596,10 +617,8 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"elastic": (1, 2), "partition_ratios": [1, 1]}, "partition_ratios is .* elastic team"),
         ({"eval_every": 2}, "eval_every is given without eval_fn or eval_dataset and would do"),
         ({"eval_every": 0, "eval_fn": print}, "eval_every is 0; give a whole number from 1"),
-        ({"eval_dataset": []}, "eval_dataset is empty; give at least one sample"),
-        ({"eval_dataset": DataLoader([1])}, "eval_dataset is a DataLoader.*eval_dataset=loader"),
-        ({"run_folder": 3}, "run_folder is 3: give the path of a folder"),
-        ({"max_failures": 5}, "max_failures is 5, but without elastic the first failure ends"),
+        ({"run_folder": 3}, "run_folder is 3"),
+        ({"max_failures": 5}, "max_failures is given without elastic and would do nothing"),
     ],
 )
 def test_options_are_checked_before_anything_starts(options, message):

@@ -317,8 +317,8 @@ def test_a_replica_that_is_not_there_is_named_and_no_thread_is_left(
     ("devices", "words"),
     [
         (["cpu", "cuda:99"], "torch finds .* here; devices are numbered from 0"),
-        ([], "name a device"),
-        (["tpu"], "choose 'auto', 'cpu'"),
+        ([], "a list such as"),
+        (["tpu"], "choose one of 'auto', 'cpu'"),
     ],
 )
 def test_a_device_that_is_not_there(devices: Sequence[str], words: str) -> None:
