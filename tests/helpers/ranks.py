@@ -112,7 +112,7 @@ def join_at(
         store_fd=listen_fd,
         agent_store=agent_store,
     )
-    return join(place, timeout_s, backend=backend)[0]
+    return join(place, timeout_s, backend=backend)
 
 
 @dataclass(frozen=True, kw_only=True)
