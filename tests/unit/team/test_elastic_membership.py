@@ -13,7 +13,7 @@ import pytest
 
 from evener.comm.base import Communicator
 from evener.comm.relayed import RelayedStore
-from evener.comm.rendezvous import MeetingPoint, devices_at
+from evener.comm.network import MeetingPoint, devices_at
 from evener.errors import CoordinatorLostError, LaunchError, PeerLostError, TeamRefusedError
 from evener.protocol.formation import Deadlines, Standing
 from evener.team import elastic_membership
