@@ -52,7 +52,8 @@ with Ddp.setup(model, optimizer, devices="cpu", policy=os.environ.get("POLICY", 
     loader = ddp.loader(data, batch_size=8, seed=5)
     for epoch in ddp.epochs(int(os.environ.get("EPOCHS", "1000000"))):
         for x, ids in loader.epoch(epoch):
-            time.sleep(0.004 * len(x))  # so that it pays to divide the work, and nobody is parked
+            # So that it pays to divide the work, and nobody is parked.
+            time.sleep(float(os.environ.get("WORK_S", "0.004")) * len(x))
             ddp.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
             ddp.step()
     note(end=digest())
