@@ -155,7 +155,7 @@ def coordinate(options: CoordinatorOptions) -> int:
 
 
 @final
-class Team:
+class ServedTeam:
     """A team: its roster, the connections of its workers, and what its members tell one another.
 
     Args:
@@ -215,8 +215,8 @@ class Coordinator:
         self.port: int = self._socket.getsockname()[1]
         self.options = options
         roster = Roster(options.least, options.most, options.deadlines, time.monotonic())
-        self.elastic_team = Team(roster)
-        self._fixed_teams: dict[str, Team] = {}
+        self.elastic_team = ServedTeam(roster)
+        self._fixed_teams: dict[str, ServedTeam] = {}
         self._strangers: list[Visitor] = []
         self._supervisors: list[Visitor] = []
         self._told: Formation | None = None
@@ -250,12 +250,12 @@ class Coordinator:
         self._stopping.set()
 
     @property
-    def _teams(self) -> list[Team]:
+    def _teams(self) -> list[ServedTeam]:
         return [self.elastic_team, *self._fixed_teams.values()]
 
     # ── what visitors call ───────────────────────────────────────────────────────────────────────
 
-    def team_of(self, place: FixedPlace | None) -> Team:
+    def team_of(self, place: FixedPlace | None) -> ServedTeam:
         """Return the team that a visitor means: a fixed one, or the elastic one.
 
         Raises:
@@ -268,7 +268,7 @@ class Coordinator:
                 raise ValueError(f"there are {_MOST_TEAMS} teams, which is as many as it keeps")
             size, now_s = place.world_size, time.monotonic()
             roster = Roster(size, size, self.options.deadlines, now_s, is_fixed=True)
-            self._fixed_teams[place.team] = Team(roster)
+            self._fixed_teams[place.team] = ServedTeam(roster)
         return self._fixed_teams[place.team]
 
     def welcome(self, visitor: "Visitor") -> None:
