@@ -170,7 +170,7 @@ def coordinate(options: CoordinatorOptions) -> int:
 
 
 @final
-class Team:
+class ServedTeam:
     """A team: its roster, the connections of its workers, and what its members tell one another.
 
     Args:
@@ -266,8 +266,8 @@ class Coordinator:
                 self._socket.close()
                 raise
         roster = Roster(options.least, options.most, options.deadlines, now_s)
-        self.elastic_team = Team(roster, self._ledger)
-        self._fixed_teams: dict[str, Team] = {}
+        self.elastic_team = ServedTeam(roster, self._ledger)
+        self._fixed_teams: dict[str, ServedTeam] = {}
         #: Tasks that make a visitor of a connection.
         self._welcoming: set[asyncio.Task[Any]] = set()
         self._num_taken = 0  # connections, since the last tick
@@ -307,12 +307,12 @@ class Coordinator:
         self._stopping.set()
 
     @property
-    def _teams(self) -> list[Team]:
+    def _teams(self) -> list[ServedTeam]:
         return [self.elastic_team, *self._fixed_teams.values()]
 
     # ── what visitors call ───────────────────────────────────────────────────────────────────────
 
-    def team_of(self, place: FixedPlace | None) -> Team:
+    def team_of(self, place: FixedPlace | None) -> ServedTeam:
         """Return the team that a visitor means: a fixed one, or the elastic one.
 
         Raises:
@@ -325,7 +325,7 @@ class Coordinator:
                 raise ValueError(f"there are {_MOST_TEAMS} teams, which is as many as it keeps")
             size, now_s = place.world_size, clock.now_s()
             roster = Roster(size, size, self.options.deadlines, now_s, is_fixed=True)
-            self._fixed_teams[place.team] = Team(roster)
+            self._fixed_teams[place.team] = ServedTeam(roster)
         return self._fixed_teams[place.team]
 
     def know(self, visitor: "Visitor") -> None:
