@@ -561,7 +561,8 @@ def coordinator(
     ] = Deadlines().host_lease_s,
 ) -> int:
     """Decide who is in an elastic team; evener launch starts one by itself."""
-    from evener.team.coordinator import CoordinatorOptions, coordinate
+    from evener.team.coordinator import coordinate
+    from evener.team.coordinator_options import CoordinatorOptions
     from evener.team.token_files import read_token
 
     least, most = read_team_limits(team, "MIN:MAX")

@@ -12,25 +12,19 @@ import asyncio
 import base64
 import binascii
 import json
-import math
 import signal
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
 from evener import clock
-from evener.closing import Closing
-from evener.comm.addresses import LOOPBACK, end_when_unreachable, is_loopback, open_port
-from evener.errors import ConfigError
+from evener.comm.addresses import end_when_unreachable, is_loopback, open_port
 from evener.parsing import Fields, parse_json, short
 from evener.protocol.formation import (
     NO_NUMBER,
     WHOLE_RUN,
-    Deadlines,
     FixedPlace,
     Formation,
     ProcessState,
@@ -39,13 +33,12 @@ from evener.protocol.formation import (
 )
 from evener.protocol.nodes import Node, Nodes
 from evener.protocol.roster import Roster
+from evener.team.coordinator_options import TICK_S, CoordinatorOptions
 from evener.team.ledger import Ledger, LedgerEntry
 from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
 from evener.team.terminal import say
 from evener.version import __version__
 
-_TICK_S: Final = 0.05
-_END_S: Final = 5.0
 #: Connections that have not said who they are. Beyond so many, new ones are closed at once: one
 #: that is open was there first, and is closed after ``hello_s``.
 _MOST_STRANGERS: Final = 256
@@ -64,84 +57,30 @@ _MOST_TEAMS: Final = 1000
 _MOST_RANKS: Final = 9999
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorOptions:
-    """How a coordinator is started.
-
-    Attributes:
-        host: Where it listens.
-        port: Its port; 0 takes a free one.
-        least: Fewest members of the team.
-        most: Most members.
-        token: What workers must know; ``None`` admits every process of this host.
-        deadlines: Those of the team.
-        nnodes: Hosts of a fixed team; 0 for an elastic team.
-        ledger: The file from which a coordinator that is started again continues; ``None`` for
-            none: it then hears from workers and launchers what the newest generation is.
-    """
-
-    host: str = LOOPBACK
-    port: int = 0
-    least: int = 1
-    most: int
-    token: bytes | None = None
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    nnodes: int = 0
-    ledger: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.deadlines.timeout_s < math.inf:
-            raise ConfigError(
-                f"--timeout-s is {self.deadlines.timeout_s:g}; give the seconds that workers wait "
-                "for one another, more than 0"
-            )
-        if not self.deadlines.lease_s <= self.deadlines.host_lease_s < math.inf:
-            raise ConfigError(
-                f"--host-lease-s is {self.deadlines.host_lease_s:g}; give the seconds after which "
-                f"a silent machine is lost, at least {self.deadlines.lease_s:g} (lease_s)"
-            )
-
-
-@final
-class CoordinatorThread(Closing):
-    """A coordinator on a thread of this process, until it is closed.
+def serve(
+    options: CoordinatorOptions,
+    listening: socket.socket,
+    tick_s: float,
+    has_begun: Callable[[Callable[[], object]], object],
+) -> None:
+    """Run a coordinator on this thread; see ``Coordinator``.
 
     Args:
         options: How it is started.
-        listening: See ``Coordinator``.
-        tick_s: See ``Coordinator``.
-
-    Attributes:
-        port: Where it listens.
-
-    Raises:
-        ConfigError: See ``Coordinator``.
-        LaunchError: See ``Coordinator``.
+        listening: A socket to listen on.
+        tick_s: How often it looks what is due.
+        has_begun: Is told what ends it, from any thread.
     """
+    loop = asyncio.new_event_loop()
+    coordinator = Coordinator(options, listening, tick_s=tick_s)
 
-    def __init__(
-        self,
-        options: CoordinatorOptions,
-        listening: socket.socket | None = None,
-        *,
-        tick_s: float = _TICK_S,
-    ) -> None:
-        self._coordinator = Coordinator(options, listening, tick_s=tick_s)
-        self.port = self._coordinator.port
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="evener-coordinator", daemon=True)
-        self._thread.start()
+    def stop() -> None:
+        with suppress(RuntimeError):  # it has ended meanwhile
+            loop.call_soon_threadsafe(coordinator.stop)
 
-    def close(self) -> None:
-        """End it; idempotent."""
-        if self._thread.is_alive():
-            with suppress(RuntimeError):  # it has ended meanwhile
-                self._loop.call_soon_threadsafe(self._coordinator.stop)
-            self._thread.join(_END_S)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._coordinator.serve())
+    has_begun(stop)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(coordinator.serve())
 
 
 def coordinate(options: CoordinatorOptions) -> int:
@@ -246,7 +185,7 @@ class Coordinator:
         options: CoordinatorOptions,
         listening: socket.socket | None = None,
         *,
-        tick_s: float = _TICK_S,
+        tick_s: float = TICK_S,
     ) -> None:
         is_guarded = options.token is not None
         self._socket = listening or open_port(

@@ -34,7 +34,8 @@ from evener.protocol.roster import Roster
 from evener.team import coordinator as coordinator_module
 from evener.team import elastic
 from evener.team.connection import AgentConnection
-from evener.team.coordinator import Coordinator, CoordinatorOptions, Visitor
+from evener.team.coordinator import Coordinator, Visitor
+from evener.team.coordinator_options import CoordinatorOptions
 from evener.team.elastic import CoordinatorLink
 from evener.team.elastic_membership import ElasticMembership
 from helpers import coordinators
