@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
-from evener import clock
+from evener import lease_clock
 from evener.comm.addresses import end_when_unreachable, is_loopback, open_port
 from evener.parsing import Fields, parse_json, short
 from evener.protocol.formation import (
@@ -31,7 +31,7 @@ from evener.protocol.formation import (
     Standing,
     read_message,
 )
-from evener.protocol.nodes import Node, Nodes
+from evener.protocol.hosts import Host, Hosts
 from evener.protocol.roster import Roster
 from evener.team.coordinator_options import TICK_S, CoordinatorOptions
 from evener.team.ledger import Ledger, LedgerEntry
@@ -195,8 +195,8 @@ class Coordinator:
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self.options = options
-        now_s = clock.now_s()
-        self.nodes = Nodes(options.nnodes)
+        now_s = lease_clock.now_s()
+        self.nodes = Hosts(options.nnodes)
         self._ledger: Ledger | None = None
         if options.ledger is not None:
             try:
@@ -262,7 +262,7 @@ class Coordinator:
         if place.team not in self._fixed_teams:
             if len(self._fixed_teams) >= _MOST_TEAMS:
                 raise ValueError(f"there are {_MOST_TEAMS} teams, which is as many as it keeps")
-            size, now_s = place.world_size, clock.now_s()
+            size, now_s = place.world_size, lease_clock.now_s()
             roster = Roster(size, size, self.options.deadlines, now_s, is_fixed=True)
             self._fixed_teams[place.team] = ServedTeam(roster)
         return self._fixed_teams[place.team]
@@ -291,14 +291,14 @@ class Coordinator:
         team = visitor.team
         if team.workers.get(visitor.member) is visitor:
             del team.workers[visitor.member]
-            team.roster.depart(clock.now_s(), visitor.member)
+            team.roster.depart(lease_clock.now_s(), visitor.member)
             self.send_orders_soon()
         for name in [name for name, each in self._fixed_teams.items() if not each.workers]:
             del self._fixed_teams[name]
 
     # ── hosts of a fixed team ────────────────────────────────────────────────────────────────────
 
-    def enter(self, visitor: "Visitor", node: Node) -> None:
+    def enter(self, visitor: "Visitor", node: Host) -> None:
         """Take in a host of a fixed team; once all are here, tell each which ranks it starts."""
         if why := self.nodes.arrive(visitor.name, node):
             visitor.tell("refused_node", {"why": f"{why} (from {node.where})"})
@@ -388,7 +388,7 @@ class Coordinator:
             self.forget(visitor)
 
     def _tick(self) -> None:
-        now_s = clock.now_s()
+        now_s = lease_clock.now_s()
         for team in self._teams:
             team.tick(now_s)
         self.send_orders()
@@ -406,7 +406,7 @@ class Visitor(asyncio.Protocol):
     def __init__(self, coordinator: Coordinator) -> None:
         self.member = self.name = ""  # of a worker, of any end
         self.team = coordinator.elastic_team
-        self.since_s = clock.now_s()
+        self.since_s = lease_clock.now_s()
         self._coordinator = coordinator
         self._unread = bytearray()
         self._nonce = new_nonce()
@@ -509,7 +509,7 @@ class Visitor(asyncio.Protocol):
         if self._seal is None:
             self._prove(message)
             return
-        now_s = clock.now_s()
+        now_s = lease_clock.now_s()
         fields = self._seal.open(message)
         if not self._is_known:
             self._introduce(now_s, fields)
@@ -627,7 +627,7 @@ class Visitor(asyncio.Protocol):
             roster = self.team.roster
             roster.process(now_s, fields.text("member"), state, fields.text("reason"))
         elif kind == "node":
-            node = Node(
+            node = Host(
                 number=fields.whole("number", least=-1),
                 nnodes=fields.whole("nnodes", least=1),
                 nproc=fields.whole("nproc", least=1),
