@@ -36,6 +36,7 @@ from evener.protocol.roster import Roster
 from evener.team.coordinator_options import TICK_S, CoordinatorOptions
 from evener.team.ledger import Ledger, LedgerEntry
 from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
+from evener.team.shortage import remedy_of_shortage
 from evener.team.terminal import say
 from evener.version import __version__
 
@@ -363,7 +364,9 @@ class Coordinator:
             except OSError as error:
                 if isinstance(error, BlockingIOError | ConnectionAbortedError):
                     return
-                break  # as with too many open files: looked at again after the next tick
+                if remedy := remedy_of_shortage(error):  # looked at again after the next tick
+                    self.refuse(f"cannot take in a connection ({error.strerror}); {remedy}")
+                break
             self._num_taken += 1
             if len(self._strangers) >= _MOST_STRANGERS:
                 connection.close()

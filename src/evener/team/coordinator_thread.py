@@ -12,6 +12,8 @@ from typing import Final, final
 from evener.closing import Closing
 from evener.comm.addresses import open_port
 from evener.team.coordinator_options import TICK_S, CoordinatorOptions
+from evener.team.shortage import remedy_of_shortage
+from evener.team.terminal import say
 
 _END_S: Final = 5.0
 
@@ -64,6 +66,9 @@ class CoordinatorThread(Closing):
 
         try:
             serve(self._options, self._socket, self._tick_s, self._note_start)
+        except OSError as error:  # nobody will be answered; those who ask say so
+            remedy = remedy_of_shortage(error)
+            say(f"evener: the coordinator cannot run in this process ({error.strerror}); {remedy}")
         finally:
             self._is_ready.set()
 

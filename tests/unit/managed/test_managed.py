@@ -360,7 +360,7 @@ def test_data_that_cannot_be_divided(data, message):
 
 def test_an_option_that_there_is_not_has_no_method():
     builder = describe_job()
-    with pytest.raises(AttributeError, match="has no option 'batchsize'"):
+    with pytest.raises(AttributeError, match="has no attribute 'batchsize'"):
         builder.batchsize(3)
     assert {"batch_size", "max_grad_norm", "run"} <= {*dir(builder)}
 
