@@ -348,13 +348,10 @@ class CoordinatorLink(CoordinatorConnection):
             message = {"type": "store", "number": number, **request}
             self._asked[number] = message
             self._post(message)
+            # A generation that is over still has keys: its members tell there why they gave up. The
+            # coordinator itself ends the waits for those that are missing.
             self._changed.wait_for(
-                lambda: (
-                    number in self._answers
-                    or request["generation"] in self._over
-                    or self._failure
-                    or self._closed
-                ),
+                lambda: number in self._answers or self._failure or self._closed,
                 timeout_s + self.deadlines.reconnect_s,
             )
             del self._asked[number]

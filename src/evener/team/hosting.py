@@ -129,11 +129,10 @@ def meeting_key(environment: DistributedTrainConfig) -> str:
 
 
 def _start(key: str, environment: DistributedTrainConfig, timeout_s: float) -> HostedCoordinator:
-    token = read_team_token(os.environ)
+    token = team_token(environment)
     reached_at = environment.coordinator_addr
     if not environment.agent_store:
         listening = _listen(environment)
-        token = token or environment.coordinator_token.encode() or None
         if token is None and environment.launched_by != "evener":
             _warn_of_strangers(environment, listening)
     else:  # an agent has the port; the token travels through its store
@@ -191,6 +190,14 @@ def _warn_of_strangers(environment: DistributedTrainConfig, listening: socket.so
             f"{environment.coordinator_port} can join this team; set EVENER_TOKEN_FILE to a file "
             "with the same secret on every machine, or use a private network"
         )
+
+
+def team_token(environment: DistributedTrainConfig) -> bytes | None:
+    """Return what the visitors of rank 0's coordinator must know: told by rank 0, or by the user.
+
+    All ranks prefer the same one: with a process group and a token file, there are two.
+    """
+    return environment.coordinator_token.encode() or read_team_token(os.environ)
 
 
 def read_team_token(environ: Mapping[str, str]) -> bytes | None:
