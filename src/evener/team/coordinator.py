@@ -12,10 +12,11 @@ import asyncio
 import base64
 import binascii
 import json
+import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
@@ -52,6 +53,8 @@ _MOST_HELLO_BYTES: Final = 4096
 _MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
 _MOST_KEYS: Final = 100_000
 _MOST_STORE_BYTES: Final = 64 * 1024 * 1024
+#: That an event loop of asyncio opens.
+_LOOP_DESCRIPTORS: Final = 3
 _MOST_REFUSALS: Final = 50
 #: A script has a fixed team for each connection between its ranks that is open.
 _MOST_TEAMS: Final = 1000
@@ -72,6 +75,9 @@ def serve(
         tick_s: How often it looks what is due.
         has_begun: Is told what ends it, from any thread.
     """
+    with ExitStack() as probes:  # asyncio prints a traceback where its loop finds no descriptor
+        for _ in range(_LOOP_DESCRIPTORS):
+            probes.callback(os.close, os.dup(listening.fileno()))
     loop = asyncio.new_event_loop()
     coordinator = Coordinator(options, listening, tick_s=tick_s)
 
