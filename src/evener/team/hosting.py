@@ -128,11 +128,10 @@ def meeting_key(environment: DistributedTrainConfig) -> str:
 
 
 def _start(key: str, environment: DistributedTrainConfig, timeout_s: float) -> HostedCoordinator:
-    token = read_team_token(os.environ)
+    token = environment.coordinator_token.encode() or read_team_token(os.environ)
     reached_at = environment.coordinator_addr
     if not environment.agent_store:
         listening = _listen(environment)
-        token = token or environment.coordinator_token.encode() or None
         if token is None and environment.launched_by != "evener":
             _warn_of_strangers(environment, listening)
     else:  # an agent has the port; the token travels through its store
