@@ -35,13 +35,7 @@ _FACTS: Final = TypeAdapter(HostFacts)
 
 
 def examine_pair(
-    host: str,
-    port: int,
-    here: HostFacts,
-    token: bytes,
-    *,
-    listens: bool,
-    timeout_s: float | None = None,
+    host: str, port: int, here: HostFacts, token: bytes, *, listens: bool
 ) -> tuple[HostFacts, MeasuredLink]:
     """Meet the other machine; both call it.
 
@@ -51,7 +45,6 @@ def examine_pair(
         here: What the other machine is told.
         token: What both must know; needed unless ``host`` is loopback.
         listens: Whether this machine listens.
-        timeout_s: Longest wait for the other machine; by default ``LISTEN_S`` or ``CALL_S``.
 
     Returns:
         The facts of the other machine, and the link to it.
@@ -80,7 +73,7 @@ def examine_pair(
     working = [device.name for device in here.accelerators if not device.failure]
     device = torch.device(working[0] if working else "cpu")
     kind_of(device).select(device)
-    timeout_s = timeout_s or (LISTEN_S if listens else CALL_S)
+    timeout_s = LISTEN_S if listens else CALL_S
     with connect_team(place, AverageBackend.AUTO, ApplyPolicy.SYNC, device, timeout_s) as comm:
         comm.timeout_s = _ANSWER_S  # the other machine is there
         hosts = comm.all_gather_json(asdict(here), what="facts of the hosts")

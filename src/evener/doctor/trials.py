@@ -70,20 +70,20 @@ def _be_rank(
     rank: int, world_size: int, port: int, fd: int, *, device: str, timeout_s: float
 ) -> None:
     """Be a rank of ``try_exchange``; write what has failed to standard output."""
-    own, failures = torch.device(device), {}
+    own, failures, trial = torch.device(device), {}, "gloo_failure"
     place = DistributedTrainConfig.of_rank(
         rank, world_size, coordinator_port=port, store_fd=None if rank else fd
     )
     try:
-        kind_of(own).select(own)
         with join(place, timeout_s) as comm:
             _, failures["memory_failure"] = share_memory(comm)
             comm.all_reduce(torch.ones(_NUM_ELEMENTS), what="a trial")
             if own.type == "cuda":
-                failures["nccl_failure"] = comm.add_nccl()
+                trial = "nccl_failure"
+                kind_of(own).select(own)
+                failures[trial] = comm.add_nccl()
     except Exception as error:  # whatever a driver's library raises is an outcome
-        known = isinstance(error, EvenerError)
-        failures["gloo_failure"] = str(error) if known else first_line(error)
+        failures[trial] = str(error) if isinstance(error, EvenerError) else first_line(error)
     os.write(1, json.dumps(failures).encode())
     os._exit(0)  # ending an NCCL group may hang
 
