@@ -555,7 +555,8 @@ def coordinator(
     ] = Deadlines().host_lease_s,
 ) -> int:
     """Decide who is in an elastic team; evener launch starts one by itself."""
-    from evener.team.coordinator import CoordinatorOptions, coordinate
+    from evener.team.coordinator import coordinate
+    from evener.team.coordinator_options import CoordinatorOptions
     from evener.team.token_files import read_token
 
     least, most = read_team_limits(team, "MIN:MAX")
@@ -582,7 +583,8 @@ def _plan(
         options: Those of the command.
         nodes: The machines of the run.
         program: What workers run.
-        nproc: Ranks of this host in a fixed team; by default, what the user said.
+        nproc: Ranks of this host in a team of several, or a fixed one; by default, what the user
+            said.
     """
     from evener.team.agent import MAX_FAILURES
     from evener.team.launch import LaunchPlan
@@ -596,7 +598,10 @@ def _plan(
     return LaunchPlan(
         elastic=options.elastic or "",
         nodes=nodes,
-        nproc=options.nproc if is_elastic else nproc or _count_ranks(options.nproc),
+        # On one machine an elastic team begins with as many as it may have.
+        nproc=options.nproc
+        if is_elastic and nodes is None
+        else nproc or _count_ranks(options.nproc),
         port=options.port,
         token_file=options.token_file,
         address=options.address,

@@ -17,7 +17,7 @@ ALLOWED = {
     "engine.generations": "a change of the team, which begins anew where a rank is lost in it",
     "engine.local": "windows",
     "engine.rounds": "rounds of rows, whose callers survive",
-    "engine.replica": "windows",
+    "engine.consensus": "windows",
     "engine.training_state": "the team's state, in a change of the team",
     "engine.team": "what the others here call",
     "loop.assembly": "set-up: a team that loses a rank there has not begun",

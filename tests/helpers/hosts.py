@@ -9,7 +9,6 @@ from evener.doctor.host_facts import (
     HostFacts,
     LimitFacts,
     MeasuredLink,
-    NetworkFacts,
     ProcessorFacts,
     TorchBuild,
 )
@@ -30,7 +29,7 @@ HEALTHY = HostFacts(
         runtime="CUDA 12.6", architectures=("sm_50", "sm_60", "sm_80", "sm_90"), nccl="2.27"
     ),
     exchange=ExchangeTrials(nccl_tried=True),
-    network=NetworkFacts(addresses=("10.0.0.1",), port=29500),
+    addresses=("10.0.0.1",),
     limits=LimitFacts(open_files=4096, processes=4096, shm_bytes=8 * GIB),
     processor=ProcessorFacts(cores=16, usable_cores=16, memory_bytes=64 * GIB, free_bytes=32 * GIB),
 )

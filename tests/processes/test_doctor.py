@@ -93,7 +93,9 @@ def test_two_machines_time_the_cable(sandbox: Sandbox) -> None:
 def test_two_machines_that_a_firewall_keeps_apart_say_so(sandbox: Sandbox) -> None:
     token = sandbox.token_file("a secret of two machines\n")
     options = (ADDRESSES[0], "--token-file", token, "--json")
-    soon = "from evener.team import fixed; fixed._CONNECT_S = 5.0; from evener.cli import main; main()"
+    soon = (
+        "from evener.team import fixed; fixed._CONNECT_S = 5.0; from evener.cli import main; main()"
+    )
     evener = (sys.executable, "-P", "-c", soon, "doctor")
     with TwoMachines() as machines:
         # Machine 1 reaches the coordinator, and nothing else there.

@@ -16,7 +16,7 @@ import pytest
 from evener.version import __version__
 from helpers.launched import Ended, Running, Sandbox
 from helpers.limits import PATIENCE_S
-from helpers.machines import ADDRESSES, NOBODY, TwoMachines
+from helpers.machines import ADDRESSES, NOBODY, Machines
 from helpers.ports import free_port
 
 TELL_PLACE = "print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
@@ -218,7 +218,7 @@ while True:
 
 @pytest.mark.root
 def test_a_service_that_forwards_one_port_is_enough(sandboxes: list[Sandbox]) -> None:
-    with TwoMachines() as machines:
+    with Machines() as machines:
         machines.run(1, "ip", "address", "add", f"{NOBODY}/32", "dev", "eth0")
         forward = machines.command(1, sys.executable, "-c", FORWARD, NOBODY, ADDRESSES[0])
         with subprocess.Popen(forward, stdout=subprocess.PIPE) as service:
@@ -237,7 +237,7 @@ def test_a_service_that_forwards_one_port_is_enough(sandboxes: list[Sandbox]) ->
 
 @pytest.mark.root
 def test_the_store_listens_at_the_address_given_alone(sandboxes: list[Sandbox]) -> None:
-    with TwoMachines() as machines:
+    with Machines() as machines:
         running = []
         for node, sandbox in enumerate(sandboxes):
             words = command(node, ADDRESSES[0], sandbox.script(TRAIN))

@@ -89,8 +89,7 @@ def diagnose(address: str | None, token: bytes, *, listens: bool = False) -> Dia
         listens: Whether this machine waits for another one.
 
     Raises:
-        ConfigError: ``address`` is not an address, or lacks a token.
-        LaunchError: It cannot be listened on.
+        ConfigError: ``address`` is not an address, or is to be listened on and lacks a token.
     """
     host, port = parse_address(address or LOOPBACK, "ADDR")
     here = examine_host()
@@ -116,8 +115,7 @@ def _describe_link(link: MeasuredLink) -> str:
 
 def _rows(facts: HostFacts) -> dict[str, str]:
     """Return the cells of a host's column, by row."""
-    build, network, limits = facts.build, facts.network, facts.limits
-    processor = facts.processor
+    build, limits, processor = facts.build, facts.limits, facts.processor
     return {
         "host": f"{facts.host}, {facts.system}",
         "versions": ", ".join(f"{name} {value}" for name, value in facts.versions.items()),
@@ -129,8 +127,7 @@ def _rows(facts: HostFacts) -> dict[str, str]:
             for device in facts.devices
         },
         "exchange": _exchange(facts.exchange),
-        "network": f"{', '.join(network.addresses) or 'loopback alone'}; port "
-        f"{network.port}: {network.port_failure or 'free'}",
+        "network": ", ".join(facts.addresses) or "loopback alone",
         "limits": f"{_limit(limits.open_files)} open files, {_limit(limits.processes)} processes"
         f"{'' if limits.shm_bytes is None else f'; /dev/shm has {_gib(limits.shm_bytes)}'}",
         "processor": f"{processor.usable_cores} of {processor.cores} cores"

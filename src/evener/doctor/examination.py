@@ -13,7 +13,6 @@ from typing import Final
 import psutil
 import torch
 
-from evener.comm.addresses import bind
 from evener.comm.c10d import nccl_version
 from evener.comm.messages import first_line
 from evener.devices import count_accelerators, kind_of
@@ -23,14 +22,12 @@ from evener.doctor.host_facts import (
     ExchangeTrials,
     HostFacts,
     LimitFacts,
-    NetworkFacts,
     ProcessorFacts,
     TorchBuild,
 )
 from evener.doctor.trials import try_exchange
 from evener.team.host import available_cores, local_devices
 from evener.team.members import own_versions
-from evener.team.nodes import DEFAULT_PORT
 
 if sys.platform != "win32":
     import resource
@@ -56,7 +53,7 @@ def examine_host() -> HostFacts:
         devices_shown=local_devices(ask_torch=lambda: len(accelerators)),
         build=_build(accelerators),
         exchange=_try_exchange([d for d in accelerators if d.type == "cuda"], devices),
-        network=_network(),
+        addresses=_addresses(),
         limits=_limits(group),
         processor=_processor(group),
     )
@@ -101,21 +98,14 @@ def _try_exchange(gpus: list[torch.device], devices: tuple[DeviceFacts, ...]) ->
     return try_exchange(gpus if tries_nccl else [torch.device("cpu")] * 2, timeout_s=_TRIALS_S)
 
 
-def _network() -> NetworkFacts:
+def _addresses() -> tuple[str, ...]:
     addresses = []
     for each in [one.address for found in psutil.net_if_addrs().values() for one in found]:
         with suppress(ValueError):  # of a network card, not of a host
             number = ip_address(each.partition("%")[0])
             if not (number.is_loopback or number.is_link_local):
                 addresses.append(str(number))
-    failure = ""
-    try:
-        bind("", DEFAULT_PORT, 1).close()
-    except OSError as error:
-        failure = error.strerror or str(error)
-    return NetworkFacts(
-        addresses=tuple(dict.fromkeys(addresses)), port=DEFAULT_PORT, port_failure=failure
-    )
+    return tuple(dict.fromkeys(addresses))
 
 
 def _limits(group: GroupLimits) -> LimitFacts:

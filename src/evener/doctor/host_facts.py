@@ -61,21 +61,6 @@ class ExchangeTrials:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkFacts:
-    """How this host is reached.
-
-    Attributes:
-        addresses: IP addresses of its interfaces, without loopback.
-        port: Where machines meet unless told otherwise.
-        port_failure: Listening on that port.
-    """
-
-    addresses: tuple[str, ...] = ()
-    port: int
-    port_failure: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LimitFacts:
     """What a process of this user may use.
 
@@ -122,7 +107,7 @@ class HostFacts:
         devices_shown: Accelerators that device files and ``CUDA_VISIBLE_DEVICES`` show.
         build: What torch was built for.
         exchange: Ways to exchange.
-        network: How it is reached.
+        addresses: IP addresses of its interfaces, without loopback.
         limits: What processes may use.
         processor: Cores and memory.
     """
@@ -134,7 +119,7 @@ class HostFacts:
     devices_shown: int
     build: TorchBuild
     exchange: ExchangeTrials
-    network: NetworkFacts
+    addresses: tuple[str, ...]
     limits: LimitFacts
     processor: ProcessorFacts
 

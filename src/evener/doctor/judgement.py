@@ -42,7 +42,6 @@ def judge_host(facts: HostFacts, where: Literal["here", "there"] = "here") -> li
     findings = [
         *_judge_devices(facts),
         *_judge_exchange(facts),
-        *_judge_network(facts),
         *_judge_limits(facts),
         *_judge_processor(facts),
     ]
@@ -147,16 +146,6 @@ def _judge_exchange(facts: HostFacts) -> Iterator[_Finding]:
             f"ranks cannot share memory, and exchange through sockets: {trials.memory_failure}",
             "let the sandbox or container allow memfd_create, abstract Unix sockets and the "
             "passing of descriptors",
-        )
-
-
-def _judge_network(facts: HostFacts) -> Iterator[_Finding]:
-    network = facts.network
-    if network.port_failure:
-        yield (
-            f"port {network.port}, where machines meet, cannot be used: {network.port_failure}",
-            "end the program that listens there, or give every machine another with --port; a run "
-            "on one machine takes a free port by itself",
         )
 
 

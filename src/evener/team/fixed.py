@@ -28,6 +28,7 @@ from evener.team.hosting import (
     host,
     meeting_key,
     read_team_token,
+    team_token,
 )
 
 #: For how long a host tries to reach itself: it answers at once, or the address is another's.
@@ -164,8 +165,7 @@ class _Meeting(Closing):
         elif environment.agent_store:
             self._meet_as_told(AgentStore(environment, self._place.team, self._left_s))
         else:
-            token = environment.coordinator_token.encode() or read_team_token(os.environ)
-            self.meet_at(Whereabouts(*own, token, 0))
+            self.meet_at(Whereabouts(*own, team_token(environment), 0))
 
     def _meet_own(self) -> None:
         environment, team = self._environment, self._place.team

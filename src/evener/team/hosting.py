@@ -35,7 +35,8 @@ from evener.comm.network import own_address
 from evener.comm.wires import close_server
 from evener.errors import LaunchError
 from evener.protocol.formation import Deadlines
-from evener.team.coordinator import CoordinatorOptions, CoordinatorThread
+from evener.team.coordinator_options import CoordinatorOptions
+from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.environment import TOKEN_FILE, DistributedTrainConfig
 from evener.team.terminal import warn
 from evener.team.token_files import read_token
@@ -128,7 +129,7 @@ def meeting_key(environment: DistributedTrainConfig) -> str:
 
 
 def _start(key: str, environment: DistributedTrainConfig, timeout_s: float) -> HostedCoordinator:
-    token = environment.coordinator_token.encode() or read_team_token(os.environ)
+    token = team_token(environment)
     reached_at = environment.coordinator_addr
     if not environment.agent_store:
         listening = _listen(environment)
@@ -189,6 +190,14 @@ def _warn_of_strangers(environment: DistributedTrainConfig, listening: socket.so
             f"{environment.coordinator_port} can join this team; set EVENER_TOKEN_FILE to a file "
             "with the same secret on every machine, or use a private network"
         )
+
+
+def team_token(environment: DistributedTrainConfig) -> bytes | None:
+    """Return what the visitors of rank 0's coordinator must know: told by rank 0, or by the user.
+
+    All ranks prefer the same one: with a process group and a token file, there are two.
+    """
+    return environment.coordinator_token.encode() or read_team_token(os.environ)
 
 
 def read_team_token(environ: Mapping[str, str]) -> bytes | None:

@@ -41,11 +41,6 @@ SICK = {
         "/dev/shm has 64 MiB",
         "--shm-size",
     ),
-    "a port in use": (
-        host(network={"port_failure": "Address already in use"}),
-        "port 29500, .*: Address already in use",
-        "--port",
-    ),
     "few files": (host(limits={"open_files": 256}), "256 open files", "ulimit -n"),
     "few processes": (host(limits={"processes": 100}), "100 processes", "--pids-limit"),
     "a quota": (host(limits={"cpus": 2.0}), "grants 2 CPUs, but 16 cores", "OMP_NUM_THREADS=2"),
