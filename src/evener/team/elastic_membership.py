@@ -45,8 +45,6 @@ from evener.team.token_files import read_token
 _PAUSE_S = 0.05
 #: A peer that has announced where it listens answers an attempt to connect within so long.
 _PROBE_S = 2.0
-#: Gloo waits for a connection for five times the timeout that it is given.
-_GLOO_PATIENCE = 5.0
 
 
 @final
@@ -205,7 +203,7 @@ class ElasticMembership(Membership):
                 key=f"evener/{formation.generation}",
                 backend="gloo",
                 timeout_s=self._timeout_s,
-                form_timeout_s=connect_s / _GLOO_PATIENCE,
+                form_timeout_s=connect_s,
             )
         except RuntimeError as error:
             self._meeting = meeting  # the others try whether they reach this one
