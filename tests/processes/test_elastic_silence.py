@@ -127,7 +127,8 @@ def test_a_machine_whose_link_goes_down_is_left_behind_and_stops(sandbox: Sandbo
     token.chmod(0o600)
     serve = (
         "from evener.protocol.formation import Deadlines\n"
-        "from evener.team.coordinator import CoordinatorOptions, coordinate\n"
+        "from evener.team.coordinator import coordinate\n"
+        "from evener.team.coordinator_options import CoordinatorOptions\n"
         "coordinate(CoordinatorOptions(\n"
         f"    host={ADDRESSES[0]!r}, port=29600, most=2, token={token.read_bytes()!r},\n"
         "    deadlines=Deadlines(patience_s=5.0)))\n"
@@ -165,7 +166,8 @@ def test_a_joiner_that_reaches_the_coordinator_alone_is_refused_and_the_team_con
     token.chmod(0o600)
     serve = (
         "from evener.protocol.formation import Deadlines\n"
-        "from evener.team.coordinator import CoordinatorOptions, coordinate\n"
+        "from evener.team.coordinator import coordinate\n"
+        "from evener.team.coordinator_options import CoordinatorOptions\n"
         "coordinate(CoordinatorOptions(\n"
         f"    host={ADDRESSES[0]!r}, port=29600, most=3, token={token.read_bytes()!r},\n"
         "    deadlines=Deadlines(connect_s=3.0)))\n"

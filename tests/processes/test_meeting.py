@@ -48,14 +48,14 @@ with Ddp.setup(model, optimizer, devices="cpu", quiet=True) as ddp:
         for x, y in ddp.loader(data, batch_size=4, micro_batch_size=2).epoch(epoch):
             ddp.backward(torch.nn.functional.mse_loss(model(x), y))
             ddp.step()
-    port = int(os.environ["MASTER_PORT"])
+    port = int(os.environ["EVENER_COORDINATOR"].rpartition(":")[2])
     listening = [
         line.split()[1].partition(":")[0]
         for name in ("tcp", "tcp6")
         for line in open(f"/proc/net/{name}").readlines()[1:]
         if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
     ]
-    ddp.weighted_mean(0.0)  # rank 0 serves the store until all have looked
+    ddp.weighted_mean(0.0)  # until all have looked
     print(ddp.rank, ddp.world_size, *listening, flush=True)
 """
 
@@ -236,7 +236,7 @@ def test_a_service_that_forwards_one_port_is_enough(sandboxes: list[Sandbox]) ->
 
 
 @pytest.mark.root
-def test_the_store_listens_at_the_address_given_alone(sandboxes: list[Sandbox]) -> None:
+def test_the_coordinator_listens_at_the_address_given_alone(sandboxes: list[Sandbox]) -> None:
     with Machines() as machines:
         running = []
         for node, sandbox in enumerate(sandboxes):

@@ -68,7 +68,7 @@ _FAREWELL_S = 1.0
 _LOOK_S = 0.1
 
 
-class Requests(Protocol):
+class Wishes(Protocol):
     """Where an agent hears what is wanted of it, in the form of signals."""
 
     def fileno(self) -> int:
@@ -196,7 +196,7 @@ class Agent:
         self,
         command: Sequence[str],
         team: JoinedTeam,
-        requests: Requests,
+        requests: Wishes,
         *,
         environ: Mapping[str, str] | None = None,
         handed: Mapping[str, int] | None = None,

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, final
 
-from evener import clock
+from evener import lease_clock
 from evener.comm.addresses import find_unreachable
 from evener.comm.base import Communicator
 from evener.comm.groups import form_groups
@@ -45,8 +45,6 @@ from evener.team.token_files import read_token
 _PAUSE_S = 0.05
 #: A peer that has announced where it listens answers an attempt to connect within so long.
 _PROBE_S = 2.0
-#: Gloo waits for a connection for five times the timeout that it is given.
-_GLOO_PATIENCE = 5.0
 
 
 @final
@@ -205,7 +203,7 @@ class ElasticMembership(Membership):
                 key=f"evener/{formation.generation}",
                 backend="gloo",
                 timeout_s=self._timeout_s,
-                form_timeout_s=connect_s / _GLOO_PATIENCE,
+                form_timeout_s=connect_s,
             )
         except RuntimeError as error:
             self._meeting = meeting  # the others try whether they reach this one
@@ -265,7 +263,7 @@ class ElasticMembership(Membership):
             PeerLostError: The generation is over.
             CoordinatorLostError: The coordinator does not answer.
         """
-        if clock.now_s() < self._link.lease_end_s():
+        if lease_clock.now_s() < self._link.lease_end_s():
             return
         if not self._link.await_lease(self._timeout_s):
             none = f"the coordinator has renewed no lease within {self._timeout_s:g} s (timeout_s)"
@@ -279,7 +277,7 @@ class ElasticMembership(Membership):
 
         Between generations there is none to run out.
         """
-        if not 0.0 < self._link.lease_end_s() <= clock.now_s():
+        if not 0.0 < self._link.lease_end_s() <= lease_clock.now_s():
             return not self._joins
         try:
             self.await_lease()

@@ -35,6 +35,8 @@ from evener.team.hosting import (
 _OWN_HOST_S: Final = 10.0
 #: How long a coordinator is tried of which torchrun's store tells, before that is read again.
 _ATTEMPT_S: Final = 1.0
+#: Ranks that have met connect within so long, or the network does not let them.
+_CONNECT_S: Final = 60.0
 #: A coordinator of ranks that are being ended refuses others, and has gone after so long.
 _STALE_S: Final = 5.0
 
@@ -264,13 +266,17 @@ class _Meeting(Closing):
         assert self._link is not None
         assert self._where is not None
         environment, form_s = self._environment, max(1.0, self._left_s)
+        store = self._link.store(self._formation.generation, form_s)
         meeting = MeetingPoint(
-            self._link.store(self._formation.generation, form_s),
+            store,
             self._link.reached_at,
             host_rank=self._where.host_rank,
             connection=self,
         )
         try:
+            if store.add("ready", 1) == environment.world_size:
+                store.set("all are ready", b"")
+            store.wait(["all are ready"])
             return form_groups(
                 meeting,
                 rank=environment.rank,
@@ -278,12 +284,12 @@ class _Meeting(Closing):
                 key="evener",
                 backend=backend,
                 timeout_s=timeout_s,
-                form_timeout_s=form_s,
+                form_timeout_s=min(form_s, _CONNECT_S),
             )
         except RuntimeError as error:
             raise LaunchError(
                 f"rank {environment.rank} could not form a team of {environment.world_size} at "
                 f"{self._where.address} ({first_line(error)}): look at the output of the other "
-                "ranks; where hosts have several networks, name the one to use in "
-                "GLOO_SOCKET_IFNAME"
+                "ranks; firewalls must let ranks connect to each other, on any port; where hosts "
+                "have several networks, name the one to use in GLOO_SOCKET_IFNAME"
             ) from None

@@ -35,7 +35,8 @@ from evener.comm.network import own_address
 from evener.comm.wires import close_server
 from evener.errors import LaunchError
 from evener.protocol.formation import Deadlines
-from evener.team.coordinator import CoordinatorOptions, CoordinatorThread
+from evener.team.coordinator_options import CoordinatorOptions
+from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.environment import TOKEN_FILE, DistributedTrainConfig
 from evener.team.terminal import warn
 from evener.team.token_files import read_token

@@ -158,7 +158,10 @@ def test_a_script_is_started_again_by_its_whole_path(monkeypatch):
     assert how_started() == [__file__, "--lr", "1"]
 
 
-def test_a_test_runner_is_not_started_again():
+def test_a_test_runner_is_not_started_again(monkeypatch):
+    main = ModuleType("__main__")
+    main.__file__ = pytest.__file__
+    monkeypatch.setitem(sys.modules, "__main__", main)
     with pytest.raises(ConfigError, match=r"is run by .*, such as a test runner"):
         how_started()
 
