@@ -46,7 +46,7 @@ with Ddp.setup(model, optimizer, devices="cpu", policy=os.environ.get("POLICY", 
     @ddp.on_commit
     def commit(result):
         note(window=result.window, epoch=result.epoch, ranges=result.ranges or [result.committed],
-             digest=digest(), size=len(ddp.assembly.team.members), t=time.monotonic(),
+             digest=digest(), size=len(ddp.assembly.team.members), t=result.applied_t,
              main=ddp.is_main_process)
         if (here / "stop").exists():
             ddp.stop()
@@ -278,7 +278,10 @@ def wait_for_more(journal: Journal, count: int = 5, size: int = 0) -> None:
 
 
 def longest_gap_s(journal: Journal, since_s: float, until_s: float) -> float:
-    """The longest time in which a worker has seen no window committed."""
+    """The longest time between two windows that a worker has applied, in a period.
+
+    Not between commits: the last window of an epoch is committed at once, the others with the next.
+    """
     times = [row["t"] for row in journal.windows]
     before = [t for t in times if t <= since_s][-1:]
     within = [*before, *(t for t in times if since_s < t < until_s)]

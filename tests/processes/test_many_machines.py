@@ -166,11 +166,11 @@ def test_a_host_that_is_cut_off_for_less_than_the_lease_stays_a_member(hosts: Ho
     agents = [hosts.join(host) for host in (0, 1)]
     stays, away = [hosts.journal_of(agent) for agent in agents]
     wait_for_more(stays, size=2)
-    began_s = time.monotonic()
+    began_s = time.time()
     hosts.cut(1)
     time.sleep(5.0)
     hosts.mend(1)
-    mended_s = time.monotonic()
+    mended_s = time.time()
     wait_for_more(stays, size=2)
     wait_for_more(away, size=2)
     assert longest_gap_s(stays, began_s, mended_s) <= mended_s - began_s + 2.0 + SLACK_S
@@ -195,13 +195,13 @@ def test_a_host_that_is_cut_off_for_longer_than_the_lease_joins_again(
     stays, _ = [hosts.journal_of(agent) for agent in agents[1:]]
     wait_for_more(stays, size=3)
     assert main.windows[-1]["main"]
-    began_s = time.monotonic()
+    began_s = time.time()
     hosts.cut(1)
     wait_for_more(stays, size=2)
-    resumed_s = time.monotonic()
+    resumed_s = time.time()
     assert longest_gap_s(stays, began_s, resumed_s) <= lease_s + 2.0 + SLACK_S
     seen = len(main.windows)
-    time.sleep(max(0.0, began_s + away_s - time.monotonic()))
+    time.sleep(max(0.0, began_s + away_s - time.time()))
     assert len(main.windows) == seen  # it commits nothing
     hosts.mend(1)
     wait_for_more(stays, size=3)
@@ -225,10 +225,10 @@ def test_half_of_the_team_is_cut_off_for_good_and_starts_again_later(sandbox: Sa
         stays, _ = [hosts.journal_of(agent) for agent in agents]
         wait_for_more(stays, size=4)
         assert not any(hosts.journal_of(agent).windows[-1]["main"] for agent in agents)
-        began_s = time.monotonic()
+        began_s = time.time()
         hosts.cut(1)
         wait_for_more(stays, size=2)
-        assert longest_gap_s(stays, began_s, time.monotonic()) <= lease_s + 2.0 + SLACK_S
+        assert longest_gap_s(stays, began_s, time.time()) <= lease_s + 2.0 + SLACK_S
         lost = away.end()
         assert lost.code == START_AGAIN
         assert f"lost the coordinator at {hosts.address} and waited 6 s for it" in lost.err
@@ -334,11 +334,11 @@ def test_strangers_and_damaged_messages_disturb_nobody(sandbox: Sandbox) -> None
     assert ports_of(process) == [hosts.port]
     assert [ports_of(psutil.Process(agent.process.pid)) for agent in agents] == [[], []]
     before_bytes = process.memory_info().rss
-    began_s, num_sent = time.monotonic(), 0
+    began_s, num_sent = time.time(), 0
     draw = random.Random(7)
     for _ in range(NUM_STRANGERS):
         num_sent += 1 + visit(hosts, draw)
-    ended_s = time.monotonic()
+    ended_s = time.time()
     grown_bytes = process.memory_info().rss - before_bytes
     wait_for_more(stays, 3, size=2)
     assert num_sent >= 10_000
