@@ -130,7 +130,6 @@ def try_to_connect(rank: Rank, world_sizes: list[int], timeout_s: float) -> str:
             world_sizes[rank.rank],
             rank.address,
             rank.port,
-            listen_fd=rank.listen_fd,
             timeout_s=timeout_s,
         )
     except LaunchError as error:

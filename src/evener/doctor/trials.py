@@ -52,8 +52,8 @@ def try_nccl(devices: Sequence[torch.device], *, timeout_s: float) -> str:
     """
     ranks: list[subprocess.Popen[str]] = []
     deadline = time.monotonic() + timeout_s
-    with bind(_HOST, 0) as listener:
-        place = [str(len(devices)), str(listener.getsockname()[1]), str(listener.fileno())]
+    with bind(_HOST, 0) as reserved:
+        place = [str(len(devices)), str(reserved.getsockname()[1])]
         for rank, device in enumerate(devices):
             command = [sys.executable, "-P", "-m", __name__, str(rank), *place, str(device)]
             # Output of libraries (NCCL_DEBUG) goes to standard error.
@@ -63,7 +63,6 @@ def try_nccl(devices: Sequence[torch.device], *, timeout_s: float) -> str:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     text=True,
-                    pass_fds=[listener.fileno()],
                 )
             )
     failures = []
@@ -81,15 +80,12 @@ def try_nccl(devices: Sequence[torch.device], *, timeout_s: float) -> str:
     return next(filter(None, failures), "")
 
 
-def _add_up(
-    rank: int, world_size: int, port: int, fd: int, *, device: str, timeout_s: float
-) -> None:
+def _add_up(rank: int, world_size: int, port: int, *, device: str, timeout_s: float) -> None:
     """Be a rank of ``try_nccl``; say on standard output what has failed."""
     try:
         kind_of(torch.device(device)).select(torch.device(device))
-        store_fd = fd if rank == 0 else None
         place = DistributedTrainConfig.of_rank(
-            rank, world_size, coordinator_addr=_HOST, coordinator_port=port, store_fd=store_fd
+            rank, world_size, coordinator_addr=_HOST, coordinator_port=port
         )
         with join(place, timeout_s) as comm:
             failure = comm.add_nccl()
@@ -174,5 +170,5 @@ def _share(pair: Sequence[Door], rank: int) -> str:
 
 
 if __name__ == "__main__":
-    numbers = (int(text) for text in sys.argv[1:5])
-    _add_up(*numbers, device=sys.argv[5], timeout_s=float(sys.argv[6]))
+    numbers = (int(text) for text in sys.argv[1:4])
+    _add_up(*numbers, device=sys.argv[4], timeout_s=float(sys.argv[5]))

@@ -17,9 +17,6 @@ from evener.team.address import check_port, parse_address
 
 #: Set to 1 by evener's launcher in every rank that it starts.
 LAUNCHED = "EVENER_LAUNCHED"
-#: Rank 0 only: descriptor of the socket on which its coordinator shall listen.
-STORE_FD = "EVENER_STORE_FD"
-
 #: ``HOST:PORT`` of the team's coordinator, if a launcher has started it.
 COORDINATOR = "EVENER_COORDINATOR"
 #: Id of this worker, which no other worker ever had.
@@ -122,7 +119,6 @@ class DistributedTrainConfig:
             the address is a loopback one, else those up to this one.
         agent_store: Whether torchrun's agent has a store at that address. Rank 0's coordinator then
             has another port, of which it tells the others there.
-        store_fd: Socket, bound by the launcher, on which rank 0's coordinator shall listen.
         coordinator_token: What the coordinator asks of ranks, if it was told to them otherwise than
             by ``EVENER_TOKEN_FILE``.
         launched_by: ``"alone"``, ``"evener"``, ``"torchrun"``, ``"slurm"``, or ``"the user"`` where
@@ -143,7 +139,6 @@ class DistributedTrainConfig:
     coordinator_port: int = 0
     local_world_size: int = 0
     agent_store: bool = False
-    store_fd: int | None = None
     coordinator_token: str = field(default="", repr=False)
     launched_by: str = "alone"
 
@@ -304,7 +299,6 @@ def _from_variables(environ: Mapping[str, str], launched_by: str) -> Distributed
         coordinator_addr=host,
         coordinator_port=_port(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        store_fd=_integer(environ, STORE_FD) if environ.get(STORE_FD) else None,
         launched_by=launched_by,
     )
 

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -131,7 +130,7 @@ def _start(key: str, environment: DistributedTrainConfig, timeout_s: float) -> H
     token = read_team_token(os.environ)
     reached_at = environment.coordinator_addr
     if not environment.agent_store:
-        listening = _listen(environment)
+        listening = listen(reached_at, environment.coordinator_port)
         token = token or environment.coordinator_token.encode() or None
         if token is None and environment.launched_by != "evener":
             _warn_of_strangers(environment, listening)
@@ -147,19 +146,6 @@ def _start(key: str, environment: DistributedTrainConfig, timeout_s: float) -> H
     if is_number(reached_at) and ip_address(reached_at).is_unspecified:
         reached_at = LOOPBACK  # which it listens on, too
     return HostedCoordinator(key, reached_at, listening, options)
-
-
-def _listen(environment: DistributedTrainConfig) -> socket.socket:
-    address, port = environment.coordinator_addr, environment.coordinator_port
-    if environment.store_fd is not None:
-        # An earlier coordinator may have closed it: its number may then be that of another file.
-        with suppress(OSError):
-            given = socket.socket(fileno=environment.store_fd)
-            if given.family != socket.AF_UNIX and given.getsockname()[1] == port:
-                given.listen(socket.SOMAXCONN)
-                return given
-            given.detach()
-    return listen(address, port)
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -20,7 +20,7 @@ from evener.errors import ConfigError, LaunchError
 from evener.team import lifeline
 from evener.team.channel import CHANNEL_FD, Channel, Message
 from evener.team.child import PARENT_PID
-from evener.team.environment import COORDINATOR, ELASTIC, LAUNCHED, MEMBER, STORE_FD, TOKEN_FILE
+from evener.team.environment import COORDINATOR, ELASTIC, LAUNCHED, MEMBER, TOKEN_FILE
 from evener.team.failures import FailureReport, RankRecord
 from evener.team.host import threads_per_rank
 from evener.team.output import OutputPump
@@ -42,7 +42,6 @@ _FOREIGN = frozenset(
         COORDINATOR,
         ELASTIC,
         MEMBER,
-        STORE_FD,
         TERMINAL_FDS,
         TOKEN_FILE,
         "GROUP_RANK",

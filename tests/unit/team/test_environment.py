@@ -21,7 +21,6 @@ TORCHRUN = {
 }
 EVENER = {
     "EVENER_LAUNCHED": "1",
-    "EVENER_STORE_FD": "5",
     "RANK": "0",
     "WORLD_SIZE": "2",
     "LOCAL_RANK": "0",
@@ -54,7 +53,6 @@ def test_an_empty_environment_is_a_team_of_one():
     assert config.role is DistributedRole.COORDINATOR
     assert config.launched_by == "alone"
     assert not config.agent_store
-    assert config.store_fd is None
 
 
 def test_the_process_environment_is_the_default(monkeypatch):
@@ -83,7 +81,7 @@ def test_torchruns_agent_may_have_the_port(rank, said, has):
 def test_evener_launch_comes_before_everything_else():
     config = place({**SLURM, **TORCHRUN, **EVENER})
     assert config.launched_by == "evener"
-    assert (config.rank, config.world_size, config.store_fd) == (0, 2, 5)
+    assert (config.rank, config.world_size) == (0, 2)
 
 
 def test_torchrun_comes_before_slurm():
@@ -127,7 +125,6 @@ def test_hosts_by_name_ipv4_and_ipv6(address):
         ({"LOCAL_RANK": "x"}, ["LOCAL_RANK", "'x'"]),
         ({"MASTER_ADDR": "node7:29500"}, ["node7:29500", "holds a port"]),
         ({"MASTER_ADDR": "my host"}, ["my host", "not a host"]),
-        ({"EVENER_STORE_FD": "x"}, ["EVENER_STORE_FD", "'x'"]),
     ],
 )
 def test_a_bad_variable_is_named_with_its_value(changes, named):
