@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,6 +103,12 @@ def how_started() -> list[str]:
             "start the script with `evener launch SCRIPT`"
         )
     main = sys.modules["__main__"]
+    installed = map(sysconfig.get_path, ("stdlib", "purelib", "platlib", "scripts"))
+    if any(Path(getattr(main, "__file__", None) or "").is_relative_to(path) for path in installed):
+        raise ConfigError(
+            f"the script is run by {main.__file__}, such as a test runner or a debugger, which "
+            f"would do everything else again, too; to use all devices {remedy}"
+        )
     if main.__spec__ is not None and main.__spec__.name != "__main__":
         return ["-m", main.__spec__.name, *sys.argv[1:]]
     script = getattr(main, "__file__", None)  # absolute
