@@ -4,7 +4,7 @@ import pytest
 from torch.distributed import HashStore
 
 from evener.comm.messages import first_line
-from evener.comm.network import choose_devices
+from evener.comm.network import devices_at
 from evener.comm.notices import Notice, StoreNotices
 from evener.errors import LaunchError
 
@@ -51,9 +51,9 @@ def test_messages_of_torch_without_paths_and_stacks(message: str, text: str) -> 
 
 
 def test_devices_are_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(choose_devices("127.0.0.1", 1)) == 1
+    assert len(devices_at("127.0.0.1")) == 1
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    assert len(choose_devices("127.0.0.1", 1)) == 1
+    assert len(devices_at("127.0.0.1")) == 1
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-if")
     with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME is 'no-such-if'.*: name "):
-        choose_devices("127.0.0.1", 1)
+        devices_at("127.0.0.1")

@@ -692,7 +692,8 @@ def test_a_name_that_is_not_known_yet_is_tried_again(monkeypatch: pytest.MonkeyP
     with serving() as address:
         port = address.rpartition(":")[2]
         with link(f"coordinator.example:{port}", "a") as a:
-            assert (num_asked, a.number) == (3, 0)
+            assert num_asked >= 3
+            assert a.number == 0
         num_asked = -10_000
         with pytest.raises(LaunchError, match=r"the name 'coordinator\.example' is unknown here"):
             CoordinatorLink(
@@ -708,7 +709,7 @@ def test_both_ends_of_a_connection_notice_a_machine_that_is_gone() -> None:
         served = asyncio.create_task(coordinator.serve())
         address = f"127.0.0.1:{coordinator.port}"
         a = await asyncio.to_thread(link, address, "a", None)
-        (worker,) = coordinator._workers.values()
+        (worker,) = coordinator.elastic_team.workers.values()
         assert worker._transport is not None
         seen.append(worker._transport.get_extra_info("socket"))
         options = [seen[0].getsockopt(socket.IPPROTO_TCP, name) for name in names]

@@ -13,7 +13,7 @@ import pytest
 
 from evener.comm.base import Communicator
 from evener.comm.relayed import RelayedStore
-from evener.comm.rendezvous import MeetingPoint, devices_at
+from evener.comm.network import MeetingPoint, devices_at
 from evener.errors import CoordinatorLostError, LaunchError, PeerLostError, TeamRefusedError
 from evener.protocol.formation import Deadlines, Standing
 from evener.team import elastic_membership
@@ -230,7 +230,7 @@ def test_a_member_tells_whom_it_could_not_reach_and_the_newest_is_refused(
         monkeypatch.context() as patch,
     ):
         silent.bind(("127.0.0.1", 0))  # and does not listen
-        patch.setattr(elastic_membership, "GroupCommunicator", refuse)
+        patch.setattr(elastic_membership, "form_groups", refuse)
         announce, place = RelayedStore.set, f"127.0.0.1 {silent.getsockname()[1]}"
 
         def misdirect(store: RelayedStore, key: str, value: str | bytes) -> None:

@@ -116,6 +116,7 @@ def test_a_number_that_two_processes_have_is_refused_to_the_second() -> None:
     assert roster.missing == [0]
     assert not roster.arrive(now_s, "c/3", "third", facts, None, 0)
     roster.report(now_s, "c/3", 0, None)
+    roster.tick(now_s)
     assert roster.formation is not None
     assert roster.formation.members == ("c/3", "b/2")
     assert "two processes were started as rank 0" in roster.arrive(
@@ -128,6 +129,7 @@ def test_ranks_that_leave_at_their_end_do_not_end_the_team_and_lost_ones_do() ->
     for rank, member in enumerate("abc"):
         assert not roster.arrive(0.0, member, member, {"world_size": 3}, None, rank)
         roster.report(0.0, member, 0, None)
+    roster.tick(0.0)
     assert roster.generation == 1
     roster.leave(1.0, "a", finished=True)
     roster.depart(1.0, "a")
