@@ -369,7 +369,7 @@ def doctor(
     from evener.doctor.answering import answer_visitors, open_door
     from evener.doctor.diagnosis import diagnose
     from evener.doctor.examination import examine_host
-    from evener.team.token_files import read_token
+    from evener.team.wire import read_token
 
     token = read_token(token_file)
     if listen:
@@ -395,7 +395,7 @@ def dashboard(
 ) -> int:
     """Show runs in the browser, during and after training."""
     from evener.dashboard.shelf import Shelf
-    from evener.team.token_files import read_token
+    from evener.team.wire import read_token
 
     try:
         from evener.dashboard.server import serve
@@ -562,7 +562,7 @@ def coordinator(
 ) -> int:
     """Decide who is in an elastic team; evener launch starts one by itself."""
     from evener.team.coordinator import CoordinatorOptions, coordinate
-    from evener.team.token_files import read_token
+    from evener.team.wire import read_token
 
     least, most = read_team_limits(team, "MIN:MAX")
     host, port = parse_address(bind, "--bind", may_bind=True)

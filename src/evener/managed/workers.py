@@ -23,9 +23,9 @@ from evener.managed.handle import Run
 from evener.managed.trained import TrainedState, unpack_trained
 from evener.managed.travel import pack
 from evener.team.agent import ANOTHER_PROGRAM, Agent
-from evener.team.channel import DONE, JOINED, JOINING, Message
 from evener.team.failures import RankRecord, first_failure
 from evener.team.launch import LaunchPlan, open_team
+from evener.team.wire import DONE, JOINED, JOINING, Message
 from evener.team.worker_processes import Child
 
 #: Descriptor of the file with the pickled job, in a worker.

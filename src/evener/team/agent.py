@@ -20,7 +20,6 @@ from evener.comm.messages import name_ranks
 from evener.errors import CoordinatorLostError, LaunchError, LeftOutError
 from evener.protocol.formation import ProcessState
 from evener.team.address import parse_address
-from evener.team.channel import DONE, JOINED, JOINING, Message
 from evener.team.connection import AgentConnection
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
 from evener.team.failures import judge
@@ -28,6 +27,7 @@ from evener.team.process_state import KernelState, clock_time, describe_halt
 from evener.team.signals import STOPPING
 from evener.team.standby import TAKE
 from evener.team.terminal import say, warn
+from evener.team.wire import DONE, JOINED, JOINING, Message
 from evener.team.worker_processes import (
     DEATH_S,
     Child,

@@ -15,7 +15,8 @@ from evener.devices import count_accelerators
 from evener.errors import ConfigError, LaunchError
 from evener.planning.policies import ApplyPolicy
 from evener.team.environment import AverageBackend, DistributedTrainConfig, choose
-from evener.team.fixed import join
+from evener.team.fixed import meet
+from evener.team.membership import Membership
 from evener.team.terminal import warn
 
 #: NCCL connects in a few seconds, or hangs.
@@ -112,7 +113,7 @@ def connect_team(
     device: torch.device,
     timeout_s: float,
     communicator: Communicator | None = None,
-) -> Communicator:
+) -> tuple[Communicator, Membership]:
     """Connect to the other ranks and agree on how to exchange; all ranks call it together.
 
     Args:
@@ -124,7 +125,8 @@ def connect_team(
         communicator: To be used instead of connecting.
 
     Returns:
-        The connection; its ``reason`` says why it exchanges as it does.
+        The connection, whose ``reason`` says why it exchanges as it does; and the place in the
+        team.
 
     Raises:
         ConfigError: See ``decide_backend``; on every rank.
@@ -134,11 +136,11 @@ def connect_team(
     if communicator is not None:
         if backend == AverageBackend.NCCL:
             _require_nccl(communicator)
-        return communicator
+        return communicator, Membership(communicator.rank, communicator.world_size)
     if backend == AverageBackend.AUTO:
         backend = environment.comm_backend.value
     facts = describe_exchange(environment, check_backend(backend), policy, device)
-    comm = join(environment, timeout_s)
+    comm, membership = meet(environment, timeout_s)
     try:
         answers = comm.all_gather_json(asdict(facts), what="how ranks exchange")
         chosen, comm.reason = decide_backend([ExchangeFacts(**answer) for answer in answers])
@@ -151,7 +153,7 @@ def connect_team(
     except BaseException:
         comm.close()
         raise
-    return comm
+    return comm, membership
 
 
 def _require_nccl(comm: Communicator) -> None:

@@ -27,9 +27,16 @@ from evener.protocol.formation import (
     read_message,
 )
 from evener.team.address import parse_address
-from evener.team.channel import Channel, Message, close_in_children
-from evener.team.sealed import MOST_MESSAGE_BYTES, TO_COORDINATOR, Seal, new_nonce
 from evener.team.terminal import printable, say
+from evener.team.wire import (
+    MOST_MESSAGE_BYTES,
+    TO_COORDINATOR,
+    Channel,
+    Message,
+    Seal,
+    close_in_children,
+    new_nonce,
+)
 from evener.version import __version__
 
 _CONNECT_S: Final = 2.0

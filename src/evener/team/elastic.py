@@ -15,6 +15,7 @@ from evener.errors import EvenerError, LaunchError, LeftOutError, RunEndedError,
 from evener.parsing import Fields, whole
 from evener.protocol.formation import (
     NO_NUMBER,
+    WAITING,
     WHOLE_RUN,
     Deadlines,
     FixedPlace,
@@ -22,8 +23,8 @@ from evener.protocol.formation import (
     Standing,
     read_message,
 )
-from evener.team.channel import Message
 from evener.team.connection import CoordinatorConnection
+from evener.team.wire import Message
 
 _ANSWER_S: Final = 1.0
 
@@ -287,6 +288,8 @@ class CoordinatorLink(CoordinatorConnection):
     def declare(self, phase: str, done: int = 0) -> str:
         """Say what this worker is doing, with its next heartbeat; costs nothing.
 
+        A rank of a fixed team tells of long waits alone.
+
         Args:
             phase: ``TRAINING``, ``WAITING`` for others in an exchange, or in its own words, such as
                 ``compiling``.
@@ -297,6 +300,9 @@ class CoordinatorLink(CoordinatorConnection):
         """
         before, self._phase = self._phase, phase
         self._micro_batches += done
+        if self._place is not None and phase != before and WAITING in (before, phase):
+            with self._changed:
+                self._post(self._beat())  # it has no others
         return before
 
     def leave(self, *, finished: bool = False) -> None:

@@ -29,7 +29,7 @@ from evener.team.environment import ADDRESS, TOKEN_FILE
 from evener.team.nodes import DEFAULT_TIMEOUT_S, Nodes
 from evener.team.signals import SignalQueue, end_in_silence
 from evener.team.terminal import say
-from evener.team.token_files import read_token
+from evener.team.wire import read_token
 from evener.team.worker_processes import LocalRanks, check_nproc
 
 #: Longest wait for the coordinator of a team that runs already.

@@ -18,7 +18,6 @@ from typing import Final, Self, final
 
 from evener.errors import ConfigError, LaunchError
 from evener.team import lifeline
-from evener.team.channel import CHANNEL_FD, Channel, Message
 from evener.team.child import PARENT_PID
 from evener.team.environment import COORDINATOR, ELASTIC, LAUNCHED, MEMBER, TOKEN_FILE
 from evener.team.failures import FailureReport, RankRecord
@@ -28,6 +27,7 @@ from evener.team.process_state import KernelState, program_of, state_of
 from evener.team.shortage import MemoryWatch, remedy_of_shortage
 from evener.team.signals import start_in_silence
 from evener.team.terminal import TERMINAL_FDS
+from evener.team.wire import CHANNEL_FD, Channel, Message
 
 # ── what ranks are given ─────────────────────────────────────────────────────────────────────────
 

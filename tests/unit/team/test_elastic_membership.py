@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from evener.comm.base import Communicator
-from evener.comm.relayed import RelayedStore
 from evener.comm.network import MeetingPoint, devices_at
+from evener.comm.relayed import RelayedStore
 from evener.errors import CoordinatorLostError, LaunchError, PeerLostError, TeamRefusedError
 from evener.protocol.formation import Deadlines, Standing
 from evener.team import elastic_membership
