@@ -40,6 +40,7 @@ from evener.protocol.formation import (
 from evener.protocol.nodes import Node, Nodes
 from evener.protocol.roster import Roster
 from evener.team.ledger import Ledger, LedgerEntry
+from evener.team.shortage import remedy_of_shortage
 from evener.team.terminal import say
 from evener.team.wire import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
 from evener.version import __version__
@@ -180,7 +181,7 @@ class Team:
 
     def __init__(self, roster: Roster, ledger: Ledger | None = None) -> None:
         self.roster = roster
-        self.store = GenerationStore()
+        self.store = KeyValues()
         self.workers: dict[str, Visitor] = {}
         self._ledger = ledger
         if ledger is not None:
@@ -277,6 +278,7 @@ class Coordinator:
         self._is_end_told = False  # to all agents
         self._are_orders_due = False
         self._num_refusals = 0
+        self._is_short = False  # of open files, as the terminal was told
         self._stopping = asyncio.Event()
 
     async def serve(self) -> None:
@@ -424,7 +426,11 @@ class Coordinator:
             except OSError as error:
                 if isinstance(error, BlockingIOError | ConnectionAbortedError):
                     return
-                break  # as with too many open files: looked at again after the next tick
+                if not self._is_short:  # it is looked at again after the next tick
+                    self._is_short = True
+                    why = remedy_of_shortage(error) or error
+                    say(f"evener coordinator: it can take in no further connection: {why}")
+                break
             self._num_taken += 1
             if len(self._strangers) >= _MOST_STRANGERS:
                 connection.close()
@@ -734,7 +740,7 @@ class _AwaitedKey:
     answer: Callable[[Mapping[str, Any]], None]
 
 
-class GenerationStore:
+class KeyValues:
     """What members of a generation tell one another in order to connect."""
 
     def __init__(self) -> None:
@@ -758,21 +764,24 @@ class GenerationStore:
         self._newest = generation
         for place in [place for place in self._values if WHOLE_RUN < place[0] < generation]:
             self._remove(place)
-        for waiting in [one for one in self._waits if WHOLE_RUN < one.generation < generation]:
-            self._waits.remove(waiting)
-            waiting.answer({"number": waiting.number, "error": "its generation is over"})
+        self._fail(lambda one: one.generation < generation, "its generation is over")
 
     def give_up(self, why: str) -> None:
         """Answer those that wait for a key of the newest generation, as it is over."""
-        for waiting in [one for one in self._waits if one.generation != WHOLE_RUN]:
-            self._waits.remove(waiting)
-            waiting.answer({"number": waiting.number, "error": f"its generation is over: {why}"})
+        self._fail(lambda _: True, f"its generation is over: {why}")
 
     def expire(self, now_s: float) -> None:
         """Answer those that have waited for too long."""
-        for waiting in [one for one in self._waits if now_s >= one.until_s]:
-            self._waits.remove(waiting)
-            waiting.answer({"number": waiting.number, "error": "no member has set it in time"})
+        late = "no member has set it in time"
+        self._fail(lambda one: now_s >= one.until_s, late, of_whole_run=True)
+
+    def _fail(
+        self, is_in_vain: Callable[[_AwaitedKey], bool], why: str, *, of_whole_run: bool = False
+    ) -> None:
+        for waiting in [*self._waits]:
+            if (of_whole_run or waiting.generation != WHOLE_RUN) and is_in_vain(waiting):
+                self._waits.remove(waiting)
+                waiting.answer({"number": waiting.number, "error": why})
 
     def ask(
         self, now_s: float, fields: Fields, answer: Callable[[Mapping[str, Any]], None]

@@ -7,16 +7,13 @@ from typing import Final
 
 
 class KernelState(StrEnum):
-    """State of a process, by the letter in ``/proc/PID/stat``."""
+    """What the kernel says of a process, as far as others have to know it."""
 
     RUNNING = "running"
-    SLEEPING = "sleeping"
-    BLOCKED = "in the kernel, waiting for a device or a disk"
+    """It runs or sleeps, or nobody can tell."""
     STOPPED = "stopped"
     TRACED = "held by a debugger"
     GONE = "gone"
-    UNKNOWN = "unknown"
-    """This system has no ``/proc``, or the process is on another host."""
 
     @property
     def is_halted(self) -> bool:
@@ -25,28 +22,24 @@ class KernelState(StrEnum):
 
 
 _LETTERS: Final = {
-    "R": KernelState.RUNNING,
-    "S": KernelState.SLEEPING,
-    "I": KernelState.SLEEPING,
-    "D": KernelState.BLOCKED,
-    "T": KernelState.STOPPED,
-    "t": KernelState.TRACED,
-    "Z": KernelState.GONE,
-    "X": KernelState.GONE,
+    b"T": KernelState.STOPPED,
+    b"t": KernelState.TRACED,
+    b"Z": KernelState.GONE,
+    b"X": KernelState.GONE,
 }
 _PROC = Path("/proc")
 
 
 def state_of(pid: int) -> KernelState:
-    """Return the state of a process of this host."""
+    """Return the state of a process of this host, by the letter in ``/proc/PID/stat``."""
     try:
         # The name of the program comes before, in parentheses, and may hold any character.
         rest = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return KernelState.GONE if (_PROC / "self").exists() else KernelState.UNKNOWN
+        return KernelState.GONE if (_PROC / "self").exists() else KernelState.RUNNING
     except OSError:  # such as no descriptor left
-        return KernelState.UNKNOWN
-    return _LETTERS.get(rest[0].decode(), KernelState.UNKNOWN)
+        return KernelState.RUNNING
+    return _LETTERS.get(rest[0], KernelState.RUNNING)
 
 
 def program_of(pid: int) -> str:
