@@ -408,7 +408,7 @@ class Agent:
         if child is not None and not child.has_ended:
             names = (COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE, "RANK", "LOCAL_RANK")
             child.channel.tell({TAKE: {name: environ[name] for name in names}})
-            child.become(slot.number, name)
+            child.rank, child.name = slot.number, name
         else:
             rank = slot.number + (self._team.ranks.first if self._team.ranks else 0)
             is_first = not (slot.number or slot.starts > 1)
@@ -495,9 +495,9 @@ class Agent:
             if child.desertion or child.signals:
                 continue
             if child.is_another_program and (waiting or child.place in (JOINING, JOINED)):
-                child.desert(f"{ANOTHER_PROGRAM}, or after ddp.close()")
+                child.desertion = f"{ANOTHER_PROGRAM}, or after ddp.close()"
             elif waiting and child.has_ended and not child.failed:
-                child.desert(f"ended with exit code 0{_waited(waiting)}")
+                child.desertion = f"ended with exit code 0{_waited(waiting)}"
 
     def _failed_for_sure(self) -> bool:
         # However a process ends that has done its work, nobody misses it.
@@ -583,7 +583,7 @@ class Agent:
         since_s = self._lingering.setdefault(child.pid, time.monotonic()) if lingers else None
         if since_s is not None and time.monotonic() - since_s > _UNWIND_S:
             if child.is_another_program:
-                child.desert(ANOTHER_PROGRAM)
+                child.desertion = ANOTHER_PROGRAM
             child.kill()
 
     def _notice_end(self) -> None:

@@ -261,7 +261,7 @@ class CoordinatorConnection(Closing):
         # A coordinator that is stopped reads nothing. This thread must not wait for it in a send:
         # it has to notice the silence, and to connect again.
         channel = Channel(connection, MOST_MESSAGE_BYTES, self.deadlines.lease_s + _CONNECT_S)
-        self.own_address = channel.own[0]
+        self.own_address = str(connection.getsockname()[0])
         try:
             seal, welcome = self._meet(channel)
             with self._changed:

@@ -102,17 +102,24 @@ class CoordinatorLink(CoordinatorConnection):
         return self._generation
 
     @property
-    def is_open(self) -> bool:
-        """Whether the coordinator forms generations: it knows by then whether the team has one.
-
-        One that has just been started again waits for members of the team's generation.
-        """
-        return self._is_open
-
-    @property
     def number(self) -> int:
         """This worker's number in the team; -1 as long as others have them all."""
         return self._number
+
+    def await_number(self, timeout_s: float) -> bool:
+        """Wait until this worker has a number, and the coordinator forms generations.
+
+        It knows by then whether the team has one: after its start it waits for members of the
+        team's generation.
+        """
+
+        def is_known() -> bool:
+            return self._number != NO_NUMBER and bool(self._generation or self._is_open)
+
+        with self._changed:
+            self._changed.wait_for(lambda: is_known() or self._refusal or self._failure, timeout_s)
+            self.check()
+            return is_known()
 
     @property
     def reached_at(self) -> str:

@@ -101,29 +101,19 @@ class ElasticMembership(Membership):
         The number of a lost member is free a moment after it is lost. A coordinator that has just
         been started again hears of the team's generation from its members.
         """
-        link, patience_s = self._link, self._link.deadlines.connect_s
-        opening_s = link.deadlines.lease_s + patience_s
-        deadline = time.monotonic() + opening_s
-        while not (link.generation or link.is_open):
-            link.check()
-            if time.monotonic() >= deadline:
-                raise LaunchError(
-                    f"{self.member} cannot join the team at {self._host}:{self._port}: its "
-                    f"coordinator has not said within {opening_s:g} s (lease_s + connect_s) "
-                    "whether the team has begun; start this worker again"
-                )
-            time.sleep(_PAUSE_S)
-        deadline = time.monotonic() + patience_s
-        while link.number == NO_NUMBER:
-            link.check()
-            if time.monotonic() >= deadline:
-                raise LaunchError(
-                    f"{self.member} cannot join the team at {self._host}:{self._port}: it has "
-                    f"{self.most} workers, the most that it was started for, and none has ended "
-                    f"within {patience_s:g} s (connect_s); wait until one has, or start the team "
-                    "with a larger MAX"
-                )
-            time.sleep(_PAUSE_S)
+        link, deadlines = self._link, self._link.deadlines
+        patience_s = deadlines.lease_s + deadlines.connect_s
+        if not link.await_number(patience_s):
+            why = (
+                f"it has {self.most} workers, the most that it was started for, and none has "
+                "ended; wait until one has, or start the team with a larger MAX"
+                if link.number == NO_NUMBER
+                else "the coordinator has not said whether it has begun; start this worker again"
+            )
+            raise LaunchError(
+                f"{self.member} cannot join the team at {self._host}:{self._port} within "
+                f"{patience_s:g} s (lease_s + connect_s): {why}"
+            )
         return link.number
 
     @property

@@ -20,7 +20,7 @@ from typing import Final
 from evener.comm.addresses import LOOPBACK, bind
 from evener.errors import ConfigError, LaunchError, RunEndedError
 from evener.protocol.formation import Deadlines, read_team_limits
-from evener.team.address import join_address, parse_address
+from evener.team.address import check_port, join_address, parse_address
 from evener.team.agent import MAX_FAILURES, Agent, JoinedTeam, run_has_ended
 from evener.team.child import run_child
 from evener.team.connection import AgentConnection
@@ -212,10 +212,8 @@ def _check(plan: LaunchPlan) -> None:
         raise ConfigError(
             f"--max-failures is {plan.max_failures}; give how many workers may fail, 0 or more"
         )
-    if plan.port is not None and not 1 <= plan.port <= 65_535:
-        raise ConfigError(
-            f"--port is {plan.port}; give a port from 1 to 65535, or none for a free one"
-        )
+    if plan.port is not None:
+        check_port(plan.port, "--port")
 
 
 def _limits(plan: LaunchPlan, *, is_fixed: bool) -> tuple[int, int]:

@@ -96,16 +96,6 @@ class Channel:
         """Return the descriptor, to wait on."""
         return self._end.fileno()
 
-    @property
-    def own(self) -> tuple[str, int]:
-        """Number and port of this end."""
-        return _number_and_port(self._end.getsockname())
-
-    @property
-    def peer(self) -> tuple[str, int]:
-        """Number and port of the other end; raises OSError when it has gone."""
-        return _number_and_port(self._end.getpeername())
-
     def tell(self, message: Mapping[str, Any], payload: Sequence[memoryview] = ()) -> None:
         """Send a message; one that has gone misses nothing."""
         num_bytes = sum(part.nbytes for part in payload)
@@ -197,11 +187,6 @@ class Channel:
                 del self._unread[:num_bytes]
             self._begun = None
             yield message
-
-
-def _number_and_port(end: Sequence[Any]) -> tuple[str, int]:
-    # A socket that listens on all addresses gives those of IPv4 in the form of IPv6.
-    return str(end[0]).removeprefix("::ffff:"), int(end[1])
 
 
 def _parse(line: bytes | bytearray) -> Message:

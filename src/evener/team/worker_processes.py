@@ -172,10 +172,6 @@ class Child(RankRecord):
         if "failure" in message:
             self.report = FailureReport(**message["failure"])
 
-    def become(self, rank: int, name: str) -> None:
-        """Note that it has become a worker, after it had only waited."""
-        self.rank, self.name = rank, name
-
     def look(self) -> bool:
         """Take in its end, and kill what it leaves behind; returns whether it has ended now."""
         if not self._is_gone:
@@ -199,10 +195,6 @@ class Child(RankRecord):
     def end(self, code: int) -> None:
         """Note that it has ended, or that it never will."""
         self.has_ended, self.code, self.time = True, code, time.time()
-
-    def desert(self, words: str) -> None:
-        """Note how it has left others waiting for it."""
-        self.desertion = words
 
     def send_signal(self, signum: int) -> None:
         """Send it a signal, unless it has ended by itself."""
