@@ -21,6 +21,7 @@ import typer
 from typer import Argument, Option
 
 import evener
+from evener.comm.addresses import parse_address
 from evener.config.options import (
     BenchOptions,
     ClassifyOptions,
@@ -32,7 +33,6 @@ from evener.config.options import (
 from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
 from evener.protocol.formation import Deadlines, read_team_limits
-from evener.team.address import parse_address
 from evener.team.child import apply_threads, die_with, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import local_devices

@@ -6,10 +6,9 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Final
 
-from evener.comm.addresses import LOOPBACK, open_port
+from evener.comm.addresses import LOOPBACK, open_port, parse_address
 from evener.doctor.conversation import Conversation, StrangerError, challenge
 from evener.doctor.host_facts import HostFacts
-from evener.team.address import parse_address
 from evener.team.nodes import DEFAULT_PORT
 from evener.team.terminal import say
 

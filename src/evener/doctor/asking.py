@@ -11,13 +11,12 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from evener.comm.addresses import is_unknown_name
+from evener.comm.addresses import is_unknown_name, parse_address
 from evener.doctor.answering import MOST_BYTES
 from evener.doctor.conversation import OTHER_PORT, Conversation, StrangerError, introduce
 from evener.doctor.host_facts import HostFacts, MeasuredLink
 from evener.doctor.judgement import Problem
 from evener.parsing import MOST_WHOLE
-from evener.team.address import parse_address
 from evener.team.nodes import DEFAULT_PORT
 from evener.team.terminal import printable
 

@@ -16,14 +16,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
+from evener.comm.addresses import parse_address
 from evener.comm.messages import name_ranks
 from evener.errors import CoordinatorLostError, LaunchError, LeftOutError
 from evener.protocol.formation import ProcessState
-from evener.team.address import parse_address
 from evener.team.connection import AgentConnection
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
 from evener.team.failures import judge
-from evener.team.process_state import KernelState, clock_time, describe_halt
+from evener.team.host import KernelState, clock_time, describe_halt
 from evener.team.signals import STOPPING
 from evener.team.standby import TAKE
 from evener.team.terminal import say, warn

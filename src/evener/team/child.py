@@ -15,8 +15,7 @@ from typing import Any
 from evener.errors import RunEndedError
 from evener.team.environment import LAUNCHED, DistributedTrainConfig
 from evener.team.failures import add_notes, describe, exit_code_of, show_message
-from evener.team.host import available_cores, threads_per_rank
-from evener.team.process_state import program_of
+from evener.team.host import available_cores, program_of, threads_per_rank
 from evener.team.terminal import TERMINAL_FDS, allow_unmarked, say
 from evener.team.wire import CHANNEL_FD, Channel
 

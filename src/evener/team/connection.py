@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from typing import Final, final
 
 from evener.closing import Closing
-from evener.comm.addresses import end_when_unreachable, is_unknown_name
+from evener.comm.addresses import end_when_unreachable, is_unknown_name, parse_address
 from evener.errors import CoordinatorLostError, EvenerError, LaunchError, TeamRefusedError
 from evener.parsing import Fields, whole
 from evener.protocol.formation import (
@@ -26,7 +26,6 @@ from evener.protocol.formation import (
     ProcessState,
     read_message,
 )
-from evener.team.address import parse_address
 from evener.team.terminal import printable, say
 from evener.team.wire import (
     MOST_MESSAGE_BYTES,

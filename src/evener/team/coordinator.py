@@ -39,8 +39,8 @@ from evener.protocol.formation import (
 )
 from evener.protocol.nodes import Node, Nodes
 from evener.protocol.roster import Roster
+from evener.team.host import remedy_of_shortage
 from evener.team.ledger import Ledger, LedgerEntry
-from evener.team.shortage import remedy_of_shortage
 from evener.team.terminal import say
 from evener.team.wire import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
 from evener.version import __version__

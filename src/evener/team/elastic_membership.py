@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, final
 
 from evener import clock
-from evener.comm.addresses import find_unreachable
+from evener.comm.addresses import find_unreachable, parse_address
 from evener.comm.base import Communicator
 from evener.comm.groups import form_groups
 from evener.comm.messages import first_line
@@ -30,7 +30,6 @@ from evener.protocol.formation import (
     Standing,
     read_team_limits,
 )
-from evener.team.address import parse_address
 from evener.team.backends import ExchangeFacts, prefer_nccl
 from evener.team.child import tell
 from evener.team.elastic import CoordinatorLink

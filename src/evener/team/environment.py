@@ -7,11 +7,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from evener.comm.addresses import LOOPBACK, is_loopback
+from evener.comm.addresses import LOOPBACK, check_port, is_loopback, parse_address
 from evener.errors import ConfigError
 from evener.parsing import short
 from evener.team import slurm
-from evener.team.address import check_port, parse_address
 
 #: Set to 1 by evener's launcher in every rank that it starts.
 LAUNCHED = "EVENER_LAUNCHED"

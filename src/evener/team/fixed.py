@@ -25,6 +25,7 @@ from evener.comm.addresses import (
     LOOPBACK,
     is_loopback,
     is_number,
+    join_address,
     listens_everywhere,
     open_port,
 )
@@ -38,7 +39,6 @@ from evener.comm.network import MeetingPoint, own_address
 from evener.comm.wires import close_server
 from evener.errors import ConfigError, CoordinatorLostError, LaunchError, TeamRefusedError
 from evener.protocol.formation import Deadlines, FixedPlace
-from evener.team.address import join_address
 from evener.team.child import tell
 from evener.team.coordinator import CoordinatorOptions, CoordinatorThread
 from evener.team.elastic import CoordinatorLink

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from evener.comm.addresses import LOOPBACK, bind
+from evener.comm.addresses import LOOPBACK, bind, check_port, join_address, parse_address
 from evener.errors import ConfigError, LaunchError, RunEndedError
 from evener.protocol.formation import Deadlines, read_team_limits
-from evener.team.address import check_port, join_address, parse_address
 from evener.team.agent import MAX_FAILURES, Agent, JoinedTeam, run_has_ended
 from evener.team.child import run_child
 from evener.team.connection import AgentConnection

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from evener.comm.addresses import check_port, parse_address
 from evener.errors import ConfigError
-from evener.team.address import check_port, parse_address
 
 #: Where machines meet unless the user says otherwise; torchrun's default, too.
 DEFAULT_PORT: Final = 29_500

@@ -21,10 +21,15 @@ from evener.team import lifeline
 from evener.team.child import PARENT_PID
 from evener.team.environment import COORDINATOR, ELASTIC, LAUNCHED, MEMBER, TOKEN_FILE
 from evener.team.failures import FailureReport, RankRecord
-from evener.team.host import threads_per_rank
+from evener.team.host import (
+    KernelState,
+    MemoryWatch,
+    program_of,
+    remedy_of_shortage,
+    state_of,
+    threads_per_rank,
+)
 from evener.team.output import OutputPump
-from evener.team.process_state import KernelState, program_of, state_of
-from evener.team.shortage import MemoryWatch, remedy_of_shortage
 from evener.team.signals import start_in_silence
 from evener.team.terminal import TERMINAL_FDS
 from evener.team.wire import CHANNEL_FD, Channel, Message

@@ -18,7 +18,7 @@ from evener.errors import (
 from evener.team import child
 from evener.team.child import report_failure, run_child, tell
 from evener.team.failures import FailureReport, describe
-from evener.team.process_state import program_of
+from evener.team.host import program_of
 from evener.team.wire import CHANNEL_FD, JOINING, Channel, Message
 
 

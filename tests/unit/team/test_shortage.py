@@ -1,4 +1,4 @@
-from evener.team.shortage import MemoryWatch
+from evener.team.host import MemoryWatch
 
 
 def write(root, **files):
