@@ -155,10 +155,6 @@ class _Slot:
         self.due_s = now_s + pause_s
         return pause_s
 
-    def close(self) -> None:
-        """Start no worker here any more."""
-        self.due_s = None
-
 
 @dataclass(slots=True)
 class _Elsewhere:
@@ -528,11 +524,14 @@ class Agent:
             say(f"evener: {child.who} has left the team")
         elif not child.failed:
             self._is_over = True
-            for each in self._slots:
-                each.close()
+            self._start_no_more()
         elif not self._is_over:  # else it came too late: others have done the run to its end
             self._failures.append(child)
             self._replace(child, slot)
+
+    def _start_no_more(self) -> None:
+        for slot in self._slots:
+            slot.due_s = None
 
     def _replace(self, child: Child, slot: _Slot) -> None:
         """Start another worker in the place of one that has failed, or give the run up."""
@@ -567,8 +566,7 @@ class Agent:
 
     def _give_up(self, code: int, words: str) -> None:
         self._code, self._why = code, words or self._why
-        for slot in self._slots:
-            slot.close()
+        self._start_no_more()
         self._drop_standby()
         self._ask_to_stop(signal.SIGTERM if self._team.hosts_coordinator else signal.SIGINT)
 
@@ -592,8 +590,7 @@ class Agent:
         is_late = joins and self._connection.run_has_ended and not self._has_begun
         if is_late and self._deadline is None:
             self._is_over = True
-            for slot in self._slots:
-                slot.close()
+            self._start_no_more()
             say(f"evener: {run_has_ended(self._team.address)}")
             self._ask_to_stop(signal.SIGTERM)
 

@@ -128,7 +128,7 @@ def test_members_do_without_nccl_where_one_cannot_connect(
         nccl.fails_on = None
         assert [comm.backend for comm in team.form()] == ["nccl", "nccl"]  # it is tried again
     said = capsys.readouterr().err
-    assert said.count("NCCL did not connect on rank 1: unhandled cuda error; so ranks exch") == 1
+    assert said.count("NCCL failed on rank 1: unhandled cuda error; so ranks exch") == 1
 
 
 def test_members_do_without_nccl_where_one_has_no_gpu(
