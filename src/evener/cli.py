@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import wraps
 from importlib.util import find_spec
@@ -357,27 +357,20 @@ def report(
 def doctor(
     address: Annotated[
         str | None,
-        Argument(metavar="[HOST[:PORT]]", help="The other machine, or the address to listen on."),
+        Argument(metavar="[HOST[:PORT]]", help="The machine that listens, or where to listen."),
     ] = None,
     listen: Annotated[
-        bool, Option("--listen", help="Answer other machines; on loopback without HOST.")
+        bool, Option("--listen", help="Wait for another machine; on loopback without HOST.")
     ] = False,
     token_file: _TokenFile = None,
     as_json: _Json = False,
 ) -> int:
     """Find problems of this machine, of another one and of the link that stop or slow runs."""
-    from evener.doctor.answering import answer_visitors, open_door
     from evener.doctor.diagnosis import diagnose
-    from evener.doctor.examination import examine_host
-    from evener.team.wire import read_token
+    from evener.team.wire import read_team_token, read_token
 
-    token = read_token(token_file)
-    if listen:
-        facts = examine_host()  # before the door takes the port
-        with closing(open_door(address, token)) as door:
-            answer_visitors(door, facts, token)
-        return 0
-    diagnosis = diagnose(address, token)
+    token = read_token(token_file) or read_team_token(os.environ) or b""
+    diagnosis = diagnose(address, token, listens=listen)
     print(diagnosis.json_text() if as_json else diagnosis.for_people())
     return 1 if diagnosis.problems else 0
 
@@ -561,7 +554,8 @@ def coordinator(
     ] = Deadlines().host_lease_s,
 ) -> int:
     """Decide who is in an elastic team; evener launch starts one by itself."""
-    from evener.team.coordinator import CoordinatorOptions, coordinate
+    from evener.team.coordinator import coordinate
+    from evener.team.coordinator_options import CoordinatorOptions
     from evener.team.wire import read_token
 
     least, most = read_team_limits(team, "MIN:MAX")
@@ -588,7 +582,8 @@ def _plan(
         options: Those of the command.
         nodes: The machines of the run.
         program: What workers run.
-        nproc: Ranks of this host in a fixed team; by default, what the user said.
+        nproc: Ranks of this host in a team of several, or a fixed one; by default, what the user
+            said.
     """
     from evener.team.agent import MAX_FAILURES
     from evener.team.launch import LaunchPlan
@@ -602,7 +597,10 @@ def _plan(
     return LaunchPlan(
         elastic=options.elastic or "",
         nodes=nodes,
-        nproc=options.nproc if is_elastic else nproc or _count_ranks(options.nproc),
+        # On one machine an elastic team begins with as many as it may have.
+        nproc=options.nproc
+        if is_elastic and nodes is None
+        else nproc or _count_ranks(options.nproc),
         port=options.port,
         token_file=options.token_file,
         address=options.address,

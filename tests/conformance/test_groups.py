@@ -149,8 +149,10 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     # On a busy machine rank 1 may be late itself.
     assert re.search(r"rank 0 waited 1 s for rank(s 1 and)? 2 of 3 to join", first), first
     # Rank 0 hosts the coordinator: rank 1 comes to its own deadline, or finds the coordinator gone.
-    alternatives = ("rank 1 waited 1 s for rank 2 of 3 to join", "rank 1 lost the coordinator")
-    assert any(text in second for text in alternatives), second
+    alternatives = (
+        r"rank 1 waited 1 s for rank(s 0 and)? 2 of 3 to join|rank 1 lost the coordinator"
+    )
+    assert re.search(alternatives, second), second
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -174,8 +176,10 @@ def test_a_coordinator_that_is_not_there_is_named() -> None:
 
 
 def test_an_unknown_address_is_named() -> None:
-    with pytest.raises(LaunchError, match=r"at no\.such\.host\.invalid:1 \(.* is unknown here\)"):
-        join_at(1, 2, "no.such.host.invalid", 1, timeout_s=0.3)
+    with pytest.raises(
+        LaunchError, match=r"at no\.such\.host\.invalid:1 \(the name .* unknown here"
+    ):
+        join_at(1, 2, "no.such.host.invalid", 1, timeout_s=0.5)
 
 
 def test_a_port_out_of_range_is_refused() -> None:

@@ -735,7 +735,7 @@ def _(folder: Path) -> None:
         assert isinstance(result, BatchResult)
         assert BatchResult.accuracy(result) == result.correct / 6
     if not torch.accelerator.is_available():
-        with pytest.raises(ConfigError, match=r"devices is \[0, 1\].*by its number"):
+        with pytest.raises(ConfigError, match=r"devices is \[0, 1\].*numbered from 0"):
             DataParallelCoordinator(TINY_LLAMA, config(), [0, 1])
 
 

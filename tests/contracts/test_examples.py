@@ -38,7 +38,7 @@ def test_a_configuration_is_valid(path):
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=name)
 def test_its_own_words_say_how_to_start_it(path, monkeypatch):
     started = []
-    monkeypatch.setattr(launch, "launch", lambda command, **rest: started.append(command) or 0)
+    monkeypatch.setattr(launch, "launch", lambda command, plan: started.append(command) or 0)
     monkeypatch.chdir(ROOT)
     for variable in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID", "EVENER_LAUNCHED"):
         monkeypatch.delenv(variable, raising=False)

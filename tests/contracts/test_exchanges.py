@@ -17,7 +17,7 @@ ALLOWED = {
     "engine.generations": "a change of the team, which begins anew where a rank is lost in it",
     "engine.local": "windows",
     "engine.rounds": "rounds of rows, whose callers survive",
-    "engine.replica": "windows",
+    "engine.consensus": "windows",
     "engine.training_state": "the team's state, in a change of the team",
     "engine.team": "what the others here call",
     "loop.assembly": "set-up: a team that loses a rank there has not begun",
@@ -27,12 +27,14 @@ ALLOWED = {
     "tasks.resuming": "set-up, and loading in a cold restart",
     "tasks.run_changes": "set-up",
     "tasks.text.preparation": "set-up",
+    "doctor.pair": "a team of two, whose loss is what it reports",
+    "doctor.trials": "a team that only tries whether ranks can exchange",
     "manual": "a team of its own, without generations",
     "tasks.trainers": "a team of its own, without generations",
     "tasks.rehearsal": "measurements of fixed teams",
 }
-#: Other things of these names: sinks, connections of launchers, and the doctor's conversations.
-OTHERS = {"_sinks", "_peers", "talk"}
+#: Other things of these names: sinks, and connections of launchers.
+OTHERS = {"_sinks", "_peers"}
 
 
 def receivers(module: Module) -> list[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from evener.comm.addresses import LOOPBACK
 from evener.protocol.formation import Deadlines
-from evener.team.coordinator import Coordinator, CoordinatorOptions
+from evener.team.coordinator import Coordinator
+from evener.team.coordinator_options import CoordinatorOptions
 from helpers.limits import PATIENCE_S
 
 

@@ -9,7 +9,6 @@ from evener.doctor.host_facts import (
     HostFacts,
     LimitFacts,
     MeasuredLink,
-    NetworkFacts,
     ProcessorFacts,
     TorchBuild,
 )
@@ -20,7 +19,6 @@ HEALTHY = HostFacts(
     host="box",
     system="Linux 6.1 x86_64",
     versions={"python": "3.12.1", "torch": "2.9.0", "evener": "0.1.0"},
-    extras={"data": {"pyarrow": "20.0"}, "hf": {"peft": "", "transformers": "5.0"}},
     devices=(
         DeviceFacts(name="cpu", model="Xeon", memory_bytes=64 * GIB),
         DeviceFacts(name="cuda:0", model="RTX 4090", memory_bytes=24 * GIB, architecture="sm_89"),
@@ -30,21 +28,18 @@ HEALTHY = HostFacts(
     build=TorchBuild(
         runtime="CUDA 12.6", architectures=("sm_50", "sm_60", "sm_80", "sm_90"), nccl="2.27"
     ),
-    exchange=ExchangeTrials(nccl_tried=True, shm_bytes=8 * GIB),
-    network=NetworkFacts(addresses=("10.0.0.1",), port=29500, infiniband=("mlx5_0",)),
-    limits=LimitFacts(open_files=4096, processes=4096),
-    processor=ProcessorFacts(
-        cores=16, usable_cores=16, threads=16, memory_bytes=64 * GIB, free_bytes=32 * GIB
-    ),
-    clock_is_set=True,
+    exchange=ExchangeTrials(nccl_tried=True),
+    addresses=("10.0.0.1",),
+    limits=LimitFacts(open_files=4096, processes=4096, shm_bytes=8 * GIB),
+    processor=ProcessorFacts(cores=16, usable_cores=16, memory_bytes=64 * GIB, free_bytes=32 * GIB),
 )
 
 GOOD_LINK = MeasuredLink(
-    round_trip_s=0.0002,
+    backend="nccl",
+    reason="chosen because every rank has a GPU",
+    row_s=0.0002,
     bytes_per_s_there=1.1e8,
     bytes_per_s_here=1.1e8,
-    clock_ahead_s=0.01,
-    clock_error_s=0.0001,
 )
 
 
@@ -52,7 +47,7 @@ def host(**changes: Any) -> HostFacts:
     """The healthy host, with other facts: values, or dicts of them for a part."""
     parts = {
         name: replace(getattr(HEALTHY, name), **value)
-        if isinstance(value, dict) and name not in ("versions", "extras")
+        if isinstance(value, dict) and name != "versions"
         else value
         for name, value in changes.items()
     }

@@ -205,13 +205,17 @@ class Sandbox:
         periods = (nproc, grace_s, settle_s)
         return self.start(sys.executable, "-P", "-c", code, *periods, script, *arguments)
 
-    def close(self) -> None:
+    def end_all(self) -> None:
         """Ends what still runs."""
         for running in self._running:
             if running.process.poll() is None:
                 running.process.kill()
             with running.process:
                 pass
+
+    def close(self) -> None:
+        """Ends what still runs, and the mailbox."""
+        self.end_all()
         self.mailbox.close()
         os.close(self._gate)
 

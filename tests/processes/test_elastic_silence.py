@@ -15,7 +15,7 @@ from evener.team.failures import START_AGAIN
 from helpers.coordinators import serving
 from helpers.launched import Running, Sandbox
 from helpers.limits import PATIENCE_S
-from helpers.machines import ADDRESSES, TwoMachines
+from helpers.machines import ADDRESSES, Machines
 
 NUM_SAMPLES = 64
 
@@ -127,12 +127,13 @@ def test_a_machine_whose_link_goes_down_is_left_behind_and_stops(sandbox: Sandbo
     token.chmod(0o600)
     serve = (
         "from evener.protocol.formation import Deadlines\n"
-        "from evener.team.coordinator import CoordinatorOptions, coordinate\n"
+        "from evener.team.coordinator import coordinate\n"
+        "from evener.team.coordinator_options import CoordinatorOptions\n"
         "coordinate(CoordinatorOptions(\n"
         f"    host={ADDRESSES[0]!r}, port=29600, most=2, token={token.read_bytes()!r},\n"
         "    deadlines=Deadlines(patience_s=5.0)))\n"
     )
-    with TwoMachines() as machines:
+    with Machines() as machines:
         coordinator = sandbox.start(*machines.command(0, sys.executable, "-P", "-c", serve))
         running = []
         join = (sys.executable, "-P", "-m", "evener", "join", f"{ADDRESSES[0]}:29600", script)
@@ -165,13 +166,14 @@ def test_a_joiner_that_reaches_the_coordinator_alone_is_refused_and_the_team_con
     token.chmod(0o600)
     serve = (
         "from evener.protocol.formation import Deadlines\n"
-        "from evener.team.coordinator import CoordinatorOptions, coordinate\n"
+        "from evener.team.coordinator import coordinate\n"
+        "from evener.team.coordinator_options import CoordinatorOptions\n"
         "coordinate(CoordinatorOptions(\n"
         f"    host={ADDRESSES[0]!r}, port=29600, most=3, token={token.read_bytes()!r},\n"
         "    deadlines=Deadlines(connect_s=3.0)))\n"
     )
     own = ("10.78.0.1", "10.78.0.2")
-    with TwoMachines() as machines:
+    with Machines() as machines:
         for node, address in enumerate(own):
             machines.run(node, "ip", "address", "add", f"{address}/32", "dev", "eth0")
             machines.run(node, "ip", "route", "add", "blackhole", own[1 - node])

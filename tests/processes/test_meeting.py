@@ -16,7 +16,7 @@ import pytest
 from evener.version import __version__
 from helpers.launched import Ended, Running, Sandbox
 from helpers.limits import PATIENCE_S
-from helpers.machines import ADDRESSES, NOBODY, TwoMachines
+from helpers.machines import ADDRESSES, NOBODY, Machines
 from helpers.ports import free_port
 
 TELL_PLACE = "print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
@@ -48,14 +48,14 @@ with Ddp.setup(model, optimizer, devices="cpu", quiet=True) as ddp:
         for x, y in ddp.loader(data, batch_size=4, micro_batch_size=2).epoch(epoch):
             ddp.backward(torch.nn.functional.mse_loss(model(x), y))
             ddp.step()
-    port = int(os.environ["MASTER_PORT"])
+    port = int(os.environ["EVENER_COORDINATOR"].rpartition(":")[2])
     listening = [
         line.split()[1].partition(":")[0]
         for name in ("tcp", "tcp6")
         for line in open(f"/proc/net/{name}").readlines()[1:]
         if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
     ]
-    ddp.weighted_mean(0.0)  # rank 0 serves the store until all have looked
+    ddp.weighted_mean(0.0)  # until all have looked
     print(ddp.rank, ddp.world_size, *listening, flush=True)
 """
 
@@ -218,7 +218,7 @@ while True:
 
 @pytest.mark.root
 def test_a_service_that_forwards_one_port_is_enough(sandboxes: list[Sandbox]) -> None:
-    with TwoMachines() as machines:
+    with Machines() as machines:
         machines.run(1, "ip", "address", "add", f"{NOBODY}/32", "dev", "eth0")
         forward = machines.command(1, sys.executable, "-c", FORWARD, NOBODY, ADDRESSES[0])
         with subprocess.Popen(forward, stdout=subprocess.PIPE) as service:
@@ -236,8 +236,8 @@ def test_a_service_that_forwards_one_port_is_enough(sandboxes: list[Sandbox]) ->
 
 
 @pytest.mark.root
-def test_the_store_listens_at_the_address_given_alone(sandboxes: list[Sandbox]) -> None:
-    with TwoMachines() as machines:
+def test_the_coordinator_listens_at_the_address_given_alone(sandboxes: list[Sandbox]) -> None:
+    with Machines() as machines:
         running = []
         for node, sandbox in enumerate(sandboxes):
             words = command(node, ADDRESSES[0], sandbox.script(TRAIN))

@@ -16,7 +16,7 @@ from evener import Ddp, DdpConfig, EvenerError
 from evener.planning.policies import Parking
 from evener.team.signals import StopSignals
 from helpers.launched import Sandbox
-from helpers.machines import ADDRESSES, TwoMachines
+from helpers.machines import ADDRESSES, Machines
 from helpers.ranks import Rank, RankTeam
 
 PARKED = 1
@@ -241,7 +241,7 @@ def test_a_parked_rank_notices_that_the_network_is_cut(tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path)
     script = sandbox.script(textwrap.dedent(TRAIN))
     try:
-        with TwoMachines() as machines:
+        with Machines() as machines:
             running = []
             for node in range(2):
                 nodes = ("--nnodes", 2, "--node-rank", node, "--master-addr", ADDRESSES[0])

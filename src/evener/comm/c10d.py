@@ -27,6 +27,8 @@ from torch.distributed import is_nccl_available
 
 #: Operations that Gloo has under way at a time; see "block by block" in docs/experiments.md.
 _NUM_GLOO_THREADS = 4
+#: Gloo waits for a connection for five times the timeout that it is given.
+_GLOO_PATIENCE = 5.0
 #: An abort of NCCL that takes longer hangs.
 ABORT_S = 10.0
 #: Numbers of the sum by which NCCL is checked: 1 MiB.
@@ -47,14 +49,14 @@ def form_gloo(
         rank: This rank.
         world_size: Number of ranks.
         devices: Network devices to listen on.
-        timeout_s: Deadline for connecting.
+        timeout_s: Deadline for connecting; peers must come within a fifth of it.
 
     Raises:
         RuntimeError: A peer did not come in time, or could not be reached.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stub
     options._devices = list(devices)
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=timeout_s / _GLOO_PATIENCE)
     options._threads = _NUM_GLOO_THREADS
     return ProcessGroupGloo(store, rank, world_size, options)
 

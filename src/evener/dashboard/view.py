@@ -8,7 +8,7 @@ from evener.observe.events import Event
 from evener.observe.numbers import human_bytes, human_duration
 from evener.observe.progress_line import SPEED_WINDOWS, ProgressFigures
 from evener.parsing import Fields
-from evener.run_report.figures import figures
+from evener.run_report.document import figures
 from evener.run_report.history import RunHistory
 from evener.run_report.summary_facts import SummaryFacts
 

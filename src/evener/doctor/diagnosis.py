@@ -10,16 +10,25 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evener.doctor.asking import ask
+from evener.comm.addresses import LOOPBACK, parse_address
 from evener.doctor.examination import examine_host
-from evener.doctor.host_facts import HostFacts, MeasuredLink
+from evener.doctor.host_facts import ExchangeTrials, HostFacts, MeasuredLink
 from evener.doctor.judgement import Problem, judge_host, judge_pair
+from evener.doctor.pair import examine_pair
+from evener.errors import CollectiveError, LaunchError
 from evener.observe.event_lines import strict_json
-from evener.observe.numbers import human_bytes, human_count, human_duration
+from evener.observe.numbers import human_bytes, human_count
+from evener.team.nodes import DEFAULT_PORT
 from evener.team.terminal import printable
 
 #: Number of the JSON's form; a later form may have more fields, not others.
-FORM: Final = 1
+FORM: Final = 2
+
+_MEETING: Final = (
+    "run `evener doctor --listen ADDR --token-file FILE` on one machine, with an address that the "
+    "other one can reach, and `evener doctor ADDR --token-file FILE` on the other; without ADDR it "
+    "listens on loopback alone. Firewalls must let both connect to each other, on any port"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +37,7 @@ class Diagnosis:
 
     Attributes:
         here: This host.
-        there: The other host, if one was asked and told.
+        there: The other host, if there is one and it has answered.
         link: To it.
         problems: What is wrong.
     """
@@ -69,48 +78,46 @@ class Diagnosis:
         return text.getvalue() + "\n".join(lines)
 
 
-def diagnose(address: str | None, token: bytes) -> Diagnosis:
-    """Examine this host; with an address, also the host there and the link to it.
+def diagnose(address: str | None, token: bytes, *, listens: bool = False) -> Diagnosis:
+    """Examine this host; with another machine, also the host there and the link to it.
 
     Args:
-        address: Where ``evener doctor --listen`` runs; ``None`` for this host alone.
-        token: What both must know; empty for none.
+        address: Of the machine that listens, as ``HOST`` or ``HOST:PORT``. Without it, this host is
+            examined alone, or listens on loopback.
+        token: What both machines must know; empty for none.
+        listens: Whether this machine waits for another one.
 
     Raises:
-        ConfigError: ``address`` is not an address.
+        ConfigError: ``address`` is not an address, or is to be listened on and lacks a token.
     """
-    if address is None:
-        here = examine_host()
-        return Diagnosis(here=here, problems=tuple(judge_host(here)))
-    reply = ask(address, token)  # first, so that a wrong address is reported at once
+    host, port = parse_address(address or LOOPBACK, "ADDR")
     here = examine_host()
     problems = judge_host(here)
-    if reply.failure is not None:
-        problems.append(reply.failure)
-    if reply.facts is not None and reply.link is not None:
-        problems += judge_host(reply.facts, "there")
-        problems += judge_pair(here, reply.facts, reply.link)
-    return Diagnosis(here=here, there=reply.facts, link=reply.link, problems=tuple(problems))
+    if address is None and not listens:
+        return Diagnosis(here=here, problems=tuple(problems))
+    there = link = None
+    try:
+        there, link = examine_pair(host, port or DEFAULT_PORT, here, token, listens=listens)
+        problems += [*judge_host(there, "there"), *judge_pair(here, there, link)]
+    except (LaunchError, CollectiveError) as error:
+        problems.append(Problem("between", str(error), _MEETING))
+    return Diagnosis(here=here, there=there, link=link, problems=tuple(problems))
 
 
 def _describe_link(link: MeasuredLink) -> str:
-    side = "ahead" if link.clock_ahead_s >= 0 else "behind"
     return (
-        f"link: {1e3 * link.round_trip_s:.2g} ms there and back, "
+        f"link: over {link.backend}, a row takes {1e3 * link.row_s:.2g} ms, "
         f"{human_bytes(link.bytes_per_s_there)}/s there, {human_bytes(link.bytes_per_s_here)}/s "
-        f"here; the clock there is {human_duration(abs(link.clock_ahead_s))} {side} "
-        f"(± {1e3 * link.clock_error_s:.2g} ms)"
+        f"here ({link.reason})"
     )
 
 
 def _rows(facts: HostFacts) -> dict[str, str]:
     """Return the cells of a host's column, by row."""
-    extras = {name: all(found.values()) for name, found in facts.extras.items()}
-    build, network, limits = facts.build, facts.network, facts.limits
+    build, limits, processor = facts.build, facts.limits, facts.processor
     return {
         "host": f"{facts.host}, {facts.system}",
         "versions": ", ".join(f"{name} {value}" for name, value in facts.versions.items()),
-        "extras": _either([n for n in extras if extras[n]], [n for n in extras if not extras[n]]),
         "torch for": f"{build.runtime or 'CPU'}{f', NCCL {build.nccl}' if build.nccl else ''}",
         **{
             device.name: f"{device.model}"
@@ -118,42 +125,21 @@ def _rows(facts: HostFacts) -> dict[str, str]:
             f"{f', {_gib(device.memory_bytes)}' if device.memory_bytes else ''}"
             for device in facts.devices
         },
-        "exchange": _exchange(facts),
-        "network": f"{', '.join(network.addresses) or 'loopback alone'}; port "
-        f"{network.port}: {network.port_failure or 'free'}",
-        "limits": f"{_limit(limits.open_files)} open files, {_limit(limits.processes)} processes, "
-        f"{'any' if limits.locked_bytes is None else human_bytes(limits.locked_bytes)} "
-        "locked memory",
-        "processor": _processor(facts),
-        "clock": {None: "not known", True: "synchronised", False: "not synchronised"}[
-            facts.clock_is_set
-        ],
+        "exchange": _exchange(facts.exchange),
+        "network": ", ".join(facts.addresses) or "loopback alone",
+        "limits": f"{_limit(limits.open_files)} open files, {_limit(limits.processes)} processes"
+        f"{'' if limits.shm_bytes is None else f'; /dev/shm has {_gib(limits.shm_bytes)}'}",
+        "processor": f"{processor.usable_cores} of {processor.cores} cores"
+        f"{'' if limits.cpus is None else f' (time of {limits.cpus:g})'}; "
+        f"{_gib(processor.free_bytes)} of {_gib(processor.memory_bytes)} free",
     }
 
 
-def _exchange(facts: HostFacts) -> str:
-    trials = facts.exchange
+def _exchange(trials: ExchangeTrials) -> str:
     tried = {"Gloo": trials.gloo_failure, "shared memory": trials.memory_failure}
     if trials.nccl_tried:
         tried["NCCL"] = trials.nccl_failure
-    works = [name for name, failure in tried.items() if not failure]
-    shm = "" if trials.shm_bytes is None else f"; /dev/shm has {_gib(trials.shm_bytes)}"
-    return _either(works, [name for name in tried if name not in works]) + shm
-
-
-def _processor(facts: HostFacts) -> str:
-    processor, limits = facts.processor, facts.limits
-    quota = "" if limits.cpus is None else f" (time of {limits.cpus:g})"
-    swapped = processor.swapped_bytes
-    return (
-        f"{processor.usable_cores} of {processor.cores} cores{quota}, {processor.threads} threads; "
-        f"{_gib(processor.free_bytes)} of {_gib(processor.memory_bytes)} free"
-        f"{f', {_gib(swapped)} swapped' if swapped else ''}"
-    )
-
-
-def _either(good: list[str], bad: list[str]) -> str:
-    return ", ".join([*good, *(f"not {name}" for name in bad)]) or "–"
+    return ", ".join(f"not {name}" if failure else name for name, failure in tried.items())
 
 
 def _limit(limit: int | None) -> str:

@@ -45,42 +45,19 @@ class TorchBuild:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeTrials:
-    """Ways to exchange, as they were tried.
+    """Ways to exchange on this host, as two or more ranks tried them.
 
     Attributes:
-        gloo_failure: Two ranks of this process exchanged over loopback.
-        nccl_failure: A rank for each GPU exchanged, in processes of their own; empty, too, where
-            there are fewer than two GPUs.
-        nccl_tried: Whether there were GPUs to try it on.
-        memory_failure: Processes of one user can share memory that has no name.
-        shm_bytes: Size of ``/dev/shm``, through which workers of a ``DataLoader`` hand over
-            samples.
+        gloo_failure: Over Gloo and loopback.
+        memory_failure: Through shared memory that has no name.
+        nccl_failure: Over NCCL, with a rank for each GPU; empty, too, if that was not tried.
+        nccl_tried: Whether there were two GPUs or more, all of which compute.
     """
 
     gloo_failure: str = ""
+    memory_failure: str = ""
     nccl_failure: str = ""
     nccl_tried: bool = False
-    memory_failure: str = ""
-    shm_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkFacts:
-    """How this host is reached.
-
-    Attributes:
-        loopback_failure: A connection to 127.0.0.1.
-        addresses: IP addresses of its interfaces, without loopback.
-        port: Where machines meet unless told otherwise.
-        port_failure: Listening on that port.
-        infiniband: Its InfiniBand devices.
-    """
-
-    loopback_failure: str = ""
-    addresses: tuple[str, ...] = ()
-    port: int
-    port_failure: str = ""
-    infiniband: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +67,15 @@ class LimitFacts:
     Attributes:
         open_files: Descriptors of a process.
         processes: Processes and threads of the user, or of its control group.
-        locked_bytes: Memory that cannot be swapped.
-        memory_bytes: Memory of its control group.
         cpus: CPUs' worth of time of its control group.
+        shm_bytes: Size of ``/dev/shm``, through which workers of a ``DataLoader`` hand over
+            samples.
     """
 
     open_files: int | None = None
     processes: int | None = None
-    locked_bytes: int | None = None
-    memory_bytes: int | None = None
     cpus: float | None = None
+    shm_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,18 +85,14 @@ class ProcessorFacts:
     Attributes:
         cores: Cores of the machine, as the system counts them.
         usable_cores: Those on which this process may run.
-        threads: Threads with which torch computes in one process.
         memory_bytes: Memory of the machine.
         free_bytes: What a new process can have of it, the limit of its control group included.
-        swapped_bytes: What the system has moved to disk.
     """
 
     cores: int
     usable_cores: int
-    threads: int
     memory_bytes: int
     free_bytes: int
-    swapped_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,30 +103,25 @@ class HostFacts:
         host: Its name.
         system: Operating system and processor architecture.
         versions: Of Python, torch and evener.
-        extras: By extra of evener: the packages it asks for, and their versions; an empty version
-            for one that is not installed.
         devices: The CPU, then accelerators.
         devices_shown: Accelerators that device files and ``CUDA_VISIBLE_DEVICES`` show.
         build: What torch was built for.
         exchange: Ways to exchange.
-        network: How it is reached.
+        addresses: IP addresses of its interfaces, without loopback.
         limits: What processes may use.
         processor: Cores and memory.
-        clock_is_set: Whether the system keeps its clock right over the network.
     """
 
     host: str
     system: str
     versions: Mapping[str, str]
-    extras: Mapping[str, Mapping[str, str]]
     devices: tuple[DeviceFacts, ...]
     devices_shown: int
     build: TorchBuild
     exchange: ExchangeTrials
-    network: NetworkFacts
+    addresses: tuple[str, ...]
     limits: LimitFacts
     processor: ProcessorFacts
-    clock_is_set: bool | None = None
 
     @property
     def accelerators(self) -> tuple[DeviceFacts, ...]:
@@ -164,20 +131,18 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLink:
-    """The link to another host, as a short transfer showed it.
+    """The link to another host, as a team of two ranks exchanges over it.
 
     Attributes:
-        round_trip_s: Median seconds of a small message there and back.
-        bytes_per_s_there: What arrived there, per second.
-        bytes_per_s_here: What arrived here, per second.
-        clock_ahead_s: Seconds by which the clock there is ahead of the one here.
-        clock_error_s: How wrong that may be: half of the shortest round trip.
-        return_failure: Why a connection from there to here did not succeed.
+        backend: How they exchange: ``"gloo"``, ``"nccl"``, or ``"shared"`` on one host.
+        reason: Why in this way.
+        row_s: Median seconds until both have the other's row.
+        bytes_per_s_there: Bytes of a broadcast from here that arrived there, per second.
+        bytes_per_s_here: The same in the other direction.
     """
 
-    round_trip_s: float
+    backend: str
+    reason: str
+    row_s: float
     bytes_per_s_there: float
     bytes_per_s_here: float
-    clock_ahead_s: float
-    clock_error_s: float
-    return_failure: str = ""

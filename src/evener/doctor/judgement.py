@@ -6,14 +6,11 @@ from typing import Final, Literal
 
 from evener.doctor.host_facts import DeviceFacts, HostFacts, MeasuredLink
 
-_OLDEST_TORCH: Final = (2, 6)
 _FEWEST_FILES: Final = 1024
 _FEWEST_PROCESSES: Final = 512
 _LEAST_SHM: Final = 256 << 20  # containers have 64 MiB unless told otherwise
-_LEAST_LOCKED: Final = 64 << 20
 _LEAST_MEMORY: Final = 1 << 30
-_MOST_CLOCK_DIFFERENCE_S: Final = 1.0
-_LONGEST_ROUND_TRIP_S: Final = 0.005
+_LONGEST_ROW_S: Final = 0.005
 _LEAST_BYTES_PER_S: Final = 50e6  # below half of a gigabit link
 
 
@@ -45,7 +42,6 @@ def judge_host(facts: HostFacts, where: Literal["here", "there"] = "here") -> li
     findings = [
         *_judge_devices(facts),
         *_judge_exchange(facts),
-        *_judge_network(facts),
         *_judge_limits(facts),
         *_judge_processor(facts),
     ]
@@ -54,7 +50,7 @@ def judge_host(facts: HostFacts, where: Literal["here", "there"] = "here") -> li
 
 def judge_pair(here: HostFacts, there: HostFacts, link: MeasuredLink) -> list[Problem]:
     """Return what keeps two hosts from training together, or makes it slow."""
-    findings = [*_judge_versions(here, there), *_judge_link(here, link)]
+    findings = _judge_pair(here, there, link)
     return [Problem("between", what, remedy) for what, remedy in findings]
 
 
@@ -89,9 +85,6 @@ def has_kernels(architecture: str, built_for: tuple[str, ...]) -> bool:
 
 def _judge_devices(facts: HostFacts) -> Iterator[_Finding]:
     torch = facts.versions.get("torch", "")
-    numbers = [part for part in torch.split(".")[:2] if part.isdecimal()]
-    if len(numbers) == 2 and tuple(map(int, numbers)) < _OLDEST_TORCH:
-        yield f"torch is {torch}, and evener needs 2.6 or later", "pip install -U torch"
     missing = facts.devices_shown - len(facts.accelerators)
     if missing > 0 and not facts.build.runtime:
         yield (
@@ -154,27 +147,6 @@ def _judge_exchange(facts: HostFacts) -> Iterator[_Finding]:
             "let the sandbox or container allow memfd_create, abstract Unix sockets and the "
             "passing of descriptors",
         )
-    if trials.shm_bytes is not None and trials.shm_bytes < _LEAST_SHM:
-        yield (
-            f"/dev/shm has {_mebibytes(trials.shm_bytes)}: workers of a DataLoader end with a bus "
-            "error when it is full",
-            "docker run --shm-size=8g (or --ipc=host), or num_workers=0",
-        )
-
-
-def _judge_network(facts: HostFacts) -> Iterator[_Finding]:
-    network = facts.network
-    if network.loopback_failure:
-        yield (
-            f"a process cannot reach another one at 127.0.0.1: {network.loopback_failure}",
-            "bring the loopback interface up (ip link set lo up) and allow it in the firewall",
-        )
-    elif network.port_failure:
-        yield (
-            f"port {network.port}, where machines meet, cannot be used: {network.port_failure}",
-            "end the program that listens there, or give every machine another with --port; a run "
-            "on one machine takes a free port by itself",
-        )
 
 
 def _judge_limits(facts: HostFacts) -> Iterator[_Finding]:
@@ -191,12 +163,11 @@ def _judge_limits(facts: HostFacts) -> Iterator[_Finding]:
             "hundred",
             "ulimit -u 4096 (or TasksMax=, docker run --pids-limit=4096)",
         )
-    locked = limits.locked_bytes
-    if facts.network.infiniband and locked is not None and locked < _LEAST_LOCKED:
+    if limits.shm_bytes is not None and limits.shm_bytes < _LEAST_SHM:
         yield (
-            f"{_mebibytes(locked)} of memory may be locked, and NCCL over "
-            f"{facts.network.infiniband[0]} (InfiniBand) needs more",
-            "ulimit -l unlimited (or LimitMEMLOCK=infinity, docker run --ulimit memlock=-1)",
+            f"/dev/shm has {_mebibytes(limits.shm_bytes)}: workers of a DataLoader end with a bus "
+            "error when it is full",
+            "docker run --shm-size=8g (or --ipc=host), or num_workers=0",
         )
 
 
@@ -211,11 +182,6 @@ def _judge_processor(facts: HostFacts) -> Iterator[_Finding]:
             f"OMP_NUM_THREADS={most} divided by the ranks of this host, or cores of your own "
             f"(taskset, docker run --cpuset-cpus=0-{most - 1})",
         )
-    elif processor.threads > usable:
-        yield (
-            f"torch computes with {processor.threads} threads on {usable} cores",
-            f"unset OMP_NUM_THREADS and MKL_NUM_THREADS, or set them to {usable} or less",
-        )
     if processor.free_bytes < _LEAST_MEMORY:
         yield (
             f"{_mebibytes(processor.free_bytes)} of memory are free; a rank that has loaded torch "
@@ -227,38 +193,18 @@ def _judge_processor(facts: HostFacts) -> Iterator[_Finding]:
 # ── two hosts ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _judge_versions(here: HostFacts, there: HostFacts) -> Iterator[_Finding]:
-    for name in ("evener", "torch"):
-        mine, theirs = here.versions.get(name), there.versions.get(name)
-        if mine != theirs:
-            yield (
-                f"{name} is {mine} here and {theirs} there; such ranks refuse one another",
-                f"install the same version of {name} on both",
-            )
-    both_have_gpus = here.build.nccl and there.build.nccl
-    if both_have_gpus and here.build.nccl != there.build.nccl:
+def _judge_pair(here: HostFacts, there: HostFacts, link: MeasuredLink) -> Iterator[_Finding]:
+    mine, theirs = here.versions["torch"], there.versions["torch"]
+    if mine != theirs:
         yield (
-            f"NCCL is {here.build.nccl} here and {there.build.nccl} there, which do not understand "
-            "one another; ranks exchange by way of host memory, which is slower",
-            "install the same build of torch on both",
+            f"torch is {mine} here and {theirs} there; such ranks refuse one another",
+            "install the same version of torch on both",
         )
-
-
-def _judge_link(here: HostFacts, link: MeasuredLink) -> Iterator[_Finding]:
-    if link.return_failure:
+    if here.build.nccl and there.build.nccl and link.backend == "gloo":
         yield (
-            f"{here.host} reaches the other machine, but cannot be reached from there: "
-            f"{link.return_failure}",
-            "open the firewall here for connections from there: ranks connect to one another on "
-            "ports that the system chooses",
-        )
-    difference_s = abs(link.clock_ahead_s)
-    if difference_s - link.clock_error_s > _MOST_CLOCK_DIFFERENCE_S:
-        side = "ahead of" if link.clock_ahead_s > 0 else "behind"
-        yield (
-            f"the clock there is {difference_s:.1f} s {side} the one here; which rank failed first "
-            "is then told wrongly",
-            "synchronise both (timedatectl set-ntp true)",
+            f"both have GPUs, but exchange by way of host memory, which is slower: {link.reason}",
+            "install the same build of torch on both; NCCL_DEBUG=INFO tells more, and "
+            "NCCL_SOCKET_IFNAME names the network that NCCL uses",
         )
     slowest = min(link.bytes_per_s_there, link.bytes_per_s_here)
     if slowest < _LEAST_BYTES_PER_S:
@@ -268,10 +214,10 @@ def _judge_link(here: HostFacts, link: MeasuredLink) -> Iterator[_Finding]:
             "look for a faster interface (a cable instead of wireless, the other address), or use "
             "policy='cadence', which exchanges less often",
         )
-    if link.round_trip_s > _LONGEST_ROUND_TRIP_S:
+    if link.row_s > _LONGEST_ROW_S:
         yield (
-            f"a message takes {1e3 * link.round_trip_s:.0f} ms there and back, and each window of "
-            "SYNC waits for several",
+            f"the exchange of a row takes {1e3 * link.row_s:.0f} ms, and each window of SYNC waits "
+            "for several",
             "use policy='cadence' or 'async', or a larger batch_size",
         )
 

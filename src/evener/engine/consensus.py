@@ -1,14 +1,21 @@
-"""What all ranks have agreed on: parameters and buffers after the last average."""
+"""What all ranks have agreed on: parameters and buffers after the last average, and its update.
+
+In SYNC that is the model itself; in CADENCE and ASYNC a copy beside each rank's working copy.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import final
+from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate, islice
+from typing import NamedTuple, final
 
+import torch
 from torch import Tensor
 
+from evener.averaging.gradients import norm_of
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
+from evener.comm.flat_groups import FlatGroup
 from evener.engine.training_state import TrainingState
 
 
@@ -104,3 +111,197 @@ class SyncConsensus(Consensus):
         """Continue with a model that has arrived."""
         self._flat.zero_()
         self._buffers.reset()
+
+
+class Drift(NamedTuple):
+    """A rank's difference from the consensus at the end of its window.
+
+    Attributes:
+        size: 2-norm of the difference of parameters from the consensus, relative to the latter.
+        changed: Whether a buffer was written.
+        buffers: Their differences, for the exchange; those of parameters are kept in place.
+    """
+
+    size: float
+    changed: bool
+    buffers: Tensor
+
+
+@final
+class Replica(Consensus):
+    """The consensus of CADENCE and ASYNC, beside a rank's working copy: the model.
+
+    An average goes through three steps. ``snapshot`` takes this rank's difference from the
+    consensus into a scratch buffer; ``exchange`` sums ``weight / Σ weight`` of the differences over
+    ranks, and may run in another thread while this rank continues; ``agree`` applies the sum to the
+    consensus and brings the working copy up to date. The working copy then is the consensus plus
+    the steps made since the snapshot, so no step is ever lost.
+
+    Differences are averaged, not values: where no rank has changed anything, +0 is subtracted,
+    which changes no bit. All ranks subtract the same sum from the same consensus. So it stays
+    bit-identical on all of them, also on different kinds of devices.
+
+    Args:
+        training: Holds the model, whose parameters are the same on every rank when this is made.
+        verify_every: Windows after which ranks compare the consensus; 0 for never.
+        comm: Over which, or over a split of which, differences are exchanged: they lie in its
+            memory.
+
+    Attributes:
+        consensus: Parameters that all ranks have agreed on, as ``FlatGroup.data`` of each group.
+    """
+
+    def __init__(self, training: TrainingState, verify_every: int, comm: Communicator) -> None:
+        super().__init__(training, verify_every)
+        self._comm = comm
+        self.consensus: list[Tensor] = []
+        self._scratch: list[Tensor] = []
+        self._snapshots: list[Tensor] = []
+        #: Groups that are exchanged: more may become trainable meanwhile.
+        self._num_taken = 0
+        #: How often this rank has gone back to the consensus.
+        self._num_resets = 0
+        self.adopt()
+
+    def move(self, comm: Communicator) -> None:
+        """Put exchanged tensors into memory that other ranks can map."""
+        self._comm = comm
+        self._scratch = [comm.allocate(s.numel(), s.dtype, s.device) for s in self._scratch]
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take in parameters that have become trainable, before their first step."""
+        self._flat.adopt()
+        for group in self._flat.groups[len(self.consensus) :]:
+            self.consensus.append(group.data.clone())
+            size, dtype, device = group.data.numel(), group.data.dtype, group.data.device
+            self._scratch.append(self._comm.allocate(size, dtype, device))
+            self._snapshots.append(torch.zeros_like(group.data))
+
+    @torch.no_grad()
+    def snapshot(self) -> Drift:
+        """Take this rank's differences from the consensus as they are now."""
+        self.adopt()
+        for group, agreed, scratch, kept in self._groups():
+            kept.copy_(group.data)
+            torch.sub(agreed, group.data, out=scratch)
+        size = self._relative(self._scratch)
+        return Drift(size, self._buffers.changed(), self._buffers.snapshot())
+
+    @torch.no_grad()
+    def exchange(
+        self,
+        comm: Communicator,
+        buffers: Tensor | None,
+        weight: float,
+        total: float,
+        *,
+        trainable: int,
+        what: str,
+    ) -> None:
+        """Sum up all ranks' differences, by weight; all ranks call it together.
+
+        Args:
+            comm: The ranks.
+            buffers: The snapshot of buffers, which becomes what was exchanged; ``None`` where no
+                rank has written any.
+            weight: What this rank's work counts; 0 leaves it out, whatever it holds.
+            total: The same, summed over ranks; larger than 0.
+            trainable: The fewest parameters that a rank trains: a group that has just become
+                trainable waits until it has on all ranks.
+            what: Named in errors, such as ``window 3``.
+        """
+        ends = accumulate(len(group.names) for group in self._flat.groups)
+        self._num_taken = sum(1 for end in ends if end <= trainable)
+        for scratch in self._scratch[: self._num_taken]:
+            if weight == 0:
+                scratch.zero_()
+            elif weight != total:
+                scratch.mul_(weight / total)
+            if comm.world_size > 1:
+                comm.all_reduce(scratch, what=f"parameters of {what}")
+        if buffers is not None:
+            self._buffers.exchange(buffers, comm, weight, total, what=what)
+
+    @torch.no_grad()
+    def agree(self, weight: float, differences: Tensor | None, *, moved_on: bool) -> float:
+        """Apply the exchanged average to the consensus and to this rank.
+
+        Args:
+            weight: Of the window over all ranks; 0 changes nothing.
+            differences: Of buffers, as exchanged; ``None`` where no rank has written any.
+            moved_on: Whether this rank has made steps since the snapshot.
+
+        Returns:
+            The divergence: the 2-norm of snapshot less average, relative to that of the average;
+            not finite when the sum is not.
+        """
+        if weight == 0:
+            if not moved_on:
+                self._buffers.restore()
+            return 0.0
+        for group, agreed, scratch, kept in islice(self._groups(), self._num_taken):
+            agreed.sub_(scratch)
+            kept.sub_(agreed)
+            if moved_on:
+                group.data.sub_(kept)
+            else:
+                group.data.copy_(agreed)
+        if differences is not None:
+            self._buffers.agree(differences, moved_on=moved_on)
+        return self._relative(self._snapshots)
+
+    def reset_model(self) -> None:
+        """Go back to the consensus: what this rank has done since is dropped."""
+        self._num_resets += 1
+        self._show(self.consensus)
+        self._buffers.restore()
+        self._buffers.keep()  # a void batch goes back to these
+        self._flat.zero_()
+
+    @torch.no_grad()
+    def accept(self) -> None:
+        """Take the model as it is for the consensus (after a load or a broadcast)."""
+        for group, agreed, *_ in self._groups():
+            agreed.copy_(group.data)
+        self._buffers.reset()
+
+    def tensors(self, *, at_rest: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the consensus; where not at rest, what no thread writes to meanwhile."""
+        return self.consensus, self._buffers.committed() if at_rest else self._buffers.agreed
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the consensus."""
+        self.adopt()
+        yield from (("parameters", agreed) for agreed in self.consensus)
+        yield from (("buffers", agreed) for agreed in self._buffers.agreed)
+        yield from self._training.frozen()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the consensus in the model for the length of the block; do not change it there."""
+        working, num_resets = [g.data.clone() for g in self._flat.groups], self._num_resets
+        self._show(self.consensus)
+        try:
+            with self._buffers.consensus():
+                yield
+        finally:
+            if self._num_resets == num_resets:
+                self._show(working)
+            else:  # the working copy was dropped meanwhile
+                self._show(self.consensus)
+                self._buffers.restore()
+
+    @torch.no_grad()
+    def _show(self, tensors: Sequence[Tensor]) -> None:
+        for group, tensor in zip(self._flat.groups, tensors, strict=True):
+            group.data.copy_(tensor)
+
+    def _groups(self) -> Iterator[tuple[FlatGroup, Tensor, Tensor, Tensor]]:
+        return zip(self._flat.groups, self.consensus, self._scratch, self._snapshots, strict=True)
+
+    def _relative(self, differences: Sequence[Tensor]) -> float:
+        """Return the 2-norm of differences, relative to that of the consensus."""
+        size = norm_of([[agreed] for agreed in self.consensus])
+        norm = norm_of([[difference] for difference in differences])
+        return norm / size if size else norm

@@ -18,10 +18,10 @@ from evener.comm.base import Communicator
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
 from evener.engine.background import BackgroundJob
+from evener.engine.consensus import Replica
 from evener.engine.engine import Engine
 from evener.engine.engine_options import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.replica import Replica
 from evener.engine.results import Applied, CadenceRecord, WindowResult, Work
 from evener.engine.rounds import Round
 from evener.engine.schedule import agree_on_rates

@@ -1,7 +1,7 @@
 """``Ddp.builder``: a managed run, described option by option and then started."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Self
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self
 
 from evener.config.settings import hint_forms
 from evener.errors import ConfigError
@@ -101,15 +101,10 @@ class DdpBuilder:
         self._functions = (model_fn, optim_fn, train_fn)
         self._options = options
 
-    def __getattr__(self, option: str) -> Callable[[Any], Self]:
-        """Return the method that sets an option, and returns the builder."""
-        if option not in OPTIONS:
-            raise AttributeError(f"Ddp.builder has no option {option!r}")
-        return lambda value: self.set_option(option, value)
+    if TYPE_CHECKING:
 
-    def __dir__(self) -> list[str]:
-        """Return the methods, those of options among them."""
-        return [*super().__dir__(), *OPTIONS]
+        def __getattr__(self, option: str) -> Callable[[Any], Self]:
+            """Return the method that sets an option, and returns the builder."""
 
     def speed_hint(
         self, speeds: Sequence[float] | Mapping[int, float], ratio: float | None = None
@@ -177,3 +172,16 @@ class DdpBuilder:
         if run.elastic is not None:
             return DdpHandle(ProcessRun(run))
         return DdpHandle(InlineRun(run) if len(run.device_names) == 1 else ProcessRun(run))
+
+
+def _option_method(option: str) -> Callable[[DdpBuilder, object], DdpBuilder]:
+    def set_it(self: DdpBuilder, value: object) -> DdpBuilder:
+        return self.set_option(option, value)
+
+    set_it.__name__, set_it.__doc__ = option, f"Set ``{option}``, which the class describes."
+    return set_it
+
+
+for _option in OPTIONS:  # those that take more than a value have methods of their own
+    if _option not in vars(DdpBuilder):
+        setattr(DdpBuilder, _option, _option_method(_option))

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -305,12 +305,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=True)
+        if not isinstance(leaf, _Movable):
+            return leaf
         # What holds tensors and moves them itself: PackedSequence, graphs, a tokenizer's batch.
-        return leaf.to(device) if hasattr(leaf, "to") else leaf
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf.to(device)
 
-    return tree_map(move, batch, is_leaf=lambda node: hasattr(node, "to"))
+    return tree_map(move, batch, is_leaf=lambda node: isinstance(node, _Movable))
+
+
+@runtime_checkable
+class _Movable(Protocol):
+    def to(self, device: torch.device) -> Any: ...
 
 
 def _check(name: str, value: object, kinds: Any, wanted: str) -> None:

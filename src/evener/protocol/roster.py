@@ -675,7 +675,7 @@ class Roster:
         return (
             f"{local.member} is reached at {local.address}, where only its own machine connects, "
             f"and {far.member} at {far.address}; have all workers connect to an address of the "
-            "coordinator that every machine reaches (`evener coordinator --host`), or give that of "
+            "coordinator that every machine reaches (`evener coordinator --bind`), or give that of "
             f"{local.member} to it (--address)"
         )
 

@@ -11,7 +11,7 @@ from evener.files import read_json, write_pieces
 from evener.observe.event_lines import SUMMED
 from evener.observe.following import each_event, find_voids
 from evener.run_report.chrome_trace import trace_events, trace_text
-from evener.run_report.figures import figures
+from evener.run_report.document import figures
 from evener.run_report.history import RunHistory
 from evener.run_report.page import GENERATOR, page
 from evener.run_report.summary_facts import SummaryFacts, read_facts

@@ -68,7 +68,7 @@ _FAREWELL_S = 1.0
 _LOOK_S = 0.1
 
 
-class Requests(Protocol):
+class Wishes(Protocol):
     """Where an agent hears what is wanted of it, in the form of signals."""
 
     def fileno(self) -> int:
@@ -141,11 +141,11 @@ class _Slot:
     due_s: float | None = 0.0
     failures: int = 0
 
-    def begin(self, base: str) -> str:
-        """Note a start; return the new worker's id, which no other worker ever had."""
+    def begin(self, base: str, rank: int) -> str:
+        """Note a start of a rank; return the new worker's id, which no other worker ever had."""
         self.starts += 1
         self.started_s, self.due_s = time.monotonic(), None
-        return f"{base}/{self.number}{f'.{self.starts}' if self.starts > 1 else ''}"
+        return f"{base}/{rank}{f'.{self.starts}' if self.starts > 1 else ''}"
 
     def fail(self) -> float:
         """Note a failure; return the seconds until the next start."""
@@ -192,7 +192,7 @@ class Agent:
         self,
         command: Sequence[str],
         team: JoinedTeam,
-        requests: Requests,
+        requests: Wishes,
         *,
         environ: Mapping[str, str] | None = None,
         handed: Mapping[str, int] | None = None,
@@ -397,7 +397,9 @@ class Agent:
                 self._start(slot)
 
     def _start(self, slot: _Slot) -> None:
-        member = slot.begin(self._base)
+        # Several agents of a fixed team may be on one host, or on hosts of one name.
+        rank = slot.number + (self._team.ranks.first if self._team.ranks else 0)
+        member = slot.begin(self._base, rank)
         environ = self._team.environment(self._environ, slot.number, member)
         child, self._standby = self._standby, None
         name = "" if self._is_fixed else f"worker {member}"
@@ -406,7 +408,6 @@ class Agent:
             child.channel.tell({TAKE: {name: environ[name] for name in names}})
             child.rank, child.name = slot.number, name
         else:
-            rank = slot.number + (self._team.ranks.first if self._team.ranks else 0)
             is_first = not (slot.number or slot.starts > 1)
             try:
                 child = self._processes.start(

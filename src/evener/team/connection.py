@@ -341,6 +341,8 @@ class CoordinatorConnection(Closing):
                 beat_due_s = self._beat_due_s
             for message in messages:
                 channel.tell(seal.close(message))
+            if channel.fileno() < 0:  # closed: the other end reads nothing
+                return
             left_s = max(0.0, beat_due_s - now_s) if self._has_beats else None
             ready = wait([channel.fileno(), self._wake_end], left_s)
             if self._wake_end in ready:

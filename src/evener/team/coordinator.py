@@ -12,41 +12,35 @@ import asyncio
 import base64
 import binascii
 import json
-import math
+import os
 import signal
 import socket
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
-from evener import clock
-from evener.closing import Closing
-from evener.comm.addresses import LOOPBACK, end_when_unreachable, is_loopback, open_port
-from evener.errors import ConfigError
+from evener import lease_clock
+from evener.comm.addresses import end_when_unreachable, is_loopback, open_port
 from evener.parsing import Fields, parse_json, short
 from evener.protocol.formation import (
     NO_NUMBER,
     WHOLE_RUN,
-    Deadlines,
     FixedPlace,
     Formation,
     ProcessState,
     Standing,
     read_message,
 )
-from evener.protocol.nodes import Node, Nodes
+from evener.protocol.hosts import Host, Hosts
 from evener.protocol.roster import Roster
+from evener.team.coordinator_options import TICK_S, CoordinatorOptions
 from evener.team.host import remedy_of_shortage
 from evener.team.ledger import Ledger, LedgerEntry
 from evener.team.terminal import say
 from evener.team.wire import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
 from evener.version import __version__
 
-_TICK_S: Final = 0.05
-_END_S: Final = 5.0
 #: Connections that have not said who they are. Beyond so many, new ones are closed at once: one
 #: that is open was there first, and is closed after ``hello_s``.
 _MOST_STRANGERS: Final = 256
@@ -59,90 +53,41 @@ _MOST_HELLO_BYTES: Final = 4096
 _MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
 _MOST_KEYS: Final = 100_000
 _MOST_STORE_BYTES: Final = 64 * 1024 * 1024
+#: That an event loop of asyncio opens.
+_LOOP_DESCRIPTORS: Final = 3
 _MOST_REFUSALS: Final = 50
 #: A script has a fixed team for each connection between its ranks that is open.
 _MOST_TEAMS: Final = 1000
 _MOST_RANKS: Final = 9999
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorOptions:
-    """How a coordinator is started.
-
-    Attributes:
-        host: Where it listens.
-        port: Its port; 0 takes a free one.
-        least: Fewest members of the team.
-        most: Most members.
-        token: What workers must know; ``None`` admits every process of this host.
-        deadlines: Those of the team.
-        nnodes: Hosts of a fixed team; 0 for an elastic team.
-        ledger: The file from which a coordinator that is started again continues; ``None`` for
-            none: it then hears from workers and launchers what the newest generation is.
-    """
-
-    host: str = LOOPBACK
-    port: int = 0
-    least: int = 1
-    most: int
-    token: bytes | None = None
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    nnodes: int = 0
-    ledger: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.deadlines.timeout_s < math.inf:
-            raise ConfigError(
-                f"--timeout-s is {self.deadlines.timeout_s:g}; give the seconds that workers wait "
-                "for one another, more than 0"
-            )
-        if not self.deadlines.lease_s <= self.deadlines.host_lease_s < math.inf:
-            raise ConfigError(
-                f"--host-lease-s is {self.deadlines.host_lease_s:g}; give the seconds after which "
-                f"a silent machine is lost, at least {self.deadlines.lease_s:g} (lease_s)"
-            )
-
-
-@final
-class CoordinatorThread(Closing):
-    """A coordinator on a thread of this process, until it is closed.
+def serve(
+    options: CoordinatorOptions,
+    listening: socket.socket,
+    tick_s: float,
+    has_begun: Callable[[Callable[[], object]], object],
+) -> None:
+    """Run a coordinator on this thread; see ``Coordinator``.
 
     Args:
         options: How it is started.
-        listening: See ``Coordinator``.
-        tick_s: See ``Coordinator``.
-
-    Attributes:
-        port: Where it listens.
-
-    Raises:
-        ConfigError: See ``Coordinator``.
-        LaunchError: See ``Coordinator``.
+        listening: A socket to listen on.
+        tick_s: How often it looks what is due.
+        has_begun: Is told what ends it, from any thread.
     """
+    with ExitStack() as probes:  # asyncio prints a traceback where its loop finds no descriptor
+        for _ in range(_LOOP_DESCRIPTORS):
+            probes.callback(os.close, os.dup(listening.fileno()))
+    loop = asyncio.new_event_loop()
+    coordinator = Coordinator(options, listening, tick_s=tick_s)
 
-    def __init__(
-        self,
-        options: CoordinatorOptions,
-        listening: socket.socket | None = None,
-        *,
-        tick_s: float = _TICK_S,
-    ) -> None:
-        self._coordinator = Coordinator(options, listening, tick_s=tick_s)
-        self.port = self._coordinator.port
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="evener-coordinator", daemon=True)
-        self._thread.start()
+    def stop() -> None:
+        with suppress(RuntimeError):  # it has ended meanwhile
+            loop.call_soon_threadsafe(coordinator.stop)
 
-    def close(self) -> None:
-        """End it; idempotent."""
-        if self._thread.is_alive():
-            with suppress(RuntimeError):  # it has ended meanwhile
-                self._loop.call_soon_threadsafe(self._coordinator.stop)
-            self._thread.join(_END_S)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._coordinator.serve())
+    has_begun(stop)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(coordinator.serve())
 
 
 def coordinate(options: CoordinatorOptions) -> int:
@@ -171,7 +116,7 @@ def coordinate(options: CoordinatorOptions) -> int:
 
 
 @final
-class Team:
+class ServedTeam:
     """A team: its roster, the connections of its workers, and what its members tell one another.
 
     Args:
@@ -247,7 +192,7 @@ class Coordinator:
         options: CoordinatorOptions,
         listening: socket.socket | None = None,
         *,
-        tick_s: float = _TICK_S,
+        tick_s: float = TICK_S,
     ) -> None:
         is_guarded = options.token is not None
         self._socket = listening or open_port(
@@ -257,8 +202,8 @@ class Coordinator:
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self.options = options
-        now_s = clock.now_s()
-        self.nodes = Nodes(options.nnodes)
+        now_s = lease_clock.now_s()
+        self.nodes = Hosts(options.nnodes)
         self._ledger: Ledger | None = None
         if options.ledger is not None:
             try:
@@ -267,8 +212,8 @@ class Coordinator:
                 self._socket.close()
                 raise
         roster = Roster(options.least, options.most, options.deadlines, now_s)
-        self.elastic_team = Team(roster, self._ledger)
-        self._fixed_teams: dict[str, Team] = {}
+        self.elastic_team = ServedTeam(roster, self._ledger)
+        self._fixed_teams: dict[str, ServedTeam] = {}
         #: Tasks that make a visitor of a connection.
         self._welcoming: set[asyncio.Task[Any]] = set()
         self._num_taken = 0  # connections, since the last tick
@@ -278,7 +223,6 @@ class Coordinator:
         self._is_end_told = False  # to all agents
         self._are_orders_due = False
         self._num_refusals = 0
-        self._is_short = False  # of open files, as the terminal was told
         self._stopping = asyncio.Event()
 
     async def serve(self) -> None:
@@ -309,12 +253,12 @@ class Coordinator:
         self._stopping.set()
 
     @property
-    def _teams(self) -> list[Team]:
+    def _teams(self) -> list[ServedTeam]:
         return [self.elastic_team, *self._fixed_teams.values()]
 
     # ── what visitors call ───────────────────────────────────────────────────────────────────────
 
-    def team_of(self, place: FixedPlace | None) -> Team:
+    def team_of(self, place: FixedPlace | None) -> ServedTeam:
         """Return the team that a visitor means: a fixed one, or the elastic one.
 
         Raises:
@@ -325,9 +269,9 @@ class Coordinator:
         if place.team not in self._fixed_teams:
             if len(self._fixed_teams) >= _MOST_TEAMS:
                 raise ValueError(f"there are {_MOST_TEAMS} teams, which is as many as it keeps")
-            size, now_s = place.world_size, clock.now_s()
+            size, now_s = place.world_size, lease_clock.now_s()
             roster = Roster(size, size, self.options.deadlines, now_s, is_fixed=True)
-            self._fixed_teams[place.team] = Team(roster)
+            self._fixed_teams[place.team] = ServedTeam(roster)
         return self._fixed_teams[place.team]
 
     def know(self, visitor: "Visitor") -> None:
@@ -354,14 +298,14 @@ class Coordinator:
         team = visitor.team
         if team.workers.get(visitor.member) is visitor:
             del team.workers[visitor.member]
-            team.roster.depart(clock.now_s(), visitor.member)
+            team.roster.depart(lease_clock.now_s(), visitor.member)
             self.send_orders_soon()
         for name in [name for name, each in self._fixed_teams.items() if not each.workers]:
             del self._fixed_teams[name]
 
     # ── hosts of a fixed team ────────────────────────────────────────────────────────────────────
 
-    def enter(self, visitor: "Visitor", node: Node) -> None:
+    def enter(self, visitor: "Visitor", node: Host) -> None:
         """Take in a host of a fixed team; once all are here, tell each which ranks it starts."""
         if why := self.nodes.arrive(visitor.name, node):
             visitor.tell("refused_node", {"why": f"{why} (from {node.where})"})
@@ -426,10 +370,8 @@ class Coordinator:
             except OSError as error:
                 if isinstance(error, BlockingIOError | ConnectionAbortedError):
                     return
-                if not self._is_short:  # it is looked at again after the next tick
-                    self._is_short = True
-                    why = remedy_of_shortage(error) or error
-                    say(f"evener coordinator: it can take in no further connection: {why}")
+                if remedy := remedy_of_shortage(error):  # looked at again after the next tick
+                    self.refuse(f"cannot take in a connection ({error.strerror}); {remedy}")
                 break
             self._num_taken += 1
             if len(self._strangers) >= _MOST_STRANGERS:
@@ -455,7 +397,7 @@ class Coordinator:
             self.forget(visitor)
 
     def _tick(self) -> None:
-        now_s = clock.now_s()
+        now_s = lease_clock.now_s()
         for team in self._teams:
             team.tick(now_s)
         self.send_orders()
@@ -473,7 +415,7 @@ class Visitor(asyncio.Protocol):
     def __init__(self, coordinator: Coordinator) -> None:
         self.member = self.name = ""  # of a worker, of any end
         self.team = coordinator.elastic_team
-        self.since_s = clock.now_s()
+        self.since_s = lease_clock.now_s()
         self._coordinator = coordinator
         self._unread = bytearray()
         self._nonce = new_nonce()
@@ -576,7 +518,7 @@ class Visitor(asyncio.Protocol):
         if self._seal is None:
             self._prove(message)
             return
-        now_s = clock.now_s()
+        now_s = lease_clock.now_s()
         fields = self._seal.open(message)
         if not self._is_known:
             self._introduce(now_s, fields)
@@ -694,7 +636,7 @@ class Visitor(asyncio.Protocol):
             roster = self.team.roster
             roster.process(now_s, fields.text("member"), state, fields.text("reason"))
         elif kind == "node":
-            node = Node(
+            node = Host(
                 number=fields.whole("number", least=-1),
                 nnodes=fields.whole("nnodes", least=1),
                 nproc=fields.whole("nproc", least=1),

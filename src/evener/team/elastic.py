@@ -7,7 +7,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Final, final
 
-from evener import clock
+from evener import lease_clock
 from evener.comm.addresses import is_loopback
 from evener.comm.c10d import Store
 from evener.comm.messages import name_ranks
@@ -276,7 +276,7 @@ class CoordinatorLink(CoordinatorConnection):
         return self._over.get(generation, "")
 
     def lease_end_s(self) -> float:
-        """Return when the lease ends, on ``clock.now_s()``; nothing is committed later."""
+        """Return when the lease ends, on ``lease_clock.now_s()``; nothing is committed later."""
         return self._lease_end_s
 
     def await_lease(self, timeout_s: float) -> bool:
@@ -287,11 +287,11 @@ class CoordinatorLink(CoordinatorConnection):
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure or self._is_over() or clock.now_s() < self._lease_end_s,
+                lambda: self._failure or self._is_over() or lease_clock.now_s() < self._lease_end_s,
                 timeout_s,
             )
             self.check()
-            return clock.now_s() < self._lease_end_s and not self._is_over()
+            return lease_clock.now_s() < self._lease_end_s and not self._is_over()
 
     def declare(self, phase: str, done: int = 0) -> str:
         """Say what this worker is doing, with its next heartbeat; costs nothing.
@@ -362,13 +362,10 @@ class CoordinatorLink(CoordinatorConnection):
             message = {"type": "store", "number": number, **request}
             self._asked[number] = message
             self._post(message)
+            # A generation that is over still has keys: its members tell there why they gave up. The
+            # coordinator itself ends the waits for those that are missing.
             self._changed.wait_for(
-                lambda: (
-                    number in self._answers
-                    or request["generation"] in self._over
-                    or self._failure
-                    or self._closed
-                ),
+                lambda: number in self._answers or self._failure or self._closed,
                 timeout_s + self.deadlines.reconnect_s,
             )
             del self._asked[number]
@@ -406,7 +403,7 @@ class CoordinatorLink(CoordinatorConnection):
     def _absent(self) -> EvenerError:
         if self._place is None:
             return super()._absent()
-        waited_s = clock.now_s() - self._heard_s
+        waited_s = lease_clock.now_s() - self._heard_s
         return LaunchError(
             f"rank {self._place.rank} waited {waited_s:.0f} s for the coordinator of its "
             f"team at {self.address} ({self._why}): start rank 0 there, and check the address "
@@ -427,7 +424,7 @@ class CoordinatorLink(CoordinatorConnection):
             "type": "beat",
             "micro_batches": self._micro_batches,
             "phase": self._phase,
-            "at": clock.now_s(),
+            "at": lease_clock.now_s(),
         }
 
     def _hear(self, kind: str, fields: Fields) -> None:

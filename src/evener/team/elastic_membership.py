@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, final
 
-from evener import clock
+from evener import lease_clock
 from evener.comm.addresses import find_unreachable, parse_address
 from evener.comm.base import Communicator
 from evener.comm.groups import form_groups
@@ -42,8 +42,6 @@ from evener.team.wire import JOINED, JOINING, read_team_token
 _PAUSE_S = 0.05
 #: A peer that has announced where it listens answers an attempt to connect within so long.
 _PROBE_S = 2.0
-#: Gloo waits for a connection for five times the timeout that it is given.
-_GLOO_PATIENCE = 5.0
 
 
 @final
@@ -189,7 +187,7 @@ class ElasticMembership(Membership):
                 key=f"evener/{formation.generation}",
                 backend="gloo",
                 timeout_s=self._timeout_s,
-                form_timeout_s=connect_s / _GLOO_PATIENCE,
+                form_timeout_s=connect_s,
             )
         except RuntimeError as error:
             self._meeting = meeting  # the others try whether they reach this one
@@ -249,7 +247,7 @@ class ElasticMembership(Membership):
             PeerLostError: The generation is over.
             CoordinatorLostError: The coordinator does not answer.
         """
-        if clock.now_s() < self._link.lease_end_s():
+        if lease_clock.now_s() < self._link.lease_end_s():
             return
         if not self._link.await_lease(self._timeout_s):
             none = f"the coordinator has renewed no lease within {self._timeout_s:g} s (timeout_s)"
@@ -263,7 +261,7 @@ class ElasticMembership(Membership):
 
         Between generations there is none to run out.
         """
-        if not 0.0 < self._link.lease_end_s() <= clock.now_s():
+        if not 0.0 < self._link.lease_end_s() <= lease_clock.now_s():
             return not self._joins
         try:
             self.await_lease()

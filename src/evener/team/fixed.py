@@ -40,7 +40,8 @@ from evener.comm.wires import close_server
 from evener.errors import ConfigError, CoordinatorLostError, LaunchError, TeamRefusedError
 from evener.protocol.formation import Deadlines, FixedPlace
 from evener.team.child import tell
-from evener.team.coordinator import CoordinatorOptions, CoordinatorThread
+from evener.team.coordinator_options import CoordinatorOptions
+from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.elastic import CoordinatorLink
 from evener.team.environment import ADDRESS, COORDINATOR, ELASTIC, MEMBER, DistributedTrainConfig
 from evener.team.membership import Membership
@@ -51,6 +52,8 @@ from evener.team.wire import JOINED, JOINING, read_team_token
 _OWN_HOST_S: Final = 10.0
 #: How long a coordinator is tried of which torchrun's store tells, before that is read again.
 _ATTEMPT_S: Final = 1.0
+#: Ranks that have met connect within so long, or the network does not let them.
+_CONNECT_S: Final = 60.0
 #: Fixed teams form by events; meanwhile the interpreter belongs to the rank.
 _TICK_S: Final = 1.0
 _FIRST_PAUSE_S: Final = 0.002
@@ -256,9 +259,8 @@ class _Meeting(Closing):
             return self._hosted.where
         if self._store is not None:
             return self._store.read(self._left_s)
-        token = environment.coordinator_token.encode() or read_team_token(os.environ)
         address = join_address(environment.coordinator_addr, environment.coordinator_port)
-        return Whereabouts(address, token)
+        return Whereabouts(address, _team_token(environment))
 
     def form(self, backend: str, timeout_s: float) -> Communicator:
         """Connect to the other ranks; the communicator closes this with its last group.
@@ -272,13 +274,17 @@ class _Meeting(Closing):
         """
         assert self.link is not None
         form_s = max(1.0, self._left_s)
+        store = self.link.store(self._formation.generation, form_s)
         meeting = MeetingPoint(
-            self.link.store(self._formation.generation, form_s),
+            store,
             self.link.reached_at,
             host_rank=self._where.host_rank,
             connection=self,
         )
         try:
+            if store.add("ready", 1) == self._place.world_size:
+                store.set("all are ready", b"")
+            store.wait(["all are ready"])
             return form_groups(
                 meeting,
                 rank=self._place.rank,
@@ -286,14 +292,14 @@ class _Meeting(Closing):
                 key="evener",
                 backend=backend,
                 timeout_s=timeout_s,
-                form_timeout_s=form_s,
+                form_timeout_s=min(form_s, _CONNECT_S),
             )
         except RuntimeError as error:
             raise LaunchError(
                 f"rank {self._place.rank} could not form a team of {self._place.world_size} at "
                 f"{self._where.address} ({first_line(error)}): look at the output of the other "
-                "ranks; where hosts have several networks, name the one to use in "
-                "GLOO_SOCKET_IFNAME"
+                "ranks; firewalls must let ranks connect to each other, on any port; where hosts "
+                "have several networks, name the one to use in GLOO_SOCKET_IFNAME"
             ) from None
 
 
@@ -313,7 +319,7 @@ class HostedCoordinator(Closing, NotInherited):
     """
 
     def __init__(self, environment: DistributedTrainConfig, timeout_s: float) -> None:
-        token = environment.coordinator_token.encode() or read_team_token(os.environ)
+        token = _team_token(environment)
         reached_at, port = environment.coordinator_addr, environment.coordinator_port
         if environment.agent_store:  # it has the port, and tells the others the token
             reached_at = LOOPBACK if is_loopback(reached_at) else own_address(reached_at, 1)
@@ -360,6 +366,14 @@ def host(environment: DistributedTrainConfig, timeout_s: float) -> HostedCoordin
             _hosted[key] = HostedCoordinator(environment, timeout_s)
         _hosted[key].num_users += 1
         return _hosted[key]
+
+
+def _team_token(environment: DistributedTrainConfig) -> bytes | None:
+    """Return what the visitors of rank 0's coordinator must know: told by rank 0, or by the user.
+
+    All ranks prefer the same one: with a process group and a token file, there are two.
+    """
+    return environment.coordinator_token.encode() or read_team_token(os.environ)
 
 
 def _warn_of_strangers(environment: DistributedTrainConfig, listening: socket.socket) -> None:

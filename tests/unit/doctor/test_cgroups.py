@@ -21,7 +21,7 @@ def test_without_control_groups_there_are_no_limits(tmp_path: Path) -> None:
     assert read_group_limits(tmp_path) == GroupLimits()
 
 
-def test_version_2_takes_the_tightest_of_all_groups_around(tmp_path: Path) -> None:
+def test_the_tightest_of_all_groups_around_counts(tmp_path: Path) -> None:
     top = "sys/fs/cgroup"
     files = {
         "proc/self/cgroup": "0::/user/job\n",
@@ -35,35 +35,31 @@ def test_version_2_takes_the_tightest_of_all_groups_around(tmp_path: Path) -> No
         f"{top}/pids.max": "100\n",
     }
     assert read_group_limits(write(tmp_path, files)) == GroupLimits(
-        cpus=2.5, memory_bytes=800 * MIB, free_bytes=300 * MIB, processes=100
+        cpus=2.5, free_bytes=300 * MIB, processes=100
     )
 
 
-def test_version_1_in_a_container_that_sees_its_group_as_the_top(tmp_path: Path) -> None:
+def test_a_container_that_sees_its_group_as_the_top(tmp_path: Path) -> None:
     top = "sys/fs/cgroup"
     files = {
-        "proc/self/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n2:pids:/\n",
-        f"{top}/cpu/cpu.cfs_quota_us": "50000\n",
-        f"{top}/cpu/cpu.cfs_period_us": "100000\n",
-        f"{top}/memory/memory.limit_in_bytes": f"{64 * MIB}\n",
-        f"{top}/memory/memory.usage_in_bytes": f"{60 * MIB}\n",
-        f"{top}/pids/pids.max": "max\n",
+        "proc/self/cgroup": "3:cpu:/elsewhere\n0::/docker/abc\n",
+        f"{top}/cpu.max": "50000 100000\n",
+        f"{top}/memory.max": f"{64 * MIB}\n",
+        f"{top}/memory.current": f"{60 * MIB}\n",
+        f"{top}/pids.max": "max\n",
     }
-    assert read_group_limits(write(tmp_path, files)) == GroupLimits(
-        cpus=0.5, memory_bytes=64 * MIB, free_bytes=4 * MIB
-    )
+    assert read_group_limits(write(tmp_path, files)) == GroupLimits(cpus=0.5, free_bytes=4 * MIB)
 
 
 @pytest.mark.parametrize(
     "files",
     [
         {"sys/fs/cgroup/cpu.max": "max 100000\n"},
-        {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu.max": ""},
         {"sys/fs/cgroup/cpu.max": "1 0\n"},
         {"sys/fs/cgroup/cpu.max": "what\n", "sys/fs/cgroup/memory.max": "\x00"},
-        {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"},
+        {"sys/fs/cgroup/memory.current": "1\n", "sys/fs/cgroup/memory.stat": "one word a line\n"},
     ],
 )
 def test_no_limit_and_nonsense_are_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
-    groups = {"proc/self/cgroup": "3:cpu:/\n2:memory:/\n0::/\nnonsense\n"}
+    groups = {"proc/self/cgroup": "3:cpu:/\n0::/\nnonsense\n"}
     assert read_group_limits(write(tmp_path, groups | files)) == GroupLimits()

@@ -11,7 +11,6 @@ CPU, FIRST, SECOND = HEALTHY.devices
 CPU_BUILD = {"runtime": "", "architectures": (), "nccl": ""}
 
 SICK = {
-    "old torch": (host(versions={"torch": "2.5.1"}), "torch is 2.5.1", "pip install -U torch"),
     "torch without CUDA": (
         host(devices=(CPU,), build=CPU_BUILD, versions={"torch": "2.9.0"}),
         "shows 2 GPUs, but torch 2.9.0 was built without",
@@ -38,26 +37,14 @@ SICK = {
         "memfd_create",
     ),
     "a container's /dev/shm": (
-        host(exchange={"shm_bytes": 64 << 20}),
+        host(limits={"shm_bytes": 64 << 20}),
         "/dev/shm has 64 MiB",
         "--shm-size",
     ),
-    "loopback": (host(network={"loopback_failure": "refused"}), "127.0.0.1: refused", "ip link"),
-    "a port in use": (
-        host(network={"port_failure": "Address already in use"}),
-        "port 29500, .*: Address already in use",
-        "--port",
-    ),
     "few files": (host(limits={"open_files": 256}), "256 open files", "ulimit -n"),
     "few processes": (host(limits={"processes": 100}), "100 processes", "--pids-limit"),
-    "locked memory": (
-        host(limits={"locked_bytes": 8 << 20}),
-        "8 MiB of memory may be locked, .* mlx5_0",
-        "ulimit -l",
-    ),
     "a quota": (host(limits={"cpus": 2.0}), "grants 2 CPUs, but 16 cores", "OMP_NUM_THREADS=2"),
     "less than a CPU": (host(limits={"cpus": 0.5}), "grants 0.5 CPUs", "OMP_NUM_THREADS=1 "),
-    "too many threads": (host(processor={"threads": 64}), "64 threads on 16", "to 16 or less"),
     "no memory": (host(processor={"free_bytes": GIB // 2}), "512 MiB of memory", "end other"),
 }
 
@@ -66,9 +53,7 @@ def test_a_healthy_host_has_no_problem() -> None:
     assert judge_host(HEALTHY) == []
     unlimited = host(devices=(CPU,), devices_shown=0, build=CPU_BUILD, limits={"open_files": None})
     assert judge_host(unlimited) == []
-    assert judge_host(host(exchange={"shm_bytes": None})) == []
-    # Without InfiniBand nothing locks memory.
-    assert judge_host(host(limits={"locked_bytes": 1}, network={"infiniband": ()})) == []
+    assert judge_host(host(limits={"shm_bytes": None})) == []
 
 
 @pytest.mark.parametrize("name", SICK)
@@ -107,26 +92,18 @@ def test_two_alike_on_a_good_link_have_no_problem() -> None:
 
 
 UNLIKE = {
-    "evener": (
-        host(versions={"torch": "2.9.0", "evener": "0.0.1"}),
-        GOOD_LINK,
-        "evener is 0.1.0 here and 0.0.1 there",
-    ),
     "torch": (
         host(versions={"torch": "2.8.0", "evener": "0.1.0"}),
         GOOD_LINK,
         "torch is 2.9.0 here and 2.8.0 there",
     ),
-    "NCCL": (host(build={"nccl": "2.21"}), GOOD_LINK, "NCCL is 2.27 here and 2.21 there"),
-    "firewall": (
+    "NCCL": (
         HEALTHY,
-        replace(GOOD_LINK, return_failure="no answer"),
-        "cannot be reached from there: no answer",
+        replace(GOOD_LINK, backend="gloo", reason="chosen because NCCL failed on rank 1"),
+        "exchange by way of host memory, which is slower: chosen because NCCL failed on rank 1",
     ),
-    "clock ahead": (HEALTHY, replace(GOOD_LINK, clock_ahead_s=90.0), "90.0 s ahead of"),
-    "clock behind": (HEALTHY, replace(GOOD_LINK, clock_ahead_s=-3.0), "3.0 s behind"),
     "slow link": (HEALTHY, replace(GOOD_LINK, bytes_per_s_here=1.2e7), "carries 96 Mbit/s"),
-    "far away": (HEALTHY, replace(GOOD_LINK, round_trip_s=0.04), "takes 40 ms there and back"),
+    "far away": (HEALTHY, replace(GOOD_LINK, row_s=0.04), "of a row takes 40 ms"),
 }
 
 
@@ -139,6 +116,6 @@ def test_what_keeps_two_hosts_apart(name: str) -> None:
     assert problem.remedy
 
 
-def test_a_clock_that_may_be_right_is_not_accused() -> None:
-    link = replace(GOOD_LINK, clock_ahead_s=1.2, clock_error_s=0.5, round_trip_s=0.001)
-    assert judge_pair(HEALTHY, HEALTHY, link) == []
+def test_hosts_without_gpus_need_no_nccl() -> None:
+    there = host(devices=(CPU,), devices_shown=0, build=CPU_BUILD)
+    assert judge_pair(HEALTHY, there, replace(GOOD_LINK, backend="gloo")) == []

@@ -1,62 +1,60 @@
 """Ways to exchange, tried on this host."""
 
-import errno
-import os
-import socket
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from evener.doctor.trials import (
-    try_gloo,
-    try_loopback,
-    try_nccl,
-    try_port,
-    try_shared_memory,
-)
+from evener.doctor.host_facts import ExchangeTrials
+from evener.doctor.trials import try_exchange
 from helpers.limits import PATIENCE_S
-from helpers.ports import free_port
+
+CPUS = [torch.device("cpu")] * 2
 
 
 def test_what_works_here() -> None:
-    assert try_gloo() == ""
-    assert try_loopback() == ""
-    assert try_port(free_port()) == ""
+    before = psutil.Process().children()
+    trials = try_exchange(CPUS, timeout_s=PATIENCE_S)
+    assert trials.gloo_failure == ""
+    assert not trials.nccl_tried
+    assert sys.platform != "linux" or trials.memory_failure == ""
+    assert psutil.Process().children() == before
 
 
-def test_a_port_in_use_is_told() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert try_port(server.getsockname()[1]) == os.strerror(errno.EADDRINUSE)
-
-
-def test_an_interface_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
-    assert "GLOO_SOCKET_IFNAME is 'none0'" in try_gloo()
+    assert "GLOO_SOCKET_IFNAME is 'none0'" in try_exchange(CPUS, timeout_s=PATIENCE_S).gloo_failure
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
-def test_a_sandbox_that_forbids_shared_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert try_shared_memory() == ""
+def test_a_sandbox_that_forbids_shared_memory_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "def refuse(*_): raise PermissionError(1, 'Operation not permitted')\n"
+        "os.memfd_create = refuse\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    trials = try_exchange(CPUS, timeout_s=PATIENCE_S)
+    assert trials.gloo_failure == ""
+    assert "Operation not permitted" in trials.memory_failure
 
-    def refuse(name: str, flags: int) -> int:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    assert "Operation not permitted" in try_shared_memory()
-
-
-def test_nccl_is_tried_in_processes_and_what_fails_there_is_told() -> None:
-    before = psutil.Process().children()
-    failure = try_nccl([torch.device("cpu")] * 2, timeout_s=PATIENCE_S)
-    assert failure.startswith("on rank 0: ")  # it finds no GPU
-    assert psutil.Process().children() == before
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_nccl_is_tried_in_processes_and_what_fails_there_is_reported() -> None:
+    trials = try_exchange([torch.device("cuda", n) for n in range(2)], timeout_s=PATIENCE_S)
+    assert trials.nccl_tried
+    assert trials.nccl_failure
+    assert trials.gloo_failure == ""
 
 
 def test_processes_that_do_not_answer_are_ended() -> None:
     before = psutil.Process().children()
     # They take longer to load torch.
-    failure = try_nccl([torch.device("cpu")] * 2, timeout_s=0.05)
-    assert failure == "NCCL has not answered within 0.05 s"
+    trials = try_exchange(CPUS, timeout_s=0.05)
+    expected = "the ranks have not answered within 0.05 s"
+    assert trials == ExchangeTrials(gloo_failure=expected)
     assert psutil.Process().children() == before

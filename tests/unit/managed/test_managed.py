@@ -360,7 +360,7 @@ def test_data_that_cannot_be_divided(data, message):
 
 def test_an_option_that_there_is_not_has_no_method():
     builder = describe_job()
-    with pytest.raises(AttributeError, match="has no option 'batchsize'"):
+    with pytest.raises(AttributeError, match="has no attribute 'batchsize'"):
         builder.batchsize(3)
     assert {"batch_size", "max_grad_norm", "run"} <= {*dir(builder)}
 
@@ -588,7 +588,7 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"micro_batch_size": 0}, "micro_batch_size is 0"),
         ({"eval_fn": 3}, "eval_fn is 3, a int; give a function"),
         ({"train_fn": None}, "train_fn is None"),
-        ({"micro_batch_size": 2.0}, "micro_batch_size is 2.0; give a whole number of samples"),
+        ({"micro_batch_size": 2.0}, "micro_batch_size is 2.0: give a whole number of samples"),
         ({"policy": b"sync"}, "policy is b'sync'; choose one of sync, cadence, async"),
         ({"backend": b"cpu"}, "backend is b'cpu'; choose one of auto, nccl, gloo, cpu"),
         ({"precision": b"fp32"}, "precision is b'fp32'; choose one of auto, fp32, bf16, fp16"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from evener.observe.events import make_event
 from evener.observe.following import each_event
 from evener.run_report.chrome_trace import trace_events, trace_text
-from evener.run_report.figures import figures
+from evener.run_report.document import figures
 from evener.run_report.history import RunHistory
 from evener.run_report.page import page
 from evener.run_report.summary_facts import SummaryFacts, read_facts

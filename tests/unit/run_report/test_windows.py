@@ -8,7 +8,7 @@ import pytest
 from evener.observe.events import make_event
 from evener.observe.lineage import Voids
 from evener.run_report import windows as windows_module
-from evener.run_report.figures import figures
+from evener.run_report.document import figures
 from evener.run_report.history import RunHistory
 from evener.run_report.summary_facts import SummaryFacts
 from evener.run_report.windows import Windows

@@ -238,7 +238,7 @@ def test_a_long_run_is_a_page_of_less_than_10_megabytes(monkeypatch):
     for k in range(100_000):
         times = ((0.0912345, 0.0123456, 0.00345678), (0.1034567, 0.0001234, 0.00345678))
         history.add(committed_window(k, t=0.1071234 * k, times_s=times))
-    from evener.run_report.figures import figures
+    from evener.run_report.document import figures
     from evener.run_report.summary_facts import SummaryFacts
 
     document = figures("long", history, SummaryFacts(), [])

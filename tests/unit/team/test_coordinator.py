@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from evener import clock
+from evener import lease_clock
 from evener.comm.c10d import PrefixStore
 from evener.errors import (
     ConfigError,
@@ -34,7 +34,8 @@ from evener.protocol.roster import Roster
 from evener.team import coordinator as coordinator_module
 from evener.team import elastic
 from evener.team.connection import AgentConnection
-from evener.team.coordinator import Coordinator, CoordinatorOptions, Visitor
+from evener.team.coordinator import Coordinator, Visitor
+from evener.team.coordinator_options import CoordinatorOptions
 from evener.team.elastic import CoordinatorLink
 from evener.team.elastic_membership import ElasticMembership
 from helpers import coordinators
@@ -302,7 +303,7 @@ def test_who_comes_before_it_is_known_whether_the_team_has_begun_waits(
     """A coordinator that was started again hears that from members, which may come later."""
     now_s = 100.0
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    monkeypatch.setattr("evener.clock.time", clock)
+    monkeypatch.setattr("evener.lease_clock.time", clock)
     with (
         serving(most=3) as address,
         link(address, "early") as early,
@@ -692,8 +693,7 @@ def test_a_name_that_is_not_known_yet_is_tried_again(monkeypatch: pytest.MonkeyP
     with serving() as address:
         port = address.rpartition(":")[2]
         with link(f"coordinator.example:{port}", "a") as a:
-            assert num_asked >= 3
-            assert a.number == 0
+            assert (num_asked >= 3, a.number) == (True, 0)
         num_asked = -10_000
         with pytest.raises(LaunchError, match=r"the name 'coordinator\.example' is unknown here"):
             CoordinatorLink(
@@ -732,7 +732,7 @@ def test_a_lease_counts_the_time_in_which_the_machine_was_suspended(
         clock_gettime=lambda _: time.monotonic() + asleep_s,
         monotonic=time.monotonic,
     )
-    monkeypatch.setattr("evener.clock.time", clocks)
+    monkeypatch.setattr("evener.lease_clock.time", clocks)
     with ExitStack() as stack:
         with serving(most=1, deadlines=replace(DEADLINES, lease_s=60.0, host_lease_s=60.0)) as at:
             monkeypatch.setattr(Roster, "is_open", lambda *_: True)
@@ -832,7 +832,7 @@ def test_ten_thousand_connections_of_strangers_delay_no_heartbeat(
         longest_s = 0.0
         while not is_over.wait(0.01):
             sent_s = a.lease_end_s() - deadlines.lease_s  # the last beat that was answered
-            longest_s = max(longest_s, clock.now_s() - sent_s)
+            longest_s = max(longest_s, lease_clock.now_s() - sent_s)
         return longest_s
 
     monkeypatch.setattr(Roster, "is_open", lambda *_: True)

@@ -158,6 +158,14 @@ def test_a_script_is_started_again_by_its_whole_path(monkeypatch):
     assert how_started() == [__file__, "--lr", "1"]
 
 
+def test_a_test_runner_is_not_started_again(monkeypatch):
+    main = ModuleType("__main__")
+    main.__file__ = pytest.__file__
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(ConfigError, match=r"is run by .*, such as a test runner"):
+        how_started()
+
+
 def test_without_a_script_one_device_is_used_and_the_way_to_all_is_told(monkeypatch, capsys):
     from evener.team.starting import start_all_ranks
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
 from evener.ddp import Ddp
-from evener.engine.replica import Replica
+from evener.engine.consensus import Replica
 from evener.engine.results import WindowResult
 from evener.errors import ReplicasDifferError
 from helpers.models import mlp, regression_data, seeded

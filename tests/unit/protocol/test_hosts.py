@@ -2,15 +2,15 @@
 
 import pytest
 
-from evener.protocol.nodes import Node, Nodes
+from evener.protocol.hosts import Host, Hosts
 
 
 def node(number, nproc=1, nnodes=3, port=7):
-    return Node(number=number, nnodes=nnodes, nproc=nproc, port=port, where=f"10.0.0.{number}")
+    return Host(number=number, nnodes=nnodes, nproc=nproc, port=port, where=f"10.0.0.{number}")
 
 
 def test_ranks_follow_the_numbers_of_hosts_and_not_their_arrival():
-    nodes = Nodes(3)
+    nodes = Hosts(3)
     assert nodes.missing == "nodes 0, 1, 2 of 3"
     for agent, each in (("c", node(2, 3)), ("a", node(0, 2, port=9)), ("b", node(1, 1))):
         assert nodes.arrive(agent, each) == ""
@@ -29,14 +29,14 @@ def test_ranks_follow_the_numbers_of_hosts_and_not_their_arrival():
     ],
 )
 def test_who_does_not_fit_is_refused(wrong, why):
-    nodes = Nodes(3)
+    nodes = Hosts(3)
     nodes.arrive("a", node(0))
     assert nodes.arrive("b", wrong).startswith(why)
     assert nodes.missing == "nodes 1, 2 of 3"
 
 
 def test_who_goes_before_all_are_there_may_come_again():
-    nodes = Nodes(2)
+    nodes = Hosts(2)
     nodes.arrive("b", node(1, nnodes=2))
     assert nodes.depart("b") is None
     assert nodes.missing == "nodes 0, 1 of 2"

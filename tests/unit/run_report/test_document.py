@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from evener.observe.events import make_event
-from evener.run_report import figures as figures_module
+from evener.run_report import document as figures_module
 from evener.run_report import windows as windows_module
 from evener.run_report.chrome_trace import trace_events
-from evener.run_report.figures import figures, in_order
+from evener.run_report.document import figures, in_order
 from evener.run_report.history import RunHistory
 from evener.run_report.summary_facts import SummaryFacts, read_facts
 from evener.run_report.timeline import timeline

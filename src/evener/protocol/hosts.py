@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class Node(NamedTuple):
+class Host(NamedTuple):
     """A host, as its agent introduces it.
 
     Attributes:
@@ -28,7 +28,7 @@ class Node(NamedTuple):
 
 
 @dataclass(slots=True)
-class Nodes:
+class Hosts:
     """The hosts that have come.
 
     Attributes:
@@ -36,10 +36,10 @@ class Nodes:
     """
 
     nnodes: int
-    _nodes: dict[str, Node] = field(default_factory=dict)
+    _nodes: dict[str, Host] = field(default_factory=dict)
     _is_complete: bool = False
 
-    def arrive(self, agent: str, node: Node) -> str:
+    def arrive(self, agent: str, node: Host) -> str:
         """Take in a host.
 
         Args:
@@ -65,7 +65,7 @@ class Nodes:
         self._is_complete |= len(self._nodes) == self.nnodes
         return ""
 
-    def depart(self, agent: str) -> Node | None:
+    def depart(self, agent: str) -> Host | None:
         """Note that a host has gone; return it if the team had begun."""
         if self._is_complete:
             return self._nodes.get(agent)

@@ -1,0 +1,51 @@
+"""How a coordinator is started."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from evener.comm.addresses import LOOPBACK
+from evener.errors import ConfigError
+from evener.protocol.formation import Deadlines
+
+#: How often a coordinator looks what is due, in seconds.
+TICK_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorOptions:
+    """How a coordinator is started.
+
+    Attributes:
+        host: Where it listens.
+        port: Its port; 0 takes a free one.
+        least: Fewest members of the team.
+        most: Most members.
+        token: What workers must know; ``None`` admits every process of this host.
+        deadlines: Those of the team.
+        nnodes: Hosts of a fixed team; 0 for an elastic team.
+        ledger: The file from which a coordinator that is started again continues; ``None`` for
+            none: it then hears from workers and launchers what the newest generation is.
+    """
+
+    host: str = LOOPBACK
+    port: int = 0
+    least: int = 1
+    most: int
+    token: bytes | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    nnodes: int = 0
+    ledger: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.deadlines.timeout_s < math.inf:
+            raise ConfigError(
+                f"--timeout-s is {self.deadlines.timeout_s:g}; give the seconds that workers wait "
+                "for one another, more than 0"
+            )
+        if not self.deadlines.lease_s <= self.deadlines.host_lease_s < math.inf:
+            raise ConfigError(
+                f"--host-lease-s is {self.deadlines.host_lease_s:g}; give the seconds after which "
+                f"a silent machine is lost, at least {self.deadlines.lease_s:g} (lease_s)"
+            )

@@ -1,0 +1,77 @@
+"""A coordinator on a thread of an agent or of rank 0.
+
+Neither loads what only a coordinator needs, such as asyncio, before it has gone on itself: the
+thread does, while the port listens already.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Final, final
+
+from evener.closing import Closing
+from evener.comm.addresses import open_port
+from evener.team.coordinator_options import TICK_S, CoordinatorOptions
+from evener.team.host import remedy_of_shortage
+from evener.team.terminal import say
+
+_END_S: Final = 5.0
+
+
+@final
+class CoordinatorThread(Closing):
+    """A coordinator on a thread of this process, until it is closed.
+
+    Args:
+        options: How it is started; without a ledger.
+        listening: See ``Coordinator``.
+        tick_s: See ``Coordinator``.
+
+    Attributes:
+        port: Where it listens.
+
+    Raises:
+        ConfigError: The coordinator would listen on other than loopback without a token.
+        LaunchError: The port is in use or not allowed.
+    """
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        listening: socket.socket | None = None,
+        *,
+        tick_s: float = TICK_S,
+    ) -> None:
+        self._options, self._tick_s = options, tick_s
+        self._socket = listening or open_port(
+            options.host,
+            options.port,
+            program="the coordinator",
+            is_guarded=options.token is not None,
+        )
+        self.port: int = self._socket.getsockname()[1]
+        self._is_ready = threading.Event()
+        self._stop: Callable[[], object] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="evener-coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; idempotent."""
+        self._is_ready.wait(_END_S)
+        self._stop()
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        from evener.team.coordinator import serve
+
+        try:
+            serve(self._options, self._socket, self._tick_s, self._note_start)
+        except OSError as error:  # nobody will be answered; those who ask say so
+            remedy = remedy_of_shortage(error)
+            say(f"evener: the coordinator cannot run in this process ({error.strerror}); {remedy}")
+        finally:
+            self._is_ready.set()
+
+    def _note_start(self, stop: Callable[[], object]) -> None:
+        self._stop = stop
+        self._is_ready.set()

@@ -1,0 +1,315 @@
+"""Teams over several hosts, whose workers note what they see; with root or on loopback addresses.
+
+``SCRIPT`` trains until there is a file ``stop``. Each of its workers writes a journal, from which
+``check`` judges the whole run. ``Namespaces`` and ``LoopbackAliases`` are two kinds of hosts.
+"""
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import psutil
+
+from helpers.launched import Running, Sandbox
+from helpers.limits import PATIENCE_S
+from helpers.machines import ADDRESSES, Machines
+from helpers.ports import free_port
+
+NUM_SAMPLES = 96
+
+SCRIPT = f"""
+import hashlib, json, os, sys, time, torch
+from pathlib import Path
+from evener import Ddp
+here = Path(__file__).parent
+who = os.environ["EVENER_MEMBER"]
+journal = (here / f"journal-{{who.replace('/', '_')}}-{{os.getpid()}}").open("w", buffering=1)
+def note(**row):
+    print(json.dumps(row), file=journal)
+note(pid=os.getpid(), who=who, rank=os.environ["RANK"])
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+def digest():
+    bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(bits).hexdigest()[:16]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+data = [(torch.full((4,), i / {NUM_SAMPLES}), i) for i in range({NUM_SAMPLES})]
+with Ddp.setup(model, optimizer, devices="cpu", policy=os.environ.get("POLICY", "sync")) as ddp:
+    @ddp.on_commit
+    def commit(result):
+        note(window=result.window, epoch=result.epoch, ranges=result.ranges or [result.committed],
+             digest=digest(), size=len(ddp.assembly.team.members), t=time.monotonic(),
+             main=ddp.is_main_process)
+        if (here / "stop").exists():
+            ddp.stop()
+    loader = ddp.loader(data, batch_size=8, seed=5)
+    for epoch in ddp.epochs(int(os.environ.get("EPOCHS", "1000000"))):
+        for x, ids in loader.epoch(epoch):
+            # So that it pays to divide the work, and nobody is parked.
+            time.sleep(float(os.environ.get("WORK_S", "0.004")) * len(x))
+            ddp.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
+            ddp.step()
+    note(end=digest())
+"""
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What one worker has noted.
+
+    Attributes:
+        path: Its file.
+    """
+
+    path: Path
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """All that is complete."""
+        return [json.loads(line) for line in self.path.read_text().split("\n")[:-1]]
+
+    @property
+    def pid(self) -> int:
+        """The worker's process."""
+        return int(self.rows[0]["pid"])
+
+    @property
+    def who(self) -> str:
+        """The worker's id."""
+        return str(self.rows[0]["who"])
+
+    @property
+    def windows(self) -> list[dict[str, Any]]:
+        """The windows that it has seen committed."""
+        return [row for row in self.rows if "window" in row]
+
+    @property
+    def end(self) -> str:
+        """The digest of its weights at its end; empty where it came to none."""
+        return str(self.rows[-1].get("end", ""))
+
+
+@dataclass
+class Hosts(ABC):
+    """Hosts, and what runs on them.
+
+    Attributes:
+        sandbox: Starts commands.
+        addresses: By number of the host.
+        port: Of the coordinator.
+    """
+
+    sandbox: Sandbox
+    addresses: Sequence[str] = ADDRESSES
+    port: int = 29_600
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _started: dict[int, list[Running]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.script = self.sandbox.script(SCRIPT)
+        self.token = self.sandbox.token_file("one token that all of these hosts know")
+
+    @abstractmethod
+    def words(self, host: int, command: Sequence[object]) -> Sequence[object]:
+        """What starts a command on a host."""
+
+    @abstractmethod
+    def cut(self, host: int) -> None:
+        """Cut a host off."""
+
+    @abstractmethod
+    def mend(self, host: int) -> None:
+        """End that."""
+
+    @property
+    def address(self) -> str:
+        """The coordinator's."""
+        return f"{self.addresses[0]}:{self.port}"
+
+    def start(self, host: int, *command: object, **environ: str) -> Running:
+        """Starts a command on a host."""
+        before = self.sandbox.environ
+        self.sandbox.environ = {**before, **environ}
+        running = self.sandbox.start(*self.words(host, command))
+        self.sandbox.environ = before
+        self._started.setdefault(host, []).append(running)
+        return running
+
+    def evener(self, host: int, *arguments: object, **environ: str) -> Running:
+        """Starts ``evener ARGUMENTS`` on a host."""
+        return self.start(host, sys.executable, "-P", "-m", "evener", *arguments, **environ)
+
+    def join(self, host: int, *options: object, **environ: str) -> Running:
+        """Starts an agent that joins the team."""
+        own = ("--address", self.addresses[host], "--token-file", self.token)
+        return self.evener(host, "join", self.address, *own, *options, self.script, **environ)
+
+    def launch(self, host: int, *options: object, **environ: str) -> Running:
+        """Starts an agent of a team that begins on these hosts."""
+        own = ("--master-addr", self.address, "--address", self.addresses[host])
+        own += ("--token-file", self.token)
+        return self.evener(host, "launch", *own, *options, self.script, **environ)
+
+    def coordinate(self, *options: object) -> Running:
+        """Starts the coordinator on the first host, by the command line."""
+        own = ("--bind", self.address, "--token-file", self.token)
+        running = self.evener(0, "coordinator", *own, *options)
+        return running
+
+    def coordinate_with(self, most: int, **deadlines: float) -> Running:
+        """Starts the coordinator on the first host, with other deadlines."""
+        program = (
+            "from evener.protocol.formation import Deadlines\n"
+            "from evener.team.coordinator import CoordinatorOptions, coordinate\n"
+            "coordinate(CoordinatorOptions(\n"
+            f"    host={self.addresses[0]!r}, port={self.port}, most={most},\n"
+            f"    token={self.token.read_bytes()!r}, deadlines=Deadlines(**{deadlines!r})))\n"
+        )
+        return self.start(0, sys.executable, "-P", "-c", program)
+
+    def processes_of(self, host: int) -> list[psutil.Process]:
+        """What runs on a host for a team: agents, and all that they have started."""
+        found = []
+        for running in self._started.get(host, []):
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(running.process.pid)
+                found += [process, *process.children(recursive=True)]
+        return found
+
+    # ── what workers have noted ──────────────────────────────────────────────────────────────────
+
+    @property
+    def journals(self) -> list[Journal]:
+        """Of all workers that have begun to write one, the oldest first."""
+        files = sorted(self.sandbox.folder.glob("journal-*"), key=lambda f: f.stat().st_ctime_ns)
+        return [Journal(file) for file in files if "\n" in file.read_text()]
+
+    def journal_of(self, running: Running, wait_s: float = PATIENCE_S) -> Journal:
+        """Waits for the newest worker of an agent that has seen a window committed."""
+        found: list[Journal] = []
+
+        def look() -> bool:
+            assert running.process.poll() is None, running.end().err
+            with suppress(psutil.NoSuchProcess):
+                agent = psutil.Process(running.process.pid)
+                pids = {child.pid for child in agent.children(recursive=True)}
+                found[:] = [j for j in self.journals if j.pid in pids and j.windows]
+            return bool(found)
+
+        wait_for(look, wait_s)
+        return found[-1]
+
+    def stop(self) -> None:
+        """Has the script end everywhere."""
+        (self.sandbox.folder / "stop").touch()
+
+    def close(self) -> None:
+        """Ends the hosts."""
+        self._stack.close()
+
+
+@final
+class Namespaces(Hosts):
+    """Network namespaces; needs root."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.machines = self._stack.enter_context(Machines(3))
+
+    def words(self, host: int, command: Sequence[object]) -> Sequence[object]:
+        return self.machines.command(host, *command)
+
+    def cut(self, host: int) -> None:
+        self.machines.cut(host)
+
+    def mend(self, host: int) -> None:
+        self.machines.mend(host)
+
+
+@final
+class LoopbackAliases(Hosts):
+    """Addresses of loopback, which every Linux has. A host is cut off by stopping its processes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.addresses = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+        self.port = free_port()
+
+    def words(self, host: int, command: Sequence[object]) -> Sequence[object]:
+        return command
+
+    def cut(self, host: int) -> None:
+        self._send(host, signal.SIGSTOP)
+
+    def mend(self, host: int) -> None:
+        self._send(host, signal.SIGCONT)
+
+    def _send(self, host: int, signum: signal.Signals) -> None:
+        for process in self.processes_of(host):
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                os.kill(process.pid, signum)
+
+
+def wait_for(condition: Callable[[], object], wait_s: float = PATIENCE_S) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + wait_s
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come within {wait_s:g} s"
+        time.sleep(0.02)
+
+
+def wait_for_more(journal: Journal, count: int = 5, size: int = 0) -> None:
+    """Wait until a worker has seen that many further windows, all in a team of this size."""
+    last = journal.windows[-1]["window"] if journal.windows else -1
+
+    def have_come() -> bool:
+        rows = [row for row in journal.windows if row["window"] > last]
+        return len([row for row in rows if not size or row["size"] == size]) >= count
+
+    wait_for(have_come)
+
+
+def longest_gap_s(journal: Journal, since_s: float, until_s: float) -> float:
+    """The longest time in which a worker has seen no window committed."""
+    times = [row["t"] for row in journal.windows]
+    before = [t for t in times if t <= since_s][-1:]
+    within = [*before, *(t for t in times if since_s < t < until_s)]
+    after = [t for t in times if t >= until_s][:1]
+    line = [*within, *after]
+    return max(b - a for a, b in itertools.pairwise(line))
+
+
+def check(journals: Sequence[Journal], *, whole_epochs: int | None = None) -> None:
+    """Workers have seen the same windows and bits, and each sample counts once an epoch.
+
+    Args:
+        journals: Of all workers, the lost ones included.
+        whole_epochs: So many epochs are whole; by default all but the last.
+    """
+    by_window: dict[int, Mapping[str, Any]] = {}
+    for journal in journals:
+        seen = [row["window"] for row in journal.windows]
+        assert seen == sorted(set(seen)), f"{journal.path.name} saw a window twice: {seen}"
+        for row in journal.windows:
+            other = by_window.setdefault(row["window"], row)
+            for key in ("epoch", "ranges", "digest"):
+                assert other[key] == row[key], f"{journal.path.name}: {row} and {other}"
+    assert sorted(by_window) == [*range(len(by_window))]
+    epochs: dict[int, list[int]] = {}
+    for row in by_window.values():
+        ids = epochs.setdefault(row["epoch"], [])
+        ids += [i for start, stop in row["ranges"] for i in range(start, stop)]
+    last = max(epochs) if whole_epochs is None else whole_epochs
+    for epoch, ids in epochs.items():
+        assert len(set(ids)) == len(ids), f"epoch {epoch} has samples twice"
+        assert epoch >= last or len(ids) == NUM_SAMPLES, f"epoch {epoch} is not whole"
+    ends = {journal.end for journal in journals if journal.end}
+    assert len(ends) == 1, f"workers end with unlike bits: {ends}"
