@@ -252,7 +252,7 @@ def sizes_of(condition: str, arguments: argparse.Namespace) -> Sequence[int]:
 
 def connect(team: Team, backend: str) -> Communicator:
     """A communicator of evener's between the ranks, as ``Ddp.setup`` forms it."""
-    comm = connect_team(team.environment(), backend, "sync", torch.device("cpu"), TIMEOUT_S)
+    comm, _ = connect_team(team.environment(), backend, "sync", torch.device("cpu"), TIMEOUT_S)
     return comm
 
 

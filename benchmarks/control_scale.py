@@ -36,7 +36,7 @@ from options import make_parser, numbers
 
 from evener.protocol.formation import TRAINING, Deadlines, ProcessState, Standing
 from evener.protocol.roster import Roster
-from evener.team.sealed import TO_COORDINATOR, Seal, new_nonce
+from evener.team.wire import TO_COORDINATOR, Seal, new_nonce
 
 MEMBERS = (10, 100, 1000)
 BEAT_S: Final = Deadlines().beat_s

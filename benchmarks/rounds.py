@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.team.environment import STORE_FD, DistributedTrainConfig
+from evener.team.environment import DistributedTrainConfig
 from evener.team.launch import LaunchPlan, launch
 
 TIMEOUT_S = 300.0
@@ -85,9 +85,8 @@ class Team:
     def environment(self) -> DistributedTrainConfig:
         """Where the same ranks meet as a team of evener's own, each time on another port."""
         port = str(self.first(free_port() if self.rank == 0 else 0))
-        inherited = {k: v for k, v in os.environ.items() if k != STORE_FD}
         place = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": port}
-        return DistributedTrainConfig.from_env(inherited | place)
+        return DistributedTrainConfig.from_env(os.environ | place)
 
     def tell(self, text: str) -> None:
         """Prints a line, once."""

@@ -21,6 +21,7 @@ import typer
 from typer import Argument, Option
 
 import evener
+from evener.comm.addresses import parse_address
 from evener.config.options import (
     BenchOptions,
     ClassifyOptions,
@@ -32,7 +33,6 @@ from evener.config.options import (
 from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
 from evener.protocol.formation import Deadlines, read_team_limits
-from evener.team.address import parse_address
 from evener.team.child import apply_threads, die_with, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import local_devices
@@ -367,8 +367,7 @@ def doctor(
 ) -> int:
     """Find problems of this machine, of another one and of the link that stop or slow runs."""
     from evener.doctor.diagnosis import diagnose
-    from evener.team.hosting import read_team_token
-    from evener.team.token_files import read_token
+    from evener.team.wire import read_team_token, read_token
 
     token = read_token(token_file) or read_team_token(os.environ) or b""
     diagnosis = diagnose(address, token, listens=listen)
@@ -389,7 +388,7 @@ def dashboard(
 ) -> int:
     """Show runs in the browser, during and after training."""
     from evener.dashboard.shelf import Shelf
-    from evener.team.token_files import read_token
+    from evener.team.wire import read_token
 
     try:
         from evener.dashboard.server import serve
@@ -557,7 +556,7 @@ def coordinator(
     """Decide who is in an elastic team; evener launch starts one by itself."""
     from evener.team.coordinator import coordinate
     from evener.team.coordinator_options import CoordinatorOptions
-    from evener.team.token_files import read_token
+    from evener.team.wire import read_token
 
     least, most = read_team_limits(team, "MIN:MAX")
     host, port = parse_address(bind, "--bind", may_bind=True)

@@ -19,12 +19,12 @@ from evener.errors import CollectiveMismatchError, ConfigError, NonFiniteGradien
 from evener.loop.consistency import check_consistency, describe_versions
 from evener.parsing import short
 from evener.team.backends import connect_team
-from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
 from evener.team.environment import DistributedTrainConfig
 from evener.team.members import Member, describe_self, hardware_summary
 from evener.team.placement import deal_devices, devices_of_host
 from evener.team.terminal import say
+from evener.team.wire import LEFT
 
 _Named = Mapping[str, Tensor]
 
@@ -70,7 +70,7 @@ def _connect(
     """Connect, or share the connection that is there already; see ``wrap``."""
     line = _lines.get(environment) if communicator is None else None
     if line is None:
-        comm = connect_team(environment, backend, "by hand", device, timeout_s, communicator)
+        comm, _ = connect_team(environment, backend, "by hand", device, timeout_s, communicator)
         line = _Line(comm, backend)
         if communicator is None:
             _lines[environment] = line

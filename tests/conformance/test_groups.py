@@ -74,8 +74,7 @@ def join_twice(rank: Rank) -> list[int]:
     from evener.team.fixed import join
 
     place = DistributedTrainConfig.from_env()
-    first, second = join(place, PATIENCE_S), join(place, PATIENCE_S)
-    with first, second:
+    with join(place, PATIENCE_S) as first, join(place, PATIENCE_S) as second:
         return [len(comm.all_gather_rows([1.0], what="row")) for comm in (first, second)]
 
 
@@ -130,7 +129,6 @@ def try_to_connect(rank: Rank, world_sizes: list[int], timeout_s: float) -> str:
             world_sizes[rank.rank],
             rank.address,
             rank.port,
-            listen_fd=rank.listen_fd,
             timeout_s=timeout_s,
         )
     except LaunchError as error:
@@ -161,7 +159,9 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"port {port} is in use on 127.0.0.1"):
+        with pytest.raises(
+            LaunchError, match=rf"cannot listen on 127.0.0.1 port {port} \(Address already"
+        ):
             join_at(0, 2, "127.0.0.1", port, timeout_s=PATIENCE_S)
 
 

@@ -20,7 +20,7 @@ from evener.tasks.classification.adapter import read_document
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.language_model import build_model
 from evener.tasks.text.tokenizer import load_tokenizer
-from evener.team.environment import read_place
+from evener.team.environment import DistributedTrainConfig
 from helpers.configurations import load_run_config
 from helpers.event_cases import committed_window, started, to_line
 from helpers.lineage import check_exactly_once, effective_events, lineage
@@ -30,7 +30,7 @@ from helpers.tampering import NESTED, changed, damaged, read_or_refuse
 
 BROKEN_YAML = {
     "a number of 5,000 digits": ("a: " + "1" * 5000, "digits"),
-    "a long text for a number": ("world_size: " + "x" * 250_000, "'xxx"),
+    "a long text for a number": ("seed: " + "x" * 250_000, "'xxx"),
     "a date that is none": ("seed: 2001-99-99", "month"),
     "a key that is a list": ("? [1]\n: 2", ":1:3: .*unhashable key"),
     "bytes": (b"a: \xff\xfe", "UTF-8"),
@@ -42,7 +42,7 @@ def test_a_broken_yaml_is_refused_and_named(what: str, tmp_path: Path) -> None:
     content, why = BROKEN_YAML[what]
     path = tmp_path / "run.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    for read in (load_run_config, lambda path: read_place(path, {})):
+    for read in (load_run_config, DistributedTrainConfig.from_yaml):
         with pytest.raises(ConfigError, match=why) as caught:
             read(path)
         assert str(caught.value).startswith(str(path))

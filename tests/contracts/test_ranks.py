@@ -45,7 +45,6 @@ def surroundings(rank):
     return (
         os.environ["RANK"],
         os.environ["MASTER_PORT"] == str(rank.port),
-        os.environ.get("EVENER_STORE_FD") == (str(rank.listen_fd) if rank.rank == 0 else None),
         os.environ["ANSWER"],
         torch.get_num_threads(),
         threading.active_count(),
@@ -56,8 +55,8 @@ def surroundings(rank):
 
 def test_a_rank_begins_clean_and_finds_what_the_launcher_would_set():
     first, second = run_ranks(surroundings, 2, env={"ANSWER": "42"})
-    assert first[:-1] == ("0", True, True, "42", 1, 1, first[6])
-    assert second[:-1] == ("1", True, True, "42", 1, 1, first[6])
+    assert first[:-1] == ("0", True, "42", 1, 1, first[5])
+    assert second[:-1] == ("1", True, "42", 1, 1, first[5])
     assert first[-1] == second[-1] == torch.rand(1).item()
 
 
@@ -67,7 +66,6 @@ def meet(rank):
         rank.port,
         rank.world_size,
         is_master=rank.rank == 0,
-        master_listen_fd=rank.listen_fd,
     )
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank.rank, world_size=rank.world_size

@@ -271,15 +271,13 @@ class ElasticThreads:
 class ThreadMembership(Membership):
     """A member's place in ``ElasticThreads``."""
 
+    is_elastic = True
+
     def __init__(self, team: ElasticThreads, member: str, *, joins: bool) -> None:
         self.team, self.member, self._joins = team, member, joins
         self.number, self.most = team.numbers[member], team.most
         self.is_told_to_leave = self.has_left = self.is_closed = False
         self.phase = "training"
-
-    @property
-    def is_elastic(self) -> bool:
-        return True
 
     @property
     def is_joining(self) -> bool:

@@ -30,7 +30,7 @@ from torch.optim import AdamW, Optimizer
 
 from evener import Ddp
 from evener.comm.base import Communicator
-from evener.team.process_state import KernelState, state_of
+from evener.team.host import KernelState, state_of
 from helpers.elastic_runs import (
     BATCH,
     EPOCHS,

@@ -29,6 +29,7 @@ from typing import Any, Self
 
 import cloudpickle
 
+from evener.comm.addresses import bind
 from helpers.forking import Zygote, is_stopped, signal_is_caught
 from helpers.limits import PATIENCE_S
 
@@ -46,15 +47,13 @@ class Rank:
     """What a rank is told: its place, and a line to the test.
 
     The environment says the same as that of `evener launch` (RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_PORT, EVENER_STORE_FD on rank 0, …). ``listen_fd`` is a socket that already listens on
-    ``port``, on rank 0, for its coordinator; None on the others.
+    MASTER_PORT, …). Nobody listens on ``port``, which is kept for rank 0's coordinator.
     """
 
     rank: int
     world_size: int
     address: str
     port: int
-    listen_fd: int | None = None
     _channel: Connection | None = field(default=None, repr=False)
 
     def send(self, value: object) -> None:
@@ -78,7 +77,6 @@ class Rank:
             self.world_size,
             self.address,
             self.port,
-            listen_fd=self.listen_fd,
             backend="gloo" if backend == "shared" else backend,
             timeout_s=timeout_s,
         )
@@ -95,7 +93,6 @@ def join_at(
     address: str,
     port: int,
     *,
-    listen_fd: int | None = None,
     agent_store: bool = False,
     backend: str = "gloo",
     timeout_s: float = PATIENCE_S,
@@ -109,7 +106,6 @@ def join_at(
         world_size,
         coordinator_addr=address,
         coordinator_port=port,
-        store_fd=listen_fd,
         agent_store=agent_store,
     )
     return join(place, timeout_s, backend=backend)
@@ -206,6 +202,7 @@ class RankTeam:
         self._silent: set[int] = set()  # these will send no more
         self._pids: list[int] = []
         self._channels: list[Connection] = []
+        self._reserved = bind("127.0.0.1", 0)
         self._outputs = [tempfile.TemporaryFile() for _ in range(world_size)]
         try:
             self._start(function, args, env or {})
@@ -291,7 +288,7 @@ class RankTeam:
             self.send_signal(rank, signal.SIGKILL)
         while len(self._outcomes) < len(self._pids) and time.monotonic() < deadline_s:
             self._pump(deadline_s - time.monotonic())
-        for thing in [*self._channels, *self._outputs]:
+        for thing in [*self._channels, *self._outputs, self._reserved]:
             thing.close()
         if len(self._outcomes) < len(self._pids):
             Zygote.shut_down()  # takes all of its ranks along
@@ -301,14 +298,12 @@ class RankTeam:
         self, function: Callable[..., Any], args: Sequence[Any], env: dict[str, str]
     ) -> None:
         module = sys.modules[function.__module__]
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-            for r in range(self.world_size):
-                here, there = socket.socketpair()
-                self._channels.append(Connection(here.detach()))
-                with there:
-                    given = [there.fileno(), self._outputs[r].fileno()]
-                    self._pids.append(self._zygote.fork(given + [server.fileno()] * (r == 0)))
+        port = self._reserved.getsockname()[1]
+        for r in range(self.world_size):
+            here, there = socket.socketpair()
+            self._channels.append(Connection(here.detach()))
+            with there:
+                self._pids.append(self._zygote.fork([there.fileno(), self._outputs[r].fileno()]))
         for r, channel in enumerate(self._channels):
             rank = Rank(r, self.world_size, "127.0.0.1", port)
             job = {

@@ -1,8 +1,8 @@
 """The process that ranks of a test are forked from: torch is imported once, not once per rank.
 
 ``helpers.forking`` starts it as ``python zygote.py FD MODULE...``. FD is a Unix socket of packets:
-a request is two or three descriptors (the rank's channel, the file for its output, on rank 0 the
-socket on which its store is to listen), or names of further modules to import; the answers are
+a request is two descriptors (the rank's channel, the file for its output), or names of further
+modules to import; the answers are
 ``{"pid": p}`` and, when that rank has ended, ``{"pid": p, "status": s}`` with s as ``os.waitpid``
 gives it; p is this process when modules have been imported. Its end is the end of the socket, and
 takes all ranks along. It has one thread and installs no signal handler, so that a rank
@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-MAX_DESCRIPTORS = 3
+MAX_DESCRIPTORS = 2
 
 
 def main() -> None:
@@ -111,13 +111,13 @@ def receive(requests: socket.socket) -> tuple[bytes, list[int]]:
 # ── in the rank ──────────────────────────────────────────────────────────────────────────────────
 
 
-def be_rank(channel_fd: int, output_fd: int, listen_fd: int | None = None) -> None:
+def be_rank(channel_fd: int, output_fd: int) -> None:
     """Runs one job and ends the process; never returns."""
     status = 1
     try:
         redirect(output_fd)
         channel = Connection(channel_fd)
-        status = run_job(channel, listen_fd)
+        status = run_job(channel)
         sys.stdout.flush()
         # What a process does at its end, without the second that freeing all of torch would take.
         threading._shutdown()  # type: ignore[attr-defined]
@@ -145,15 +145,12 @@ def redirect(output_fd: int) -> None:
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True, chain=False)
 
 
-def run_job(channel: Connection, listen_fd: int | None) -> int:
+def run_job(channel: Connection) -> int:
     """Receives the job, runs it, sends what came of it; returns the exit status."""
     prepare(pickle.loads(channel.recv_bytes()))
     # Only now can the function be unpickled: the first part has said where its module is.
     function, rank, arguments = pickle.loads(channel.recv_bytes())
     rank._channel = channel
-    rank.listen_fd = listen_fd
-    if listen_fd is not None:
-        os.environ["EVENER_STORE_FD"] = str(listen_fd)
     try:
         value = function(rank, *arguments)
     except SystemExit as error:

@@ -15,7 +15,7 @@ def meet(rank: Rank) -> list[str]:
     for backend in ("nccl", ("gloo", "cpu")[rank.rank], "auto"):
         place = DistributedTrainConfig.from_env()
         try:
-            comm = connect_team(place, backend, "sync", cpu, 20.0)
+            comm, _ = connect_team(place, backend, "sync", cpu, 20.0)
         except ConfigError as error:
             said.append(str(error))
         else:

@@ -38,7 +38,6 @@ def train(rank: Rank, num_steps: int, folder: str) -> Any:
             Path(folder) / "team.yaml",
             rank=rank.rank,
             coordinator_port=rank.port,
-            store_fd=config.store_fd,
             # Rank 0 may listen on every address; the others connect to the one in the file.
             **({} if rank.rank else {"coordinator_addr": "0.0.0.0"}),
         )
@@ -126,7 +125,6 @@ def join(rank: Rank) -> None:
             rank.rank,
             world_size,
             coordinator_addr=f"127.0.0.1:{place.coordinator_port}",
-            store_fd=place.store_fd,
         ),
         timeout_s=PATIENCE_S,
     )

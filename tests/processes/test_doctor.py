@@ -15,7 +15,8 @@ from evener.cli import main
 from evener.doctor import diagnosis, pair
 from evener.doctor.host_facts import HostFacts, MeasuredLink
 from evener.doctor.judgement import Problem
-from evener.team.coordinator import CoordinatorOptions, CoordinatorThread
+from evener.team.coordinator import CoordinatorOptions
+from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.nodes import DEFAULT_PORT
 from helpers.hosts import HEALTHY, host
 from helpers.launched import Sandbox
@@ -93,9 +94,8 @@ def test_two_machines_time_the_cable(sandbox: Sandbox) -> None:
 def test_two_machines_that_a_firewall_keeps_apart_say_so(sandbox: Sandbox) -> None:
     token = sandbox.token_file("a secret of two machines\n")
     options = (ADDRESSES[0], "--token-file", token, "--json")
-    soon = (
-        "from evener.team import fixed; fixed._CONNECT_S = 5.0; from evener.cli import main; main()"
-    )
+    soon = "import sys; from evener.cli import main; from evener.team import fixed; "
+    soon += "fixed._CONNECT_S = 5.0; sys.exit(main())"
     evener = (sys.executable, "-P", "-c", soon, "doctor")
     with Machines() as machines:
         # Machine 1 reaches the coordinator, and nothing else there.

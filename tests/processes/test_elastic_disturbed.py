@@ -19,7 +19,7 @@ from evener.errors import CollectiveError
 from evener.protocol.formation import Deadlines, ProcessState
 from evener.team import elastic_membership
 from evener.team.connection import AgentConnection
-from evener.team.process_state import KernelState, state_of
+from evener.team.host import KernelState, state_of
 from helpers.coordinators import serving
 from helpers.elastic_ranks import WINDOWS, die, set_up, summary, wait_until
 from helpers.elastic_runs import loop

@@ -232,7 +232,7 @@ def test_a_first_failure_before_anybody_has_joined_ends_the_run(sandbox: Sandbox
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--elastic", "3:2"], "--elastic is '3:2'; give the fewest and the most workers"),
+        (["--elastic", "3:2"], "--elastic is '3:2'; give the fewest and the most as"),
         (["--elastic", "1:2", "--nproc", 0], "--nproc is 0"),
         (["--elastic", "1:2", "--max-failures", -1], "--max-failures is -1"),
         (["--max-failures", 3], "--max-failures is 3, but the team is not elastic"),

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from evener.team.failures import START_AGAIN
-from evener.team.sealed import TO_COORDINATOR, Seal
+from evener.team.wire import TO_COORDINATOR, Seal
 from helpers.launched import Sandbox
 from helpers.lineage import check_exactly_once
 from helpers.many_hosts import (

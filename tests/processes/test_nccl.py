@@ -44,9 +44,7 @@ def test_auto_falls_back_loudly_and_the_events_tell(tmp_path: Path) -> None:
         lab.close()
     assert started["backend"] == "shared"
     failed = "NCCL failed on rank 0: "
-    assert re.fullmatch(
-        rf"chosen because {failed}.* \(it took \d+\.\d s\)", started["backend_reason"]
-    )
+    assert started["backend_reason"].startswith(f"chosen because {failed}")
     # Loudly, and once: though it was told to be quiet.
     assert re.search(f"warning: {failed}", outcomes[0].output)
     assert "NCCL_DEBUG=INFO tells more, and backend='gloo'" in outcomes[0].output

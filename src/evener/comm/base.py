@@ -253,10 +253,6 @@ class Transport(ABC):
         """Hear that a call begins, before there is any work for it."""
         return
 
-    def find_absent(self, call: Call) -> frozenset[int] | None:
-        """Return the numbers of ranks that have not come to a call; ``None`` if unknown."""
-        return None
-
     @abstractmethod
     def cut(self) -> None:
         """End the connections, so that peers and a thread that waits here notice; idempotent."""
@@ -346,17 +342,6 @@ class Communicator(Closing, NotInherited):
     def report_waits_to(self, listener: WaitListener) -> None:
         """Report long waits for others from now on, here and in later splits."""
         self._listener = listener
-
-    def find_absent(self) -> frozenset[int] | None:
-        """Return the numbers of ranks that have not come to the call under way.
-
-        To be called by a ``WaitListener`` alone, once it has been told of the wait.
-
-        Returns:
-            ``None`` where this rank cannot find out.
-        """
-        wait, transport = self._wait, self._transport
-        return None if wait is None or transport is None else transport.find_absent(wait.call)
 
     @property
     def number(self) -> int:

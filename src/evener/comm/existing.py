@@ -24,6 +24,8 @@ _BYTES = 256  # enough for a host name and a port
 
 #: Connections of the groups that were found: they may outlive evener's own.
 _wires: list[Wires] = []
+#: They listen nowhere, so rank 0's coordinator may; the kernel gives their ports to nobody else.
+_reserved: list[socket.socket] = []
 
 
 class GroupPlace(NamedTuple):
@@ -35,8 +37,7 @@ class GroupPlace(NamedTuple):
         local_rank: Its number among those on this host.
         local_world_size: Ranks of the group on this host.
         coordinator_addr: Host of the group's rank 0.
-        coordinator_port: Where rank 0 listens; 0 in a group of one.
-        store_fd: The listening socket, on rank 0.
+        coordinator_port: A port of rank 0's, kept for it; 0 in a group of one.
         coordinator_token: What ranks must know there.
     """
 
@@ -46,7 +47,6 @@ class GroupPlace(NamedTuple):
     local_world_size: int
     coordinator_addr: str
     coordinator_port: int
-    store_fd: int | None
     coordinator_token: str
 
 
@@ -65,7 +65,7 @@ def find_place(group: Any) -> GroupPlace:
 
     Raises:
         ConfigError: This process is not in the group.
-        LaunchError: Rank 0 cannot listen.
+        LaunchError: Rank 0 has no port.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
@@ -75,22 +75,20 @@ def find_place(group: Any) -> GroupPlace:
     own = socket.gethostname()
     hosts = _gather(group, own.encode())
     one_host = len(set(hosts)) == 1
-    address, listen_fd, port, token = "127.0.0.1", None, 0, ""
+    address, port, token = "127.0.0.1", 0, ""
     if rank == 0 and world_size > 1:
         address = address if one_host else _reachable_address()
         try:
-            server = bind(address, 0, socket.SOMAXCONN)
+            _reserved.append(bind(address, 0))
         except OSError as error:
             raise LaunchError(f"rank 0 cannot listen on {address} ({error.strerror})") from None
-        port, listen_fd, token = server.getsockname()[1], server.detach(), secrets.token_hex(16)
+        port, token = _reserved[-1].getsockname()[1], secrets.token_hex(16)
     port_text, token, address = (
         _gather(group, f"{port} {token} {address}".encode())[0].decode().split(" ")
     )
     port = int(port_text)
     local = [r for r, host in enumerate(hosts) if host == own.encode()[:_BYTES]]
-    return GroupPlace(
-        rank, world_size, local.index(rank), len(local), address, port, listen_fd, token
-    )
+    return GroupPlace(rank, world_size, local.index(rank), len(local), address, port, token)
 
 
 def close_in_children(group: Any) -> None:

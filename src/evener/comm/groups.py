@@ -131,7 +131,6 @@ class GroupTransport(Transport):
         self._store = store = PrefixStore(key, meeting.store)
         place = (self.numbers, meeting.host_rank)
         self._board = StoreNotices(PrefixStore("notices", store), *place)
-        self._waits = StoreNotices(PrefixStore("waits", store), *place)
         self._before, self._wires = list_sockets(), Wires()
         self._gloo: ProcessGroupGloo | None = form_gloo(
             PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
@@ -150,17 +149,6 @@ class GroupTransport(Transport):
         """Find out which connections are Gloo's; see the base class."""
         exchange = partial(comm.all_gather_bytes, what="connections of the group")
         self._wires = Wires.between(exchange, before=self._before, silence_s=self._timeout_s)
-
-    def find_absent(self, call: Call) -> frozenset[int] | None:
-        """Return who has not said that it waits in this call, as this rank now does.
-
-        Gloo does not tell for whom it waits, so ranks that wait for long say so in the store.
-        """
-        own = Notice(call.number, 0.0, "")
-        told = self._waits.read() if self._waits.post(self.number, own) else None
-        if told is None:
-            return None
-        return frozenset(n for n in self.numbers if n not in told or told[n].number < call.number)
 
     def leave_behind(self) -> None:
         """Close the connections in a forked child; see ``NotInherited``."""
@@ -342,7 +330,7 @@ class GroupTransport(Transport):
         server, rather than one that goes while it answers, over which torch prints a stack trace.
         """
         meeting = self._meeting
-        del self._board, self._waits, self._meeting, self._store
+        del self._board, self._meeting, self._store
         meeting.release()
 
     def _explain(

@@ -77,10 +77,6 @@ class SharedTransport(Transport):
         """Wake up who sleeps, if this rank comes last; see the base class."""
         self._barrier.wake_early()
 
-    def find_absent(self, call: Call) -> frozenset[int] | None:
-        """Return who has not arrived at the barrier under way; see the base class."""
-        return self._barrier.find_absent()
-
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
         self._barrier.meet(wait, call)
 

@@ -181,14 +181,6 @@ class Barrier:
                 raise self._explain(wait, call, timed_out=False)
         self._num_passed = number
 
-    def find_absent(self) -> frozenset[int]:
-        """Return the numbers of ranks that have not arrived at the barrier under way."""
-        return frozenset(
-            self._numbers[rank]
-            for rank, page in self._others
-            if self._arrived(rank, page) < self._num_arrived
-        )
-
     def end(self) -> None:
         """Pass no barrier any more, and let all know; idempotent."""
         self._own[_ENDED] = self._own[_ENDED] or self._num_passed + 1

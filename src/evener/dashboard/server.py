@@ -22,12 +22,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from evener.comm.addresses import LOOPBACK, is_loopback, open_port
+from evener.comm.addresses import LOOPBACK, is_loopback, open_port, parse_address
 from evener.dashboard.broadcasts import Broadcasts
 from evener.dashboard.holders import ask_to_stop
 from evener.dashboard.shelf import Shelf
 from evener.errors import LaunchError, UsageError
-from evener.team.address import parse_address
 from evener.team.terminal import say
 from evener.version import __version__
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evener.comm.addresses import LOOPBACK
+from evener.comm.addresses import LOOPBACK, parse_address
 from evener.doctor.examination import examine_host
 from evener.doctor.host_facts import ExchangeTrials, HostFacts, MeasuredLink
 from evener.doctor.judgement import Problem, judge_host, judge_pair
@@ -18,7 +18,6 @@ from evener.doctor.pair import examine_pair
 from evener.errors import CollectiveError, LaunchError
 from evener.observe.event_lines import strict_json
 from evener.observe.numbers import human_bytes, human_count
-from evener.team.address import parse_address
 from evener.team.nodes import DEFAULT_PORT
 from evener.team.terminal import printable
 

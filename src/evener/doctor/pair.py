@@ -11,12 +11,11 @@ from typing import Final
 import torch
 from pydantic import TypeAdapter
 
-from evener.comm.addresses import open_port
+from evener.comm.addresses import join_address, open_port
 from evener.comm.base import Communicator
 from evener.devices import kind_of
 from evener.doctor.host_facts import HostFacts, MeasuredLink
 from evener.planning.policies import ApplyPolicy
-from evener.team.address import join_address
 from evener.team.backends import connect_team
 from evener.team.environment import AverageBackend, DistributedTrainConfig
 from evener.team.terminal import say
@@ -54,10 +53,8 @@ def examine_pair(
         LaunchError: It cannot listen, or the two cannot connect to each other.
         CollectiveError: The other machine is lost or does not answer.
     """
-    store_fd = None
-    if listens:
-        listening = open_port(host, port, program="evener doctor", is_guarded=bool(token))
-        store_fd = listening.detach()
+    if listens:  # refuse here what the coordinator would refuse later
+        open_port(host, port, program="evener doctor", is_guarded=bool(token)).close()
         address = join_address(host, port)
         say(f"evener: doctor listens; run `evener doctor {address}` on the other machine")
     place = DistributedTrainConfig.of_rank(
@@ -68,13 +65,13 @@ def examine_pair(
         coordinator_addr=host,
         coordinator_port=port,
         coordinator_token=token.decode("latin-1"),
-        store_fd=store_fd,
     )
     working = [device.name for device in here.accelerators if not device.failure]
     device = torch.device(working[0] if working else "cpu")
     kind_of(device).select(device)
     timeout_s = LISTEN_S if listens else CALL_S
-    with connect_team(place, AverageBackend.AUTO, ApplyPolicy.SYNC, device, timeout_s) as comm:
+    comm, _ = connect_team(place, AverageBackend.AUTO, ApplyPolicy.SYNC, device, timeout_s)
+    with comm:
         comm.timeout_s = _ANSWER_S  # the other machine is there
         hosts = comm.all_gather_json(asdict(here), what="facts of the hosts")
         return _FACTS.validate_python(hosts[1 - comm.rank]), _measure(comm, device)

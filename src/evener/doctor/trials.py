@@ -35,8 +35,8 @@ def try_exchange(devices: Sequence[torch.device], *, timeout_s: float) -> Exchan
     """
     ranks: list[subprocess.Popen[str]] = []
     deadline = time.monotonic() + timeout_s
-    with bind(LOOPBACK, 0) as listener:
-        place = [str(len(devices)), str(listener.getsockname()[1]), str(listener.fileno())]
+    with bind(LOOPBACK, 0) as reserved:
+        place = [str(len(devices)), str(reserved.getsockname()[1])]
         for rank, device in enumerate(devices):
             command = [sys.executable, "-P", "-m", __name__, str(rank), *place, str(device)]
             ranks.append(
@@ -45,7 +45,6 @@ def try_exchange(devices: Sequence[torch.device], *, timeout_s: float) -> Exchan
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     text=True,
-                    pass_fds=[listener.fileno()],
                 )
             )
     on_gpus = devices[0].type == "cuda"
@@ -66,14 +65,10 @@ def try_exchange(devices: Sequence[torch.device], *, timeout_s: float) -> Exchan
     return ExchangeTrials(nccl_tried=on_gpus, **failures)
 
 
-def _be_rank(
-    rank: int, world_size: int, port: int, fd: int, *, device: str, timeout_s: float
-) -> None:
+def _be_rank(rank: int, world_size: int, port: int, *, device: str, timeout_s: float) -> None:
     """Be a rank of ``try_exchange``; write what has failed to standard output."""
     own, failures, trial = torch.device(device), {}, "gloo_failure"
-    place = DistributedTrainConfig.of_rank(
-        rank, world_size, coordinator_port=port, store_fd=None if rank else fd
-    )
+    place = DistributedTrainConfig.of_rank(rank, world_size, coordinator_port=port)
     try:
         with join(place, timeout_s) as comm:
             _, failures["memory_failure"] = share_memory(comm)
@@ -89,5 +84,5 @@ def _be_rank(
 
 
 if __name__ == "__main__":
-    numbers = (int(text) for text in sys.argv[1:5])
-    _be_rank(*numbers, device=sys.argv[5], timeout_s=float(sys.argv[6]))
+    numbers = (int(text) for text in sys.argv[1:4])
+    _be_rank(*numbers, device=sys.argv[4], timeout_s=float(sys.argv[5]))

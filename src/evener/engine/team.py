@@ -6,8 +6,7 @@ from typing import Any
 
 from evener.comm.base import Communicator
 from evener.team.members import Member
-from evener.team.membership import FixedMembership, Formed, GenerationWatch, Membership
-from evener.team.waits import WaitWatch
+from evener.team.membership import Formed, Membership, WaitWatch
 
 
 class Team:
@@ -38,7 +37,7 @@ class Team:
     """
 
     def __init__(self, comm: Communicator, membership: Membership | None = None) -> None:
-        self.membership = membership or FixedMembership(comm.rank, comm.world_size)
+        self.membership = membership or Membership(comm.rank, comm.world_size)
         self.rank = self.membership.number
         self.world_size = self.membership.most
         self.everyone = comm.numbers if self.is_elastic else tuple(range(comm.world_size))
@@ -47,7 +46,7 @@ class Team:
         self.names = [""] * self.world_size
         self.comm = self.whole = comm
         self.background: Communicator | None = None
-        self._windows_s: Sequence[float] | None = None
+        self._windows_s: Sequence[float] = ()
         #: Bytes that this rank has sent through communicators that were let go.
         self._sent_before = 0
         self._on_handover: list[Callable[[], None]] = []
@@ -124,7 +123,7 @@ class Team:
         self._report_waits()
 
     def watch_waits(self, windows_s: Sequence[float]) -> None:
-        """Let this rank say at the terminal for whom it waits, when it waits for long.
+        """Let this rank tell the coordinator when it waits for long.
 
         Args:
             windows_s: Seconds that the latest windows took, kept by the engine.
@@ -134,10 +133,7 @@ class Team:
 
     def _report_waits(self) -> None:
         for comm in {self.whole, self.background or self.whole}:
-            if self.is_elastic:
-                comm.report_waits_to(GenerationWatch(self.membership))
-            elif self._windows_s is not None:
-                comm.report_waits_to(WaitWatch(self.rank, self.people, self._windows_s))
+            comm.report_waits_to(WaitWatch(self.membership, self._windows_s))
 
     def introduce(self, greeting: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Give every rank that is present each one's JSON, in rank order; all call it together."""

@@ -40,7 +40,6 @@ from evener.loop.consistency import Description, check_consistency, describe_tra
 from evener.loop.precision import HALF, AutocastForward, choose_precision
 from evener.planning.policies import ApplyPolicy
 from evener.team.backends import check_backend, check_policy, connect_team, describe_exchange
-from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
 from evener.team.elastic_membership import join_team
 from evener.team.environment import ELASTIC, AverageBackend, DistributedTrainConfig
@@ -49,6 +48,7 @@ from evener.team.members import Member, describe_self, team_lines
 from evener.team.membership import Membership, begin_generation
 from evener.team.placement import Devices, choose_device
 from evener.team.terminal import say, warn
+from evener.team.wire import LEFT
 
 
 class Assembly:
@@ -155,7 +155,7 @@ class Assembly:
         place, policy, device = self.environment, self.apply_policy, self.device
         timeout_s = config.timeout_s
         if membership is None and (communicator is not None or ELASTIC not in os.environ):
-            return Team(connect_team(place, backend, policy, device, timeout_s, communicator))
+            return Team(*connect_team(place, backend, policy, device, timeout_s, communicator))
         config.check_elastic()
         if membership is None:
             asked = check_backend(place.comm_backend if backend == AverageBackend.AUTO else backend)

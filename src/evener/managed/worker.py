@@ -21,10 +21,10 @@ from evener.managed.trained import pack_trained
 from evener.managed.travel import unpack
 from evener.managed.workers import JOB_FD
 from evener.observe.events import Event, Sink
-from evener.team.channel import DONE, READY, Channel
 from evener.team.child import prepare_rank
 from evener.team.environment import DistributedTrainConfig
 from evener.team.failures import describe
+from evener.team.wire import DONE, READY, Channel
 
 #: After a failure, wait this long for a word from the process that started this one.
 ORDERS_TIMEOUT_S = 300.0

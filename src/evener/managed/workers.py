@@ -23,9 +23,9 @@ from evener.managed.handle import Run
 from evener.managed.trained import TrainedState, unpack_trained
 from evener.managed.travel import pack
 from evener.team.agent import ANOTHER_PROGRAM, Agent
-from evener.team.channel import DONE, JOINED, JOINING, Message
 from evener.team.failures import RankRecord, first_failure
 from evener.team.launch import LaunchPlan, open_team
+from evener.team.wire import DONE, JOINED, JOINING, Message
 from evener.team.worker_processes import Child
 
 #: Descriptor of the file with the pickled job, in a worker.
@@ -365,9 +365,9 @@ class ManagedAgent(Agent):
         for child in self._processes.all:
             has_left = child.has_ended and child.code == 0 and child.place != DONE
             if has_left and (child.report is None or child.report.is_exit):
-                child.desert("ended with exit code 0; its output above may say why")
+                child.desertion = "ended with exit code 0; its output above may say why"
             elif child in self._able and child.is_another_program:
-                child.desert(ANOTHER_PROGRAM)
+                child.desertion = ANOTHER_PROGRAM
                 child.kill()  # it would neither train nor be told of the end
 
     @property

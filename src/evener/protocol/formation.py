@@ -168,8 +168,8 @@ def read_team_limits(given: object, option: str = "elastic") -> tuple[int, int]:
         if 1 <= least <= most:
             return least, most
     raise ConfigError(
-        f"{option} is {short(given)}; give the fewest and the most workers as MIN:MAX, such as "
-        "2:4, with 9999 at most"
+        f"{option} is {short(given)}; give the fewest and the most as MIN:MAX, such as 2:4, with "
+        "9999 at most"
     )
 
 

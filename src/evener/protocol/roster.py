@@ -37,6 +37,8 @@ from evener.protocol.formation import (
     Standing,
 )
 
+#: Ranks that wait for another one tell so within so long of one another.
+_TELLING_S: Final = 1.0
 #: Workers that start together arrive within so long; nothing is printed before.
 _SILENT_S: Final = 5.0
 
@@ -87,7 +89,7 @@ class Seat:
         micro_batches: How many it has done.
         phase: What it is doing, in its own words.
         advanced_s: When one of the two changed.
-        named_s: The value of ``advanced_s`` when the terminal named it as late.
+        named_s: Since when others waited for it when the terminal named it as late.
         heard_s: When its last heartbeat came, or it arrived.
         troubles: From when on it is lost, and why.
     """
@@ -545,7 +547,11 @@ class Roster:
                 self._tell(seat, "over", {"generation": seat.knows, "why": why})
 
     def _name_late(self, now_s: float) -> None:
-        """Name living members for which others wait in vain; end none of them."""
+        """Name living members for which others wait in vain; end none of them.
+
+        Ranks of a fixed team tell of a wait when it is long, so a moment for the last to tell will
+        do.
+        """
         waiting = [
             seat
             for seat in self._members()
@@ -554,19 +560,24 @@ class Roster:
         if not waiting:
             return
         first_s = min(seat.advanced_s for seat in waiting)
-        deadline_s = silence_deadline_s(self._paces)
+        deadline_s = _TELLING_S if self.is_fixed else silence_deadline_s(self._paces)
         for seat in self._awaited(now_s):
-            idle_s, silent_s = now_s - max(first_s, seat.advanced_s), now_s - seat.heard_s
+            since_s, silent_s = max(first_s, seat.advanced_s), now_s - seat.heard_s
             is_working = seat.phase not in (WAITING, PARKED) or self._over
-            if is_working and idle_s >= deadline_s and seat.named_s != seat.advanced_s:
-                seat.named_s = seat.advanced_s
-                names = _name([seat.member for seat in waiting])
-                last = f"; its last heartbeat came {silent_s:.0f} s ago" if silent_s > 1 else ""
-                self._say(
-                    f"{names} wait for {seat.member}, which has made no progress for {idle_s:.0f} "
-                    f"s (it is {seat.phase}, after {seat.micro_batches} micro-batches{last}); they "
-                    "wait until timeout_s is over"
-                )
+            if is_working and now_s - since_s >= deadline_s and seat.named_s != since_s:
+                seat.named_s = since_s
+                names = [one.member for one in waiting]
+                if self.is_fixed:
+                    names = [f"rank {number}" for number in sorted(one.number for one in waiting)]
+                    whom = f"rank {seat.number} ({seat.member}); `py-spy dump` shows what it does"
+                else:
+                    last = f"; its last heartbeat came {silent_s:.0f} s ago" if silent_s > 1 else ""
+                    whom = (
+                        f"{seat.member}, which has made no progress for {now_s - since_s:.0f} s "
+                        f"(it is {seat.phase}, after {seat.micro_batches} micro-batches{last})"
+                    )
+                verb = "wait" if names[1:] else "waits"
+                self._say(f"{_name(names)} {verb} for {whom}; they do so until timeout_s is over")
 
     def _awaited(self, now_s: float) -> list[Seat]:
         """Return the living members that have not left the newest generation."""

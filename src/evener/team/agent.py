@@ -16,18 +16,18 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
+from evener.comm.addresses import parse_address
 from evener.comm.messages import name_ranks
 from evener.errors import CoordinatorLostError, LaunchError, LeftOutError
 from evener.protocol.formation import ProcessState
-from evener.team.address import parse_address
-from evener.team.channel import DONE, JOINED, JOINING, Message
 from evener.team.connection import AgentConnection
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
 from evener.team.failures import judge
-from evener.team.process_state import KernelState, clock_time, describe_halt
+from evener.team.host import KernelState, clock_time, describe_halt
 from evener.team.signals import STOPPING
 from evener.team.standby import TAKE
 from evener.team.terminal import say, warn
+from evener.team.wire import DONE, JOINED, JOINING, Message
 from evener.team.worker_processes import (
     DEATH_S,
     Child,
@@ -154,10 +154,6 @@ class _Slot:
         pause_s = 0.0 if self.failures == 1 else min(_LONGEST_PAUSE_S, 2.0 ** (self.failures - 2))
         self.due_s = now_s + pause_s
         return pause_s
-
-    def close(self) -> None:
-        """Start no worker here any more."""
-        self.due_s = None
 
 
 @dataclass(slots=True)
@@ -410,7 +406,7 @@ class Agent:
         if child is not None and not child.has_ended:
             names = (COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE, "RANK", "LOCAL_RANK")
             child.channel.tell({TAKE: {name: environ[name] for name in names}})
-            child.become(slot.number, name)
+            child.rank, child.name = slot.number, name
         else:
             is_first = not (slot.number or slot.starts > 1)
             try:
@@ -496,9 +492,9 @@ class Agent:
             if child.desertion or child.signals:
                 continue
             if child.is_another_program and (waiting or child.place in (JOINING, JOINED)):
-                child.desert(f"{ANOTHER_PROGRAM}, or after ddp.close()")
+                child.desertion = f"{ANOTHER_PROGRAM}, or after ddp.close()"
             elif waiting and child.has_ended and not child.failed:
-                child.desert(f"ended with exit code 0{_waited(waiting)}")
+                child.desertion = f"ended with exit code 0{_waited(waiting)}"
 
     def _failed_for_sure(self) -> bool:
         # However a process ends that has done its work, nobody misses it.
@@ -529,11 +525,14 @@ class Agent:
             say(f"evener: {child.who} has left the team")
         elif not child.failed:
             self._is_over = True
-            for each in self._slots:
-                each.close()
+            self._start_no_more()
         elif not self._is_over:  # else it came too late: others have done the run to its end
             self._failures.append(child)
             self._replace(child, slot)
+
+    def _start_no_more(self) -> None:
+        for slot in self._slots:
+            slot.due_s = None
 
     def _replace(self, child: Child, slot: _Slot) -> None:
         """Start another worker in the place of one that has failed, or give the run up."""
@@ -568,8 +567,7 @@ class Agent:
 
     def _give_up(self, code: int, words: str) -> None:
         self._code, self._why = code, words or self._why
-        for slot in self._slots:
-            slot.close()
+        self._start_no_more()
         self._drop_standby()
         self._ask_to_stop(signal.SIGTERM if self._team.hosts_coordinator else signal.SIGINT)
 
@@ -584,7 +582,7 @@ class Agent:
         since_s = self._lingering.setdefault(child.pid, time.monotonic()) if lingers else None
         if since_s is not None and time.monotonic() - since_s > _UNWIND_S:
             if child.is_another_program:
-                child.desert(ANOTHER_PROGRAM)
+                child.desertion = ANOTHER_PROGRAM
             child.kill()
 
     def _notice_end(self) -> None:
@@ -593,8 +591,7 @@ class Agent:
         is_late = joins and self._connection.run_has_ended and not self._has_begun
         if is_late and self._deadline is None:
             self._is_over = True
-            for slot in self._slots:
-                slot.close()
+            self._start_no_more()
             say(f"evener: {run_has_ended(self._team.address)}")
             self._ask_to_stop(signal.SIGTERM)
 

@@ -1,7 +1,6 @@
 """How a team exchanges: decided from what all ranks say of themselves, so that all decide alike."""
 
 import platform
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -15,7 +14,8 @@ from evener.devices import count_accelerators
 from evener.errors import ConfigError, LaunchError
 from evener.planning.policies import ApplyPolicy
 from evener.team.environment import AverageBackend, DistributedTrainConfig, choose
-from evener.team.fixed import join
+from evener.team.fixed import meet
+from evener.team.membership import Membership
 from evener.team.terminal import warn
 
 #: NCCL connects in a few seconds, or hangs.
@@ -112,7 +112,7 @@ def connect_team(
     device: torch.device,
     timeout_s: float,
     communicator: Communicator | None = None,
-) -> Communicator:
+) -> tuple[Communicator, Membership]:
     """Connect to the other ranks and agree on how to exchange; all ranks call it together.
 
     Args:
@@ -124,7 +124,8 @@ def connect_team(
         communicator: To be used instead of connecting.
 
     Returns:
-        The connection; its ``reason`` says why it exchanges as it does.
+        The connection, whose ``reason`` says why it exchanges as it does; and the place in the
+        team.
 
     Raises:
         ConfigError: See ``decide_backend``; on every rank.
@@ -134,24 +135,24 @@ def connect_team(
     if communicator is not None:
         if backend == AverageBackend.NCCL:
             _require_nccl(communicator)
-        return communicator
+        return communicator, Membership(communicator.rank, communicator.world_size)
     if backend == AverageBackend.AUTO:
         backend = environment.comm_backend.value
     facts = describe_exchange(environment, check_backend(backend), policy, device)
-    comm = join(environment, timeout_s)
+    comm, membership = meet(environment, timeout_s)
     try:
         answers = comm.all_gather_json(asdict(facts), what="how ranks exchange")
         chosen, comm.reason = decide_backend([ExchangeFacts(**answer) for answer in answers])
         if chosen in ("nccl", "shared"):
             comm = _share(comm, chosen)
         if chosen == "nccl" and backend == AverageBackend.AUTO:
-            comm.reason = _try_nccl(comm, comm.reason)
+            _use_nccl(comm, comm.reason, "", comm.timeout_s)
         elif chosen == "nccl":
             _require_nccl(comm)
     except BaseException:
         comm.close()
         raise
-    return comm
+    return comm, membership
 
 
 def _require_nccl(comm: Communicator) -> None:
@@ -175,15 +176,7 @@ def prefer_nccl(comm: Communicator, own: ExchangeFacts, timeout_s: float) -> Non
     """
     answers = comm.all_gather_json(asdict(own), what="how ranks exchange", timeout_s=timeout_s)
     team = {n: ExchangeFacts(**answer) for n, answer in zip(comm.numbers, answers, strict=True)}
-    obstacle = _obstacle_to_nccl(team)
-    if not obstacle and (failure := comm.add_nccl(timeout_s=timeout_s)):
-        obstacle = f"NCCL did not connect {failure}"
-    comm.reason = f"chosen because {obstacle}" if obstacle else "asked for"
-    if obstacle and comm.rank == 0:
-        warn(
-            f"backend is 'nccl', but {obstacle}; so ranks exchange by way of host memory, which is "
-            "slower, until the team changes again"
-        )
+    _use_nccl(comm, "asked for", _obstacle_to_nccl(team), timeout_s)
 
 
 def _share(comm: Communicator, chosen: str) -> Communicator:
@@ -196,19 +189,16 @@ def _share(comm: Communicator, chosen: str) -> Communicator:
     return comm
 
 
-def _try_nccl(comm: Communicator, reason: str) -> str:
-    """Add NCCL if it works, and say why ranks exchange as they do; all ranks call it together."""
-    started = time.monotonic()
-    failure = comm.add_nccl(timeout_s=min(comm.timeout_s, _NCCL_S))
-    took = f"{time.monotonic() - started:.1f} s"
-    if not failure:
-        return f"{reason}, and NCCL connected and added up right, which took {took}"
-    if comm.rank == 0:
+def _use_nccl(comm: Communicator, reason: str, obstacle: str, timeout_s: float) -> None:
+    """Exchange over NCCL if that works, and note why or why not; all ranks call it together."""
+    if not obstacle and (failure := comm.add_nccl(timeout_s=min(timeout_s, _NCCL_S))):
+        obstacle = f"NCCL failed {failure}"
+    comm.reason = f"chosen because {obstacle}" if obstacle else reason
+    if obstacle and comm.rank == 0:
         warn(
-            f"NCCL failed {failure}; so ranks exchange by way of host memory, which is slower. "
+            f"{obstacle}; so ranks exchange by way of host memory, which is slower. "
             "NCCL_DEBUG=INFO tells more, and backend='gloo' or 'cpu' does without NCCL"
         )
-    return f"chosen because NCCL failed {failure} (it took {took})"
 
 
 def _obstacle_to_nccl(team: Mapping[int, ExchangeFacts]) -> str:

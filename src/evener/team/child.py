@@ -13,12 +13,11 @@ from dataclasses import asdict
 from typing import Any
 
 from evener.errors import RunEndedError
-from evener.team.channel import CHANNEL_FD, Channel
-from evener.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
+from evener.team.environment import LAUNCHED, DistributedTrainConfig
 from evener.team.failures import add_notes, describe, exit_code_of, show_message
-from evener.team.host import available_cores, threads_per_rank
-from evener.team.process_state import program_of
+from evener.team.host import available_cores, program_of, threads_per_rank
 from evener.team.terminal import TERMINAL_FDS, allow_unmarked, say
+from evener.team.wire import CHANNEL_FD, Channel
 
 #: Set by evener's launcher: its own process number.
 PARENT_PID = "EVENER_PARENT_PID"
@@ -134,9 +133,6 @@ def prepare_rank() -> Channel | None:
         allow_unmarked([*map(int, given_to_us.split(","))])
     faulthandler.enable()
     sys.unraisablehook = _show_unraisable
-    if STORE_FD in os.environ:
-        # For this process only: whatever it starts must not hold the coordinator's port.
-        os.set_inheritable(int(os.environ[STORE_FD]), False)
     write_lines_at_once()
     return _supervisors[-1] if given else None
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from typing import Final, final
 
 from evener.closing import Closing
-from evener.comm.addresses import end_when_unreachable, is_unknown_name
+from evener.comm.addresses import end_when_unreachable, is_unknown_name, parse_address
 from evener.errors import CoordinatorLostError, EvenerError, LaunchError, TeamRefusedError
 from evener.parsing import Fields, whole
 from evener.protocol.formation import (
@@ -26,10 +26,16 @@ from evener.protocol.formation import (
     ProcessState,
     read_message,
 )
-from evener.team.address import parse_address
-from evener.team.channel import Channel, Message, close_in_children
-from evener.team.sealed import MOST_MESSAGE_BYTES, TO_COORDINATOR, Seal, new_nonce
 from evener.team.terminal import printable, say
+from evener.team.wire import (
+    MOST_MESSAGE_BYTES,
+    TO_COORDINATOR,
+    Channel,
+    Message,
+    Seal,
+    close_in_children,
+    new_nonce,
+)
 from evener.version import __version__
 
 _CONNECT_S: Final = 2.0
@@ -254,7 +260,7 @@ class CoordinatorConnection(Closing):
         # A coordinator that is stopped reads nothing. This thread must not wait for it in a send:
         # it has to notice the silence, and to connect again.
         channel = Channel(connection, MOST_MESSAGE_BYTES, self.deadlines.lease_s + _CONNECT_S)
-        self.own_address = channel.own[0]
+        self.own_address = str(connection.getsockname()[0])
         try:
             seal, welcome = self._meet(channel)
             with self._changed:

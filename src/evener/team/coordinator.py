@@ -35,10 +35,10 @@ from evener.protocol.formation import (
 from evener.protocol.hosts import Host, Hosts
 from evener.protocol.roster import Roster
 from evener.team.coordinator_options import TICK_S, CoordinatorOptions
+from evener.team.host import remedy_of_shortage
 from evener.team.ledger import Ledger, LedgerEntry
-from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
-from evener.team.shortage import remedy_of_shortage
 from evener.team.terminal import say
+from evener.team.wire import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
 from evener.version import __version__
 
 #: Connections that have not said who they are. Beyond so many, new ones are closed at once: one
@@ -126,7 +126,7 @@ class ServedTeam:
 
     def __init__(self, roster: Roster, ledger: Ledger | None = None) -> None:
         self.roster = roster
-        self.store = GenerationStore()
+        self.store = KeyValues()
         self.workers: dict[str, Visitor] = {}
         self._ledger = ledger
         if ledger is not None:
@@ -682,7 +682,7 @@ class _AwaitedKey:
     answer: Callable[[Mapping[str, Any]], None]
 
 
-class GenerationStore:
+class KeyValues:
     """What members of a generation tell one another in order to connect."""
 
     def __init__(self) -> None:
@@ -706,21 +706,24 @@ class GenerationStore:
         self._newest = generation
         for place in [place for place in self._values if WHOLE_RUN < place[0] < generation]:
             self._remove(place)
-        for waiting in [one for one in self._waits if WHOLE_RUN < one.generation < generation]:
-            self._waits.remove(waiting)
-            waiting.answer({"number": waiting.number, "error": "its generation is over"})
+        self._fail(lambda one: one.generation < generation, "its generation is over")
 
     def give_up(self, why: str) -> None:
         """Answer those that wait for a key of the newest generation, as it is over."""
-        for waiting in [one for one in self._waits if one.generation != WHOLE_RUN]:
-            self._waits.remove(waiting)
-            waiting.answer({"number": waiting.number, "error": f"its generation is over: {why}"})
+        self._fail(lambda _: True, f"its generation is over: {why}")
 
     def expire(self, now_s: float) -> None:
         """Answer those that have waited for too long."""
-        for waiting in [one for one in self._waits if now_s >= one.until_s]:
-            self._waits.remove(waiting)
-            waiting.answer({"number": waiting.number, "error": "no member has set it in time"})
+        late = "no member has set it in time"
+        self._fail(lambda one: now_s >= one.until_s, late, of_whole_run=True)
+
+    def _fail(
+        self, is_in_vain: Callable[[_AwaitedKey], bool], why: str, *, of_whole_run: bool = False
+    ) -> None:
+        for waiting in [*self._waits]:
+            if (of_whole_run or waiting.generation != WHOLE_RUN) and is_in_vain(waiting):
+                self._waits.remove(waiting)
+                waiting.answer({"number": waiting.number, "error": why})
 
     def ask(
         self, now_s: float, fields: Fields, answer: Callable[[Mapping[str, Any]], None]

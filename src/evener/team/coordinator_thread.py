@@ -12,7 +12,7 @@ from typing import Final, final
 from evener.closing import Closing
 from evener.comm.addresses import open_port
 from evener.team.coordinator_options import TICK_S, CoordinatorOptions
-from evener.team.shortage import remedy_of_shortage
+from evener.team.host import remedy_of_shortage
 from evener.team.terminal import say
 
 _END_S: Final = 5.0

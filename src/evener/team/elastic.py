@@ -4,17 +4,19 @@ import base64
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any, Final, final
 
 from evener import lease_clock
 from evener.comm.addresses import is_loopback
+from evener.comm.c10d import Store
 from evener.comm.messages import name_ranks
 from evener.comm.network import own_address
-from evener.comm.relayed import KeyValues, RelayedStore
 from evener.errors import EvenerError, LaunchError, LeftOutError, RunEndedError, TeamRefusedError
 from evener.parsing import Fields, whole
 from evener.protocol.formation import (
     NO_NUMBER,
+    WAITING,
     WHOLE_RUN,
     Deadlines,
     FixedPlace,
@@ -22,8 +24,8 @@ from evener.protocol.formation import (
     Standing,
     read_message,
 )
-from evener.team.channel import Message
 from evener.team.connection import CoordinatorConnection
+from evener.team.wire import Message
 
 _ANSWER_S: Final = 1.0
 
@@ -100,17 +102,24 @@ class CoordinatorLink(CoordinatorConnection):
         return self._generation
 
     @property
-    def is_open(self) -> bool:
-        """Whether the coordinator forms generations: it knows by then whether the team has one.
-
-        One that has just been started again waits for members of the team's generation.
-        """
-        return self._is_open
-
-    @property
     def number(self) -> int:
         """This worker's number in the team; -1 as long as others have them all."""
         return self._number
+
+    def await_number(self, timeout_s: float) -> bool:
+        """Wait until this worker has a number, and the coordinator forms generations.
+
+        It knows by then whether the team has one: after its start it waits for members of the
+        team's generation.
+        """
+
+        def is_known() -> bool:
+            return self._number != NO_NUMBER and bool(self._generation or self._is_open)
+
+        with self._changed:
+            self._changed.wait_for(lambda: is_known() or self._refusal or self._failure, timeout_s)
+            self.check()
+            return is_known()
 
     @property
     def reached_at(self) -> str:
@@ -287,6 +296,8 @@ class CoordinatorLink(CoordinatorConnection):
     def declare(self, phase: str, done: int = 0) -> str:
         """Say what this worker is doing, with its next heartbeat; costs nothing.
 
+        A rank of a fixed team tells of long waits alone.
+
         Args:
             phase: ``TRAINING``, ``WAITING`` for others in an exchange, or in its own words, such as
                 ``compiling``.
@@ -297,6 +308,9 @@ class CoordinatorLink(CoordinatorConnection):
         """
         before, self._phase = self._phase, phase
         self._micro_batches += done
+        if self._place is not None and phase != before and WAITING in (before, phase):
+            with self._changed:
+                self._post(self._beat())  # it has no others
         return before
 
     def leave(self, *, finished: bool = False) -> None:
@@ -312,7 +326,7 @@ class CoordinatorLink(CoordinatorConnection):
                 lambda: self._has_left or self._failure, self.deadlines.reconnect_s
             )
 
-    def store(self, generation: int, timeout_s: float | None = None) -> RelayedStore:
+    def store(self, generation: int, timeout_s: float | None = None) -> "GenerationStore":
         """Return the keys and values of a generation, for forming its process groups.
 
         Args:
@@ -320,7 +334,7 @@ class CoordinatorLink(CoordinatorConnection):
             timeout_s: Longest wait for a key; ``timeout_s`` of the team by default.
         """
         patience_s = self.deadlines.timeout_s if timeout_s is None else timeout_s
-        return RelayedStore(_LinkValues(self, generation), patience_s)
+        return GenerationStore(self, generation, patience_s)
 
     def announce(self, key: str, text: str) -> None:
         """Leave a text with the coordinator for the whole run; members may, and who ``leads``.
@@ -358,18 +372,17 @@ class CoordinatorLink(CoordinatorConnection):
             answer = self._answers.pop(number, None)
             if answer is not None and request["what"] == "put":
                 self._put[request["keys"][0]] = {**message, "number": 0}
-        if answer is None:
-            what = f"{request['what']} of {request['keys']}"
-            raise RuntimeError(
-                f"{self.member} got no answer from the coordinator at {self.address} to {what} "
-                f"within {timeout_s:g} s"
-            )
-        if "error" in answer:
-            raise RuntimeError(
-                f"{self.member} waited up to {timeout_s:g} s for {request['keys']} of generation "
-                f"{request['generation']}: {answer.text('error')}"
-            )
-        return answer["value"]
+        if answer is not None and "error" not in answer:
+            return answer["value"]
+        why = f"the coordinator at {self.address} has not answered"
+        if answer is not None:
+            why = answer.text("error")
+        elif over := self._over.get(request["generation"]):
+            why = f"its generation is over: {over}"
+        raise RuntimeError(
+            f"{self.member} waited up to {timeout_s:g} s for {request['keys']} of generation "
+            f"{request['generation']}: {why}"
+        )
 
     # ── the connection calls these, under its lock ───────────────────────────────────────────────
 
@@ -487,28 +500,59 @@ def _encode(value: bytes) -> str:
 
 
 @final
-class _LinkValues(KeyValues):
-    """The store of one generation, by way of the link."""
+class GenerationStore(Store):
+    """The keys of one generation, which the coordinator keeps, as torch and Gloo want to see them.
 
-    def __init__(self, link: CoordinatorLink, generation: int) -> None:
-        self._link = link
-        self._generation = generation
+    torch calls it from C++ by way of the Python object: keep a reference to it for as long as a
+    ``PrefixStore`` or a process group uses it.
 
-    def put(self, key: str, value: bytes) -> None:
-        self._ask("put", [key], value=_encode(value))
+    Args:
+        link: To the coordinator.
+        generation: Its number.
+        timeout_s: For waits that state no time themselves.
+    """
 
-    def fetch(self, key: str, timeout_s: float) -> bytes:
-        answer: str = self._ask("fetch", [key], timeout_s, timeout_s=timeout_s)
-        return base64.b64decode(answer)
+    def __init__(self, link: CoordinatorLink, generation: int, timeout_s: float) -> None:
+        super().__init__()
+        self._link, self._generation = link, generation
+        self._timeout = timedelta(seconds=timeout_s)
 
-    def increase(self, key: str, amount: int) -> int:
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self._ask("put", [key], value=_encode(content))
+
+    def get(self, key: str) -> bytes:
+        """Wait until a key is set, and return its value; raise RuntimeError after the timeout."""
+        return self._fetch(key, self._timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under a key, 0 where it is not set, and return the sum."""
         return int(self._ask("increase", [key], amount=amount))
 
-    def holds(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask("holds", list(keys)))
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set."""
+        return bool(self._ask("holds", keys))
 
-    def remove(self, key: str) -> bool:
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set."""
+        for key in keys:
+            self._fetch(key, timeout or self._timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key and return whether it was set."""
         return bool(self._ask("remove", [key]))
+
+    deleteKey = delete_key  # noqa: N815  # the name that C++ looks for
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time for waits that state none themselves."""
+        self._timeout = timeout
+
+    def _fetch(self, key: str, timeout: timedelta) -> bytes:
+        timeout_s = timeout.total_seconds()
+        answer: str = self._ask("fetch", [key], timeout_s, timeout_s=timeout_s)
+        return base64.b64decode(answer)
 
     def _ask(self, what: str, keys: list[str], patience_s: float = 5.0, **more: Any) -> Any:
         request = {"generation": self._generation, "what": what, "keys": keys, **more}

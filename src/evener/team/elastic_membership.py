@@ -5,11 +5,10 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any, final
 
 from evener import lease_clock
-from evener.comm.addresses import find_unreachable
+from evener.comm.addresses import find_unreachable, parse_address
 from evener.comm.base import Communicator
 from evener.comm.groups import form_groups
 from evener.comm.messages import first_line
@@ -31,16 +30,14 @@ from evener.protocol.formation import (
     Standing,
     read_team_limits,
 )
-from evener.team.address import parse_address
 from evener.team.backends import ExchangeFacts, prefer_nccl
-from evener.team.channel import JOINED, JOINING
 from evener.team.child import tell
 from evener.team.elastic import CoordinatorLink
-from evener.team.environment import ADDRESS, COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
-from evener.team.membership import Formed, GenerationWatch, Membership
+from evener.team.environment import ADDRESS, COORDINATOR, ELASTIC, MEMBER
+from evener.team.membership import Formed, Membership, WaitWatch
 from evener.team.signals import StopSignals
 from evener.team.terminal import warn
-from evener.team.token_files import read_token
+from evener.team.wire import JOINED, JOINING, read_team_token
 
 _PAUSE_S = 0.05
 #: A peer that has announced where it listens answers an attempt to connect within so long.
@@ -66,6 +63,8 @@ class ElasticMembership(Membership):
         gpu: What this member is, where GPUs are to exchange over NCCL; ``None`` elsewhere.
     """
 
+    is_elastic = True
+
     def __init__(
         self,
         link: CoordinatorLink,
@@ -76,7 +75,7 @@ class ElasticMembership(Membership):
         timeout_s: float,
         gpu: ExchangeFacts | None = None,
     ) -> None:
-        self.member, self.most = link.member, most
+        self.member, self.most, self.generation = link.member, most, 0
         self._link, self._shares_memory, self._timeout_s = link, shares_memory, timeout_s
         self._host, port = parse_address(address, "EVENER_COORDINATOR")
         self._port, self._gpu = port or 0, gpu
@@ -99,35 +98,20 @@ class ElasticMembership(Membership):
         The number of a lost member is free a moment after it is lost. A coordinator that has just
         been started again hears of the team's generation from its members.
         """
-        link, patience_s = self._link, self._link.deadlines.connect_s
-        opening_s = link.deadlines.lease_s + patience_s
-        deadline = time.monotonic() + opening_s
-        while not (link.generation or link.is_open):
-            link.check()
-            if time.monotonic() >= deadline:
-                raise LaunchError(
-                    f"{self.member} cannot join the team at {self._host}:{self._port}: its "
-                    f"coordinator has not said within {opening_s:g} s (lease_s + connect_s) "
-                    "whether the team has begun; start this worker again"
-                )
-            time.sleep(_PAUSE_S)
-        deadline = time.monotonic() + patience_s
-        while link.number == NO_NUMBER:
-            link.check()
-            if time.monotonic() >= deadline:
-                raise LaunchError(
-                    f"{self.member} cannot join the team at {self._host}:{self._port}: it has "
-                    f"{self.most} workers, the most that it was started for, and none has ended "
-                    f"within {patience_s:g} s (connect_s); wait until one has, or start the team "
-                    "with a larger MAX"
-                )
-            time.sleep(_PAUSE_S)
+        link, deadlines = self._link, self._link.deadlines
+        patience_s = deadlines.lease_s + deadlines.connect_s
+        if not link.await_number(patience_s):
+            why = (
+                f"it has {self.most} workers, the most that it was started for, and none has "
+                "ended; wait until one has, or start the team with a larger MAX"
+                if link.number == NO_NUMBER
+                else "the coordinator has not said whether it has begun; start this worker again"
+            )
+            raise LaunchError(
+                f"{self.member} cannot join the team at {self._host}:{self._port} within "
+                f"{patience_s:g} s (lease_s + connect_s): {why}"
+            )
         return link.number
-
-    @property
-    def is_elastic(self) -> bool:
-        """Always."""
-        return True
 
     @property
     def is_joining(self) -> bool:
@@ -214,7 +198,7 @@ class ElasticMembership(Membership):
                 f"{formation.generation}, which are {', '.join(formation.members)}, within "
                 f"{connect_s:g} s (connect_s; {first_line(error)}){whom}"
             ) from None
-        comm.report_waits_to(GenerationWatch(self))  # a member may be lost meanwhile
+        comm.report_waits_to(WaitWatch(self))  # a member may be lost meanwhile
         try:
             comm.reason = "asked for; ranks exchange through sockets of their hosts"
             if self._shares_memory:
@@ -223,7 +207,7 @@ class ElasticMembership(Membership):
                 comm.reason = (
                     f"{obstacle}, so ranks exchange through sockets" if obstacle else memory
                 )
-                comm.report_waits_to(GenerationWatch(self))
+                comm.report_waits_to(WaitWatch(self))
             if self._gpu is not None:
                 prefer_nccl(comm, self._gpu, connect_s)
         except BaseException:
@@ -398,13 +382,11 @@ def join_team(
             "`evener launch --elastic MIN:MAX` sets all of them"
         )
     _, most = read_team_limits(limits, "--elastic")
-    token_file = environ.get(TOKEN_FILE)
-    token = read_token(Path(token_file) if token_file else None) or None
     tell(place=JOINING)
     wish = int(environ.get("RANK", NO_NUMBER))  # so that "rank 2" is the launcher's worker 2
     link = CoordinatorLink(
         address,
-        token=token,
+        token=read_team_token(environ),
         member=member,
         facts=facts,
         timeout_s=timeout_s,

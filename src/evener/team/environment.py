@@ -1,25 +1,19 @@
 """Who am I in the team: read once from the environment, checked, and then only passed on."""
 
-import difflib
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from evener.comm.addresses import LOOPBACK, is_loopback
+from evener.comm.addresses import LOOPBACK, check_port, is_loopback, parse_address
 from evener.errors import ConfigError
 from evener.parsing import short
 from evener.team import slurm
-from evener.team.address import check_port, parse_address
 
 #: Set to 1 by evener's launcher in every rank that it starts.
 LAUNCHED = "EVENER_LAUNCHED"
-#: Rank 0 only: descriptor of the socket on which its coordinator shall listen.
-STORE_FD = "EVENER_STORE_FD"
-
 #: ``HOST:PORT`` of the team's coordinator, if a launcher has started it.
 COORDINATOR = "EVENER_COORDINATOR"
 #: Id of this worker, which no other worker ever had.
@@ -122,7 +116,6 @@ class DistributedTrainConfig:
             the address is a loopback one, else those up to this one.
         agent_store: Whether torchrun's agent has a store at that address. Rank 0's coordinator then
             has another port, of which it tells the others there.
-        store_fd: Socket, bound by the launcher, on which rank 0's coordinator shall listen.
         coordinator_token: What the coordinator asks of ranks, if it was told to them otherwise than
             by ``EVENER_TOKEN_FILE``.
         launched_by: ``"alone"``, ``"evener"``, ``"torchrun"``, ``"slurm"``, or ``"the user"`` where
@@ -143,7 +136,6 @@ class DistributedTrainConfig:
     coordinator_port: int = 0
     local_world_size: int = 0
     agent_store: bool = False
-    store_fd: int | None = None
     coordinator_token: str = field(default="", repr=False)
     launched_by: str = "alone"
 
@@ -161,46 +153,33 @@ class DistributedTrainConfig:
             )
         set_field(self, "coordinator_addr", host)
         set_field(self, "coordinator_port", port or self.coordinator_port)
-        self._check_numbers()
+        for name in _NUMBERS:
+            if type(getattr(self, name)) is not int:
+                given = short(getattr(self, name))
+                raise ConfigError(f"{name} is {given}; give a whole number")
+        size, role = self.world_size, _role(self.rank)
         if not self.local_world_size:
-            known = self.world_size if is_loopback(host) else self.local_rank + 1
+            known = size if is_loopback(host) else self.local_rank + 1
             set_field(self, "local_world_size", known)
-        self._check_fit("local_rank", "local_world_size", "local ranks count", " on each host")
-        if self.local_world_size > self.world_size:
-            raise ConfigError(
-                f"{self._shown('local_world_size')} is {self.local_world_size}, but "
-                f"{self._shown('world_size')} is {self.world_size}; a host has no more ranks than "
-                "the team (LOCAL_WORLD_SIZE and WORLD_SIZE in the environment)"
-            )
-        if self.role is not _role(self.rank):
+        local = self.local_world_size
+        variables = "(RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in the environment)"
+        for is_right, why in (
+            (size >= 1, f"world_size is {size}; a team has at least one rank"),
+            (0 <= self.rank < size, f"rank is {self.rank}, but world_size is {size}"),
+            (
+                0 <= self.local_rank < local,
+                f"local_rank is {self.local_rank}, but local_world_size is {local}",
+            ),
+            (local <= size, f"local_world_size is {local}, but world_size is {size}"),
+        ):
+            if not is_right:
+                raise ConfigError(f"{why}; ranks are numbered from 0, on each host too {variables}")
+        check_port(self.coordinator_port, "coordinator_port", least=0)
+        if self.role is not role:
             raise ConfigError(
                 f"role is {self.role.value!r} for rank {self.rank}; rank 0 is the coordinator and "
-                f"all others are workers, so pass role={_role(self.rank).value!r}"
+                f"all others are workers, so pass role={role.value!r}"
             )
-
-    def _check_numbers(self) -> None:
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if type(value) is not int:
-                raise ConfigError(f"{self._shown(name)} is {short(value)}; give a whole number")
-        if self.world_size < 1:
-            shown = self._shown("world_size")
-            raise ConfigError(f"{shown} is {self.world_size}; a team has at least one rank")
-        self._check_fit("rank", "world_size", "ranks count", "")
-        check_port(self.coordinator_port, "coordinator_port", least=0)
-
-    def _check_fit(self, name: str, of: str, who: str, where: str) -> None:
-        number, count = getattr(self, name), getattr(self, of)
-        if not 0 <= number < count:
-            rank, size = self._shown(name), self._shown(of)
-            raise ConfigError(
-                f"{rank} is {number}, but {size} is {count}; {who} from 0 to {size} - 1{where}, so "
-                f"start {count} processes{where} with {rank} 0 to {count - 1}"
-            )
-
-    def _shown(self, name: str) -> str:
-        """Return what a number is called where the user can change it."""
-        return name.upper() if self.launched_by in ("evener", "torchrun") else name
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "DistributedTrainConfig":
@@ -227,7 +206,7 @@ class DistributedTrainConfig:
                 # Such as the shell of `srun --pty bash`: it may start ranks of its own.
                 return cls()
             # A batch script may choose the port itself.
-            port = _port(environ, default=slurm.choose_port(environ))
+            port = _integer(environ, "MASTER_PORT", default=slurm.choose_port(environ))
             return cls.of_rank(**place, coordinator_port=port, launched_by="slurm")
         if any(environ.get(name) for name in (*_REQUIRED, "LOCAL_RANK")):
             raise ConfigError(_partial(environ))
@@ -252,14 +231,27 @@ class DistributedTrainConfig:
         Raises:
             ConfigError: Names the file, the key, its value and what is allowed.
         """
-        place = read_place(Path(path), changes)
-        known = {"role": _role(place["rank"]), "launched_by": "the user"}
+        from evener.yaml_files import read_yaml  # seldom needed
+
+        document = _section(read_yaml(Path(path)))
         try:
-            address = place.get("coordinator_addr", LOOPBACK)
-            host, _ = parse_address(address, "coordinator_addr", may_bind=place["rank"] == 0)
+            for key in document:
+                if key not in _KEYS:
+                    allowed = ", ".join(_KEYS)
+                    raise ConfigError(f"unknown key {key!r} ({short(document[key])}): {allowed}")
+            place = {**document, **changes}
+            alone = place.get("world_size") == 1
+            for key in ("world_size",) if alone else ("world_size", "rank", "coordinator_addr"):
+                if key not in place:
+                    raise ConfigError(
+                        f"{key} is missing; give it there, or as from_yaml(..., {key}=)"
+                    )
+            rank, address = place.setdefault("rank", 0), place.get("coordinator_addr", LOOPBACK)
+            known = {"role": _role(rank), "launched_by": "the user"}
+            host, _ = parse_address(address, "coordinator_addr", may_bind=rank == 0)
             of_rank = {"role"}
             if is_loopback(host):
-                known["local_rank"] = place["rank"]
+                known["local_rank"] = rank
                 of_rank.add("local_rank")
             if "rank" in changes:  # the file speaks of another rank
                 place = {k: v for k, v in place.items() if k in changes or k not in of_rank}
@@ -273,27 +265,13 @@ class DistributedTrainConfig:
         place = {"local_rank": rank, "local_world_size": world_size, "role": _role(rank), **changes}
         return cls(world_size, rank, **place)
 
-    def check_address(self) -> None:
-        """Look whether this host can resolve ``coordinator_addr``; ask the network.
-
-        Raises:
-            ConfigError: It cannot.
-        """
-        try:
-            socket.getaddrinfo(self.coordinator_addr, self.coordinator_port or None)
-        except (OSError, UnicodeError) as error:
-            raise ConfigError(
-                f"coordinator_addr is {self.coordinator_addr!r}, which this host cannot resolve "
-                f"({error}); give a name or an IP address of rank 0's host that every rank knows "
-                "(MASTER_ADDR in the environment)"
-            ) from None
-
 
 def _from_variables(environ: Mapping[str, str], launched_by: str) -> DistributedTrainConfig:
     if not all(environ.get(name) for name in _REQUIRED):
         raise ConfigError(_partial(environ))
     rank = _integer(environ, "RANK")
-    host = _master_addr(environ, may_bind=rank == 0)
+    address = environ["MASTER_ADDR"]
+    host, _ = parse_address(address, "MASTER_ADDR", may_bind=rank == 0)
     return DistributedTrainConfig.of_rank(
         rank,
         _integer(environ, "WORLD_SIZE"),
@@ -301,10 +279,9 @@ def _from_variables(environ: Mapping[str, str], launched_by: str) -> Distributed
         # ranks; otherwise one rank per host, as those launchers do.
         local_rank=_integer(environ, "LOCAL_RANK", default=rank if is_loopback(host) else 0),
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=0),
-        coordinator_addr=host,
-        coordinator_port=_port(environ),
+        coordinator_addr=address,
+        coordinator_port=_integer(environ, "MASTER_PORT"),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        store_fd=_integer(environ, STORE_FD) if environ.get(STORE_FD) else None,
         launched_by=launched_by,
     )
 
@@ -334,56 +311,6 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
             f"{name} is {text!r}, which is no integer; it is set by whatever starts the ranks: "
             "mend it there or unset it"
         ) from None
-
-
-def _port(environ: Mapping[str, str], default: int | None = None) -> int:
-    return check_port(_integer(environ, "MASTER_PORT", default), "MASTER_PORT")
-
-
-def _master_addr(environ: Mapping[str, str], *, may_bind: bool) -> str:
-    host, port = parse_address(environ["MASTER_ADDR"], "MASTER_ADDR", may_bind=may_bind)
-    if port is not None:
-        raise ConfigError(
-            f"MASTER_ADDR is {environ['MASTER_ADDR']!r}, which holds a port; set "
-            f"MASTER_ADDR={host} and MASTER_PORT={port}"
-        )
-    return host
-
-
-# ── a place in a file ───────────────────────────────────────────────────────────────────────────
-
-
-def read_place(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a YAML file, with ``changes`` put over them, as arguments of the config.
-
-    Raises:
-        ConfigError: Names the file, the key, its value and what is allowed.
-    """
-    from evener.yaml_files import read_yaml  # seldom needed
-
-    document, where = _section(read_yaml(path)), str(path)
-    for key, value in document.items():
-        if key not in _KEYS:
-            close = difflib.get_close_matches(str(key), _KEYS, n=1)
-            hint = f", did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"{where}: unknown key {key!r} (value {short(value)}){hint}; allowed: "
-                f"{', '.join(_KEYS)}"
-            )
-    place = {**document, **changes}
-    for key in _NUMBERS:
-        if key in place and type(place[key]) is not int:
-            raise ConfigError(f"{where}: {key} is {short(place[key])}; give a whole number")
-    if "world_size" not in place:
-        raise ConfigError(f"{where}: world_size is missing; give the number of ranks")
-    if place["world_size"] > 1:
-        for key in ("rank", "coordinator_addr"):
-            if key not in place:
-                raise ConfigError(
-                    f"{where}: {key} is missing for a team of {place['world_size']}; give it in "
-                    f"the file, or as from_yaml(path, {key}=...) where ranks share the file"
-                )
-    return {"rank": 0, **place}
 
 
 def _section(document: dict[str, Any]) -> dict[str, Any]:

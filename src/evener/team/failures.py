@@ -26,7 +26,7 @@ from evener.errors import (
     UserError,
 )
 from evener.places import raised_at
-from evener.team.shortage import remedy_of_shortage
+from evener.team.host import remedy_of_shortage
 
 START_AGAIN: Final = 75
 """Exit code of a worker that has lost the coordinator, and of its launcher (``EX_TEMPFAIL``).

@@ -1,35 +1,52 @@
-"""How the ranks of a fixed team meet through a coordinator, and form their groups."""
+"""How the ranks of a fixed team meet through a coordinator, and form their groups.
 
+The coordinator is their launcher's. Where no launcher of evener's has started one, rank 0 hosts it
+on a thread. The others then find it at ``MASTER_ADDR``, in the store of torchrun's agent, or as a
+process group has told them.
+"""
+
+import json
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import ip_address
+from math import inf
 from typing import Any, Final, final
 
 from evener.closing import Closing
+from evener.comm.addresses import (
+    LOOPBACK,
+    is_loopback,
+    is_number,
+    join_address,
+    listens_everywhere,
+    open_port,
+)
 from evener.comm.base import DEFAULT_TIMEOUT_S, Communicator, check_timeout
+from evener.comm.c10d import TCPStore
 from evener.comm.existing import close_in_children, find_place
+from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.comm.groups import form_groups
 from evener.comm.messages import first_line
-from evener.comm.network import MeetingPoint
+from evener.comm.network import MeetingPoint, own_address
+from evener.comm.wires import close_server
 from evener.errors import ConfigError, CoordinatorLostError, LaunchError, TeamRefusedError
-from evener.protocol.formation import FixedPlace
-from evener.team.address import parse_address
-from evener.team.channel import JOINED, JOINING
+from evener.protocol.formation import Deadlines, FixedPlace
 from evener.team.child import tell
+from evener.team.coordinator_options import CoordinatorOptions
+from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.elastic import CoordinatorLink
 from evener.team.environment import ADDRESS, COORDINATOR, ELASTIC, MEMBER, DistributedTrainConfig
-from evener.team.hosting import (
-    AgentStore,
-    HostedCoordinator,
-    Whereabouts,
-    host,
-    meeting_key,
-    read_team_token,
-    team_token,
-)
+from evener.team.membership import Membership
+from evener.team.terminal import warn
+from evener.team.wire import JOINED, JOINING, read_team_token
 
 #: For how long a host tries to reach itself: it answers at once, or the address is another's.
 _OWN_HOST_S: Final = 10.0
@@ -37,11 +54,14 @@ _OWN_HOST_S: Final = 10.0
 _ATTEMPT_S: Final = 1.0
 #: Ranks that have met connect within so long, or the network does not let them.
 _CONNECT_S: Final = 60.0
-#: A coordinator of ranks that are being ended refuses others, and has gone after so long.
-_STALE_S: Final = 5.0
+#: Fixed teams form by events; meanwhile the interpreter belongs to the rank.
+_TICK_S: Final = 1.0
+_FIRST_PAUSE_S: Final = 0.002
+_LONGEST_PAUSE_S: Final = 0.05
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _num_teams: dict[str, int] = {}
+_hosted: dict[str, "HostedCoordinator"] = {}
 
 
 def place_in(group: Any) -> DistributedTrainConfig:
@@ -62,6 +82,14 @@ def join(
     *,
     backend: str = "gloo",
 ) -> Communicator:
+    """Meet the other ranks, and form a communicator; see ``meet``."""
+    comm, _ = meet(environment, timeout_s, backend=backend)
+    return comm
+
+
+def meet(
+    environment: DistributedTrainConfig, timeout_s: float, *, backend: str = "gloo"
+) -> tuple[Communicator, Membership]:
     """Meet the other ranks of a fixed team, and form its communicator; all of them call it.
 
     It works beside a default process group and touches none. With ``"nccl"``, CUDA tensors use the
@@ -72,13 +100,17 @@ def join(
         timeout_s: Deadline for this call, and the communicator's default deadline.
         backend: ``"gloo"`` or ``"nccl"``.
 
+    Returns:
+        The communicator, and the place in the team.
+
     Raises:
         ConfigError: There is no port.
         LaunchError: The port is taken, a rank cannot be reached or did not come, or ranks differ.
     """
     deadline = time.monotonic() + check_timeout(timeout_s)
-    if environment.world_size == 1:
-        return Communicator(timeout_s=timeout_s)
+    rank, world_size = environment.rank, environment.world_size
+    if world_size == 1:
+        return Communicator(timeout_s=timeout_s), Membership(rank, world_size)
     if not environment.coordinator_port:
         raise ConfigError(
             "the port is 0: rank 0 needs one of 1 to 65535 where the other ranks find the team's "
@@ -98,7 +130,12 @@ def join(
             raise
     if is_launchers:
         tell(place=JOINED)
-    return comm
+    return comm, Membership(rank, world_size, meeting.link)
+
+
+def meeting_key(environment: DistributedTrainConfig) -> str:
+    """Return a text for the place at which ranks meet, by which they count their teams."""
+    return f"{environment.coordinator_addr} {environment.coordinator_port}"
 
 
 @contextmanager
@@ -116,6 +153,23 @@ def _numbered(environment: DistributedTrainConfig) -> Iterator[str]:
         raise
 
 
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a coordinator is.
+
+    Attributes:
+        address: ``HOST:PORT``.
+        token: What its visitors must know; ``None`` for nothing.
+        host_rank: The rank whose process hosts it; ``None`` for none of them.
+        attempt_s: Longest wait for its answer.
+    """
+
+    address: str
+    token: bytes | None
+    host_rank: int | None = 0
+    attempt_s: float = inf
+
+
 @final
 class _Meeting(Closing):
     """A rank's way to the others: its link to the coordinator, which it may host itself.
@@ -130,10 +184,9 @@ class _Meeting(Closing):
         self._environment = environment
         self._place = FixedPlace(team, environment.rank, environment.world_size)
         self._deadline = deadline
-        self._timeout_s = deadline - time.monotonic()
         self._hosted: HostedCoordinator | None = None
-        self._link: CoordinatorLink | None = None
-        self._where: Whereabouts | None = None
+        self._store: _AgentStore | None = None
+        self.link: CoordinatorLink | None = None
 
     @property
     def _left_s(self) -> float:
@@ -141,8 +194,8 @@ class _Meeting(Closing):
 
     def close(self) -> None:
         """Leave the team; idempotent."""
-        link, hosted = self._link, self._hosted
-        self._link = self._hosted = None
+        link, hosted = self.link, self._hosted
+        self.link = self._hosted = None
         if link is not None:
             link.leave()
             link.close()
@@ -152,106 +205,62 @@ class _Meeting(Closing):
     def meet(self) -> None:
         """Find the coordinator, and wait there for the other ranks.
 
+        One that ends meanwhile may have been rank 0's for a team before this one, or, in the store
+        of torchrun's agent, that of ranks that have ended.
+
         Raises:
             LaunchError: See ``join``.
         """
-        environment, given = self._environment, os.environ.get(COORDINATOR)
-        own = (environment.coordinator_addr, environment.coordinator_port)
-        if given and ELASTIC not in os.environ and environment.launched_by == "evener":
-            address, port = parse_address(given, COORDINATOR)
-            self.meet_at(Whereabouts(address, port or 0, read_team_token(os.environ), None))
-        elif environment.rank == 0:
-            self._meet_own()
-        elif environment.agent_store:
-            self._meet_as_told(AgentStore(environment, self._place.team, self._left_s))
-        else:
-            self.meet_at(Whereabouts(*own, team_token(environment), 0))
-
-    def _meet_own(self) -> None:
-        environment, team = self._environment, self._place.team
-        self._hosted = hosted = host(environment, self._timeout_s)
-        where = Whereabouts(hosted.reached_at, hosted.port, hosted.token, 0)
-        try:
-            self._connect(where, min(_OWN_HOST_S, self._left_s))
-        except TeamRefusedError as error:
-            raise LaunchError(str(error)) from None
-        except LaunchError:
-            raise LaunchError(
-                f"rank 0 hosts the team's coordinator, and does not reach itself at "
-                f"{where.address}: give the address of the host that rank 0 runs on (MASTER_ADDR)"
-            ) from None
-        if environment.agent_store:
-            AgentStore(environment, team, self._left_s).publish(where)
-        try:
-            self._wait_for_all()
-        except (CoordinatorLostError, TeamRefusedError) as error:
-            raise LaunchError(str(error)) from None
-
-    def meet_at(self, where: Whereabouts) -> None:
-        """Meet through a coordinator that is somewhere else.
-
-        One that ends meanwhile may have been rank 0's for a team before this one.
-        """
         is_lost = False
         while True:
+            self._where = where = self._find()
+            if self.link is not None:  # to a coordinator that has gone
+                self.link.close()
+                self.link = None
             try:
-                self._connect(where, self._left_s)
-                self._wait_for_all()
+                self.link = CoordinatorLink(
+                    where.address,
+                    token=where.token,
+                    member=os.environ.get(MEMBER) or f"{socket.gethostname()}/{os.getpid()}",
+                    facts={},
+                    timeout_s=min(where.attempt_s, self._left_s),
+                    reached_at=os.environ.get(ADDRESS, ""),
+                    place=self._place,
+                )
+                self._formation = self.link.meet_all(self._left_s)
                 return
             except CoordinatorLostError:
                 is_lost = True
-            except LaunchError:
+            except TeamRefusedError as error:
+                raise LaunchError(str(error)) from None
+            except LaunchError as error:
+                if self._store is not None and self.link is None and self._left_s > 0:
+                    continue
                 if not is_lost:
                     raise
                 raise LaunchError(
                     f"rank {self._place.rank} lost the coordinator at {where.address} while the "
-                    f"team of {self._place.world_size} was forming: rank 0 or its launcher has "
-                    "ended, and its output says why"
+                    f"team of {self._place.world_size} was forming ({error}): rank 0 or its "
+                    "launcher has ended, and its output says why"
                 ) from None
-            except TeamRefusedError as error:
-                raise LaunchError(str(error)) from None
 
-    def _meet_as_told(self, store: AgentStore) -> None:
-        where: Whereabouts | None = None
-        while True:
-            where = store.read(self._left_s)
-            try:
-                self._connect(where, min(_ATTEMPT_S, self._left_s))
-            except LaunchError:  # it was that of ranks that have ended
-                if self._left_s > 0:
-                    continue
-                raise
-            except TeamRefusedError as error:
-                try:
-                    store.read(min(_STALE_S, self._left_s), before=where)
-                except LaunchError:
-                    raise LaunchError(str(error)) from None
-                continue
-            try:
-                self._wait_for_all()
-                return
-            except CoordinatorLostError:
-                continue
-            except TeamRefusedError as error:
-                raise LaunchError(str(error)) from None
-
-    def _connect(self, where: Whereabouts, timeout_s: float) -> None:
-        if self._link is not None:  # to a coordinator that has gone
-            self._link.close()
-        self._where = where
-        self._link = CoordinatorLink(
-            where.address,
-            token=where.token,
-            member=os.environ.get(MEMBER) or f"{socket.gethostname()}/{os.getpid()}",
-            facts={},
-            timeout_s=timeout_s,
-            reached_at=os.environ.get(ADDRESS, ""),
-            place=self._place,
-        )
-
-    def _wait_for_all(self) -> None:
-        assert self._link is not None
-        self._formation = self._link.meet_all(self._left_s)
+    def _find(self) -> Whereabouts:
+        """Return where the coordinator is, which this rank may have to host."""
+        environment, given = self._environment, os.environ.get(COORDINATOR)
+        if given and ELASTIC not in os.environ and environment.launched_by == "evener":
+            return Whereabouts(given, read_team_token(os.environ), None)
+        if environment.agent_store:
+            self._store = self._store or _AgentStore(environment, self._place.team, self._left_s)
+        if environment.rank == 0:
+            if self._hosted is None:
+                self._hosted = host(environment, self._left_s)
+                if self._store is not None:
+                    self._store.publish(self._hosted.where)
+            return self._hosted.where
+        if self._store is not None:
+            return self._store.read(self._left_s)
+        address = join_address(environment.coordinator_addr, environment.coordinator_port)
+        return Whereabouts(address, _team_token(environment))
 
     def form(self, backend: str, timeout_s: float) -> Communicator:
         """Connect to the other ranks; the communicator closes this with its last group.
@@ -263,23 +272,22 @@ class _Meeting(Closing):
         Raises:
             LaunchError: A rank cannot be reached.
         """
-        assert self._link is not None
-        assert self._where is not None
-        environment, form_s = self._environment, max(1.0, self._left_s)
-        store = self._link.store(self._formation.generation, form_s)
+        assert self.link is not None
+        form_s = max(1.0, self._left_s)
+        store = self.link.store(self._formation.generation, form_s)
         meeting = MeetingPoint(
             store,
-            self._link.reached_at,
+            self.link.reached_at,
             host_rank=self._where.host_rank,
             connection=self,
         )
         try:
-            if store.add("ready", 1) == environment.world_size:
+            if store.add("ready", 1) == self._place.world_size:
                 store.set("all are ready", b"")
             store.wait(["all are ready"])
             return form_groups(
                 meeting,
-                rank=environment.rank,
+                rank=self._place.rank,
                 numbers=self._formation.numbers,
                 key="evener",
                 backend=backend,
@@ -288,8 +296,168 @@ class _Meeting(Closing):
             )
         except RuntimeError as error:
             raise LaunchError(
-                f"rank {environment.rank} could not form a team of {environment.world_size} at "
+                f"rank {self._place.rank} could not form a team of {self._place.world_size} at "
                 f"{self._where.address} ({first_line(error)}): look at the output of the other "
                 "ranks; firewalls must let ranks connect to each other, on any port; where hosts "
                 "have several networks, name the one to use in GLOO_SOCKET_IFNAME"
             ) from None
+
+
+# ── the coordinator of rank 0 ────────────────────────────────────────────────────────────────────
+
+
+@final
+class HostedCoordinator(Closing, NotInherited):
+    """A coordinator on a thread of rank 0, which ends with the last team that uses it.
+
+    Teams of one script share it if they are to meet at the same place. Each calls ``host`` and
+    closes what that returns.
+
+    Attributes:
+        where: Where it is.
+        num_users: How many teams use it.
+    """
+
+    def __init__(self, environment: DistributedTrainConfig, timeout_s: float) -> None:
+        token = _team_token(environment)
+        reached_at, port = environment.coordinator_addr, environment.coordinator_port
+        if environment.agent_store:  # it has the port, and tells the others the token
+            reached_at = LOOPBACK if is_loopback(reached_at) else own_address(reached_at, 1)
+            port, token = 0, token or secrets.token_hex(16).encode()
+        listening = open_port(reached_at, port, program="the team's coordinator", is_guarded=True)
+        if token is None and environment.launched_by != "evener":
+            _warn_of_strangers(environment, listening)
+        options = CoordinatorOptions(
+            most=environment.world_size,
+            token=token,
+            deadlines=Deadlines(timeout_s=timeout_s, patience_s=timeout_s),
+        )
+        self._coordinator = CoordinatorThread(options, listening, tick_s=_TICK_S)
+        if is_number(reached_at) and ip_address(reached_at).is_unspecified:
+            reached_at = LOOPBACK  # which it listens on, too
+        address = join_address(reached_at, self._coordinator.port)
+        self.where = Whereabouts(address, token, attempt_s=_OWN_HOST_S)
+        self._key = meeting_key(environment)
+        self.num_users = 0
+        leave_behind_in_children(self)
+
+    def close(self) -> None:
+        """End one use."""
+        with _lock:
+            self.num_users -= 1
+            if not self.num_users:
+                del _hosted[self._key]
+                self._coordinator.close()
+
+    def leave_behind(self) -> None:
+        """Close a forked child's copies of the sockets; see ``NotInherited``."""
+        close_server(self._coordinator.port)
+
+
+def host(environment: DistributedTrainConfig, timeout_s: float) -> HostedCoordinator:
+    """Host the coordinator of a fixed team, or use the one that an open team of this rank has.
+
+    Raises:
+        LaunchError: The port is in use, or not allowed.
+    """
+    key = meeting_key(environment)
+    with _lock:
+        if key not in _hosted:
+            _hosted[key] = HostedCoordinator(environment, timeout_s)
+        _hosted[key].num_users += 1
+        return _hosted[key]
+
+
+def _team_token(environment: DistributedTrainConfig) -> bytes | None:
+    """Return what the visitors of rank 0's coordinator must know: told by rank 0, or by the user.
+
+    All ranks prefer the same one: with a process group and a token file, there are two.
+    """
+    return environment.coordinator_token.encode() or read_team_token(os.environ)
+
+
+def _warn_of_strangers(environment: DistributedTrainConfig, listening: socket.socket) -> None:
+    number = str(listening.getsockname()[0])
+    if listens_everywhere(listening) or not is_loopback(number):
+        warn(
+            f"anyone who reaches {environment.coordinator_addr} port "
+            f"{environment.coordinator_port} can join this team; set EVENER_TOKEN_FILE to a file "
+            "with the same secret on every machine, or use a private network"
+        )
+
+
+@final
+class _AgentStore:
+    """Where rank 0 tells the others its coordinator's address, if torchrun's agent has the port.
+
+    The agent keeps it while it starts the ranks again, so what is found there may be of ranks that
+    have ended.
+
+    Args:
+        environment: This rank's place.
+        team: Name of the team.
+        timeout_s: Longest wait for the agent.
+
+    Raises:
+        LaunchError: The agent does not answer.
+    """
+
+    def __init__(self, environment: DistributedTrainConfig, team: str, timeout_s: float) -> None:
+        self._rank = environment.rank
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._key = f"evener/coordinator/{attempt}/{team}"
+        host, port = environment.coordinator_addr, environment.coordinator_port
+        try:
+            self._store = _connect(host, port, max(1.0, timeout_s))
+        except (RuntimeError, TimeoutError) as error:
+            raise LaunchError(
+                f"{host}:{port} does not answer as the store of torchrun's agent "
+                f"({first_line(error)}): is another program using the port, or has the agent ended?"
+            ) from None
+
+    def publish(self, where: Whereabouts) -> None:
+        """Say where the coordinator is."""
+        token = (where.token or b"").decode("latin-1")
+        self._store.set(self._key, json.dumps([where.address, token]))
+
+    def read(self, timeout_s: float) -> Whereabouts:
+        """Wait until rank 0 has said where its coordinator is.
+
+        Raises:
+            LaunchError: It has not said so in time.
+        """
+        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        try:
+            while not self._store.check([self._key]):  # get() would ignore Ctrl-C while it waits
+                if time.monotonic() >= deadline:
+                    raise LaunchError(
+                        f"rank {self._rank} waited {timeout_s:.0f} s for rank 0 to say where the "
+                        "team's coordinator is: start rank 0, or look at its output"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            address, token = json.loads(self._store.get(self._key))
+        except RuntimeError as error:
+            raise LaunchError(
+                f"rank {self._rank} lost the store of torchrun's agent while the team was forming "
+                f"({first_line(error)}): the agent has ended, and its output says why"
+            ) from None
+        return Whereabouts(address, token.encode("latin-1") or None, attempt_s=_ATTEMPT_S)
+
+
+def _connect(host: str, port: int, timeout_s: float) -> TCPStore:
+    timeout = timedelta(seconds=timeout_s)
+    answer: Future[TCPStore] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(TCPStore(host, port, wait_for_workers=False, timeout=timeout))
+        except Exception as error:  # raised where it is waited for
+            answer.set_exception(error)
+
+    # A thread, because torch waits without end for a silent server, and ignores Ctrl-C.
+    threading.Thread(target=ask, name="evener-store", daemon=True).start()
+    try:
+        return answer.result(timeout_s)
+    except TimeoutError:
+        raise TimeoutError(f"silent for {timeout_s:.0f} s") from None

@@ -1,13 +1,23 @@
-"""What this host has, found without loading torch."""
+"""What this host has, what its kernel says of processes, and what to do where it refuses more.
 
+It loads no torch.
+"""
+
+import errno
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
 from evener.errors import LaunchError
+from evener.files import read_file
+
+if sys.platform != "win32":
+    import resource  # at once: later there may be no descriptor left to open it
 
 _OTHER_FILES: Final = ("dri/renderD*", "accel/accel*", "davinci[0-9]*")
 """Device files of AMD's and Intel's GPUs, of the kernel's accelerators, and of Ascend's."""
@@ -78,3 +88,163 @@ def _count_by_torch(timeout_s: float = _PATIENCE_S) -> int:
         ) from None
     # What loads with torch may print lines of its own.
     return int(asked.stdout.split()[-1]) if asked.returncode == 0 else 0
+
+
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class KernelState(StrEnum):
+    """What the kernel says of a process, as far as others have to know it."""
+
+    RUNNING = "running"
+    """It runs or sleeps, or nobody can tell."""
+    STOPPED = "stopped"
+    TRACED = "held by a debugger"
+    GONE = "gone"
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether it does nothing until it is continued."""
+        return self in (KernelState.STOPPED, KernelState.TRACED)
+
+
+_LETTERS: Final = {
+    b"T": KernelState.STOPPED,
+    b"t": KernelState.TRACED,
+    b"Z": KernelState.GONE,
+    b"X": KernelState.GONE,
+}
+_PROC = Path("/proc")
+
+
+def state_of(pid: int) -> KernelState:
+    """Return the state of a process of this host, by the letter in ``/proc/PID/stat``."""
+    try:
+        # The name of the program comes before, in parentheses, and may hold any character.
+        rest = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return KernelState.GONE if (_PROC / "self").exists() else KernelState.RUNNING
+    except OSError:  # such as no descriptor left
+        return KernelState.RUNNING
+    return _LETTERS.get(rest[0], KernelState.RUNNING)
+
+
+def program_of(pid: int) -> str:
+    """Return what tells the program that a process runs from any that it becomes by ``exec``.
+
+    The kernel draws new addresses of the auxiliary vector for each program, so even the same
+    command differs from the one before.
+
+    Returns:
+        Empty if the process is ending, if it may not be read, or without ``/proc``.
+    """
+    try:
+        return (_PROC / str(pid) / "auxv").read_bytes().hex()
+    except OSError:
+        return ""
+
+
+def describe_halt(who: str, pid: int, state: KernelState, since: float, waiting: str) -> str:
+    """Say that a process is halted, who waits for it, and what continues it.
+
+    Args:
+        who: The rank, in words.
+        pid: Its process.
+        state: ``STOPPED`` or ``TRACED``.
+        since: Unix seconds at which this was seen first.
+        waiting: Who waits for it, such as ``"rank 0 waits for it"``.
+    """
+    remedy = f"`kill -CONT {pid}` continues it"
+    if state is KernelState.TRACED:
+        remedy = "let the debugger continue it, or detach it"
+    return f"evener: {who} is {state} since {clock_time(since)}, and {waiting}; {remedy}"
+
+
+def clock_time(unix_s: float) -> str:
+    """Return a moment as people of this host read it, such as ``14:03:22``."""
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+# ── shortage ──────────────────────────────────────────────────────────────────────────────────────
+
+
+_NO_THREAD: Final = "can't start new thread"
+"""Python's words for EAGAIN."""
+_MOST_BYTES: Final = 1 << 16
+# Part of the memory below which the kernel, or a service that guards it, may end processes.
+_LOW: Final = 0.05
+
+
+def remedy_of_shortage(error: BaseException) -> str:
+    """Return what to do about an error if the system raised it because it had none left.
+
+    Args:
+        error: A ``BlockingIOError`` counts as the refusal of a process.
+
+    Returns:
+        Limit and remedy; empty for other errors.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        number = errno.EAGAIN
+    if number == errno.EMFILE:
+        return (
+            f"a process may have {_limit('RLIMIT_NOFILE')} files and connections open (`ulimit "
+            "-n`): raise that limit, or close what is no longer needed"
+        )
+    if number == errno.EAGAIN:
+        return (
+            f"this user may have {_limit('RLIMIT_NPROC')} processes and threads (`ulimit -u`), and "
+            "a container or a SLURM job perhaps fewer: end some, or raise that limit"
+        )
+    if number == errno.ENFILE:
+        return "the machine has no open files left (fs.file-max): end other programs"
+    if number == errno.ENOMEM:
+        return "no memory is left: end other programs, or start fewer ranks"
+    return ""
+
+
+def _limit(name: str) -> str:
+    if sys.platform == "win32":
+        return "a limited number of"
+    most = resource.getrlimit(getattr(resource, name))[0]
+    return "an unlimited number of" if most == resource.RLIM_INFINITY else str(most)
+
+
+class MemoryWatch:
+    """Tells whether memory was short when a process was killed.
+
+    Args:
+        root: Where ``proc`` is.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._kills = self._count_kills()
+        self._is_low = False  # at the last look
+
+    def look(self) -> bool:
+        """Return whether little memory is left now, or was at the look before.
+
+        A process that was killed gives its memory back before anybody can look.
+        """
+        memory = _numbers(self._root / "proc/meminfo")
+        before = self._is_low
+        self._is_low = memory.get("MemAvailable:", 1) < _LOW * memory.get("MemTotal:", 0)
+        return before or self._is_low
+
+    def was_short(self) -> bool:
+        """Return whether little memory is left, or the kernel has killed a process to get some."""
+        return self.look() or self._count_kills() > self._kills
+
+    def _count_kills(self) -> int:
+        """Return the kernel's counter, of all control groups."""
+        return _numbers(self._root / "proc/vmstat").get("oom_kill", 0)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    try:
+        text = read_file(path, most_bytes=_MOST_BYTES).decode()
+    except OSError:
+        return {}
+    return {name: int(number) for name, number, *_ in map(str.split, text.splitlines())}

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from evener.comm.addresses import LOOPBACK, bind
+from evener.comm.addresses import LOOPBACK, bind, check_port, join_address, parse_address
 from evener.errors import ConfigError, LaunchError, RunEndedError
 from evener.protocol.formation import Deadlines, read_team_limits
-from evener.team.address import join_address, parse_address
 from evener.team.agent import MAX_FAILURES, Agent, JoinedTeam, run_has_ended
 from evener.team.child import run_child
 from evener.team.connection import AgentConnection
@@ -30,7 +29,7 @@ from evener.team.environment import ADDRESS, TOKEN_FILE
 from evener.team.nodes import DEFAULT_TIMEOUT_S, Nodes
 from evener.team.signals import SignalQueue, end_in_silence
 from evener.team.terminal import say
-from evener.team.token_files import read_token
+from evener.team.wire import read_token
 from evener.team.worker_processes import LocalRanks, check_nproc
 
 #: Longest wait for the coordinator of a team that runs already.
@@ -213,10 +212,8 @@ def _check(plan: LaunchPlan) -> None:
         raise ConfigError(
             f"--max-failures is {plan.max_failures}; give how many workers may fail, 0 or more"
         )
-    if plan.port is not None and not 1 <= plan.port <= 65_535:
-        raise ConfigError(
-            f"--port is {plan.port}; give a port from 1 to 65535, or none for a free one"
-        )
+    if plan.port is not None:
+        check_port(plan.port, "--port")
 
 
 def _limits(plan: LaunchPlan, *, is_fixed: bool) -> tuple[int, int]:

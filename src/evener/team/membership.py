@@ -1,12 +1,13 @@
 """Who decides which ranks are in the team: the seam between fixed and elastic teams."""
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from evener.closing import Closing
 from evener.comm.base import Call, Communicator, WaitListener
+from evener.planning.silence import silence_deadline_s
 from evener.protocol.formation import PARKED, WAITING, Formation, Standing
+from evener.team.elastic import CoordinatorLink
 
 _AT_ONCE_S = 0.001
 
@@ -24,49 +25,52 @@ class Formed(NamedTuple):
 
 
 class Membership(Closing):
-    """Decides which ranks are in the team; a leaf for each way of deciding.
+    """Decides which ranks are in the team. This is that of a fixed team, where a lost rank ends it.
+
+    Args:
+        number: See the attributes.
+        most: See the attributes.
+        link: To the coordinator; ``None`` where the ranks have met otherwise.
 
     Attributes:
         member: The worker's id.
         number: Its number in the team, which it keeps.
         most: How many numbers there are: the ranks of the team, those that are absent included.
         generation: That in which it is, or was last; 0 before the first one.
+        is_elastic: Whether members may join and leave.
     """
 
-    member: str
-    number: int
-    most: int
-    generation: int = 0
+    is_elastic = False
+
+    def __init__(self, number: int, most: int, link: CoordinatorLink | None = None) -> None:
+        self.member = f"rank {number}"
+        self.number, self.most = number, most
+        self.generation = 0
+        self._link_for_waits = link
 
     @property
-    @abstractmethod
-    def is_elastic(self) -> bool:
-        """Whether members may join and leave."""
-
-    @property
-    @abstractmethod
     def is_joining(self) -> bool:
         """Whether the team began before this worker came, which is not in it yet."""
+        return False
 
     @property
-    @abstractmethod
     def wants_change(self) -> bool:
         """Whether a worker waits to join, or members are fewer than the least.
 
         The planner then ends the generation.
         """
+        return False
 
     @property
-    @abstractmethod
     def is_leaving(self) -> bool:
         """Whether this worker was told to leave for good, and is still a member."""
+        return False
 
     @property
-    @abstractmethod
     def is_over(self) -> bool:
         """Whether the generation is known to have ended: nobody need be waited for in it."""
+        return False
 
-    @abstractmethod
     def next_generation(self, standing: Standing | None) -> Formed:
         """Leave the generation and wait for the next one.
 
@@ -76,8 +80,8 @@ class Membership(Closing):
         Raises:
             EvenerError: This worker is not in it; says why.
         """
+        raise AssertionError("a fixed team has one generation")
 
-    @abstractmethod
     def declare(self, phase: str, done: int = 0) -> str:
         """Say what this worker is doing, for the case that others wait for it.
 
@@ -88,16 +92,17 @@ class Membership(Closing):
         Returns:
             The phase before.
         """
+        return phase if self._link_for_waits is None else self._link_for_waits.declare(phase, done)
 
-    @abstractmethod
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Say more of what must be the same on all workers, by name.
+
+        Ranks of a fixed team compare it in their first exchange.
 
         Raises:
             TeamRefusedError: Another worker has said otherwise.
         """
 
-    @abstractmethod
     def leave(self, *, finished: bool) -> None:
         """Leave the team for good, after this worker's last commit; idempotent.
 
@@ -105,7 +110,6 @@ class Membership(Closing):
             finished: The run has ended: it was done to its end, or the team was stopped.
         """
 
-    @abstractmethod
     def await_lease(self) -> None:
         """Return when this rank may commit: not while others may have continued without it.
 
@@ -121,11 +125,9 @@ class Membership(Closing):
         """
         return True
 
-    @abstractmethod
     def announce(self, key: str, text: str) -> None:
         """Tell workers that join later something of the run; of one key, the last text counts."""
 
-    @abstractmethod
     def announced(self, key: str, timeout_s: float = 0.0) -> str | None:
         """Wait for what the team announces, and return it.
 
@@ -133,90 +135,35 @@ class Membership(Closing):
             An empty text after ``timeout_s``; ``None`` as soon as no member of the team is left
             that could tell it, and this worker decides with what the team begins.
         """
-
-
-@final
-class FixedMembership(Membership):
-    """The ranks that the team was started with: a lost one ends it."""
-
-    def __init__(self, number: int, most: int) -> None:
-        self.member = f"rank {number}"
-        self.number = number
-        self.most = most
-
-    @property
-    def is_elastic(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def is_joining(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def wants_change(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def is_leaving(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def is_over(self) -> bool:
-        """Never."""
-        return False
-
-    def next_generation(self, standing: Standing | None) -> Formed:
-        """Unreachable: a fixed team has one generation, apart from ranks that are parked."""
-        raise AssertionError("a fixed team forms no generation")
-
-    def declare(self, phase: str, done: int = 0) -> str:
-        """Do nothing: other ranks look at this one's process themselves."""
-        return phase
-
-    def describe(self, facts: Mapping[str, Any]) -> None:
-        """Do nothing: ranks compare what they train with in their first exchange."""
-
-    def leave(self, *, finished: bool) -> None:
-        """Do nothing: the others notice that the connections end."""
-
-    def await_lease(self) -> None:
-        """Return: nobody continues without this rank."""
-
-    def announce(self, key: str, text: str) -> None:
-        """Do nothing: nobody joins."""
-
-    def announced(self, key: str, timeout_s: float = 0.0) -> str:
-        """Return an empty text: nobody joins."""
         return ""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Leave the team; idempotent. Ranks of a fixed team leave with their communicator."""
 
 
 @final
-class GenerationWatch(WaitListener):
-    """Ends a wait in a generation that is over, and lets the coordinator know of all others.
+class WaitWatch(WaitListener):
+    """Lets the coordinator know of long waits, and ends those in a generation that is over.
 
     A rank whose process is stopped keeps its connections: nothing else would end the wait for it.
-    The coordinator names ranks for which others wait for long: it knows what each is doing.
+    The coordinator names ranks for which others wait for long. In an elastic team it knows what
+    each of them does, by its heartbeats. A rank of a fixed team has none. It tells of a wait after
+    an adaptive deadline: others may be busy with what it does not do, such as an evaluation.
 
     Args:
-        membership: Knows whether the generation is over.
+        membership: Knows whether the generation is over, and the coordinator.
+        windows_s: Seconds that the latest windows took, kept by the caller.
     """
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
+    def __init__(self, membership: Membership, windows_s: Sequence[float] = ()) -> None:
+        self._membership, self._windows_s = membership, windows_s
         self._phases: dict[Communicator, str] = {}  # before the wait
 
     def still_waits(self, comm: Communicator, call: Call, waited_s: float) -> None:
         """Let the call fail at once if its generation is over."""
         if self._membership.is_over:
             comm.hurry(_AT_ONCE_S)
-        elif comm not in self._phases:
+        elif comm not in self._phases and self._is_long(comm, call, waited_s):
             before = self._phases[comm] = self._membership.declare(WAITING)
             if before == PARKED:  # it waits while the others train, so nobody is idle
                 self._membership.declare(PARKED)
@@ -225,6 +172,12 @@ class GenerationWatch(WaitListener):
         """Go back to the phase before."""
         if comm in self._phases:
             self._membership.declare(self._phases.pop(comm))
+
+    def _is_long(self, comm: Communicator, call: Call, waited_s: float) -> bool:
+        # Some ranks make a call with a longer deadline than others for hours.
+        is_usual = call.timeout_s <= comm.timeout_s
+        is_late = waited_s >= silence_deadline_s(tuple(self._windows_s))
+        return self._membership.is_elastic or (is_usual and is_late)
 
 
 def begin_generation(membership: Membership) -> Communicator:

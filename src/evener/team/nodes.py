@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from evener.comm.addresses import check_port, parse_address
 from evener.errors import ConfigError
-from evener.team.address import check_port, parse_address
+from evener.protocol.formation import read_team_limits
 
 #: Where machines meet unless the user says otherwise; torchrun's default, too.
 DEFAULT_PORT: Final = 29_500
@@ -88,7 +89,8 @@ def choose_nodes(
                 f"leave {name} out to run on this one alone"
             )
         return None
-    least, most = _count(options.nnodes)
+    given = options.nnodes
+    least, most = read_team_limits(given if ":" in given else f"{given}:{given}", "--nnodes")
     number = options.node_rank
     if most > 1 and options.master_addr is None:
         raise ConfigError(
@@ -109,18 +111,6 @@ def choose_nodes(
         return None
     host, port = _split_address(options.master_addr or "", options.port)
     return Nodes(least=least, most=most, number=number, host=host, port=port, timeout_s=timeout_s)
-
-
-def _count(nnodes: str) -> tuple[int, int]:
-    first, colon, second = nnodes.partition(":")
-    if first.isdecimal() and (second or first).isdecimal():
-        least, most = int(first), int(second or first)
-        if 1 <= least <= most <= 9999 and bool(second) == bool(colon):
-            return least, most
-    raise ConfigError(
-        f"--nnodes is {nnodes}; give the number of machines, 1 or more, or the fewest and the most "
-        "as MIN:MAX"
-    )
 
 
 def _split_address(address: str, port: int | None) -> tuple[str, int]:

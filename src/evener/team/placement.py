@@ -12,11 +12,6 @@ from evener.team.environment import DistributedBackend, DistributedTrainConfig
 #: What ``Ddp.setup`` takes for ``devices``.
 Devices = str | int | torch.device | Sequence[str | int | torch.device]
 
-#: Kinds of accelerators that torch itself knows.
-_ACCELERATORS = tuple(
-    kind.value for kind in (DistributedBackend.CUDA, DistributedBackend.XPU, DistributedBackend.MPS)
-)
-
 
 def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, ...]:
     """Return the devices that are asked for on this host, one for each rank.

@@ -12,9 +12,9 @@ import runpy
 import sys
 from typing import Any, Final
 
-from evener.team.channel import CHANNEL_FD
 from evener.team.child import PARENT_PID, die_with, loading_libraries
 from evener.team.signals import end_in_silence
+from evener.team.wire import CHANNEL_FD
 
 #: Key of the message that makes a standby a worker: what to add to its environment.
 TAKE: Final = "take"

@@ -18,16 +18,21 @@ from typing import Final, Self, final
 
 from evener.errors import ConfigError, LaunchError
 from evener.team import lifeline
-from evener.team.channel import CHANNEL_FD, Channel, Message
 from evener.team.child import PARENT_PID
-from evener.team.environment import COORDINATOR, ELASTIC, LAUNCHED, MEMBER, STORE_FD, TOKEN_FILE
+from evener.team.environment import COORDINATOR, ELASTIC, LAUNCHED, MEMBER, TOKEN_FILE
 from evener.team.failures import FailureReport, RankRecord
-from evener.team.host import threads_per_rank
+from evener.team.host import (
+    KernelState,
+    MemoryWatch,
+    program_of,
+    remedy_of_shortage,
+    state_of,
+    threads_per_rank,
+)
 from evener.team.output import OutputPump
-from evener.team.process_state import KernelState, program_of, state_of
-from evener.team.shortage import MemoryWatch, remedy_of_shortage
 from evener.team.signals import start_in_silence
 from evener.team.terminal import TERMINAL_FDS
+from evener.team.wire import CHANNEL_FD, Channel, Message
 
 # ── what ranks are given ─────────────────────────────────────────────────────────────────────────
 
@@ -42,7 +47,6 @@ _FOREIGN = frozenset(
         COORDINATOR,
         ELASTIC,
         MEMBER,
-        STORE_FD,
         TERMINAL_FDS,
         TOKEN_FILE,
         "GROUP_RANK",
@@ -173,10 +177,6 @@ class Child(RankRecord):
         if "failure" in message:
             self.report = FailureReport(**message["failure"])
 
-    def become(self, rank: int, name: str) -> None:
-        """Note that it has become a worker, after it had only waited."""
-        self.rank, self.name = rank, name
-
     def look(self) -> bool:
         """Take in its end, and kill what it leaves behind; returns whether it has ended now."""
         if not self._is_gone:
@@ -200,10 +200,6 @@ class Child(RankRecord):
     def end(self, code: int) -> None:
         """Note that it has ended, or that it never will."""
         self.has_ended, self.code, self.time = True, code, time.time()
-
-    def desert(self, words: str) -> None:
-        """Note how it has left others waiting for it."""
-        self.desertion = words
 
     def send_signal(self, signum: int) -> None:
         """Send it a signal, unless it has ended by itself."""

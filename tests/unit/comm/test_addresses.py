@@ -10,7 +10,6 @@ from evener.comm.addresses import (
     bind,
     is_loopback,
     listens_everywhere,
-    number_behind,
     numbers_of,
     open_port,
 )
@@ -57,7 +56,6 @@ def test_localhost_is_what_the_host_says(
     names["localhost"] = numbers
     with bind("localhost", 0) as server:
         assert server.getsockname()[0] == bound
-        assert number_behind("localhost", server.getsockname()) == bound
 
 
 def test_an_address_of_this_host_is_listened_on_alone() -> None:
@@ -81,7 +79,6 @@ def test_what_others_could_not_reach_is_listened_on_everywhere(
     names["node7"] = numbers
     with closing(bind("node7", 0)) as server:
         assert listens_everywhere(server)
-        assert number_behind("node7", server.getsockname()) == "node7"
 
 
 def test_a_port_is_open_to_other_hosts_only_with_a_token(names: dict[str, list[str]]) -> None:

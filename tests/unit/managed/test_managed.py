@@ -612,7 +612,7 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"config": {"anchor": 3}}, "config is {'anchor': 3}: .* instance of DdpConfig"),
         ({"precision": "fp8"}, "precision is 'fp8'; choose one of auto, fp32, bf16, fp16"),
         ({"non_finite": "ignore"}, "non_finite is 'ignore'"),
-        ({"elastic": "3:1"}, "elastic is '3:1'; give the fewest and the most workers"),
+        ({"elastic": "3:1"}, "elastic is '3:1'; give the fewest and the most as"),
         ({"elastic": (1, 3), "devices": 2}, r"elastic is \(1, 3\), and the run has 2 devices"),
         ({"elastic": (1, 2), "partition_ratios": [1, 1]}, "partition_ratios is .* elastic team"),
         ({"eval_every": 2}, "eval_every is given without eval_fn or eval_dataset and would do"),

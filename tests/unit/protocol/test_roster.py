@@ -475,7 +475,7 @@ def test_who_is_waited_for_is_named_after_the_adaptive_deadline() -> None:
     assert not told(team.pass_(9.0), "say")
     said = team.pass_(2.0)
     assert told(said, "say") == {""}
-    assert "a wait for b, which has made no progress" in str(said[0].content["text"])
+    assert "a waits for b, which has made no progress" in str(said[0].content["text"])
     assert "evaluating, after 4 micro-batches" in str(said[0].content["text"])
     assert not told(team.pass_(5.0), "say"), "once"
 
@@ -489,7 +489,7 @@ def test_who_makes_no_progress_while_others_wait_is_named_with_its_phase() -> No
         team.roster.beat(team.now_s, "c", 5 + second, "training")  # it advances: slow, not dead
         said += team.pass_(1.0)
     (line,) = [message.content["text"] for message in said if message.type == "say"]
-    assert "a wait for b, which has made no progress for" in line
+    assert "a waits for b, which has made no progress for" in line
     assert "(it is evaluating, after 5 micro-batches)" in line
     team.roster.beat(team.now_s, "b", 6, "evaluating")
     for _ in range(30):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from evener.team.channel import Channel
+from evener.team.wire import Channel
 from helpers.limits import PATIENCE_S
 
 

@@ -309,13 +309,13 @@ def test_who_comes_before_it_is_known_whether_the_team_has_begun_waits(
         link(address, "early") as early,
         ThreadPoolExecutor(1) as pool,
     ):
-        assert (early.generation, early.is_open) == (0, False)
+        assert (early.generation, early._is_open) == (0, False)
         joining = pool.submit(
             ElasticMembership, early, address, 3, shares_memory=False, timeout_s=WAIT_S
         )
         now_s += 2 * DEADLINES.lease_s
         with closing(joining.result(WAIT_S)) as membership:
-            assert early.is_open
+            assert early._is_open
             assert not membership.is_joining
 
 

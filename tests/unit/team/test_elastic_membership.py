@@ -13,12 +13,11 @@ import pytest
 
 from evener.comm.base import Communicator
 from evener.comm.network import MeetingPoint, devices_at
-from evener.comm.relayed import RelayedStore
 from evener.errors import CoordinatorLostError, LaunchError, PeerLostError, TeamRefusedError
 from evener.protocol.formation import Deadlines, Standing
 from evener.team import elastic_membership
 from evener.team.backends import ExchangeFacts
-from evener.team.elastic import CoordinatorLink
+from evener.team.elastic import CoordinatorLink, GenerationStore
 from evener.team.elastic_membership import ElasticMembership
 from helpers.coordinators import serving
 from helpers.gpu_facts import ON_CPU, ON_GPU, OTHER_GPU
@@ -129,7 +128,7 @@ def test_members_do_without_nccl_where_one_cannot_connect(
         nccl.fails_on = None
         assert [comm.backend for comm in team.form()] == ["nccl", "nccl"]  # it is tried again
     said = capsys.readouterr().err
-    assert said.count("NCCL did not connect on rank 1: unhandled cuda error; so ranks exch") == 1
+    assert said.count("NCCL failed on rank 1: unhandled cuda error; so ranks exch") == 1
 
 
 def test_members_do_without_nccl_where_one_has_no_gpu(
@@ -231,12 +230,12 @@ def test_a_member_tells_whom_it_could_not_reach_and_the_newest_is_refused(
     ):
         silent.bind(("127.0.0.1", 0))  # and does not listen
         patch.setattr(elastic_membership, "form_groups", refuse)
-        announce, place = RelayedStore.set, f"127.0.0.1 {silent.getsockname()[1]}"
+        announce, place = GenerationStore.set, f"127.0.0.1 {silent.getsockname()[1]}"
 
-        def misdirect(store: RelayedStore, key: str, value: str | bytes) -> None:
+        def misdirect(store: GenerationStore, key: str, value: str | bytes) -> None:
             announce(store, key, place if key == "place of b" else value)
 
-        patch.setattr(RelayedStore, "set", misdirect)
+        patch.setattr(GenerationStore, "set", misdirect)
         a, b = team.members
         attempts = [team.pool.submit(each.next_generation, None) for each in (a, b)]
         with pytest.raises(PeerLostError, match="it does not reach b"):

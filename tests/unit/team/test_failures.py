@@ -16,10 +16,10 @@ from evener.errors import (
     RunEndedError,
 )
 from evener.team import child
-from evener.team.channel import CHANNEL_FD, JOINING, Channel, Message
 from evener.team.child import report_failure, run_child, tell
 from evener.team.failures import FailureReport, describe
-from evener.team.process_state import program_of
+from evener.team.host import program_of
+from evener.team.wire import CHANNEL_FD, JOINING, Channel, Message
 
 
 def caught(error):

@@ -13,7 +13,7 @@ import pytest
 from evener.errors import ConfigError, LaunchError
 from evener.protocol.formation import Deadlines, FixedPlace, Formation
 from evener.protocol.roster import Roster
-from evener.team import fixed, hosting
+from evener.team import fixed
 from evener.team.elastic import CoordinatorLink
 from evener.team.environment import DistributedTrainConfig
 from evener.team.fixed import join
@@ -50,9 +50,9 @@ def come(address: str, timeout_s: float, place: FixedPlace, name: str = "") -> A
         place.team,
         time.monotonic() + timeout_s,
     )
-    host, _, port = address.partition(":")
+    meeting._find = lambda: fixed.Whereabouts(address, None)  # type: ignore[method-assign]
     try:
-        meeting.meet_at(hosting.Whereabouts(host, int(port), None, None))
+        meeting.meet()
         return meeting._formation
     finally:
         time.sleep(0.2)
@@ -151,9 +151,9 @@ def test_rank_0_at_the_address_of_another_host_says_so_in_time(
     # 192.0.2.0/24 is set aside for documentation: no host has such an address.
     monkeypatch.setattr(fixed, "_OWN_HOST_S", 1.0)
     elsewhere = place(0, free_port(), coordinator_addr="192.0.2.7")
-    with pytest.raises(LaunchError, match=r"rank 0 .* does not reach itself at 192\.0\.2\.7:"):
+    with pytest.raises(LaunchError, match=r"rank 0 waited 1 s .* at 192\.0\.2\.7:.*check the"):
         join(elsewhere, PATIENCE_S)
-    assert not hosting._hosted
+    assert not fixed._hosted
 
 
 def test_a_server_that_says_nothing_is_given_up_at_the_deadline() -> None:
@@ -182,11 +182,11 @@ def test_the_token_of_the_environment_guards_the_team(
     monkeypatch: pytest.MonkeyPatch, token_file: Path
 ) -> None:
     monkeypatch.setenv("EVENER_TOKEN_FILE", str(token_file))
-    with closing(hosting.host(place(0, free_port()), PATIENCE_S)) as hosted:
-        assert hosted.token == b"0123456789abcdef"
+    with closing(fixed.host(place(0, free_port()), PATIENCE_S)) as hosted:
+        assert hosted.where.token == b"0123456789abcdef"
         with pytest.raises(Exception, match="asks for a token, and x has none"):
             CoordinatorLink(
-                f"127.0.0.1:{hosted.port}",
+                hosted.where.address,
                 token=None,
                 member="x",
                 facts={},
@@ -203,20 +203,20 @@ def test_a_coordinator_that_strangers_reach_is_warned_of(
     token_file: Path,
 ) -> None:
     everywhere = place(0, free_port(), coordinator_addr="0.0.0.0", launched_by=launcher)
-    hosting.host(everywhere, PATIENCE_S).close()
+    fixed.host(everywhere, PATIENCE_S).close()
     said = capsys.readouterr().err
     warned = f"warning: anyone who reaches 0.0.0.0 port {everywhere.coordinator_port} can join"
     assert (warned in said) == (launcher != "evener")
     assert said.count("\n") <= 1
-    hosting.host(place(0, free_port(), launched_by=launcher), PATIENCE_S).close()
+    fixed.host(place(0, free_port(), launched_by=launcher), PATIENCE_S).close()
     monkeypatch.setenv("EVENER_TOKEN_FILE", str(token_file))
-    hosting.host(everywhere, PATIENCE_S).close()
+    fixed.host(everywhere, PATIENCE_S).close()
     assert not capsys.readouterr().err
 
 
 def test_a_coordinator_ends_with_the_last_team_that_uses_it() -> None:
     where = place(0, free_port())
-    first, second = hosting.host(where, PATIENCE_S), hosting.host(where, PATIENCE_S)
+    first, second = fixed.host(where, PATIENCE_S), fixed.host(where, PATIENCE_S)
     assert first is second
     first.close()
     socket.create_connection(("127.0.0.1", where.coordinator_port), PATIENCE_S).close()

@@ -53,13 +53,12 @@ def test_traces_of_another_launcher_are_removed_and_the_rest_is_kept():
     base = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GROUP_RANK": "1",
-        "EVENER_STORE_FD": "9",
         "RANK": "7",
         "GROUP_NAME": "mine",
         "HOME": "/home/x",
     }
     environ = environment_of(1, base)
-    assert {"TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK", "EVENER_STORE_FD"}.isdisjoint(environ)
+    assert {"TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"}.isdisjoint(environ)
     assert environ["RANK"] == "1"
     assert (environ["GROUP_NAME"], environ["HOME"]) == ("mine", "/home/x")
     assert environ["EVENER_PARENT_PID"] == str(os.getpid())

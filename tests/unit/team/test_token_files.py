@@ -8,7 +8,7 @@ import pytest
 
 from evener.cli import main
 from evener.errors import ConfigError
-from evener.team.token_files import read_token
+from evener.team.wire import read_token
 
 TOKEN = b"0123456789abcdef"
 

@@ -86,7 +86,7 @@ class DistributedComm(Closing):
         require("config", config, DistributedTrainConfig, remedy)
         check_timeout(timeout_s)
         device = choose_device("auto", config)
-        communicator = connect_team(
+        communicator, _ = connect_team(
             _meeting_place(config),
             AverageBackend.AUTO.value,
             ApplyPolicy.SYNC.value,
@@ -131,7 +131,6 @@ def _meeting_place(config: DistributedTrainConfig) -> DistributedTrainConfig:
                 )
         place = place_in(group)
         return replace(place, backend=config.backend, comm_backend=config.comm_backend)
-    config.check_address()
     if config.world_size > 1 and not config.coordinator_port:
         raise ConfigError(
             f"coordinator_port is 0 for a team of {config.world_size}; give every rank the "

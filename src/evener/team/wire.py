@@ -1,10 +1,17 @@
-"""One connection between two processes: messages are lines of JSON, and bytes may follow one.
+"""What travels between the processes of a team: lines of JSON, perhaps sealed by a token.
 
-Ranks speak to their supervisor over it, and the launchers of several machines to one another.
+Ranks speak to their agent over a ``Channel``, and workers and agents to the coordinator. There the
+token never travels. Both ends derive a key from it and from two numbers, one of each end, that are
+used once. Each message carries an HMAC under that key, of its direction, its place in the order and
+its text. So nobody without the token can connect, speak for the coordinator, or send a message
+again. Messages are not encrypted. Nothing is unpickled.
 """
 
+import hashlib
+import hmac
 import json
 import os
+import secrets
 import selectors
 import socket
 import sys
@@ -13,8 +20,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
+from pathlib import Path
+from stat import S_IMODE
 from typing import Any, Final
 from weakref import WeakSet
+
+from evener.errors import ConfigError
+from evener.files import open_for_reading
+from evener.parsing import Fields, parse_json
+from evener.team.environment import TOKEN_FILE
 
 #: Set by the supervisor of a rank: the descriptor of the rank's end.
 CHANNEL_FD: Final = "EVENER_CHANNEL_FD"
@@ -33,6 +47,13 @@ DONE: Final = "done"
 #: A message. The bytes that belong to it are its ``"payload"``, a ``bytearray``.
 Message = dict[str, Any]
 
+#: Longest message in either direction; model fingerprints and formations are far below.
+MOST_MESSAGE_BYTES: Final = 256 * 1024
+TO_COORDINATOR: Final = "to coordinator"
+FROM_COORDINATOR: Final = "from coordinator"
+
+_SHORTEST_TOKEN: Final = 16
+_LONGEST_TOKEN: Final = 4096
 _CHUNK_BYTES = 1 << 20
 _PAYLOAD_BYTES = "payload_bytes"
 _LOOK_S = 0.5
@@ -74,16 +95,6 @@ class Channel:
     def fileno(self) -> int:
         """Return the descriptor, to wait on."""
         return self._end.fileno()
-
-    @property
-    def own(self) -> tuple[str, int]:
-        """Number and port of this end."""
-        return _number_and_port(self._end.getsockname())
-
-    @property
-    def peer(self) -> tuple[str, int]:
-        """Number and port of the other end; raises OSError when it has gone."""
-        return _number_and_port(self._end.getpeername())
 
     def tell(self, message: Mapping[str, Any], payload: Sequence[memoryview] = ()) -> None:
         """Send a message; one that has gone misses nothing."""
@@ -178,11 +189,6 @@ class Channel:
             yield message
 
 
-def _number_and_port(end: Sequence[Any]) -> tuple[str, int]:
-    # A socket that listens on all addresses gives those of IPv4 in the form of IPv6.
-    return str(end[0]).removeprefix("::ffff:"), int(end[1])
-
-
 def _parse(line: bytes | bytearray) -> Message:
     try:
         message = json.loads(line)
@@ -203,3 +209,109 @@ def _close_all() -> None:
 
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_close_all)
+
+
+# ── messages that the token seals ────────────────────────────────────────────────────────────────
+
+
+def new_nonce() -> str:
+    """Return a number that is used once, in hexadecimal."""
+    return secrets.token_hex(16)
+
+
+class Seal:
+    """The key of one connection, and how many messages have gone and come.
+
+    Args:
+        token: The team's; ``None`` where it has none, and messages travel as they are.
+        nonces: Of the coordinator and of the other end.
+        outgoing: ``TO_COORDINATOR`` or ``FROM_COORDINATOR``.
+    """
+
+    def __init__(self, token: bytes | None, nonces: tuple[str, str], outgoing: str) -> None:
+        text = "evener connection|" + "|".join(nonces)
+        self._key = None if token is None else hmac.digest(token, text.encode(), hashlib.sha256)
+        incoming = {TO_COORDINATOR: FROM_COORDINATOR, FROM_COORDINATOR: TO_COORDINATOR}
+        self._outgoing, self._incoming = outgoing, incoming[outgoing]
+        self._num_sent = self._num_received = 0
+
+    def close(self, message: dict[str, Any]) -> Message:
+        """Return a message as it travels."""
+        if self._key is None:
+            return message
+        body = json.dumps(message)
+        mac = self._mac(self._outgoing, self._num_sent, body)
+        self._num_sent += 1
+        return {"body": body, "mac": mac}
+
+    def open(self, message: Message) -> Fields:
+        """Return what a message says.
+
+        Raises:
+            ValueError: It was not sent by the other end, or not as the next message, or is damaged.
+        """
+        if self._key is None:
+            return Fields(message)
+        fields = Fields(message)
+        body = fields.text("body")
+        mac = self._mac(self._incoming, self._num_received, body)
+        if not hmac.compare_digest(mac.encode(), fields.text("mac").encode()):
+            raise ValueError("its HMAC is not that of the token")
+        self._num_received += 1
+        return Fields(parse_json(body))
+
+    def _mac(self, direction: str, number: int, body: str) -> str:
+        assert self._key is not None
+        text = f"{direction}|{number}|{body}".encode()
+        return hmac.digest(self._key, text, hashlib.sha256).hex()
+
+
+# ── the token ────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_token(path: Path | None) -> bytes:
+    """Return the token of a file, without white space around it; empty without a file.
+
+    Raises:
+        ConfigError: It cannot be read, others can read or change it, or it is too short or long.
+    """
+    if path is None:
+        return b""
+    try:
+        with open_for_reading(path) as stream:
+            status = os.fstat(stream.fileno())
+            token = stream.read(_LONGEST_TOKEN + 1).strip()
+    except OSError as error:
+        raise ConfigError(
+            f"the token file {path} cannot be read ({error.strerror}); name a file with the token"
+        ) from None
+    if sys.platform != "win32":
+        _require_private(path, status)
+    if not _SHORTEST_TOKEN <= len(token) <= _LONGEST_TOKEN:
+        raise ConfigError(
+            f"the token in {path} has {len(token)} bytes; give {_SHORTEST_TOKEN} to "
+            f"{_LONGEST_TOKEN} random ones, such as by "
+            f"`(umask 077; openssl rand -hex 32 > {path})`"
+        )
+    return token
+
+
+def _require_private(path: Path, status: os.stat_result) -> None:
+    mode = S_IMODE(status.st_mode)
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"the token file {path} belongs to another user (uid {status.st_uid}), who can read "
+            f"and change it; use a file of your own with mode 0600, or `chown {os.geteuid()} "
+            f"{path}`"
+        )
+    if mode & 0o077:
+        raise ConfigError(
+            f"the token file {path} is open to other users (mode {mode:04o}); run `chmod 600 "
+            f"{path}`, and make another token if others may have read it"
+        )
+
+
+def read_team_token(environ: Mapping[str, str]) -> bytes | None:
+    """Return what the user or the launcher has all processes of a team know, if anything."""
+    token_file = environ.get(TOKEN_FILE)
+    return read_token(Path(token_file)) if token_file else None

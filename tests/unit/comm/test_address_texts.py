@@ -2,8 +2,8 @@
 
 import pytest
 
+from evener.comm.addresses import parse_address
 from evener.errors import ConfigError
-from evener.team.address import parse_address
 
 
 @pytest.mark.parametrize(
