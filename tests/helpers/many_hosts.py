@@ -168,7 +168,8 @@ class Hosts(ABC):
         """Starts the coordinator on the first host, with other deadlines."""
         program = (
             "from evener.protocol.formation import Deadlines\n"
-            "from evener.team.coordinator import CoordinatorOptions, coordinate\n"
+            "from evener.team.coordinator import coordinate\n"
+            "from evener.team.coordinator_options import CoordinatorOptions\n"
             "coordinate(CoordinatorOptions(\n"
             f"    host={self.addresses[0]!r}, port={self.port}, most={most},\n"
             f"    token={self.token.read_bytes()!r}, deadlines=Deadlines(**{deadlines!r})))\n"
