@@ -277,7 +277,7 @@ class ThreadMembership(Membership):
         self.team, self.member, self._joins = team, member, joins
         self.number, self.most = team.numbers[member], team.most
         self.is_told_to_leave = self.has_left = self.is_closed = False
-        self.phase = "training"
+        self.phase, self.generation = "training", 0
 
     @property
     def is_joining(self) -> bool:
