@@ -15,7 +15,8 @@ from evener.cli import main
 from evener.doctor import diagnosis, pair
 from evener.doctor.host_facts import HostFacts, MeasuredLink
 from evener.doctor.judgement import Problem
-from evener.team.coordinator import CoordinatorOptions, CoordinatorThread
+from evener.team.coordinator_options import CoordinatorOptions
+from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.nodes import DEFAULT_PORT
 from helpers.hosts import HEALTHY, host
 from helpers.launched import Sandbox

@@ -267,9 +267,9 @@ def test_pauses_grow_where_workers_fail_soon(monkeypatch: pytest.MonkeyPatch) ->
     slot = agent._Slot(0)
     pauses = []
     for _ in range(4):
-        assert slot.begin("host") not in pauses
+        assert slot.begin("host", 0) not in pauses
         pauses.append(slot.fail())
     assert pauses == [0.0, 1.0, 2.0, 4.0]
-    slot.begin("host")
+    slot.begin("host", 0)
     now_s += 60.0
     assert slot.fail() == 0.0
