@@ -4,7 +4,6 @@
 ``check`` judges the whole run. ``Namespaces`` and ``LoopbackAliases`` are two kinds of hosts.
 """
 
-import itertools
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
 
@@ -284,7 +284,7 @@ def longest_gap_s(journal: Journal, since_s: float, until_s: float) -> float:
     within = [*before, *(t for t in times if since_s < t < until_s)]
     after = [t for t in times if t >= until_s][:1]
     line = [*within, *after]
-    return max(b - a for a, b in itertools.pairwise(line))
+    return max(b - a for a, b in pairwise(line))
 
 
 def check(journals: Sequence[Journal], *, whole_epochs: int | None = None) -> None:

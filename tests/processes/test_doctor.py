@@ -15,12 +15,12 @@ from evener.cli import main
 from evener.doctor import diagnosis, pair
 from evener.doctor.host_facts import HostFacts, MeasuredLink
 from evener.doctor.judgement import Problem
-from evener.team.coordinator_options import CoordinatorOptions
+from evener.team.coordinator import CoordinatorOptions
 from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.nodes import DEFAULT_PORT
 from helpers.hosts import HEALTHY, host
 from helpers.launched import Sandbox
-from helpers.machines import ADDRESSES, TwoMachines
+from helpers.machines import ADDRESSES, Machines
 from helpers.ports import free_port
 
 HEALTHY_CPU = host(
@@ -73,7 +73,7 @@ def test_two_machines_time_the_cable(sandbox: Sandbox) -> None:
     token = sandbox.token_file("a secret of two machines\n")
     options = (ADDRESSES[0], "--token-file", token, "--json")
     evener = (sys.executable, "-P", "-m", "evener", "doctor")
-    with TwoMachines(rate="100mbit") as machines:
+    with Machines(rate="100mbit") as machines:
         one = sandbox.start(*machines.command(0, *evener, "--listen", *options))
         two = sandbox.start(*machines.command(1, *evener, *options))
         ends = [process.end() for process in (one, two)]
@@ -94,11 +94,10 @@ def test_two_machines_time_the_cable(sandbox: Sandbox) -> None:
 def test_two_machines_that_a_firewall_keeps_apart_say_so(sandbox: Sandbox) -> None:
     token = sandbox.token_file("a secret of two machines\n")
     options = (ADDRESSES[0], "--token-file", token, "--json")
-    soon = (
-        "from evener.team import fixed; fixed._CONNECT_S = 5.0; from evener.cli import main; main()"
-    )
+    soon = "import sys; from evener.cli import main; from evener.team import fixed; "
+    soon += "fixed._CONNECT_S = 5.0; sys.exit(main())"
     evener = (sys.executable, "-P", "-c", soon, "doctor")
-    with TwoMachines() as machines:
+    with Machines() as machines:
         # Machine 1 reaches the coordinator, and nothing else there.
         rule = ("ip", "rule", "add", "prio")
         machines.run(1, *rule, 10, "ipproto", "tcp", "dport", DEFAULT_PORT, "lookup", "main")

@@ -3,7 +3,6 @@
 Each case runs on network namespaces (root), and on addresses of loopback everywhere.
 """
 
-import itertools
 import json
 import os
 import random
@@ -12,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 
-from evener.dashboard.holders import find_holder
 from evener.team.failures import START_AGAIN
 from evener.team.wire import TO_COORDINATOR, Seal
 from helpers.launched import Sandbox
@@ -221,11 +220,11 @@ def test_half_of_the_team_is_cut_off_for_good_and_starts_again_later(sandbox: Sa
     try:
         coordinator = hosts.coordinate_with(4, host_lease_s=lease_s, patience_s=6.0)
         away = hosts.join(1, "--nproc", 2)
-        main = hosts.journal_of(away)
+        hosts.journal_of(away)
         agents = [hosts.join(host) for host in (0, 2)]
         stays, _ = [hosts.journal_of(agent) for agent in agents]
         wait_for_more(stays, size=4)
-        assert main.windows[-1]["main"]
+        assert not any(hosts.journal_of(agent).windows[-1]["main"] for agent in agents)
         began_s = time.monotonic()
         hosts.cut(1)
         wait_for_more(stays, size=2)
@@ -254,24 +253,25 @@ def test_a_main_process_that_was_cut_off_never_writes_into_the_run(
     """All hosts share the files of the run, which is where two main processes would meet."""
     lab = Lab(tmp_path)
     hosts, run = kind(lab.sandbox), lab.path_of()
-    checkpoint = {"every": 5, "keep_last": 3}
+    checkpoint = {"every": 20, "keep_last": 3}
     lab.configure(epochs=9999, checkpoint=checkpoint, eval={"every": 0}, measure=False)
     hosts.script = Path("run.yaml")
     try:
         coordinator = hosts.coordinate("1:2", "--host-lease-s", 4)
         away = hosts.join(1)
-        wait_for(lambda: (run.path / "events.jsonl").exists() and run.of_type("window"))
+        wait_for_events(run, "window")
         stays = hosts.join(0)
-        wait_for(lambda: run.of_type("worker_joined"))
-        before = find_holder(run.path)
+        wait_for_events(run, "worker_joined")
         hosts.cut(1)
-        wait_for(lambda: run.of_type("worker_lost"))
-        wait_for(lambda: find_holder(run.path) not in (None, before))
-        wait_for_steps(run, 20)
+        wait_for_events(run, "worker_lost")
+        wait_for_events(run, "checkpoint", 3)
         hosts.mend(1)
-        wait_for(lambda: len(run.of_type("worker_joined")) == 2)
-        wait_for_steps(run, 20)
-        os.kill(find_holder(run.path) or 0, signal.SIGTERM)
+        wait_for_events(run, "worker_joined")
+        wait_for_events(run, "checkpoint", 3)
+        for child in psutil.Process(stays.process.pid).children():
+            words = child.cmdline()
+            if "run.yaml" in words and "evener.team.standby" not in words:
+                child.terminate()  # the worker, which stops the team
         for ended in (stays.end(), away.end()):
             assert ended.code in (0, 128 + signal.SIGTERM), ended.err
         coordinator.signal(signal.SIGTERM)
@@ -287,9 +287,15 @@ def test_a_main_process_that_was_cut_off_never_writes_into_the_run(
     assert [path.name for path in run.path.parent.iterdir() if path.name[0] != "."] == ["run"]
 
 
-def wait_for_steps(run: RunFolder, count: int) -> None:
-    before = len(run.of_type("window"))
-    wait_for(lambda: len(run.of_type("window")) >= before + count)
+def wait_for_events(run: RunFolder, kind: str, count: int = 1) -> None:
+    """Wait for so many further events, and parse none: a run writes thousands of them."""
+
+    def count_all() -> int:
+        file = run.path / "events.jsonl"
+        return file.read_text().count(f'"type":"{kind}"') if file.exists() else 0
+
+    before = count_all()
+    wait_for(lambda: count_all() >= before + count)
 
 
 # ── who does not belong ──────────────────────────────────────────────────────────────────────────
@@ -351,7 +357,7 @@ def test_strangers_and_damaged_messages_disturb_nobody(sandbox: Sandbox) -> None
 
 def gaps_s(journal: Journal) -> list[float]:
     times = [row["t"] for row in journal.windows]
-    return [b - a for a, b in itertools.pairwise(times)]
+    return [b - a for a, b in pairwise(times)]
 
 
 def ports_of(process: psutil.Process) -> list[int]:
