@@ -89,7 +89,7 @@ class Seat:
         micro_batches: How many it has done.
         phase: What it is doing, in its own words.
         advanced_s: When one of the two changed.
-        named_s: Since when others waited for it when the terminal named it as late.
+        named_s: The value of ``advanced_s`` when the terminal named it as late, in this wait.
         heard_s: When its last heartbeat came, or it arrived.
         troubles: From when on it is lost, and why.
     """
@@ -405,6 +405,11 @@ class Roster:
         seat.heard_s = now_s
         if micro_batches != seat.micro_batches:
             self._paces.append(now_s - seat.advanced_s)
+        if self.is_fixed and phase == WAITING:  # who is late now may have been named before
+            others = self._seats.values()
+            if not any(one.phase == WAITING for one in others):
+                for one in others:
+                    one.named_s = None
         if (micro_batches, phase) != (seat.micro_batches, seat.phase):
             seat.micro_batches, seat.phase, seat.advanced_s = micro_batches, phase, now_s
         renews = seat.activity is Activity.WORKING and self.is_member(member) and not self._over
@@ -564,8 +569,8 @@ class Roster:
         for seat in self._awaited(now_s):
             since_s, silent_s = max(first_s, seat.advanced_s), now_s - seat.heard_s
             is_working = seat.phase not in (WAITING, PARKED) or self._over
-            if is_working and now_s - since_s >= deadline_s and seat.named_s != since_s:
-                seat.named_s = since_s
+            if is_working and now_s - since_s >= deadline_s and seat.named_s != seat.advanced_s:
+                seat.named_s = seat.advanced_s
                 names = [one.member for one in waiting]
                 if self.is_fixed:
                     names = [f"rank {number}" for number in sorted(one.number for one in waiting)]
