@@ -149,7 +149,10 @@ def test_a_sink_is_named_in_yaml_by_an_import_path(
         "max_steps": 2,
         "sample": {"num_tokens": 0},
     }
-    for path, why in (("my_tracking", "import paths"), ("no_such:x", r"sinks\[0\] is 'no_such:x'")):
+    for path, why in (
+        ("my_tracking", r"sinks\.0 is 'my_tracking'"),
+        ("no_such:x", r"sinks\[0\] is 'no_such:x'"),
+    ):
         with pytest.raises(ConfigError, match=f"sinks.*{why}|{why}"):
             pretrain({**keys, "sinks": [path]}, quiet=True)
     result = pretrain({**keys, "sinks": ["my_tracking:File"]}, quiet=True)

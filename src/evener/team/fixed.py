@@ -135,7 +135,15 @@ def meet(
 
 def meeting_key(environment: DistributedTrainConfig) -> str:
     """Return a text for the place at which ranks meet, by which they count their teams."""
+    if given := _launchers_coordinator(environment):
+        return given
     return f"{environment.coordinator_addr} {environment.coordinator_port}"
+
+
+def _launchers_coordinator(environment: DistributedTrainConfig) -> str:
+    """Return ``HOST:PORT`` of the coordinator that evener's launcher has; empty without one."""
+    is_launchers = environment.launched_by == "evener" and ELASTIC not in os.environ
+    return os.environ.get(COORDINATOR, "") if is_launchers else ""
 
 
 @contextmanager
@@ -246,8 +254,8 @@ class _Meeting(Closing):
 
     def _find(self) -> Whereabouts:
         """Return where the coordinator is, which this rank may have to host."""
-        environment, given = self._environment, os.environ.get(COORDINATOR)
-        if given and ELASTIC not in os.environ and environment.launched_by == "evener":
+        environment = self._environment
+        if given := _launchers_coordinator(environment):
             return Whereabouts(given, read_team_token(os.environ), None)
         if environment.agent_store:
             self._store = self._store or _AgentStore(environment, self._place.team, self._left_s)
