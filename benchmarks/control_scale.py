@@ -169,7 +169,7 @@ def measure_virtual(num_members: int) -> list[dict[str, Any]]:
         team.leave_generation(name, 1)
     note("join", team.wait_for(2))
     team.alive.pop("host-1/0")
-    team.call("process", "host-1/0", ProcessState.GONE)
+    team.call("process", "host-1/0", ProcessState.GONE, "killed by SIGKILL")
     note("death", team.wait_for(3))
     for name in list(team.alive)[1::2]:
         team.alive.pop(name)

@@ -15,6 +15,9 @@ import pytest
 from helpers.limits import PATIENCE_S
 from helpers.source import ROOT
 
+#: Smoke runs: they take minutes in all, so they run with --all.
+pytestmark = pytest.mark.long
+
 FOLDER = ROOT / "benchmarks"
 CORPUS = {f"part{n}.txt": "".join(f"line {i} of text {n}\n" for i in range(400)) for n in range(3)}
 
