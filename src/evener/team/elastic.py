@@ -47,7 +47,7 @@ class CoordinatorLink(CoordinatorConnection):
             end of the route to the coordinator.
         place: The place in a fixed team; ``None`` in an elastic one. A fixed team has no leases, so
             there are no heartbeats. It needs its coordinator only to form groups, so a connection
-            that ends is not made again.
+            that ends stays closed.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class CoordinatorLink(CoordinatorConnection):
     def declare(self, phase: str, done: int = 0) -> str:
         """Say what this worker is doing, with its next heartbeat; costs nothing.
 
-        A rank of a fixed team tells of long waits alone.
+        A rank of a fixed team reports only long waits.
 
         Args:
             phase: ``TRAINING``, ``WAITING`` for others in an exchange, or in its own words, such as
@@ -403,9 +403,8 @@ class CoordinatorLink(CoordinatorConnection):
     def _absent(self) -> EvenerError:
         if self._place is None:
             return super()._absent()
-        waited_s = lease_clock.now_s() - self._heard_s
         return LaunchError(
-            f"rank {self._place.rank} waited {waited_s:.0f} s for the coordinator of its "
+            f"rank {self._place.rank} waited {self._timeout_s:.0f} s for the coordinator of its "
             f"team at {self.address} ({self._why}): start rank 0 there, and check the address "
             "(MASTER_ADDR), the port and the firewall between the hosts"
         )
