@@ -215,7 +215,7 @@ class MemoryWatch:
     """Tells whether memory was short when a process was killed.
 
     Args:
-        root: Where ``proc`` is.
+        root: Where ``proc`` and ``sys`` are.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -238,13 +238,25 @@ class MemoryWatch:
         return self.look() or self._count_kills() > self._kills
 
     def _count_kills(self) -> int:
-        """Return the kernel's counter, of all control groups."""
+        """Return the kernel's counter: of our control group, else of the machine."""
+        for line in _text(self._root / "proc/self/cgroup").splitlines():
+            _, controller, path = line.split(":", 2)
+            name = {"": "memory.events", "memory": "memory.oom_control"}.get(controller)
+            tree = self._root / "sys/fs/cgroup" / controller
+            # A container sees its own group as the top, whatever the path says.
+            for group in (tree / path.lstrip("/"), tree) if name else ():
+                if (count := _numbers(group / str(name)).get("oom_kill")) is not None:
+                    return count
         return _numbers(self._root / "proc/vmstat").get("oom_kill", 0)
 
 
 def _numbers(path: Path) -> dict[str, int]:
+    lines = (line.split() for line in _text(path).splitlines())
+    return {name: int(number) for name, number, *_ in lines}
+
+
+def _text(path: Path) -> str:
     try:
-        text = read_file(path, most_bytes=_MOST_BYTES).decode()
+        return read_file(path, most_bytes=_MOST_BYTES).decode()
     except OSError:
-        return {}
-    return {name: int(number) for name, number, *_ in map(str.split, text.splitlines())}
+        return ""

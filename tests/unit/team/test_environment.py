@@ -211,7 +211,10 @@ def test_a_batch_script_may_choose_where_to_meet():
     ("changes", "expected"),
     [
         ({"SLURM_GTIDS": "0,1,2,3"}, 4),
+        ({"SLURM_GTIDS": None, "SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, 2),
+        ({"SLURM_GTIDS": None, "SLURM_TASKS_PER_NODE": "3(x3)"}, 3),
         ({"SLURM_GTIDS": None}, 2),  # nothing known: at least those up to this one
+        ({"SLURM_GTIDS": None, "SLURM_TASKS_PER_NODE": "nonsense"}, 2),
     ],
 )
 def test_tasks_on_the_node(changes, expected):
