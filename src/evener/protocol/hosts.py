@@ -37,7 +37,6 @@ class Hosts:
 
     nnodes: int
     _nodes: dict[str, Host] = field(default_factory=dict)
-    _is_complete: bool = False
 
     def arrive(self, agent: str, node: Host) -> str:
         """Take in a host.
@@ -62,8 +61,11 @@ class Hosts:
                 f"{self.nnodes - 1}, each differently"
             )
         self._nodes[agent] = node
-        self._is_complete |= len(self._nodes) == self.nnodes
         return ""
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._nodes) == self.nnodes
 
     def depart(self, agent: str) -> Host | None:
         """Note that a host has gone; return it if the team had begun."""

@@ -338,16 +338,20 @@ class Agent:
     def _heed_requests(self) -> None:
         for signum in self._requests.take():
             if self._deadline is None:
-                self._stop(signum)
+                self._stop_everywhere(signum)
             elif signum == signal.SIGINT and not self._killed:
                 self._stop_signal = self._stop_signal or signum
                 self._kill("interrupted again")
 
-    def _stop(self, signum: signal.Signals, why: str = "") -> None:
+    def _stop_everywhere(self, signum: signal.Signals, why: str = "") -> None:
         """Ask the workers to stop, and in a fixed team those of other hosts."""
-        self._stop_signal = signum
         if self._is_fixed:
             self._connection.relay({"stop": int(signum)})
+        self._stop(signum, why)
+
+    def _stop(self, signum: signal.Signals, why: str = "") -> None:
+        """Ask the workers of this host to stop."""
+        self._stop_signal = signum
         self._drop_standby()
         alive = len(self._at_work)
         asked = (
@@ -482,7 +486,7 @@ class Agent:
             if signum is None or child.signals:
                 continue
             if self._deadline is None:
-                self._stop(signum, f"{child.who} has stopped ({signum.name})")
+                self._stop_everywhere(signum, f"{child.who} has stopped ({signum.name})")
             if self._stop_signal is not None:  # else another rank has failed before
                 child.signals.add(signum)
 
@@ -506,7 +510,7 @@ class Agent:
             self._settles_at = time.monotonic() + _SETTLE_S
         return self._settles_at is not None and time.monotonic() >= self._settles_at
 
-    # ── an elastic team goes on ──────────────────────────────────────────────────────────────────
+    # ── an elastic team continues ────────────────────────────────────────────────────────────────
 
     def _keep_going(self) -> None:
         """Replace workers of an elastic team that have failed, and end those that linger."""
