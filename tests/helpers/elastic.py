@@ -274,10 +274,10 @@ class ThreadMembership(Membership):
     is_elastic = True
 
     def __init__(self, team: ElasticThreads, member: str, *, joins: bool) -> None:
+        super().__init__(team.numbers[member], team.most)
         self.team, self.member, self._joins = team, member, joins
-        self.number, self.most = team.numbers[member], team.most
         self.is_told_to_leave = self.has_left = self.is_closed = False
-        self.phase, self.generation = "training", 0
+        self.phase = "training"
 
     @property
     def is_joining(self) -> bool:

@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from evener.data.fetching import RemoteTraceback
 from evener.errors import LaunchError, UsageError, WorkerError
@@ -22,7 +22,7 @@ from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.handle import Run
 from evener.managed.trained import TrainedState, unpack_trained
 from evener.managed.travel import pack
-from evener.team.agent import ANOTHER_PROGRAM, Agent
+from evener.team.agent import ANOTHER_PROGRAM, Agent, JoinedTeam, Wishes
 from evener.team.failures import RankRecord, first_failure
 from evener.team.launch import LaunchPlan, open_team
 from evener.team.wire import DONE, JOINED, JOINING, Message
@@ -155,11 +155,12 @@ class ProcessRun(Run):
                     WORKER,
                     team,
                     self._requests,
+                    hear=self._told.put,
+                    has_begun=self._note_start,
                     environ=worker_environment(),
                     handed={JOB_FD: self._job.fileno()},
                     max_failures=plan.max_failures,
                 )
-                self._agent.report_to(self._told.put, self._note_start)
                 self._agent.run()
         except BaseException as error:
             self._agent_error = error  # raised where the run is joined
@@ -260,12 +261,35 @@ class ManagedAgent(Agent):
     """An agent whose workers are told what to do by messages, and tell what they have done.
 
     In a fixed team, those that are left when one has failed keep their model: one is asked for it.
+
+    Args:
+        command: See ``Agent``.
+        team: See ``Agent``.
+        requests: See ``Agent``.
+        hear: Is told all that workers tell.
+        has_begun: Is called when all have been started, and at each event after.
+        environ: See ``Agent``.
+        handed: See ``Agent``.
+        max_failures: See ``Agent``.
     """
 
     stdin = subprocess.DEVNULL
 
-    def report_to(self, hear: Any, has_begun: Any) -> None:
-        """Say who hears what workers tell, and that they have been started."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        team: JoinedTeam,
+        requests: Wishes,
+        *,
+        hear: Callable[[Message], object],
+        has_begun: Callable[[], object] = lambda: None,
+        environ: Mapping[str, str] | None = None,
+        handed: Mapping[str, int] | None = None,
+        max_failures: int = 0,
+    ) -> None:
+        super().__init__(
+            command, team, requests, environ=environ, handed=handed, max_failures=max_failures
+        )
         self._hear, self._tell_begun = hear, has_begun
         self._is_failing = self._is_leaving = self._has_state = False
         self._asked: Child | None = None  # for its state

@@ -75,11 +75,11 @@ class ElasticMembership(Membership):
         timeout_s: float,
         gpu: ExchangeFacts | None = None,
     ) -> None:
-        self.member, self.most, self.generation = link.member, most, 0
         self._link, self._shares_memory, self._timeout_s = link, shares_memory, timeout_s
         self._host, port = parse_address(address, "EVENER_COORDINATOR")
         self._port, self._gpu = port or 0, gpu
-        self.number = self._await_number()
+        super().__init__(self._await_number(most), most, link)
+        self.member = link.member
         self._joins = link.generation > 0
         #: Of the generation: torch keeps no reference to a store that is written in Python.
         self._store: Any = None
@@ -92,7 +92,7 @@ class ElasticMembership(Membership):
         interrupts = StopSignals([signal.SIGINT], max_interrupts=0)
         self._interrupts = self._handlers.enter_context(interrupts)
 
-    def _await_number(self) -> int:
+    def _await_number(self, most: int) -> int:
         """Return this worker's number, once it is known whether the team has begun.
 
         The number of a lost member is free a moment after it is lost. A coordinator that has just
@@ -102,13 +102,13 @@ class ElasticMembership(Membership):
         patience_s = deadlines.lease_s + deadlines.connect_s
         if not link.await_number(patience_s):
             why = (
-                f"it has {self.most} workers, the most that it was started for, and none has "
+                f"it has {most} workers, the most that it was started for, and none has "
                 "ended; wait until one has, or start the team with a larger MAX"
                 if link.number == NO_NUMBER
                 else "the coordinator has not said whether it has begun; start this worker again"
             )
             raise LaunchError(
-                f"{self.member} cannot join the team at {self._host}:{self._port} within "
+                f"{link.member} cannot join the team at {self._host}:{self._port} within "
                 f"{patience_s:g} s (lease_s + connect_s): {why}"
             )
         return link.number
@@ -288,10 +288,6 @@ class ElasticMembership(Membership):
             if is_late:
                 return ""
             time.sleep(_PAUSE_S)
-
-    def declare(self, phase: str, done: int = 0) -> str:
-        """Tell the coordinator, with the next heartbeat."""
-        return self._link.declare(phase, done)
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Tell the coordinator, which compares."""

@@ -35,8 +35,8 @@ def test_workers_of_an_abandoned_run_are_killed_without_a_word(
         AgentConnection(address, token=None) as connection,
     ):
         team = JoinedTeam(address=address, token_file=None, connection=connection, nproc=1)
-        agent = ManagedAgent([sys.executable, "-I", "-S", "-c", WORKER], team, requests)
-        agent.report_to(abandon, lambda: None)
+        command = [sys.executable, "-I", "-S", "-c", WORKER]
+        agent = ManagedAgent(command, team, requests, hear=abandon)
         agent.run()
     assert [child.code for child in agent.workers] == [-signal.SIGKILL]
     assert capfd.readouterr().err == ""
