@@ -546,12 +546,15 @@ def coordinator(
     ] = "127.0.0.1",
     token_file: _TokenFile = None,
     ledger: Annotated[
-        Path | None, Option(help="File from which it goes on when it is started again.")
+        Path | None, Option(help="File from which a restarted coordinator continues.")
     ] = None,
     timeout_s: Annotated[float, Option(help="Longest wait for workers.")] = DEFAULT_TIMEOUT_S,
     host_lease_s: Annotated[
         float, Option(help="A machine silent for so long is lost.")
     ] = Deadlines().host_lease_s,
+    patience_s: Annotated[
+        float, Option(help="Longest wait of workers for a coordinator that does not answer.")
+    ] = Deadlines().patience_s,
 ) -> int:
     """Decide who is in an elastic team; evener launch starts one by itself."""
     from evener.team.coordinator import coordinate
@@ -567,7 +570,9 @@ def coordinator(
             least=least,
             most=most,
             token=read_token(token_file) or None,
-            deadlines=Deadlines(timeout_s=timeout_s, host_lease_s=host_lease_s),
+            deadlines=Deadlines(
+                timeout_s=timeout_s, host_lease_s=host_lease_s, patience_s=patience_s
+            ),
             ledger=ledger,
         )
     )

@@ -5,12 +5,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from evener.comm.addresses import LOOPBACK
 from evener.protocol.formation import Deadlines
 from evener.team.coordinator import Coordinator
-from evener.team.coordinator_options import CoordinatorOptions
+from evener.team.coordinator_options import CoordinatorOptions, listen
 from helpers.limits import PATIENCE_S
+
+
+def opened(**options: Any) -> Coordinator:
+    """A coordinator whose port is open."""
+    chosen = CoordinatorOptions(**options)
+    return Coordinator(chosen, listen(chosen))
 
 
 @contextmanager
@@ -40,7 +47,7 @@ def serving(
 
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: bugs.append(context))
-        coordinator = Coordinator(options)
+        coordinator = Coordinator(options, listen(options))
         started.append((coordinator, asyncio.get_running_loop()))
         ready.set()
         await coordinator.serve()

@@ -161,20 +161,7 @@ class Hosts(ABC):
     def coordinate(self, *options: object) -> Running:
         """Starts the coordinator on the first host, by the command line."""
         own = ("--bind", self.address, "--token-file", self.token)
-        running = self.evener(0, "coordinator", *own, *options)
-        return running
-
-    def coordinate_with(self, most: int, **deadlines: float) -> Running:
-        """Starts the coordinator on the first host, with other deadlines."""
-        program = (
-            "from evener.protocol.formation import Deadlines\n"
-            "from evener.team.coordinator import coordinate\n"
-            "from evener.team.coordinator_options import CoordinatorOptions\n"
-            "coordinate(CoordinatorOptions(\n"
-            f"    host={self.addresses[0]!r}, port={self.port}, most={most},\n"
-            f"    token={self.token.read_bytes()!r}, deadlines=Deadlines(**{deadlines!r})))\n"
-        )
-        return self.start(0, sys.executable, "-P", "-c", program)
+        return self.evener(0, "coordinator", *own, *options)
 
     def processes_of(self, host: int) -> list[psutil.Process]:
         """What runs on a host for a team: agents, and all that they have started."""

@@ -15,7 +15,7 @@ from evener.cli import main
 from evener.doctor import diagnosis, pair
 from evener.doctor.host_facts import HostFacts, MeasuredLink
 from evener.doctor.judgement import Problem
-from evener.team.coordinator import CoordinatorOptions
+from evener.team.coordinator import CoordinatorOptions, listen
 from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.nodes import DEFAULT_PORT
 from helpers.hosts import HEALTHY, host
@@ -149,7 +149,8 @@ def test_another_token_is_refused(
     token = tmp_path / "token"
     token.write_text("a secret of another team\n")
     token.chmod(0o600)
-    with closing(CoordinatorThread(CoordinatorOptions(most=2, token=b"the secret there"))) as there:
+    options = CoordinatorOptions(most=2, token=b"the secret there")
+    with closing(CoordinatorThread(options, listen(options))) as there:
         assert main(["doctor", f"127.0.0.1:{there.port}", "--token-file", str(token)]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "problem between: " in out

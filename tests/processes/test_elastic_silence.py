@@ -125,16 +125,10 @@ def test_a_machine_whose_link_goes_down_is_left_behind_and_stops(sandbox: Sandbo
     sandbox.environ["POLICY"] = "sync"
     (token := sandbox.folder / "token").write_text("0" * 32)
     token.chmod(0o600)
-    serve = (
-        "from evener.protocol.formation import Deadlines\n"
-        "from evener.team.coordinator import coordinate\n"
-        "from evener.team.coordinator_options import CoordinatorOptions\n"
-        "coordinate(CoordinatorOptions(\n"
-        f"    host={ADDRESSES[0]!r}, port=29600, most=2, token={token.read_bytes()!r},\n"
-        "    deadlines=Deadlines(patience_s=5.0)))\n"
-    )
     with Machines() as machines:
-        coordinator = sandbox.start(*machines.command(0, sys.executable, "-P", "-c", serve))
+        serve = ("coordinator", "1:2", "--bind", f"{ADDRESSES[0]}:29600", "--patience-s", 5)
+        command = (sys.executable, "-P", "-m", "evener", *serve, "--token-file", token)
+        coordinator = sandbox.start(*machines.command(0, *command))
         running = []
         join = (sys.executable, "-P", "-m", "evener", "join", f"{ADDRESSES[0]}:29600", script)
         for node, log in enumerate(logs):

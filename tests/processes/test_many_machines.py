@@ -218,7 +218,7 @@ def test_half_of_the_team_is_cut_off_for_good_and_starts_again_later(sandbox: Sa
     """With the main process. The coordinator is on the other side, which continues."""
     hosts, lease_s = Namespaces(sandbox), 4.0
     try:
-        coordinator = hosts.coordinate_with(4, host_lease_s=lease_s, patience_s=6.0)
+        coordinator = hosts.coordinate("1:4", "--host-lease-s", lease_s, "--patience-s", 6)
         away = hosts.join(1, "--nproc", 2)
         hosts.journal_of(away)
         agents = [hosts.join(host) for host in (0, 2)]

@@ -89,6 +89,18 @@ def bind(host: str, port: int, backlog: int = 0) -> socket.socket:
     return _bound(family, "", port, backlog)
 
 
+def is_own(host: str) -> bool:
+    """Return whether a name or number leads to this machine: one can listen there."""
+    try:
+        for number in numbers_of(host):
+            with suppress(OSError):
+                _bound(socket.AF_INET6 if ":" in number else socket.AF_INET, number, 0, 0).close()
+                return True
+    except (OSError, UnicodeError):  # unknown here
+        pass
+    return False
+
+
 def open_port(host: str, port: int, *, program: str, is_guarded: bool) -> socket.socket:
     """Return a TCP socket that listens on a host: on loopback alone, unless visitors need a token.
 
@@ -100,7 +112,7 @@ def open_port(host: str, port: int, *, program: str, is_guarded: bool) -> socket
 
     Raises:
         ConfigError: The program would listen on other than loopback without a token.
-        LaunchError: The port is in use, or not allowed.
+        LaunchError: The port is in use, or not allowed; its cause is the OSError.
     """
     exposed = ConfigError(
         f"{program} on {host} would answer every machine that reaches it; give --token-file FILE, "
@@ -114,7 +126,7 @@ def open_port(host: str, port: int, *, program: str, is_guarded: bool) -> socket
         raise LaunchError(
             f"{program} cannot listen on {host} port {port} ({error.strerror}): end the program "
             "that uses it, or give another port"
-        ) from None
+        ) from error
     if not is_guarded and listens_everywhere(listening):  # the name of loopback is unknown here
         listening.close()
         raise exposed
@@ -215,7 +227,7 @@ def parse_address(address: object, name: str, *, may_bind: bool = False) -> tupl
         The host, without brackets, and the port where there is one.
 
     Raises:
-        ConfigError: It is no text, no host, stands for every address, or the port is none.
+        ConfigError: It is not text, not a host, stands for every address, or has an invalid port.
     """
     if not isinstance(address, str):
         raise ConfigError(f"{name} is {address!r}; give a name or an IP address as text")

@@ -76,7 +76,7 @@ class ControlPage:
         """Return the descriptor of a new page, all zero.
 
         Raises:
-            OSError: There is no memory for it, or the kernel refuses such files.
+            OSError: Memory is exhausted, or the kernel refuses such files.
         """
         descriptor = create_file("evener-control")
         try:

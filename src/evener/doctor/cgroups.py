@@ -35,7 +35,7 @@ def read_group_limits(root: Path = Path("/")) -> GroupLimits:
     groups = [root / "sys/fs/cgroup" / group for group in (own, *own.parents)]
     cpus, free, processes = [], [], []
     for group in groups:
-        with suppress(ValueError, ZeroDivisionError):  # "max" is no limit
+        with suppress(ValueError, ZeroDivisionError):  # "max" means no limit
             quota, period = map(int, _read(group / "cpu.max").split())
             cpus.append(quota / period)
         with suppress(ValueError):

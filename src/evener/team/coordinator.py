@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
 from evener import lease_clock
-from evener.comm.addresses import end_when_unreachable, is_loopback, open_port
+from evener.comm.addresses import end_when_unreachable, is_loopback
 from evener.parsing import Fields, parse_json, short
 from evener.protocol.formation import (
     NO_NUMBER,
@@ -34,7 +34,7 @@ from evener.protocol.formation import (
 )
 from evener.protocol.hosts import Host, Hosts
 from evener.protocol.roster import Roster
-from evener.team.coordinator_options import TICK_S, CoordinatorOptions
+from evener.team.coordinator_options import TICK_S, CoordinatorOptions, listen
 from evener.team.host import remedy_of_shortage
 from evener.team.ledger import Ledger, LedgerEntry
 from evener.team.terminal import say
@@ -102,7 +102,7 @@ def coordinate(options: CoordinatorOptions) -> int:
     """
 
     async def run() -> None:
-        coordinator = Coordinator(options)
+        coordinator = Coordinator(options, listen(options))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, coordinator.stop)
@@ -182,23 +182,13 @@ class Coordinator:
         tick_s: How often it looks what is due. Fixed teams form by events alone.
 
     Raises:
-        ConfigError: The coordinator would listen on other than loopback without a token, or its
-            ledger is in use, damaged or another team's.
-        LaunchError: The port is in use or not allowed.
+        ConfigError: The ledger is in use, damaged or another team's.
     """
 
     def __init__(
-        self,
-        options: CoordinatorOptions,
-        listening: socket.socket | None = None,
-        *,
-        tick_s: float = TICK_S,
+        self, options: CoordinatorOptions, listening: socket.socket, *, tick_s: float = TICK_S
     ) -> None:
-        is_guarded = options.token is not None
-        self._socket = listening or open_port(
-            options.host, options.port, program="the coordinator", is_guarded=is_guarded
-        )
-        self._tick_s = tick_s
+        self._socket, self._tick_s = listening, tick_s
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self.options = options

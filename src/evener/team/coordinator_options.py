@@ -1,11 +1,12 @@
 """How a coordinator is started."""
 
 import math
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from evener.comm.addresses import LOOPBACK
+from evener.comm.addresses import LOOPBACK, open_port
 from evener.errors import ConfigError
 from evener.protocol.formation import Deadlines
 
@@ -41,11 +42,27 @@ class CoordinatorOptions:
     def __post_init__(self) -> None:
         if not 0 < self.deadlines.timeout_s < math.inf:
             raise ConfigError(
-                f"--timeout-s is {self.deadlines.timeout_s:g}; give the seconds that workers wait "
+                f"--timeout-s is {self.deadlines.timeout_s:g}; give the seconds that workers "
                 "for one another, more than 0"
+            )
+        if not 0 < self.deadlines.patience_s < math.inf:
+            raise ConfigError(
+                f"--patience-s is {self.deadlines.patience_s:g}; give the seconds that workers "
+                "wait for a coordinator that does not answer, more than 0"
             )
         if not self.deadlines.lease_s <= self.deadlines.host_lease_s < math.inf:
             raise ConfigError(
                 f"--host-lease-s is {self.deadlines.host_lease_s:g}; give the seconds after which "
                 f"a silent machine is lost, at least {self.deadlines.lease_s:g} (lease_s)"
             )
+
+
+def listen(options: CoordinatorOptions) -> socket.socket:
+    """Return a socket that listens where the coordinator is to be.
+
+    Raises:
+        ConfigError: It would listen on other than loopback without a token.
+        LaunchError: The port is in use, or not allowed; its cause is the OSError.
+    """
+    is_guarded = options.token is not None
+    return open_port(options.host, options.port, program="the coordinator", is_guarded=is_guarded)

@@ -1,7 +1,7 @@
 """A coordinator on a thread of an agent or of rank 0.
 
-Neither loads what only a coordinator needs, such as asyncio, before it has gone on itself: the
-thread does, while the port listens already.
+The thread loads what only a coordinator needs, such as asyncio, while the port listens already:
+neither an agent nor rank 0 waits for that.
 """
 
 import socket
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Final, final
 
 from evener.closing import Closing
-from evener.comm.addresses import open_port
 from evener.team.coordinator_options import TICK_S, CoordinatorOptions
 from evener.team.host import remedy_of_shortage
 from evener.team.terminal import say
@@ -29,26 +28,12 @@ class CoordinatorThread(Closing):
 
     Attributes:
         port: Where it listens.
-
-    Raises:
-        ConfigError: The coordinator would listen on other than loopback without a token.
-        LaunchError: The port is in use or not allowed.
     """
 
     def __init__(
-        self,
-        options: CoordinatorOptions,
-        listening: socket.socket | None = None,
-        *,
-        tick_s: float = TICK_S,
+        self, options: CoordinatorOptions, listening: socket.socket, *, tick_s: float = TICK_S
     ) -> None:
-        self._options, self._tick_s = options, tick_s
-        self._socket = listening or open_port(
-            options.host,
-            options.port,
-            program="the coordinator",
-            is_guarded=options.token is not None,
-        )
+        self._options, self._tick_s, self._socket = options, tick_s, listening
         self.port: int = self._socket.getsockname()[1]
         self._is_ready = threading.Event()
         self._stop: Callable[[], object] = lambda: None

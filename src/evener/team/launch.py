@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from evener.comm.addresses import LOOPBACK, bind, check_port, join_address, parse_address
+from evener.comm.addresses import LOOPBACK, bind, check_port, is_own, join_address, parse_address
 from evener.errors import ConfigError, LaunchError, RunEndedError
 from evener.protocol.formation import Deadlines, read_team_limits
 from evener.team.agent import MAX_FAILURES, Agent, JoinedTeam, run_has_ended
 from evener.team.child import run_child
 from evener.team.connection import AgentConnection
-from evener.team.coordinator_options import CoordinatorOptions
+from evener.team.coordinator_options import CoordinatorOptions, listen
 from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.environment import ADDRESS, TOKEN_FILE
 from evener.team.nodes import DEFAULT_TIMEOUT_S, Nodes
@@ -230,26 +230,19 @@ def _host_coordinator(options: CoordinatorOptions, nodes: Nodes | None) -> Coord
     """Start the coordinator, if this is its host."""
     if nodes is not None and nodes.number:
         return None
-    if nodes is not None and nodes.number is None:
-        try:  # the machine that has the address hosts it, and of several agents there the first
-            _bind_exactly(options.host, options.port).close()
-        except OSError as error:
-            if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-                return None
-    return CoordinatorThread(options)
-
-
-def _bind_exactly(host: str, port: int) -> socket.socket:
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    bound = socket.socket(family, kind)
+    # Where nobody has said so, the machine that has the address hosts it, and of several agents
+    # there the first.
+    is_unsaid = nodes is not None and nodes.number is None
+    if is_unsaid and not is_own(options.host):
+        return None
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen()  # also finds a listener that shares the port
-    except BaseException:
-        bound.close()
+        listening = listen(options)
+    except LaunchError as error:
+        cause = error.__cause__
+        if is_unsaid and isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
+            return None
         raise
-    return bound
+    return CoordinatorThread(options, listening)
 
 
 def _reserve_port(plan: LaunchPlan) -> socket.socket:

@@ -34,7 +34,7 @@ from evener.protocol.roster import Roster
 from evener.team import coordinator as coordinator_module
 from evener.team import elastic
 from evener.team.connection import AgentConnection
-from evener.team.coordinator import Coordinator, Visitor
+from evener.team.coordinator import Visitor
 from evener.team.coordinator_options import CoordinatorOptions
 from evener.team.elastic import CoordinatorLink
 from evener.team.elastic_membership import ElasticMembership
@@ -472,7 +472,7 @@ def test_nothing_is_written_to_a_connection_that_has_ended() -> None:
 @pytest.mark.parametrize("rounds", range(5))
 def test_connections_that_come_as_the_coordinator_ends_are_closed(rounds: int) -> None:
     """``rounds`` of its loop after it was told to end."""
-    coordinator = Coordinator(CoordinatorOptions(most=2))
+    coordinator = coordinators.opened(most=2)
 
     async def end(stack: ExitStack) -> list[socket.socket]:
         served = asyncio.create_task(coordinator.serve())
@@ -536,9 +536,11 @@ def _damaged(noise: random.Random, message: dict[str, object]) -> dict[str, obje
 
 def test_impossible_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the coordinator on 0\.0\.0\.0 would .* --token-file"):
-        Coordinator(CoordinatorOptions(host="0.0.0.0", most=2))
+        coordinators.opened(host="0.0.0.0", most=2)
     with pytest.raises(ConfigError, match=r"--timeout-s is -5; give the seconds"):
         CoordinatorOptions(most=2, deadlines=Deadlines(timeout_s=-5.0))
+    with pytest.raises(ConfigError, match=r"--patience-s is 0; give the seconds"):
+        CoordinatorOptions(most=2, deadlines=Deadlines(patience_s=0.0))
     with pytest.raises(ConfigError, match=r"--host-lease-s is 1; give .* at least 3 \(lease_s\)"):
         CoordinatorOptions(most=2, deadlines=Deadlines(host_lease_s=1.0))
 
@@ -629,7 +631,7 @@ def test_a_ledger_that_is_damaged_or_of_another_team_is_refused(
     ledger = tmp_path / "ledger.json"
     ledger.write_text(content)
     with pytest.raises(ConfigError, match=f"ledger.json cannot be used: .*{why}") as caught:
-        Coordinator(CoordinatorOptions(least=1, most=2, ledger=ledger))
+        coordinators.opened(least=1, most=2, ledger=ledger)
     assert "remove the file to begin a new team" in str(caught.value)
     assert ledger.read_text() == content
 
@@ -640,9 +642,9 @@ def test_one_coordinator_has_a_ledger_at_a_time(tmp_path: Path) -> None:
         serving(ledger=ledger),
         pytest.raises(ConfigError, match="another coordinator has the ledger"),
     ):
-        Coordinator(CoordinatorOptions(most=2, ledger=ledger))
+        coordinators.opened(most=2, ledger=ledger)
     with pytest.raises(ConfigError, match="give a file in a folder that exists"):
-        Coordinator(CoordinatorOptions(most=2, ledger=tmp_path / "none" / "ledger.json"))
+        coordinators.opened(most=2, ledger=tmp_path / "none" / "ledger.json")
 
 
 def test_a_ledger_that_cannot_be_written_ends_no_team(
@@ -702,7 +704,7 @@ def test_a_name_that_is_not_known_yet_is_tried_again(monkeypatch: pytest.MonkeyP
 
 
 def test_both_ends_of_a_connection_notice_a_machine_that_is_gone() -> None:
-    coordinator = Coordinator(CoordinatorOptions(most=2))
+    coordinator = coordinators.opened(most=2)
     seen: list[socket.socket] = []
 
     async def connect() -> None:
