@@ -243,7 +243,10 @@ def _check_complete(run: ManagedRun) -> None:
     for name, others in _NEEDED.items():
         if getattr(run, name) != default[name] and not any(getattr(run, o) for o in others):
             needed = " or ".join(others)
-            raise ConfigError(f"{name} is given without {needed} and would do nothing; give both")
+            raise ConfigError(
+                f"{name} is given without {needed} and would do nothing; give {needed} as well, or "
+                f"leave {name} out"
+            )
 
 
 def _check_folders(run: ManagedRun) -> None:
