@@ -19,11 +19,13 @@ from helpers.forking import Zygote
 from helpers.launched import QUICK
 
 if TYPE_CHECKING:
-    from helpers.clocks import RankClocks
+    pass
 
 # The same examples in every run: what fails, fails for everybody. No deadline: machines are busy.
-# `--hypothesis-profile=search` looks for new examples.
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+# --all tries more of them, `--hypothesis-profile=search` looks for new ones.
+REPEATABLE = {"deadline": None, "derandomize": True, "database": None}
+hypothesis.settings.register_profile("repeatable", **REPEATABLE, max_examples=40)
+hypothesis.settings.register_profile("all", **REPEATABLE, max_examples=400)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("repeatable")
 
@@ -42,7 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all"):
+        hypothesis.settings.load_profile("all")
     leaks.mark_descendants()
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(QUICK), *([before] if before else [])])
@@ -109,14 +113,6 @@ def no_orphans() -> Iterator[None]:
 def same_seeds(no_leaks: None) -> None:
     """Seeds random, numpy and torch with 0."""
     leaks.seed_everything(0)
-
-
-@pytest.fixture
-def rank_clocks(monkeypatch: pytest.MonkeyPatch) -> "RankClocks":
-    """Clocks for ranks on threads, on which time passes as the test says."""
-    from helpers.clocks import RankClocks
-
-    return RankClocks(monkeypatch)
 
 
 @pytest.fixture(scope="session")

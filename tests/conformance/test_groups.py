@@ -15,7 +15,7 @@ import torch
 
 from evener.comm import groups
 from evener.comm.groups import GroupTransport
-from evener.errors import CollectiveError, ConfigError, LaunchError, PeerLostError
+from evener.errors import CollectiveError, LaunchError, PeerLostError
 from evener.protocol.formation import Deadlines
 from helpers.coordinators import serving
 from helpers.limits import PATIENCE_S
@@ -182,12 +182,6 @@ def test_an_unknown_address_is_named() -> None:
         join_at(1, 2, "no.such.host.invalid", 1, timeout_s=0.5)
 
 
-def test_a_port_out_of_range_is_refused() -> None:
-    for port in (0, 65536):
-        with pytest.raises(ConfigError, match=f"port is {port}"):
-            join_at(0, 2, "127.0.0.1", port)
-
-
 def test_nccl_without_nccl_is_refused() -> None:
     refusal = "'nccl', which this build of torch does not have"
 
@@ -201,25 +195,12 @@ def test_nccl_without_nccl_is_refused() -> None:
     assert run_ranks(body, 2) == ["refused"] * 2
 
 
-def test_one_rank_opens_nothing() -> None:
-    with join_at(0, 1, "no.such.host.invalid", 1) as comm:
-        assert comm.backend == "none"
-
-
 # ── the network device ───────────────────────────────────────────────────────────────────────────
 
 
 def meet_over_loopback_device(rank: Rank) -> int:
     with rank.connect() as comm:
         return len(comm.all_gather_rows([1.0], what="row"))
-
-
-def test_gloo_socket_ifname_is_respected() -> None:
-    interface = socket.if_nameindex()[0][1]
-    if interface != "lo":
-        pytest.skip("the loopback interface has another name here")
-    env = {"GLOO_SOCKET_IFNAME": "lo,lo"}
-    assert run_ranks(meet_over_loopback_device, 2, env=env) == [2, 2]
 
 
 def test_an_unknown_interface_is_named() -> None:
@@ -287,22 +268,6 @@ def form_many(rank: Rank) -> list[int]:
 def test_groups_that_end_leave_no_descriptors() -> None:
     for counts in run_ranks(form_many, 2):
         assert max(counts) == counts[0]
-
-
-def _two_at_a_time(rank: Rank) -> tuple[list[float], bool]:
-    first = rank.connect()
-    with rank.connect() as second:  # by the coordinator of the first: the port is taken
-        first.close()
-        rows = second.all_gather_rows([float(rank.rank)], what="after the first has closed")
-        part = second.split([1, 0], name="needs the store")
-        assert part is not None
-        part.barrier(what="of the part")
-        part.close()
-    return [row[0] for row in rows], second.rank == rank.rank
-
-
-def test_two_teams_at_the_same_time_in_one_process() -> None:
-    assert run_ranks(_two_at_a_time, 2) == [([0.0, 1.0], True)] * 2
 
 
 # ── sockets of others ────────────────────────────────────────────────────────────────────────────

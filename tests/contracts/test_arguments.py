@@ -50,34 +50,6 @@ def test_a_loader_names_a_number_that_is_not_whole(
     assert str(caught.value) == f"{name} is {value!r}; give a whole number from {least}"
 
 
-@pytest.mark.parametrize("value", [2.0, "2", True, 0])
-def test_so_does_a_loader_for_evaluation(ddp: Ddp, value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"batch_size is .*; give a whole number from 1"):
-        ddp.eval_loader(DATA, batch_size=value)
-
-
-@pytest.mark.parametrize("value", [4.0, "4", True])
-def test_so_does_the_builder(model: nn.Module, value: Any) -> None:
-    builder = Ddp.builder(
-        lambda device: model,
-        lambda params: torch.optim.SGD(params, lr=0.1),
-        lambda model, batch: model(batch).mean(),
-        dataset=DATA,
-        num_epochs=1,
-    )
-    with pytest.raises(ConfigError, match=r"batch_size is .*; give a whole number from 1"):
-        builder.batch_size(value).run()
-
-
-def test_a_hint_in_the_form_of_flodl_is_told_its_form_here() -> None:
-    builder = Ddp.builder(lambda device: nn.Linear(1, 1), torch.optim.SGD, lambda model, x: x)
-    forms = r"with_speed_hint\(1, 2.3\) if rank 1 is 2.3 times slower.*\{1: 2.3\}"
-    with pytest.raises(ConfigError, match=forms):
-        builder.speed_hint(1, 2.3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=forms):
-        builder.speed_hint((1, 2.3)).dataset(DATA).batch_size(4).num_epochs(1).run()
-
-
 @pytest.mark.parametrize("value", ["half", None, [1.0], torch.ones(2)])
 def test_a_mean_of_what_is_no_number_is_refused(ddp: Ddp, value: Any) -> None:
     with pytest.raises((TypeError, ValueError, RuntimeError), match=r"float|Python scalars?"):

@@ -17,7 +17,6 @@ from evener import (
 )
 from evener.team.placement import devices_of_host
 from helpers.configurations import load_run_config
-from helpers.sinks import Kept
 
 
 def setup(policy: str = "sync", **options: Any) -> Ddp:
@@ -112,19 +111,6 @@ def test_a_guard_of_the_users_is_asked_for_each_window() -> None:
     handle.join()
     assert len(guard.seen) >= 2
     assert all(value >= 0 for value in guard.seen)
-
-
-def test_the_factor_of_a_guard_multiplies_the_anchor() -> None:
-    lowered = []
-    for answer in ((Verdict.NUDGE_DOWN, 0.7), Verdict.NUDGE_DOWN):
-        sink = Kept()
-        build(
-            policy="cadence", anchor=10, num_epochs=3, divergence_guard=Careful(answer),
-            sinks=[sink],
-        ).run().join()  # fmt: skip
-        anchors = [event["anchor"] for event in sink.events if event["type"] == "window"]
-        lowered.append(next(anchor for anchor in anchors if anchor < 10))
-    assert lowered == [7, 5]
 
 
 @pytest.mark.parametrize("answer", ["hold on", (Verdict.NUDGE_DOWN, 1.5), (Verdict.STABLE, None)])
@@ -239,23 +225,4 @@ def test_numbers_of_devices_that_are_not_there() -> None:
             call()
 
 
-def test_nccl_with_one_device_runs_on_it_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    build(backend="nccl", quiet=False).run().join()
-    said = "backend none: one rank, nothing to exchange, so 'nccl' is unused"
-    assert said in capsys.readouterr().err
-    model = make_model()
-    Ddp.setup(model, make_optimizer(model.parameters()), devices="cpu", backend="nccl").close()
-    assert said in capsys.readouterr().err
-
-
 # ── buffers of replicas ──────────────────────────────────────────────────────────────────────────
-
-
-def test_sync_params_copies_buffers_too() -> None:
-    models = [nn.BatchNorm1d(3) for _ in range(2)]
-    models[0].running_mean.fill_(5.0)  # type: ignore[union-attr]
-    models[0].num_batches_tracked.fill_(7)  # type: ignore[union-attr]
-    with Ddp.wrap(models, "cpu", quiet=True) as replicas:
-        replicas.sync_params()
-    for name, tensor in models[0].state_dict().items():
-        assert torch.equal(models[1].state_dict()[name], tensor)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -58,18 +57,6 @@ def test_of_items_that_differ_when_read_again_only_length_and_types_count() -> N
         "data length": 9,
         "data types": "object, Tensor torch.int64",
     }
-
-
-def test_of_values_without_bytes_the_type_counts() -> None:
-    def sign_objects() -> dict[str, Any]:
-        objects = numpy.array([object(), None], dtype=object)
-        day = numpy.array(["2026-11-22"], dtype="datetime64[D]")
-        item = [objects, day, torch.eye(2).to_sparse()]
-        return signature([item] * 3, collate_fn=lambda samples: samples[0])
-
-    own = sign_objects()
-    assert own["data types"] == "ndarray, ndarray, Tensor torch.float32"
-    assert own == sign_objects()
 
 
 def test_reading_ends_in_time_and_leaves_out_what_cannot_be_read(

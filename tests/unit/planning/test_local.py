@@ -189,21 +189,6 @@ def test_the_first_step_is_always_made_and_never_more_than_allowed():
     assert not clock.wants_another(0.0)
 
 
-def test_a_cadence_says_what_it_counts():
-    assert repr(ElChe(2, 10).with_speed_ratio(1, 2.3)) == "<ElChe: batches (23, 10), anchor 10>"
-
-
-@pytest.mark.parametrize("ratio", [1.0, 3.0, 20.0, 50.0])
-@pytest.mark.parametrize("sync_ms", [0.5, 5.0, 20.0])
-def test_averaging_takes_less_than_slow_ranks_bring(ratio: float, sync_ms: float) -> None:
-    """Ranks work until the deadline: the team is ahead by the slow rank's steps, each of them worth
-    a millisecond of the fastest rank."""
-    cadence = policy()
-    for _ in range(8):
-        cadence.observe(timed(1.0, ratio, steps=list(cadence.elche.batch_counts)), sync_ms / 1000)
-    assert cadence.elche.anchor >= sync_ms
-
-
 def test_each_changed_anchor_has_a_reason():
     cadence = policy(guard=LevelGuard(threshold=0.5))
     cadence.plan(0, 0, left=10_000, limit=None)

@@ -6,20 +6,16 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import CheckpointError
-from evener.planning import sync as sync_module
 from evener.planning.plans import WindowPlan
-from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.planning.speed import CostModel, num_micro_batches
 from evener.planning.sync import FixedShares, SyncPolicy
 from evener.simulation.simulated_rank import Link, SimulatedRank
 from evener.simulation.simulated_sync import SimulatedSync
-
-BOUNDED = settings(deadline=None, derandomize=True, max_examples=100, database=None)
 
 
 class Disturbed(SimulatedRank):
@@ -108,29 +104,6 @@ def at_speeds(*speeds, fixed_s=0.0):
 
 
 # ── simulation ───────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("hint", [True, False])
-@pytest.mark.parametrize("batch_size", [32, 64])
-@pytest.mark.parametrize("speeds", [(1.0, 1 / 3), (1.0, 1 / 2, 1 / 4)])
-@pytest.mark.parametrize("seed", range(5))
-def test_uneven_ranks_pull_together(speeds, batch_size, hint, seed):
-    team = Team(at_speeds(*speeds), batch_size, hint=hint, seed=seed)
-    team.run(10)
-    assert team.efficiency(150) >= 0.95
-
-
-@pytest.mark.parametrize("micro_batch_size", [None, 4, 16])
-def test_uneven_ranks_pull_together_with_costs_per_micro_batch(micro_batch_size):
-    team = Team(at_speeds(1.0, 0.3, fixed_s=0.005), 128, micro_batch_size=micro_batch_size)
-    team.run(10)
-    assert team.efficiency(150) >= 0.93
-
-
-def test_equal_ranks_keep_equal_shares():
-    team = Team(at_speeds(1.0, 1.0, 1.0, 1.0), 64, noise=0.02)
-    _, shares = team.run(200)
-    assert set(shares) == {(16, 16, 16, 16)}
 
 
 def test_shares_do_not_follow_noise():
@@ -265,18 +238,6 @@ def test_the_first_micro_batch_of_a_size_has_no_vote():
     assert policy.decide_parking(32, 0) is None
 
 
-def test_hint_decides_the_first_shares_and_measurements_the_next():
-    policy = SyncPolicy(["a", "b"], [8, 8])
-    policy.calibrate((1.0, 1 / 3))
-    assert policy.is_calibrated
-    plan = policy.plan(0, 0, 0, 32)
-    assert plan.shares == (24, 8)
-    assert policy.solo_speeds(32) == (0.0, 0.0), "a hint is no speed"
-    reports = [Report(samples=24, micro_batches=3, compute_s=0.24)]
-    policy.observe([*reports, Report(samples=8, micro_batches=1, compute_s=0.08)], plan, 0.0)
-    assert policy.plan(1, 0, 32, 32).shares == (16, 16)
-
-
 def test_a_hint_is_put_on_the_scale_of_what_is_measured():
     policy = SyncPolicy(["a", "b", "c"], [None, None, None])
     policy.calibrate((1.0, 0.5, 0.25))
@@ -295,7 +256,6 @@ def test_an_unknown_rank_is_taken_for_a_middling_one():
     assert policy.plan(0, 0, 0, 64).shares[3] > 0
 
 
-@BOUNDED
 @given(
     seconds=st.lists(st.floats(1e-3, 10), min_size=1, max_size=8),
     size=st.integers(0, 400),
@@ -313,13 +273,6 @@ def test_every_plan_is_whole(seconds, size, work_for_all, avoid_ones):
     least = 1 + avoid_ones
     if work_for_all == math.inf and least * len(seconds) <= size and len(seconds) > 1:
         assert min(plan.shares) >= least
-
-
-def test_the_short_last_window_of_an_epoch_leaves_the_usual_shares_alone():
-    team = Team(at_speeds(1.0, 0.4), 64, noise=0.0)
-    usual = team.run(10)[1][-1]
-    assert sum(team.policy.plan(20, 0, 0, 5).shares) == 5
-    assert team.policy.plan(21, 0, 5, 64).shares == usual
 
 
 @pytest.mark.parametrize(
@@ -369,26 +322,6 @@ def test_exchange_is_the_usual_one():
     for sync_s in (0.01, 0.01, 5.0, 0.02, 0.01, float("nan"), -1.0):
         policy.observe([Report()], plan, sync_s)
     assert policy.forecast(1, frozenset()).exchange_s == 0.01
-
-
-def test_a_decision_looks_for_the_best_shares_once(monkeypatch):
-    asked = []
-
-    def counted(total, *others, idle=(), **options):
-        asked.append((total, idle))
-        return fastest_shares(total, *others, idle=idle, **options)
-
-    fastest_shares = sync_module.fastest_shares
-    monkeypatch.setattr(sync_module, "fastest_shares", counted)
-    team = Team(at_speeds(1.0, 0.6, 0.3), 64)
-    team.run(10)
-    team.policy.plan(0, 0, 0, 64)
-    asked.clear()
-    for _ in range(5):
-        team.run(1)  # its plan is that of before; then it reports
-        assert team.policy.decide_parking(64, 0) is None
-        assert team.policy.plan(0, 0, 0, 64).size == 64
-    assert asked.count((64, frozenset())) == 5
 
 
 def test_a_trial_of_an_elastic_team_is_not_planned_for_numbers_that_nobody_has():
@@ -481,11 +414,6 @@ def test_ranks_are_measured_in_turn_where_a_batch_is_too_small_for_all(size):
     assert all(policy.solo_speeds(size))
 
 
-def test_names_of_policies():
-    assert [policy.value for policy in ApplyPolicy] == ["sync", "cadence", "async"]
-    assert ApplyPolicy("sync") is ApplyPolicy.SYNC
-
-
 # ── state ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -571,12 +499,3 @@ def test_each_changed_plan_has_a_reason_and_others_have_none():
     assert reasons(team, 1) == {17: "all ranks are present"}
     assert reasons(team, 1, batch_size=20) == {18: "the window has 20 samples instead of 64"}
     assert team.policy.why(3) == "", "asked for too late"
-
-
-def test_a_window_in_which_every_rank_gets_work_says_so():
-    policy = Team([CostModel(0.01, 0.01), CostModel(0.01, 1.0)], 16, noise=0.0, planned=0).policy
-    first = policy.plan(0, 0, 0, 16, work_for_all=math.inf)
-    assert first.shares[1] == 1
-    assert policy.why(0) == "every rank gets work in the first window"
-    assert policy.plan(1, 0, 16, 16).shares == (16, 0)
-    assert policy.why(1) == "the exception is over: every rank gets work in the first window"

@@ -160,29 +160,6 @@ def test_a_model_is_in_one_team_at_a_time() -> None:
     setup(Communicator(), model, first).close()
 
 
-def test_the_first_of_two_like_schedulers_may_differ() -> None:
-    def of_rank(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        steps = (5 + rank, 7)
-        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, size) for size in steps]
-        return model, optimizer, {"scheduler": schedulers}
-
-    said = "scheduler.0.step_size: 6 instead of 5"
-    with pytest.raises(ConfigError, match=said):
-        start(of_rank)()
-
-
-def test_a_model_with_one_more_layer_at_its_end_is_named() -> None:
-    def of_rank(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
-        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 + rank)))
-        return model, torch.optim.SGD(model.parameters(), lr=0.1), {}
-
-    said = r"parameter.4: '2.weight \[2, 2\] torch.float32' instead of None"
-    with pytest.raises(ConfigError, match=said):
-        start(of_rank)()
-
-
 def test_the_ranks_that_differ_are_named_where_rank_0_is_not_there() -> None:
     alike = {"version.torch": "2"}
     check_consistency({1: alike, 3: alike})
