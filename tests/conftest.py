@@ -19,7 +19,7 @@ from helpers.forking import Zygote
 from helpers.launched import QUICK
 
 if TYPE_CHECKING:
-    pass
+    from helpers.clocks import RankClocks
 
 # The same examples in every run: what fails, fails for everybody. No deadline: machines are busy.
 # --all tries more of them, `--hypothesis-profile=search` looks for new ones.
@@ -113,6 +113,14 @@ def no_orphans() -> Iterator[None]:
 def same_seeds(no_leaks: None) -> None:
     """Seeds random, numpy and torch with 0."""
     leaks.seed_everything(0)
+
+
+@pytest.fixture
+def rank_clocks(monkeypatch: pytest.MonkeyPatch) -> "RankClocks":
+    """Clocks for ranks on threads, on which time passes as the test says."""
+    from helpers.clocks import RankClocks
+
+    return RankClocks(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,7 @@ PACKAGES = {
     "protocol": Package(14, ("tests/unit/protocol", "tests/unit/engine")),
     "averaging": Package(8, ("tests/unit/averaging", "tests/unit/engine", "tests/numerics")),
     "data": Package(8, ("tests/unit/data", "tests/unit/protocol", "tests/unit/engine")),
+    "planning": Package(12, ("tests/unit/planning", "tests/unit/simulation")),
     "engine": Package(24, ("tests/unit/engine", "tests/unit/loop", "tests/numerics")),
     "comm": Package(15, ("tests/unit/comm", "tests/conformance", "tests/unit/team")),
     "team": Package(15, ("tests/unit/team", "tests/processes")),

@@ -106,16 +106,6 @@ def test_the_anchor_stops_at_its_largest():
     assert shrunk.batch_counts == (10, 20)
 
 
-def test_a_largest_anchor_of_0_is_no_growth():
-    cadence = ElChe(2, anchor=10).with_speed_ratio(1, 2.0).with_max_anchor(0)
-    assert cadence.batch_counts == (20, 10)
-    report(cadence, [100.0, 200.0], 5000.0)
-    assert cadence.anchor == 10
-    cadence.nudge_anchor_down(0.5)
-    report(cadence, [100.0, 200.0], 5000.0)
-    assert cadence.anchor == 10
-
-
 def test_a_nudge_goes_below_the_start():
     cadence = ElChe(2, anchor=10)
     report(cadence, [100.0, 200.0])
@@ -132,14 +122,6 @@ def test_a_nudge_before_the_first_report_keeps_the_hint():
     assert (cadence.anchor, cadence.batch_counts) == (5, (23, 10))
     cadence.report_timing([2300.0, 2300.0], [23, 10], 0.0)
     assert cadence.batch_counts == (12, 5)
-
-
-def test_a_loop_over_an_epoch_shortens_only_its_last_window():
-    cadence, left, windows = ElChe(2, anchor=10), 1005, []
-    while left:
-        windows.append(cadence.clamp_total(left))
-        left -= sum(windows[-1])
-    assert windows == [(10, 10)] * 50 + [(3, 2)]
 
 
 def test_max_batch_diff_limits_a_change():

@@ -133,18 +133,6 @@ def test_a_calibration_that_is_wrong_does_not_keep_the_faster_rank_without_work(
     assert team.windows[-1] == (1.0, (0,))
 
 
-def test_a_rank_without_samples_stays_where_it_shortens_the_update() -> None:
-    update_s = 8e-3
-    slow = CostModel(0.0, 1.0, update_s)
-    for divides in (False, True):
-        costs = [CostModel(0.0, 1e-3, update_s)] * 2 + [slow]
-        team = Ranks(costs, exchange_s=1e-3, batch_size=16, divides=divides)
-        team.run(3 * DECIDED)
-        assert team.team.parked == (frozenset() if divides else {2})
-        # 8 samples, the update in two or three parts, and the exchange.
-        assert team.windows[-1][0] <= 8e-3 + update_s / (3 if divides else 1) + 1e-3 + 1e-6
-
-
 @given(team=teams(noise=0.3))
 def test_whoever_is_parked_makes_windows_longer_by_the_forecasts_that_are_told(team: Ranks) -> None:
     for parking, idle in team.decisions(3 * DECIDED):

@@ -1,6 +1,5 @@
 """The SYNC planner, alone and in a simulated team under virtual time."""
 
-import itertools
 import json
 import math
 import random
@@ -163,22 +162,7 @@ def test_a_rank_without_work_is_tried_again_but_rarely():
     assert [report.samples for report in team.team.run(1500)[-1].reports] == [16, 16]
 
 
-def test_fewer_samples_than_ranks():
-    team = Team(at_speeds(1.0, 1.0, 1.0), 2)
-    _, shares = team.run(200)
-    assert all(sum(share) == 2 and max(share) == 1 for share in shares)
-    changes = sum(one != other for one, other in itertools.pairwise(shares))
-    assert changes <= 10, "work goes round in circles"
-
-
 # ── planning ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_equal_split_until_speeds_are_known():
-    policy = SyncPolicy(["a", "b", "c"], [None, None, None])
-    assert not policy.is_calibrated
-    assert policy.plan(4, 2, 10, 8) == WindowPlan(4, 2, 10, 8, (3, 3, 2))
-    assert policy.solo_speeds(8) == (0.0, 0.0, 0.0)
 
 
 def test_a_calibration_decides_the_first_shares_and_has_no_vote_afterwards():
@@ -236,15 +220,6 @@ def test_the_first_micro_batch_of_a_size_has_no_vote():
     policy.observe([alone, timed(8, 0.24)], policy.plan(1, 0, 32, 32), 0.0)
     assert policy.plan(2, 0, 64, 32).shares == (24, 8)
     assert policy.decide_parking(32, 0) is None
-
-
-def test_a_hint_is_put_on_the_scale_of_what_is_measured():
-    policy = SyncPolicy(["a", "b", "c"], [None, None, None])
-    policy.calibrate((1.0, 0.5, 0.25))
-    plan = WindowPlan(0, 0, 0, 10, (10, 0, 0))
-    idle = Report()
-    policy.observe([Report(samples=10, micro_batches=1, compute_s=0.2), idle, idle], plan, 0.0)
-    assert policy.costs == (CostModel(0.0, 0.02), CostModel(0.0, 0.04), CostModel(0.0, 0.08))
 
 
 def test_an_unknown_rank_is_taken_for_a_middling_one():
@@ -322,19 +297,6 @@ def test_exchange_is_the_usual_one():
     for sync_s in (0.01, 0.01, 5.0, 0.02, 0.01, float("nan"), -1.0):
         policy.observe([Report()], plan, sync_s)
     assert policy.forecast(1, frozenset()).exchange_s == 0.01
-
-
-def test_a_trial_of_an_elastic_team_is_not_planned_for_numbers_that_nobody_has():
-    def apart(num_ranks):
-        policy = SyncPolicy([f"m{rank}" for rank in range(num_ranks)], [None] * num_ranks)
-        for rank, per_sample_s in enumerate((0.01, 1.0)):
-            measure(policy, rank, per_sample_s)
-        policy.set_absent(frozenset(range(2, num_ranks)))
-        policy.set_parked(frozenset({1}))
-        assert policy.plan(0, 0, 0, 32, work_for_all=math.inf).shares[0] == 32
-        return policy.windows_apart(32, 0.0)
-
-    assert apart(2) == apart(4)
 
 
 @pytest.mark.parametrize(
@@ -431,15 +393,6 @@ def test_state_goes_on_in_a_team_of_another_size():
     pair.load_state_dict(state)
     assert pair.is_calibrated
     assert pair.plan(0, 0, 0, 50).shares == (10, 40)
-
-
-def test_state_goes_on_alike():
-    team = Team(at_speeds(1.0, 0.4), 64, noise=0.03)
-    team.run(15)
-    twin = SyncPolicy(team.policy.members, team.policy.micro_batch_sizes)
-    twin.load_state_dict(json.loads(json.dumps(team.policy.state_dict())))
-    assert twin.costs == team.policy.costs
-    assert twin.state_dict() == team.policy.state_dict()
 
 
 def test_what_is_known_is_not_forgotten_by_a_state_that_does_not_know_it():
