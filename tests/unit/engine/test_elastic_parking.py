@@ -122,17 +122,6 @@ def test_a_rank_dies_while_another_one_is_parked_or_called_back(member: str, wha
     assert sorted(found.trained) == sorted(left)
 
 
-@pytest.mark.parametrize(("member", "skip"), [("w1", 4), ("w1", 8)])
-def test_a_rank_dies_in_a_round_of_which_only_one_of_the_others_hears(
-    member: str, skip: int
-) -> None:
-    # Rounds: 0, 1 plan; 2, 3 close windows 0, 1; 4 commits window 1, then rank 2 is parked. 5 to 7
-    # close windows 2 to 4; 8 commits window 4, then it is called back. 9 closes window 5.
-    kill = Kill(member, "a round", skip=skip, when="inside", told=["w1", "w2"])
-    found = Run(3, [kill], apart=1)
-    assert [len(members) for members in found.members] == [3, 2]
-
-
 def test_a_rank_is_lost_while_another_one_is_parked() -> None:
     found = Run(3, [Kill("w1", "gradients of window 2")])
     assert found.members == [("w0", "w1", "w2"), ("w0", "w2")]

@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from evener import Ddp, WindowResult
-from evener.engine.sync import SyncEngine
 from evener.errors import RunEndedError, UsageError
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.elastic_runs import BATCH, DATA, begin, train
 from helpers.elastic_runs import check as check_training
 from helpers.elastic_scripts import Finding, run_script
-from helpers.teams import ScriptedPolicy
 
 # Rounds of rows of the script: 0 averages a number; 1, 2 calibrate; 3, 4 plan; 5 to 8 close the
 # windows of an epoch; 9 ends it; 10 begins an evaluation, 11 ends it; 12 averages its results.
@@ -67,8 +65,6 @@ def test_a_worker_that_joins_in_a_loop_over_range_is_told_what_to_write() -> Non
     ("member", "what", "skip", "when"),
     [
         ("w0", "a round", BEGIN_EVALUATION, "inside"),
-        ("w0", "a round", END_EVALUATION, "before"),
-        ("w1", "answers", 5, "inside"),  # of the results
     ],
 )
 def test_a_rank_dies_in_an_evaluation(member: str, what: str, skip: int, when: str) -> None:
@@ -229,36 +225,3 @@ def test_a_worker_that_comes_after_a_stop_does_not_begin_again() -> None:
     assert team.fate("w0").value == team.fate("w1").value < 4
     assert isinstance(team.fate("late").error, RunEndedError)
     assert len(team.formations) == 1
-
-
-@pytest.mark.parametrize("by_result", [True])
-def test_all_leave_an_epoch_by_break_as_one_is_lost(*, by_result: bool) -> None:
-    """One has heard the end of the window after which they leave; the other receives its state."""
-
-    def body(membership: ThreadMembership) -> list[torch.Tensor]:
-        with begin(membership, seed=1) as ddp:
-            model, engine = ddp.assembly.model, ddp.assembly.engine
-            assert isinstance(engine, SyncEngine)
-
-            def split(window: int, size: int) -> list[float]:
-                return [3, 3, 2, 0, 0] if len(engine.team.members) == 3 else [4, 4, 0, 0, 0]
-
-            engine.lookahead.stale_policy = ScriptedPolicy(membership.most, split)
-            loader = ddp.loader(DATA, batch_size=BATCH, seed=3, micro_batch_size=4)
-            for epoch in range(3):
-                for x, y in loader.epoch(epoch):
-                    ddp.backward(((model(x) - y) ** 2).mean())
-                    result = ddp.step()
-                    window = result.window + 1 if result else 0
-                    if epoch == 0 and (window if by_result else ddp.window) == 2:
-                        break
-                assert ddp.weighted_mean(float(epoch)) == epoch
-            assert ddp.window == 2 + 4 + 4
-            return [tensor.detach().clone() for tensor in model.state_dict().values()]
-
-    kill = Kill("w2", "buffers of window 1", when="inside", told=["w0"])
-    team = ElasticThreads(3, kills=[kill])
-    team.run(body)
-    assert [team.fate(name).error for name in ("w0", "w1")] == [None, None]
-    assert all(map(torch.equal, team.fate("w0").value, team.fate("w1").value))
-    assert [formation.base for formation in team.formations] == [0, 2]

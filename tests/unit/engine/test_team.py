@@ -37,16 +37,6 @@ def test_the_present_ranks_join_in_smaller_and_smaller_communicators() -> None:
     assert second[1] == ((1,), frozenset({0, 2}), 3)
 
 
-def test_a_closed_team_has_ended_and_says_no_places() -> None:
-    ranks = ThreadTeam(2)
-    team, other = Team(ranks.communicator(0)), ranks.communicator(1)
-    assert not team.has_ended
-    team.close()
-    assert team.has_ended
-    assert team.comm.has_ended
-    other.close()
-
-
 def test_hurrying_ends_a_wait_for_a_rank_that_does_not_come() -> None:
     ranks = ThreadTeam(2)
     team, other = Team(ranks.communicator(0)), ranks.communicator(1)

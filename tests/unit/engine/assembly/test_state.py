@@ -75,20 +75,6 @@ def test_a_run_goes_on_where_it_was_saved_on_another_number_of_ranks(tmp_path: P
         assert float((parameters - whole).norm() / whole.norm()) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["SGD", "AdamW", "Adagrad"],
-)
-def test_optimizers_give_what_one_rank_gives(name: str) -> None:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        arguments = {"lr": 0.01} | ({"momentum": 0.9} if name == "SGD" else {})
-        return getattr(torch.optim, name)(parameters, **arguments)
-
-    whole, _, _ = train(Communicator(), 8, make=make)
-    for parameters, _, _ in run_team(3, lambda c: train(c, 8, make=make)):
-        assert float((parameters - whole).norm() / whole.norm()) < 1e-9
-
-
 def test_an_optimizer_that_repeats_the_loss_is_refused_by_name() -> None:
     model = network()
     with pytest.raises(ConfigError, match="LBFGS"):

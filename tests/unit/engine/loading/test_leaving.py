@@ -70,21 +70,6 @@ def test_break_at_a_window_then_the_next_epoch(world_size: int, shares: Any) -> 
         assert torch.equal(weight, results[0][2])
 
 
-@pytest.mark.parametrize(("world_size", "shares"), TEAMS)
-def test_break_right_after_a_result_and_the_end(world_size: int, shares: Any) -> None:
-    def body(comm: Communicator) -> list[int]:
-        model, optimizer = line()
-        committed: list[int] = []
-        with setup(comm, model, optimizer, shares=shares) as ddp:
-            ddp.on_commit(lambda result: committed.append(result.window))
-            for _, x in ddp.loader(DATA, batch_size=5).epoch(0):
-                if (result := step(ddp, model, x)) and result.window == 3:
-                    break
-        return committed
-
-    assert run_team(world_size, body) == [[0, 1, 2, 3]] * world_size
-
-
 def test_break_on_one_rank_alone_is_an_error_on_all() -> None:
     def body(comm: Communicator) -> str:
         model, optimizer = line()

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
-    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -167,21 +165,6 @@ def test_loaders_that_are_refused(make: Any, named: str) -> None:
         ddp.loader(make())
 
 
-def test_a_whole_share_at_once() -> None:
-    sizes: list[int] = []
-
-    def body(comm: Communicator) -> None:
-        model, optimizer = line()
-        with setup(comm, model, optimizer, shares=(3, 1)) as ddp:
-            for ids, x in ddp.loader(DATA, batch_size=11, micro_batch_size="share").epoch(0):
-                sizes.append(len(ids))
-                ddp.backward(model(x).mean())
-                assert ddp.step() is not None
-
-    run_team(2, body)
-    assert sorted(sizes) == [3, 3, 8, 8]
-
-
 # ── read rank by rank ────────────────────────────────────────────────────────────────────────────
 
 
@@ -245,20 +228,6 @@ def test_a_stream_on_every_rank_of_unlike_length(world_size: int, wrapped: bool)
         assert num_windows == len(windows)
         assert len(said) == 1
         assert "Own: each rank reads it by itself" in said[0]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_plain_batch_sampler_counts_as_its_batch_size(drop_last: bool) -> None:
-    def make(ddp: Ddp) -> Any:
-        return DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, drop_last))
-
-    results = run_team(2, lambda comm: go_through(comm, make))
-    stop = SIZE - SIZE % 4 if drop_last else SIZE
-    assert everything(results) == dict.fromkeys(range(stop), 1)
-    expected = reference([list(range(k, min(k + 4, stop))) for k in range(0, stop, 4)])
-    for _, weight, num_windows, _ in results:
-        assert torch.allclose(weight, expected, rtol=1e-12)
-        assert num_windows == -(-stop // 4)
 
 
 class NoLength(Dataset[int]):
@@ -389,12 +358,3 @@ def test_a_stream_that_one_rank_leaves_before_the_others_is_named() -> None:
     for message in run_team(2, body):
         assert "rank 0 is closing a window" in message
         assert "leave a loop over a stream on all ranks at the same ddp.window" in message
-
-
-def test_without_a_loader_losses_before_a_step_add_up() -> None:
-    model, optimizer = line()
-    with setup(Communicator(), model, optimizer) as ddp:
-        for x in (X[:4], X[4:8]):
-            ddp.backward(model(x).square().mean() / 2)
-        ddp.step()
-    assert torch.allclose(model.weight, reference([list(range(8))]), rtol=1e-12)

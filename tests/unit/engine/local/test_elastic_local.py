@@ -2,14 +2,13 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from evener import Ddp, WindowResult
 from helpers.clocks import RankClocks
 from helpers.elastic import Kill, ThreadMembership
-from helpers.elastic_local import BATCH, DATA, EPOCHS, NUM_SAMPLES, LocalRuns, loop
+from helpers.elastic_local import BATCH, DATA, EPOCHS, NUM_SAMPLES, LocalRuns
 
 # Rounds of rows in the order of a run: 0 plans; then two for each window, of reports and of the
 # next plan.
@@ -70,16 +69,6 @@ def test_a_rank_dies_when_others_have_left_their_loop(runs: LocalRuns) -> None:
     assert len(team.formations) == 2
     one, other = (trained.state for trained in runs.trained.values())
     assert all(a.equal(b) for a, b in zip(one, other, strict=True))
-
-
-def test_a_rank_dies_while_the_team_saves(runs: LocalRuns, tmp_path: Path) -> None:
-    def script(ddp: Ddp, step: Callable[[], None]) -> None:
-        loop(ddp, step, at_end=lambda epoch: ddp.save(tmp_path / f"{epoch}"))
-
-    team = runs.run(3, [Kill("w0", "answers", skip=3, when="inside", told=["w2"])], body=script)
-    assert len(team.formations) == 2
-    assert (tmp_path / "0").exists()
-    assert (tmp_path / "1").exists()
 
 
 def test_a_rank_is_told_to_leave(runs: LocalRuns) -> None:

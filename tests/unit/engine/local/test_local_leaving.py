@@ -143,32 +143,6 @@ def test_break_in_mid_window_then_the_rest_of_the_epoch(
     assert Counter(first + second + rest) == dict.fromkeys(range(SIZE), 1)
 
 
-@pytest.mark.parametrize("policy", LOCAL)
-def test_break_then_the_next_epoch_and_the_end(policy: str) -> None:
-    """Each rank leaves by a count of its own; the end of the team is one consensus, too."""
-
-    def body(comm: Communicator) -> tuple[float, int, list[int], Counter[int]]:
-        walk = Walk(comm, policy)
-        epochs: list[int] = []
-        times: Counter[int] = Counter()
-        with walk.ddp:
-            for epoch in range(3):
-                walk.seen.clear()
-                for number, (ids, x) in enumerate(walk.loader.epoch(epoch)):
-                    if number == 3 + 2 * comm.rank + epoch:
-                        break
-                    walk.step(ids, x)
-                epochs.append(walk.loader.state_dict()["epoch"])
-                times.update(f"{epoch}/{i}" for i in walk.seen)  # type: ignore[arg-type]
-        return (*walk.check(), epochs, times)
-
-    (weight, steps, epochs, first), (same, number, others, second) = run_team(2, body)
-    assert (weight, steps) == (same, number)
-    assert epochs == others == [0, 1, 2]
-    assert set((first + second).values()) == {1}
-    assert (first + second).total() == 4 * steps
-
-
 @pytest.mark.parametrize("then", ["the epoch again", "a value"])
 @pytest.mark.parametrize("policy", LOCAL)
 def test_break_in_a_last_window_in_which_the_other_rank_has_no_batch(

@@ -18,8 +18,6 @@ X, Y = (t.double() for t in regression_data(48))
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "adamw by number": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
-    "adagrad": lambda p: torch.optim.Adagrad(p),
     "rmsprop": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
     "rprop": lambda p: torch.optim.Rprop(p),
 }

@@ -4,7 +4,6 @@ Ranks are threads; their backend divides the update only where that is asked for
 """
 
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from evener.comm.base import Communicator
 from evener.errors import (
     CollectiveError,
     ConfigError,
-    NonFiniteGradientError,
     ReplicasDifferError,
     UsageError,
 )
@@ -128,74 +126,6 @@ def test_parameters_of_every_kind(world_size: int, adagrad: bool) -> None:
             assert list(one) == list(state["state"][number])
             for name, value in one.items():
                 torch.testing.assert_close(value, state["state"][number][name], **NEAR)
-
-
-def two(model: nn.Sequential) -> list[torch.optim.Optimizer]:
-    return [
-        torch.optim.Adam(model[0].parameters(), lr=0.01),
-        torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9),
-    ]
-
-
-@pytest.mark.parametrize("turns", [False, True])
-def test_several_optimizers_together_and_in_turns(turns: bool) -> None:
-    def body(comm: Communicator, mode: str) -> tuple[Tensor, list[Any]]:
-        model = mlp(dtype=torch.float64)
-        first, second = two(model)
-        with setup(comm, model, [first, second], shares=[3, 1], sharded_update=mode) as ddp:
-            loader = ddp.loader(
-                TensorDataset(X, Y), batch_size=8, shuffle=False, micro_batch_size="share"
-            )
-            for x, y in loader.epoch(0):
-                if not turns:
-                    ddp.backward(F.mse_loss(model(x), y))
-                    ddp.step()
-                    continue
-                for optimizer in (first, second, first):
-                    ddp.backward(F.mse_loss(model(x), y), optimizer=optimizer)
-                    ddp.step(optimizer)
-            states = [one.state_dict() for one in (first, second)]
-        return weights(model), states
-
-    replicated, *_ = run_team(2, lambda comm: body(comm, "off"))
-    for own, states in run_team(2, lambda comm: body(comm, "on")):
-        torch.testing.assert_close(own, replicated[0], **NEAR)
-        for mine, theirs in zip(states, replicated[1], strict=True):
-            same_states(mine, theirs, **NEAR)
-
-
-@pytest.mark.parametrize(
-    ("non_finite", "where"), [("skip", "on one rank"), ("raise", "in the sum")]
-)
-def test_what_is_not_finite_is_applied_on_no_rank(non_finite: str, where: str) -> None:
-    def body(comm: Communicator) -> tuple[list[bool], Tensor]:
-        model = nn.Linear(8, 4).requires_grad_(False)
-        weight = nn.Parameter(torch.ones(4, 8))
-        model.weight = weight
-        optimizer = torch.optim.Adam([weight], lr=0.01)
-        options = {"sharded_update": "on", "non_finite": non_finite}
-        skipped = []
-        with setup(comm, model, optimizer, shares=[1, 1], **options) as ddp:
-            before = weight.detach().clone()
-            try:
-                for x, _ in batches(ddp, 0):
-                    factor = 1.0
-                    if ddp.window == 1:
-                        # The sum of two ranks' largest numbers is beyond float32.
-                        factor = 3e38 if where == "in the sum" else math.inf if comm.rank else 1.0
-                    ddp.backward((weight * factor).sum() + x.sum() * 0.0, weight=8.0)
-                    if result := ddp.step():
-                        skipped.append(result.skipped)
-                        assert torch.equal(weight, before) == result.skipped
-                        before = weight.detach().clone()
-            except NonFiniteGradientError:
-                skipped.append(True)
-        return skipped, before
-
-    (first, own), (second, theirs) = run_team(2, body)
-    assert first == second == [False, True, *[False] * (0 if non_finite == "raise" else 4)]
-    assert torch.equal(own, theirs)
-    assert torch.isfinite(own).all()
 
 
 def save_and_load(

@@ -85,16 +85,6 @@ def test_harmless_habits(world_size: int, name: str, place: str) -> None:
     assert torch.equal(with_it, parameters(world_size))
 
 
-def test_zero_grad_outside_of_windows_does_what_it_always_does() -> None:
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with setup(Communicator(), model, optimizer):
-        model(DATA).sum().backward()
-        optimizer.zero_grad()
-        assert model.weight.grad is None
-    assert "zero_grad" not in vars(optimizer)
-
-
 # ── refused, with the remedy ─────────────────────────────────────────────────────────────────────
 
 

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,24 +131,6 @@ def test_what_the_scale_cannot_explain_stops_every_rank(bad: str) -> None:
     else:
         assert "not finite on rank 0" in first
         assert "loss scale" not in first
-
-
-def test_the_scale_is_saved_and_restored(tmp_path: Path) -> None:
-    def body(comm: Communicator, resume: bool) -> dict[str, Any]:
-        ddp, model = setup(comm, "fp16", (4, 4)[: comm.world_size])
-        with ddp:
-            scale = ddp.assembly.engine.options.loss_scale
-            if resume:
-                ddp.load(tmp_path)
-            else:
-                scale.value = 512.0
-                train(ddp, model)
-                ddp.save(tmp_path)
-            return scale.state_dict()
-
-    saved = run_team(2, lambda comm: body(comm, False))
-    assert saved[0] == {"value": 512.0, "good_steps": 8}
-    assert run_team(1, lambda comm: body(comm, True)) == saved[:1]
 
 
 def test_the_scale_grows_after_many_good_steps_and_has_an_end() -> None:
