@@ -201,14 +201,28 @@ def copy_tree(folder: Path) -> None:
 
 
 def run(tree: Path, mutant: Mutant, tests: tuple[str, ...], limit_s: float) -> str | None:
-    """Return the test that notices a mutant, or None."""
+    """Return the test that notices a mutant, or None; those that name its module come first."""
     file = tree / mutant.file
     before = file.read_text(encoding="utf-8")
     file.write_text(mutant.source, encoding="utf-8")
     try:
-        return run_tests(tree, tests, limit_s)
+        for paths in (near(tree, mutant, tests), tests):
+            if paths and (noticed := run_tests(tree, paths, limit_s)):
+                return noticed
+        return None
     finally:
         file.write_text(before, encoding="utf-8")
+
+
+def near(tree: Path, mutant: Mutant, tests: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the test files that name the mutant's module: most mutants are caught there."""
+    stem = mutant.file.stem
+    files = [file for path in tests for file in sorted((tree / path).rglob("test_*.py"))]
+    return tuple(
+        str(file.relative_to(tree))
+        for file in files
+        if f"_{stem}" in file.name or f".{stem} import" in file.read_text(encoding="utf-8")
+    )
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], limit_s: float) -> str | None:
