@@ -27,19 +27,12 @@ from helpers.teams import run_team, setup
 DOUBLE = torch.float64
 POINTS = regression_data(46, dtype=DOUBLE)
 
-worlds = pytest.mark.parametrize("world_size", [2], ids=["2 ranks 3:1"])
 
-
-def check(
-    world_size: int,
-    act: Callable[[nn.Sequential, int], dict[str, Tensor]],
-    *,
-    make: Callable[[], Any] = lambda: mlp(dtype=DOUBLE),
-) -> None:
+def check(act: Callable[[nn.Sequential, int], dict[str, Tensor]]) -> None:
     """Trains an epoch, does ``act(model, rank)``, trains another; what act returns is compared."""
 
     def script(begin: Begin) -> dict[str, Tensor]:
-        model = make()
+        model = mlp(dtype=DOUBLE)
         loop = begin(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
         steps, found = 0, {}
         for x, y in loop.batches():
@@ -50,13 +43,12 @@ def check(
                     found = act(model, loop.rank)
         return state_of(model) | {f"found.{name}": t.clone() for name, t in found.items()}
 
-    result = assert_trains_alike(script, world_size, POINTS)
+    result = assert_trains_alike(script, 2, POINTS)
     assert any(name.startswith("found.") for name in result)
     assert not torch.equal(result["found.0.weight"], result["0.weight"]), "it trained no more"
 
 
-@worlds
-def test_deep_copies_train_apart(world_size: int) -> None:
+def test_deep_copies_train_apart() -> None:
     def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
         twin = copy.deepcopy(model)
         before = state_of(twin)
@@ -66,12 +58,11 @@ def test_deep_copies_train_apart(world_size: int) -> None:
         assert not torch.equal(before["0.weight"], state_of(twin)["0.weight"])
         return before
 
-    check(world_size, act)
+    check(act)
 
 
-@worlds
 @pytest.mark.parametrize("how", ["torch.save", "pickle"])
-def test_whole_models_and_state_dicts_saved(world_size: int, how: str, tmp_path: Path) -> None:
+def test_whole_models_and_state_dicts_saved(how: str, tmp_path: Path) -> None:
     def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
         if how == "pickle":
             twin = pickle.loads(pickle.dumps(model))
@@ -88,7 +79,7 @@ def test_whole_models_and_state_dicts_saved(world_size: int, how: str, tmp_path:
         assert all(torch.equal(state[n], t) for n, t in state_of(twin).items())
         return dict(state)
 
-    check(world_size, act)
+    check(act)
 
 
 def test_safetensors_of_tied_weights(tmp_path: Path) -> None:
@@ -104,8 +95,7 @@ def test_safetensors_of_tied_weights(tmp_path: Path) -> None:
         )
 
 
-@worlds
-def test_save_pretrained(world_size: int, tmp_path: Path) -> None:
+def test_save_pretrained(tmp_path: Path) -> None:
     import transformers
 
     config = transformers.LlamaConfig(
@@ -144,9 +134,7 @@ def test_save_pretrained(world_size: int, tmp_path: Path) -> None:
 
     # Llama computes its norms and positions in float32, whatever its weights are.
     tokens = torch.randint(16, (12, 6), generator=torch.Generator().manual_seed(1))
-    assert_trains_alike(
-        script, world_size, (tokens,), batch_size=6, micro_batch_size=2, tolerance=1e-6
-    )
+    assert_trains_alike(script, 2, (tokens,), batch_size=6, micro_batch_size=2, tolerance=1e-6)
     for folder in tmp_path.iterdir():  # here: loading changes torch's settings for all threads
         again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DOUBLE)
         assert again.lm_head.weight is again.model.embed_tokens.weight
@@ -196,8 +184,7 @@ def train(ddp: Ddp, loader: Any, model: nn.Module) -> None:
         ddp.step()
 
 
-@worlds
-def test_an_optimizer_may_not_get_parameters_that_nobody_averages(world_size: int) -> None:
+def test_an_optimizer_may_not_get_parameters_that_nobody_averages() -> None:
     def member(communicator: Communicator) -> str:
         model = mlp(dtype=DOUBLE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -209,7 +196,7 @@ def test_an_optimizer_may_not_get_parameters_that_nobody_averages(world_size: in
                 train(ddp, loader, nn.Sequential(model, head))
             return str(raised.value)
 
-    for message in run_team(world_size, member):
+    for message in run_team(2, member):
         assert "shape (4, 4)" in message
         assert "before Ddp.setup" in message
 
