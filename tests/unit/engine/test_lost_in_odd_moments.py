@@ -8,14 +8,16 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from evener import Ddp
 from evener.comm.base import Communicator
 from evener.engine import background
 from evener.errors import CollectiveMismatchError, EvenerError
+from evener.planning.shares import apportion
 from helpers.elastic import Died, ElasticThreads, ThreadMembership
 from helpers.elastic_runs import DATA, begin
 from helpers.limits import PATIENCE_S
 from helpers.models import seeded
-from helpers.teams import run_team, setup
+from helpers.teams import ScriptedPolicy, run_team, setup
 
 
 def test_a_rank_is_lost_in_a_mean_between_backward_and_step() -> None:
@@ -23,7 +25,17 @@ def test_a_rank_is_lost_in_a_mean_between_backward_and_step() -> None:
     lost_at: list[int] = []
 
     def body(membership: ThreadMembership) -> int:
-        with begin(membership, seed=1) as ddp:
+        def prepare(ddp: Ddp) -> None:
+            """Each member has a share, whatever speeds are measured."""
+            engine: Any = ddp.assembly.engine
+
+            def split(window: int, size: int) -> tuple[int, ...]:
+                members = engine.team.members
+                return apportion(size, [float(n in members) for n in range(membership.most)])
+
+            engine.lookahead.stale_policy = ScriptedPolicy(membership.most, split)
+
+        with begin(membership, seed=1, prepare=prepare) as ddp:
             model = ddp.assembly.model
             # One micro-batch a window, so that all ranks ask for equally many means.
             for x, y in ddp.loader(DATA, batch_size=8, micro_batch_size=8, seed=3).epoch(0):
@@ -43,12 +55,13 @@ def test_a_rank_is_lost_in_a_mean_between_backward_and_step() -> None:
 def frozen_bias(comm: Communicator, policy: str) -> tuple[Any, nn.Module, nn.Parameter]:
     model = seeded(lambda: nn.Linear(1, 1), 0, torch.float32)
     bias = model.get_parameter("bias").requires_grad_(False)
-    options = {"anchor": 2, "max_anchor": 2} if policy != "sync" else {}
+    short = {"anchor": 1, "max_anchor": 1, "max_batch_diff": 1}  # whatever the ranks' speeds
+    options = short if policy != "sync" else {}
     ddp = setup(comm, model, torch.optim.SGD(model.parameters(), lr=0.01), policy=policy, **options)
     return ddp, model, bias
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_a_layer_that_one_rank_alone_unfreezes_is_named(policy: str) -> None:
     def body(comm: Communicator) -> EvenerError | None:
         ddp, model, bias = frozen_bias(comm, policy)
