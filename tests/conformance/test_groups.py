@@ -6,7 +6,6 @@ import socket
 import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -250,24 +249,6 @@ def test_signals_are_heard_inside_a_wait() -> None:
 
 
 # ── nothing is kept ──────────────────────────────────────────────────────────────────────────────
-
-
-def form_many(rank: Rank) -> list[int]:
-    counts = []
-    with rank.connect() as comm:
-        for _ in range(10):
-            part = comm.split([0, 1], name="generation")
-            assert part is not None
-            with part:
-                part.all_reduce(torch.ones(3000), what="sum")
-            counts.append(len(list(Path("/proc/self/fd").iterdir())))
-            comm.barrier(what="next")
-    return counts
-
-
-def test_groups_that_end_leave_no_descriptors() -> None:
-    for counts in run_ranks(form_many, 2):
-        assert max(counts) == counts[0]
 
 
 # ── sockets of others ────────────────────────────────────────────────────────────────────────────

@@ -4,17 +4,12 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from evener import CollectiveMismatchError
 from evener.comm.base import Communicator
-from helpers.ranks import Rank, run_ranks
 from helpers.teams import setup
-
-MIB = 2**20
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
@@ -50,24 +45,3 @@ def test_an_epoch_of_a_sampler_costs_its_indices_of_8_bytes() -> None:
         epoch = loader.epoch(0)
         assert peak_bytes(lambda: next(epoch)) < 2.5 * 8 * count
         epoch.close()
-
-
-def test_bytes_of_all_ranks_are_no_list_of_numbers() -> None:
-    payload = bytes(range(256)) * (MIB // 256)
-    comm = Communicator()
-    gathered: list[bytes] = []
-    peak = peak_bytes(lambda: gathered.extend(comm.all_gather_bytes(payload, what="bytes")))
-    assert gathered == [payload]
-    assert peak < 4 * MIB
-
-
-def forget(rank: Rank) -> None:
-    with rank.connect() as comm:
-        for count in (3000, 4000, *range(5000, 5300)):
-            comm.all_reduce(torch.ones(count), what="a sum")
-        with pytest.raises(CollectiveMismatchError, match=r"of [34]000 .* of [34]000"):
-            comm.all_reduce(torch.ones(3000 + 1000 * rank.rank), what="a sum")
-
-
-def test_sizes_that_were_exchanged_long_ago_are_forgotten_and_compared_anew() -> None:
-    run_ranks(forget, 2)

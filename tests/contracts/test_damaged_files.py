@@ -16,7 +16,6 @@ from evener.errors import ConfigError, EvenerError
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
 from evener.observe.tally import EventTally
-from evener.tasks.classification.adapter import read_document
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.language_model import build_model
 from evener.tasks.text.tokenizer import load_tokenizer
@@ -138,12 +137,6 @@ def test_a_fifo_in_place_of_the_event_file_is_not_waited_for(tmp_path: Path) -> 
 
 LABELLED = b'{"text": "one", "label": "a"}\n{"text": "two", "label": 1}\n'
 TABLE = b'text,label\r\none,a\r\n"two\nlines",b\r\n'
-ADAPTER = {
-    "labels": ["a", "b"],
-    "seq_len": 8,
-    "end_tokens": 1,
-    "base": {"path": "base", "fingerprint": "f"},
-}
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.jsonl.gz"])
@@ -165,18 +158,6 @@ def test_whatever_is_in_a_labelled_file_it_is_read_or_refused_by_name(
     path.unlink()
     os.mkfifo(path)
     assert read_or_refuse(path, lambda: read_labelled(path, text_key="text", label_key="label"))
-
-
-@given(changed(ADAPTER))
-def test_whatever_an_adapter_notes_it_is_read_or_refused_by_name(
-    tmp_path_factory: pytest.TempPathFactory, document: Any
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "classify.json"
-    path.write_text(json.dumps(document))
-    if not read_or_refuse(path, lambda: read_document(path.parent)):
-        found = read_document(path.parent)
-        assert all(isinstance(name, str) for name in found["labels"])
-        assert 0 <= found["seq_len"] + found["end_tokens"] <= 2**54
 
 
 def test_a_fifo_among_the_files_of_a_model_or_tokenizer_is_not_waited_for(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from evener.data.fetching import make_fetcher
 from evener.errors import ConfigError, DataError, UsageError
-from helpers.fetch_cases import Augmented, Squares
+from helpers.fetch_cases import Augmented, Squares, keep_list
 from helpers.limits import PATIENCE_S
 
 LEAVES = ["inline", "thread"]
@@ -23,6 +23,14 @@ def test_batches_come_back_in_whatever_order_they_are_asked_for(leaf):
         assert pending[3].result()[:, 0].tolist() == [9, 16]
         assert pending[0].result()[:, 0].tolist() == [0, 1]
         assert pending[3].result() is pending[3].result()
+
+
+def test_a_collate_function_of_the_users_gets_the_samples():
+    with make_fetcher(Squares(), keep_list) as fetcher:
+        assert [sample.tolist() for sample in fetcher.submit(0, [1, 2]).result()] == [
+            [1] * 4,
+            [4] * 4,
+        ]
 
 
 @pytest.mark.parametrize("leaf", LEAVES)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -37,13 +38,14 @@ def test_it_tells_lengths_types_and_contents_apart() -> None:
 def test_random_numbers_of_the_usual_generators_follow_from_the_seed() -> None:
     class Augmented(list[Any]):
         def __getitem__(self, index: Any) -> Any:
-            return super().__getitem__(index)[0] + torch.rand(1)
+            return super().__getitem__(index)[0] + torch.rand(1) + numpy.random.rand()
 
-    before = torch.get_rng_state()
+    before = torch.get_rng_state(), numpy.random.get_state()[1].tolist()
     own = signature(Augmented(items(20)))
     assert any(name.startswith("data of item") for name in own)
     assert own == signature(Augmented(items(20)))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert numpy.random.get_state()[1].tolist() == before[1]
 
 
 def test_of_items_that_differ_when_read_again_only_length_and_types_count() -> None:

@@ -143,31 +143,6 @@ def test_break_in_mid_window_then_the_rest_of_the_epoch(
     assert Counter(first + second + rest) == dict.fromkeys(range(SIZE), 1)
 
 
-@pytest.mark.parametrize("then", ["the epoch again", "a value"])
-@pytest.mark.parametrize("policy", LOCAL)
-def test_break_in_a_last_window_in_which_the_other_rank_has_no_batch(
-    policy: str, then: str
-) -> None:
-    def body(comm: Communicator) -> list[int]:
-        walk, size = Walk(comm, policy), 4
-        with walk.ddp as ddp:
-            loader = ddp.loader(Counted(size), batch_size=4)
-            for epoch in range(3):
-                for ids, x in loader.epoch(epoch):
-                    walk.step(ids, x)
-                    if ddp.progress.samples == (epoch + 1) * size:
-                        break
-                if then == "the epoch again":
-                    assert list(loader.epoch(epoch)) == []
-                assert ddp.weighted_mean(1.0) == 1.0
-            walk.check()
-        assert any(0 in steps for steps in walk.windows), "a rank has no batch in a window"
-        return walk.seen
-
-    first, second = run_team(2, body)
-    assert Counter(first + second) == dict.fromkeys(range(4), 3)
-
-
 @pytest.mark.parametrize("policy", LOCAL)
 def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(
     policy: str, tmp_path: Path, rank_clocks: RankClocks

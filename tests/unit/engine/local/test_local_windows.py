@@ -118,33 +118,6 @@ def test_consensus_is_the_same_to_the_bit_after_every_window(policy: str) -> Non
     assert second
 
 
-@pytest.mark.parametrize("policy", LOCAL)
-@pytest.mark.parametrize("world_size", [3])
-def test_every_sample_once_an_epoch(policy: str, world_size: int) -> None:
-    """Also where the last batch is short, a rank has nothing to do, or there are no batches."""
-
-    def body(comm: Communicator) -> tuple[list[int], list[Any], int]:
-        model = seeded(lambda: nn.Linear(3, 1))
-        results: list[WindowResult] = []
-        with setup(
-            comm, model, torch.optim.SGD(model.parameters(), lr=0.01), policy=policy, anchor=2
-        ) as ddp:
-            ddp.on_commit(results.append)
-            loader = ddp.loader(Numbered(37), batch_size=4, micro_batch_size=3)
-            assert len(loader) == 10
-            seen = train(ddp, loader, epochs=3)
-            assert list(loader.epoch(1)) == []
-            assert ddp.progress.samples == 3 * 37
-        return seen, [(r.epoch, p) for r in results for p in r.ranges], ddp.progress.steps
-
-    outcomes = run_team(world_size, body)
-    assert Counter(i for seen, _, _ in outcomes for i in seen) == dict.fromkeys(range(37), 3)
-    for _, ranges, steps in outcomes:
-        covered = Counter((e, p) for e, (start, stop) in ranges for p in range(start, stop))
-        assert covered == {(e, p): 1 for e in range(3) for p in range(37)}
-        assert steps == 30
-
-
 def test_one_step_a_window_is_one_sync_step_for_sgd_without_momentum() -> None:
     """Rank r steps to p - lr * g_r, with g_r the mean gradient of its w_r samples, from the same p.
 
@@ -421,26 +394,3 @@ def test_a_stop_ends_all_ranks_at_one_consensus_and_another_team_goes_on(
     for _, restored, taken in outcomes:
         assert restored == bits
         assert torch.equal(taken, moment)
-
-
-@pytest.mark.parametrize("policy", LOCAL)
-def test_evaluation_at_a_commit_sees_the_consensus_and_disturbs_nothing(policy: str) -> None:
-    def body(comm: Communicator) -> list[float]:
-        model = seeded(lambda: nn.Linear(3, 1))
-        means: list[float] = []
-        with setup(
-            comm, model, torch.optim.SGD(model.parameters(), lr=0.05), policy=policy, **SHORT
-        ) as ddp:
-
-            def evaluate(result: WindowResult) -> None:
-                own = float(model.weight.detach().double().sum())
-                assert ddp.weighted_mean(own) == pytest.approx(own, abs=0), "ranks differ"
-                means.append(own)
-
-            ddp.on_commit(evaluate)
-            train(ddp, ddp.loader(Numbered(120), batch_size=4))
-        return means
-
-    first, second = run_team(2, body)
-    assert first == second
-    assert len(set(first)) > 3
