@@ -39,7 +39,7 @@ class Package(NamedTuple):
 
 PACKAGES = {
     "protocol": Package(16, ("tests/unit/protocol", "tests/unit/team/test_fixed.py")),
-    "averaging": Package(8, ("tests/unit/averaging", "tests/unit/engine", "tests/numerics")),
+    "averaging": Package(8, ("tests/unit/averaging", "tests/unit/manual", "tests/unit/engine")),
     "data": Package(10, ("tests/unit/data", "tests/processes/test_fetch_processes.py")),
     "planning": Package(
         12, ("tests/unit/planning", "tests/unit/simulation", "tests/unit/engine/local")
