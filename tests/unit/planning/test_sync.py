@@ -320,6 +320,16 @@ def test_where_one_rank_alone_is_fastest_all_others_are_named(speeds, main, name
     assert found.ranks == named
 
 
+def test_parked_ranks_are_tried_for_one_percent_of_the_time():
+    policy = SyncPolicy(["a", "b"], [None] * 2)
+    for rank, per_sample_s in enumerate((0.001, 1.0)):
+        measure(policy, rank, per_sample_s)
+    policy.set_parked(frozenset({1}))
+    windows, window_s = policy.windows_apart(16, 0.0), 0.016
+    spent_s = 5 * 1.0  # some windows of a trial, in which the slow rank has one sample
+    assert 0.5 <= spent_s / (0.01 * windows * window_s) <= 1.1
+
+
 @pytest.mark.parametrize(("per_sample_s", "is_slow"), [(0.5, True), (0.01, False)])
 def test_a_rank_that_never_had_work_is_measured_before_it_is_parked(per_sample_s, is_slow):
     """By the calibration it is too slow for a sample of a batch, which may be wrong."""

@@ -395,6 +395,33 @@ def test_who_makes_no_progress_while_others_wait_is_named_with_its_phase() -> No
     assert sum(message.type == "say" for message in said) == 2
 
 
+def test_a_rank_of_a_fixed_team_is_named_in_every_wait() -> None:
+    """Its ranks tell of long waits alone, so who is late again seems as it was before."""
+    roster = Roster(2, 2, DEADLINES, 0.0, is_fixed=True)
+    for number, member in enumerate("ab"):
+        assert not roster.arrive(0.0, member, member, {"world_size": 2}, None, number)
+        roster.report(0.0, member, 0, None)
+    said = []
+    for start_s in (20.0, 90.0):
+        roster.beat(start_s, "a", 0, "waiting")
+        for seconds in range(20):
+            roster.beat(start_s + seconds, "a", 0, "waiting")
+            roster.tick(start_s + seconds)
+        said.append([m.content["text"] for m in roster.take() if m.type == "say"])
+        roster.beat(start_s + 30, "a", 0, "training")
+    assert [len(texts) for texts in said] == [1, 1]
+    assert "rank 1 (b)" in said[0][0]
+
+
+def test_a_worker_that_was_refused_refuses_no_other() -> None:
+    roster = Roster(1, 3, DEADLINES, 0.0)
+    assert not roster.arrive(0.0, "a", "a", {"model": 1}, None)
+    assert not roster.arrive(0.0, "b", "b", {}, None)
+    roster.describe(0.0, "b", {"model": 2})
+    roster.take()
+    assert not roster.arrive(0.0, "c", "c", {"model": 1}, None)
+
+
 def test_a_parked_member_neither_waits_nor_is_waited_for() -> None:
     team = Team("a", "b", "c")
     for _ in range(30):
