@@ -14,8 +14,10 @@ from helpers.markdown import blocks, is_example_of_a_loop, run_blocks
 from helpers.source import ROOT, tracked_files
 
 DOCUMENTS = [path for path in tracked_files() if path.suffix == ".md"]
+#: Documents whose code takes a minute and more; their commands are tested in tests/processes, too.
+LONG = {"classification.md"}
 WITH_CODE = [
-    path
+    pytest.param(path, marks=[pytest.mark.long] if path.name in LONG else [])
     for path in DOCUMENTS
     if path.name == "README.md" or path.is_relative_to(ROOT / "docs")
     if any(b.language in {"python", "console"} for b in blocks(path.read_text()))

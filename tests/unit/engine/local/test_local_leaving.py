@@ -191,6 +191,26 @@ def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(
 
 
 @pytest.mark.parametrize("policy", LOCAL)
+def test_a_stop_and_a_break_at_once(policy: str) -> None:
+    def body(comm: Communicator) -> tuple[float, int, bool]:
+        walk = Walk(comm, policy)
+        with walk.ddp as ddp:
+            for number, (ids, x) in enumerate(walk.loader.epoch(0)):
+                if number == 5 and comm.rank == 0:
+                    break
+                if number == 5:
+                    ddp.stop()
+                walk.step(ids, x)
+            assert ddp.weighted_mean(1.0) == 1.0
+            for _ in walk.loader.epoch(0) if ddp.stopping else ():
+                raise AssertionError("a team that has stopped trains no more")
+            return (*walk.check(), ddp.stopping)
+
+    first, second = run_team(2, body)
+    assert first == second
+
+
+@pytest.mark.parametrize("policy", LOCAL)
 def test_a_step_that_is_left_out_leaves_no_trace_in_the_buffers(policy: str) -> None:
     """Statistics of a batch that holds a NaN would be NaN for good."""
 
