@@ -108,6 +108,15 @@ def test_a_rank_is_parked_and_called_back_without_a_change_of_the_generation() -
     assert not found.changes
 
 
+def test_a_rank_that_is_due_is_called_back_as_an_epoch_begins() -> None:
+    found = Run(3, apart=6)
+    first = WINDOWS // EPOCHS
+    assert [samples > 0 for samples in found.samples(2)][:first] == [True] * 2 + [False] * (
+        first - 2
+    )
+    assert found.samples(2)[first] > 0
+
+
 @pytest.mark.parametrize(
     ("member", "what"),
     [
