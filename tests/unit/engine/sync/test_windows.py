@@ -198,21 +198,6 @@ def test_a_stop_drops_the_window_and_the_next_run_goes_on_there() -> None:
         assert state["committed"] == [[0, 16]]
 
 
-def test_any_rank_may_ask_the_team_to_stop_after_the_window() -> None:
-    def body(comm: Communicator) -> int:
-        model, optimizer = line()
-        with setup(comm, model, optimizer, shares=(1, 1)) as ddp:
-            loader = ddp.loader(Numbered(), batch_size=8)
-            for _, x in loader.epoch(0):
-                ddp.backward(model(x).square().mean())
-                if ddp.window == 1 and comm.rank == 1:
-                    ddp.stop()
-                ddp.step()
-            return ddp.window
-
-    assert run_team(2, body) == [2, 2]
-
-
 def test_on_commit_sees_the_state_of_the_committed_window_on_every_rank() -> None:
     def body(comm: Communicator) -> tuple[list[Tensor], list[float], list[float]]:
         model, optimizer = line()
