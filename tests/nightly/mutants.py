@@ -45,7 +45,7 @@ PACKAGES = {
         12, ("tests/unit/planning", "tests/unit/simulation", "tests/unit/engine/local")
     ),
     "engine": Package(
-        24, ("tests/unit/engine", "tests/processes/test_loader_attributes.py", "tests/unit/loop")
+        24, ("tests/unit/engine", "tests/processes/test_loader_attributes.py", "tests/unit/managed")
     ),
     "comm": Package(15, ("tests/unit/comm", "tests/conformance", "tests/unit/engine/sync")),
     "team": Package(15, ("tests/unit/team", "tests/unit/managed", "tests/conformance")),
