@@ -21,7 +21,7 @@ import typer
 from typer import Argument, Option
 
 import evener
-from evener.comm.addresses import parse_address
+from evener.comm.addresses import LARGEST_PORT, parse_address
 from evener.config.options import (
     BenchOptions,
     ClassifyOptions,
@@ -36,7 +36,7 @@ from evener.protocol.formation import Deadlines, read_team_limits
 from evener.team.child import apply_threads, die_with, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import local_devices
-from evener.team.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, Nodes, choose_nodes
+from evener.team.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, MAX_NPROC, Nodes, choose_nodes
 from evener.team.signals import end_in_silence
 from evener.team.terminal import printable
 
@@ -62,6 +62,8 @@ DASHBOARD_OF: Final = "EVENER_DASHBOARD_OF"
 #: So long a dashboard gets to end with the run, in seconds.
 _DASHBOARD_END_S: Final = 5.0
 
+#: Longest of the deadlines that users may choose, in seconds.
+_MOST_S: Final = 1e9
 #: Ranks of the pretraining demo, and of a classification without options.
 DEMO_NPROC: Final = 2
 #: How much slower the second rank of the demo is.
@@ -86,7 +88,10 @@ _Json = Annotated[bool, Option("--json", help="Print a document in JSON.")]
 _EmulateSlow = Annotated[
     _Texts, Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated.")
 ]
-_Nproc = Annotated[int | None, Option(help="Ranks to start here; one per GPU, or 1.")]
+_Nproc = Annotated[
+    int | None,
+    Option(min=1, max=MAX_NPROC, help="Ranks to start here; one per GPU, or 1."),
+]
 _Nnodes = Annotated[
     str | None,
     Option(metavar="N", help="Machines of the run, N or MIN:MAX; start it on each."),
@@ -94,12 +99,17 @@ _Nnodes = Annotated[
 _NodeRank = Annotated[int | None, Option(help="Number of this machine, 0 to N - 1.")]
 _MasterAddr = Annotated[str | None, Option(help="Address of machine 0 that all can reach.")]
 _Port = Annotated[
-    int | None, Option(help=f"Port of the rendezvous; a free one, or {DEFAULT_PORT} with --nnodes.")
+    int | None,
+    Option(
+        min=1,
+        max=LARGEST_PORT,
+        help=f"Port of the rendezvous; a free one, or {DEFAULT_PORT} with --nnodes.",
+    ),
 ]
 _Elastic = Annotated[
     str | None, Option(metavar="MIN:MAX", help="Elastic team: MIN workers are enough to continue.")
 ]
-_MaxFailures = Annotated[int | None, Option(help="Stop when more workers have failed; 10.")]
+_MaxFailures = Annotated[int | None, Option(min=0, help="Stop when more workers have failed; 10.")]
 _TokenFile = Annotated[Path | None, Option(help="File with the secret that both sides share.")]
 _Address = Annotated[
     str | None, Option(help="This machine's address, at which the others reach its workers.")
@@ -548,12 +558,20 @@ def coordinator(
     ledger: Annotated[
         Path | None, Option(help="File from which a restarted coordinator continues.")
     ] = None,
-    timeout_s: Annotated[float, Option(help="Longest wait for workers.")] = DEFAULT_TIMEOUT_S,
+    timeout_s: Annotated[
+        float, Option(min=1, max=_MOST_S, help="Longest wait for workers.")
+    ] = DEFAULT_TIMEOUT_S,
     host_lease_s: Annotated[
-        float, Option(help="A machine silent for so long is lost.")
+        float,
+        Option(min=Deadlines().lease_s, max=_MOST_S, help="A machine silent for so long is lost."),
     ] = Deadlines().host_lease_s,
     patience_s: Annotated[
-        float, Option(help="Longest wait of workers for a coordinator that does not answer.")
+        float,
+        Option(
+            min=1,
+            max=_MOST_S,
+            help="Longest wait of workers for a coordinator that does not answer.",
+        ),
     ] = Deadlines().patience_s,
 ) -> int:
     """Decide who is in an elastic team; evener launch starts one by itself."""
@@ -635,11 +653,7 @@ def _check_emulation(options: TaskOptions, nproc: int) -> None:
 
 
 def _count_ranks(given: int | None, least: int = 1) -> int:
-    from evener.team.worker_processes import check_nproc
-
-    nproc = max(least, local_devices()) if given is None else given
-    check_nproc(nproc)
-    return nproc
+    return max(least, local_devices()) if given is None else given
 
 
 def _become_rank(options: TaskOptions, place: DistributedTrainConfig) -> None:

@@ -51,7 +51,7 @@ FOUND_AT_ONCE = {
         ["model.path", "'absent'", "downloads nothing"],
     ),
     "no run to resume": (["run.yaml", "--resume"], 1, ["runs/run is no run to resume", "--out"]),
-    "no ranks": (["run.yaml", "--nproc", "0"], 2, ["--nproc is 0", "from 1 to"]),
+    "no ranks": (["run.yaml", "--nproc", "0"], 2, ["'--nproc': 0 is not in the range"]),
     "a rank that is not there": (
         ["run.yaml", "--nproc", "2", "--emulate-slow", "2:3"],
         2,

@@ -17,7 +17,7 @@ from evener.errors import ConfigError, LaunchError
 LOOPBACK: Final = "127.0.0.1"
 _MOST_ATTEMPTS: Final = 64
 _NAME = re.compile(r"[\w.-]+")  # names may have letters of any language
-_LARGEST_PORT = 65_535
+LARGEST_PORT: Final = 65_535
 _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 
@@ -244,21 +244,14 @@ def parse_address(address: object, name: str, *, may_bind: bool = False) -> tupl
         )
     if port is None:
         return host, None
-    if not (port.isdecimal() and 1 <= int(port) <= _LARGEST_PORT):
-        raise ConfigError(f"{name} is {address!r}; give a port from 1 to {_LARGEST_PORT} after ':'")
+    if not (port.isdecimal() and 1 <= int(port) <= LARGEST_PORT):
+        raise ConfigError(f"{name} is {address!r}; give a port from 1 to {LARGEST_PORT} after ':'")
     return host, int(port)
 
 
 def join_address(host: str, port: int) -> str:
     """Return ``HOST:PORT``, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def check_port(port: int, name: str, least: int = 1) -> int:
-    """Return a port, if it can be one; ``name`` is for the ConfigError otherwise."""
-    if not least <= port <= _LARGEST_PORT:
-        raise ConfigError(f"{name} is {port}; give a port from 1 to {_LARGEST_PORT}")
-    return port
 
 
 def _split(text: str) -> tuple[str, str | None]:

@@ -23,7 +23,7 @@ from evener.protocol.formation import ProcessState
 from evener.team.connection import AgentConnection
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
 from evener.team.failures import judge
-from evener.team.host import KernelState, clock_time, describe_halt
+from evener.team.host import KernelState, clock_time
 from evener.team.signals import STOPPING
 from evener.team.standby import TAKE
 from evener.team.terminal import say, warn
@@ -305,9 +305,10 @@ class Agent:
     def _note_state(self, child: Child, state: KernelState) -> None:
         """A worker was stopped, is held by a debugger, or runs again; nothing is ended for it."""
         _, member = self._workers[child.pid]
-        told = ProcessState.STOPPED if state.is_halted else ProcessState.CONTINUED
+        is_halted = state is KernelState.STOPPED
+        told = ProcessState.STOPPED if is_halted else ProcessState.CONTINUED
         self._connection.tell(member, told, str(state))
-        if not state.is_halted:
+        if not is_halted:
             joins = "" if self._is_fixed else ", and joins the team"
             say(f"evener: {child.who} runs again{joins}")
             return
@@ -315,7 +316,10 @@ class Agent:
         if self._is_fixed:
             alone = len(self._processes.all) == 1
             words = "nothing waits for it on this host" if alone else "the other ranks wait for it"
-        say(describe_halt(child.who, child.pid, state, child.halted_since, words))
+        say(
+            f"evener: {child.who} is stopped since {clock_time(child.halted_since)}, and {words}; "
+            f"`kill -CONT {child.pid}`, or the debugger that holds it, continues it"
+        )
 
     def _account_for(self, child: Child) -> None:
         """Tell the coordinator of an end, and see what follows from it."""

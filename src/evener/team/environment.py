@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from evener.comm.addresses import LOOPBACK, check_port, is_loopback, parse_address
+from evener.comm.addresses import LARGEST_PORT, LOOPBACK, is_loopback, parse_address
 from evener.errors import ConfigError
 from evener.parsing import short
 from evener.team import slurm
@@ -174,7 +174,10 @@ class DistributedTrainConfig:
         ):
             if not is_right:
                 raise ConfigError(f"{why}; ranks are numbered from 0, on each host too {variables}")
-        check_port(self.coordinator_port, "coordinator_port", least=0)
+        if not 0 <= self.coordinator_port <= LARGEST_PORT:
+            raise ConfigError(
+                f"coordinator_port is {self.coordinator_port}; give a port from 1 to {LARGEST_PORT}"
+            )
         if self.role is not role:
             raise ConfigError(
                 f"role is {self.role.value!r} for rank {self.rank}; rank 0 is the coordinator and "

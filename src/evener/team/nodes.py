@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from evener.comm.addresses import check_port, parse_address
+from evener.comm.addresses import parse_address
 from evener.errors import ConfigError
 from evener.protocol.formation import read_team_limits
 
 #: Where machines meet unless the user says otherwise; torchrun's default, too.
 DEFAULT_PORT: Final = 29_500
+#: More ranks than this on one host are taken for a typing error.
+MAX_NPROC: Final = 256
 #: Seconds that machines wait for one another unless the user says otherwise.
 DEFAULT_TIMEOUT_S: Final = 600.0
 
@@ -121,4 +123,4 @@ def _split_address(address: str, port: int | None) -> tuple[str, int]:
             f"--master-addr is {address!r}, but --port is {port}; name one port, the same on "
             "every machine"
         )
-    return host, check_port(own or port or DEFAULT_PORT, "--port")
+    return host, own or port or DEFAULT_PORT

@@ -66,7 +66,6 @@ def test_where_machines_meet(address, port, expected):
         ({"master_addr": "a:x"}, "'a:x'; give a port"),
         ({"master_addr": "a:70000"}, "'a:70000'; give a port"),
         ({"master_addr": "a:1", "port": 2}, "'a:1', but --port is 2; name one port"),
-        ({"port": 70_000}, "--port is 70000"),
     ],
 )
 def test_options_that_do_not_fit_are_named(given, named):
