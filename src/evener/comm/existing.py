@@ -14,16 +14,12 @@ import torch
 import torch.distributed as dist
 
 from evener.comm.addresses import bind, is_loopback
-from evener.comm.forks import leave_behind_in_children
 from evener.comm.network import own_address
-from evener.comm.wires import Wires
 from evener.devices import count_accelerators
 from evener.errors import ConfigError, LaunchError
 
 _BYTES = 256  # enough for a host name and a port
 
-#: Connections of the groups that were found: they may outlive evener's own.
-_wires: list[Wires] = []
 #: They listen nowhere, so rank 0's coordinator may; the kernel gives their ports to nobody else.
 _reserved: list[socket.socket] = []
 
@@ -89,19 +85,6 @@ def find_place(group: Any) -> GroupPlace:
     port = int(port_text)
     local = [r for r, host in enumerate(hosts) if host == own.encode()[:_BYTES]]
     return GroupPlace(rank, world_size, local.index(rank), len(local), address, port, token)
-
-
-def close_in_children(group: Any) -> None:
-    """Make forked children close the ranks' connections; all ranks of the group call it.
-
-    A rank's workers would otherwise keep the user's connections open after its death, too.
-    """
-
-    def exchange(ends: bytes) -> list[bytes]:
-        return _gather(group, ends, max(numbers_in(group, len(ends))))
-
-    _wires.append(Wires.between(exchange))
-    leave_behind_in_children(_wires[-1])
 
 
 def _reachable_address() -> str:

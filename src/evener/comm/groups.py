@@ -303,7 +303,7 @@ class GroupTransport(Transport):
                     return
         except RuntimeError as error:
             self._busy = not all(work.is_completed() for work in works)
-            failure, cause = first_line(error), cause_of(error, works)
+            failure, cause = first_line(error), cause_of(error)
         finally:
             works.clear()
         raise self._explain(wait, calls[done], calls, failure, cause)

@@ -31,7 +31,7 @@ from evener.comm.addresses import (
 )
 from evener.comm.base import DEFAULT_TIMEOUT_S, Communicator, check_timeout
 from evener.comm.c10d import TCPStore
-from evener.comm.existing import close_in_children, find_place
+from evener.comm.existing import find_place
 from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.comm.groups import form_groups
 from evener.comm.messages import first_line
@@ -74,7 +74,6 @@ def place_in(group: Any) -> DistributedTrainConfig:
         LaunchError: Its ranks cannot meet.
     """
     found = find_place(group)
-    close_in_children(group)
     return DistributedTrainConfig.of_rank(**found._asdict(), launched_by="torch.distributed")
 
 
