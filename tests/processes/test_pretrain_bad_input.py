@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_built(lab):
 def test_a_loss_that_is_not_finite_stops_every_rank(lab):
     finished = lab.run(
         *("run.yaml", "--name", "overflow", "--set", "optimizer.lr=1e30"),
-        *("--set", "optimizer.max_grad_norm=null"),
+        *("--set", "max_grad_norm=null"),
         nproc=2,
         expected=1,
     )

@@ -188,10 +188,6 @@ class Barrier:
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────────────
 
-    def _arrived(self, rank: int, page: memoryview) -> int:
-        # Where memory does not keep the order of writes, the bytes from a rank say that it arrived.
-        return int(page[_ARRIVED]) if KEEPS_ORDER else self._links.count(rank)
-
     def _are_here(self, number: int) -> bool:
         """Return whether all others have arrived at a barrier."""
         for rank, page in self._others:

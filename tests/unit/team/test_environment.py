@@ -211,10 +211,7 @@ def test_a_batch_script_may_choose_where_to_meet():
     ("changes", "expected"),
     [
         ({"SLURM_GTIDS": "0,1,2,3"}, 4),
-        ({"SLURM_GTIDS": None, "SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, 2),
-        ({"SLURM_GTIDS": None, "SLURM_TASKS_PER_NODE": "3(x3)"}, 3),
         ({"SLURM_GTIDS": None}, 2),  # nothing known: at least those up to this one
-        ({"SLURM_GTIDS": None, "SLURM_TASKS_PER_NODE": "nonsense"}, 2),
     ],
 )
 def test_tasks_on_the_node(changes, expected):
@@ -235,11 +232,8 @@ HETEROGENEOUS = {
     "SLURM_GTIDS": "2",
     "SLURM_STEP_NODELIST": "big1,small[1-2]",
     "SLURM_JOB_NODELIST": "big1,small[1-2]",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
     "SLURM_JOB_NODELIST_HET_GROUP_0": "small[1-2]",
     "SLURM_JOB_NODELIST_HET_GROUP_1": "big1",
-    "SLURM_JOB_NODELIST_PACK_GROUP_0": "small[1-2]",
-    "SLURM_JOB_NODELIST_PACK_GROUP_1": "big1",
     "SLURMD_NODENAME": "big1",
 }
 
@@ -252,11 +246,6 @@ def test_a_heterogeneous_step_is_one_team():
     task_0 = place(HETEROGENEOUS, SLURM_PROCID="0", SLURM_GTIDS="0", SLURMD_NODENAME="small1")
     assert task_0.coordinator_addr == "small1"
     assert not task_0.agent_store
-
-
-def test_heterogeneous_jobs_of_older_releases():
-    changes = {name: None for name in HETEROGENEOUS if "_HET_" in name}
-    assert place(HETEROGENEOUS, **changes, SLURM_PACK_SIZE="2").coordinator_addr == "small1"
 
 
 def test_a_step_in_one_component_of_a_heterogeneous_job_stays_there():
