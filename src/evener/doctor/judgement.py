@@ -86,7 +86,7 @@ def has_kernels(architecture: str, built_for: tuple[str, ...]) -> bool:
 def _judge_devices(facts: HostFacts) -> Iterator[_Finding]:
     torch = facts.versions.get("torch", "")
     missing = facts.devices_shown - len(facts.accelerators)
-    if missing > 0 and not facts.build.runtime:
+    if missing > 0 and not facts.runtime:
         yield (
             f"the system shows {facts.devices_shown} GPUs, but torch {torch} was built without "
             "CUDA and ROCm",
@@ -95,7 +95,7 @@ def _judge_devices(facts: HostFacts) -> Iterator[_Finding]:
     elif missing > 0:
         yield (
             f"the system or CUDA_VISIBLE_DEVICES shows {facts.devices_shown} GPUs, but torch "
-            f"({facts.build.runtime}) finds {len(facts.accelerators)}",
+            f"({facts.runtime}) finds {len(facts.accelerators)}",
             "see what nvidia-smi or rocminfo says: the driver may be too old for this build of "
             "torch, not loaded, or not visible in this container",
         )
@@ -104,7 +104,7 @@ def _judge_devices(facts: HostFacts) -> Iterator[_Finding]:
 
 
 def _judge_device(device: DeviceFacts, facts: HostFacts) -> Iterator[_Finding]:
-    built_for = facts.build.architectures
+    built_for = facts.architectures
     if device.architecture and built_for and not has_kernels(device.architecture, built_for):
         yield (
             f"torch has no kernels for {device.name} ({device.model}, {device.architecture}); it "
@@ -129,7 +129,7 @@ def _judge_exchange(facts: HostFacts) -> Iterator[_Finding]:
             "interface of this host",
         )
     num_cuda = sum(device.name.startswith("cuda") for device in facts.devices)
-    if num_cuda > 1 and not facts.build.nccl:
+    if num_cuda > 1 and not facts.nccl:
         yield (
             f"{num_cuda} GPUs, but torch was built without NCCL",
             "install another build of torch; until then ranks exchange by way of host memory, "
@@ -150,30 +150,28 @@ def _judge_exchange(facts: HostFacts) -> Iterator[_Finding]:
 
 
 def _judge_limits(facts: HostFacts) -> Iterator[_Finding]:
-    limits = facts.limits
-    if limits.open_files is not None and limits.open_files < _FEWEST_FILES:
+    if facts.open_files is not None and facts.open_files < _FEWEST_FILES:
         yield (
-            f"a process may have {limits.open_files} open files; each rank opens several for each "
+            f"a process may have {facts.open_files} open files; each rank opens several for each "
             "other rank and each worker",
             "ulimit -n 4096 (or LimitNOFILE=, docker run --ulimit nofile=4096)",
         )
-    if limits.processes is not None and limits.processes < _FEWEST_PROCESSES:
+    if facts.processes is not None and facts.processes < _FEWEST_PROCESSES:
         yield (
-            f"{limits.processes} processes and threads are allowed; a rank alone may start a "
+            f"{facts.processes} processes and threads are allowed; a rank alone may start a "
             "hundred",
             "ulimit -u 4096 (or TasksMax=, docker run --pids-limit=4096)",
         )
-    if limits.shm_bytes is not None and limits.shm_bytes < _LEAST_SHM:
+    if facts.shm_bytes is not None and facts.shm_bytes < _LEAST_SHM:
         yield (
-            f"/dev/shm has {_mebibytes(limits.shm_bytes)}: workers of a DataLoader end with a bus "
+            f"/dev/shm has {_mebibytes(facts.shm_bytes)}: workers of a DataLoader end with a bus "
             "error when it is full",
             "docker run --shm-size=8g (or --ipc=host), or num_workers=0",
         )
 
 
 def _judge_processor(facts: HostFacts) -> Iterator[_Finding]:
-    processor, cpus = facts.processor, facts.limits.cpus
-    usable = processor.usable_cores
+    cpus, usable = facts.cpus, facts.usable_cores
     if cpus is not None and cpus < usable - 0.5:
         most = max(1, int(cpus))
         yield (
@@ -182,9 +180,9 @@ def _judge_processor(facts: HostFacts) -> Iterator[_Finding]:
             f"OMP_NUM_THREADS={most} divided by the ranks of this host, or cores of your own "
             f"(taskset, docker run --cpuset-cpus=0-{most - 1})",
         )
-    if processor.free_bytes < _LEAST_MEMORY:
+    if facts.free_bytes < _LEAST_MEMORY:
         yield (
-            f"{_mebibytes(processor.free_bytes)} of memory are free; a rank that has loaded torch "
+            f"{_mebibytes(facts.free_bytes)} of memory are free; a rank that has loaded torch "
             "takes half a gigabyte before it trains",
             "end other programs, or give the container more memory",
         )
@@ -200,7 +198,7 @@ def _judge_pair(here: HostFacts, there: HostFacts, link: MeasuredLink) -> Iterat
             f"torch is {mine} here and {theirs} there; such ranks refuse one another",
             "install the same version of torch on both",
         )
-    if here.build.nccl and there.build.nccl and link.backend == "gloo":
+    if here.nccl and there.nccl and link.backend == "gloo":
         yield (
             f"both have GPUs, but exchange by way of host memory, which is slower: {link.reason}",
             "install the same build of torch on both; NCCL_DEBUG=INFO tells more, and "
