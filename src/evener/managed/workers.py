@@ -20,8 +20,8 @@ from evener.loop.event_stream import open_sinks
 from evener.managed.description import ManagedRun
 from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.handle import Run
-from evener.managed.trained import TrainedState, unpack_trained
-from evener.managed.travel import pack
+from evener.managed.trained import TrainedState, read_trained
+from evener.managed.travel import anonymous_file, pack
 from evener.team.agent import ANOTHER_PROGRAM, Agent, JoinedTeam, Wishes
 from evener.team.failures import RankRecord, first_failure
 from evener.team.launch import LaunchPlan, open_team
@@ -30,6 +30,8 @@ from evener.team.worker_processes import Child
 
 #: Descriptor of the file with the pickled job, in a worker.
 JOB_FD: Final = "EVENER_JOB_FD"
+#: Descriptor of the file to which the worker that is asked for the model writes it.
+STATE_FD: Final = "EVENER_STATE_FD"
 
 #: What a worker runs.
 WORKER: Final = (sys.executable, "-P", "-m", "evener.managed.worker")
@@ -62,7 +64,7 @@ class ProcessRun(Run):
 
     def __init__(self, job: ManagedRun) -> None:
         super().__init__(job)
-        self._job = pack(job.parts())
+        self._job, self._state_file = pack(job.parts()), anonymous_file()
         self._sink = open_sinks(job.event_sinks)
         self._last_epoch = -1
         self._requests = _Requests()
@@ -158,7 +160,7 @@ class ProcessRun(Run):
                     hear=self._told.put,
                     has_begun=self._note_start,
                     environ=worker_environment(),
-                    handed={JOB_FD: self._job.fileno()},
+                    handed={JOB_FD: self._job.fileno(), STATE_FD: self._state_file.fileno()},
                     max_failures=plan.max_failures,
                 )
                 self._agent.run()
@@ -189,6 +191,7 @@ class ProcessRun(Run):
             self._looks_after.join()
             self._conclude()
             self._sink.close()
+            self._state_file.close()
             self._metrics.put(None)
             self._ended.set()
 
@@ -198,7 +201,7 @@ class ProcessRun(Run):
         elif "event" in message:
             self._sink.emit(message["event"])
         elif "state" in message:
-            self.state = unpack_trained(message["state"], message.get("payload", bytearray()))
+            self.state = read_trained(message["state"], self._state_file)
 
     def _publish(self, metrics: EpochMetrics) -> None:
         if metrics.epoch <= self._last_epoch:  # another worker has sent it
