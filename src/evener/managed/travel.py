@@ -70,6 +70,7 @@ def unpack(fd: int) -> dict[str, Any]:
 
 
 def anonymous_file() -> IO[bytes]:
+    """Return a file without a name, which worker processes can inherit."""
     try:
         return os.fdopen(os.memfd_create("evener-managed"), "w+b")
     except AttributeError:  # not on this system
