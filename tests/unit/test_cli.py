@@ -134,7 +134,7 @@ def test_join_runs_a_module_too(launched):
     """A script that was started as a module, and became a launcher, tells how to add a worker."""
     assert cli.main(["join", "127.0.0.1:29600", "--", "-m", "package.train", "--lr", "1"]) == 42
     program = [sys.executable, "-P", "-m", "evener.team.script"]
-    plan = LaunchPlan(nproc=1, join="127.0.0.1:29600")
+    plan = LaunchPlan(join="127.0.0.1:29600")
     assert launched == [([*program, "-m", "package.train", "--lr", "1"], plan)]
 
 

@@ -6,8 +6,6 @@ Launchers use it, so it loads no torch.
 import errno
 import re
 import socket
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Final
@@ -15,7 +13,6 @@ from typing import Final
 from evener.errors import ConfigError, LaunchError
 
 LOOPBACK: Final = "127.0.0.1"
-_MOST_ATTEMPTS: Final = 64
 _NAME = re.compile(r"[\w.-]+")  # names may have letters of any language
 LARGEST_PORT: Final = 65_535
 _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
@@ -131,28 +128,6 @@ def open_port(host: str, port: int, *, program: str, is_guarded: bool) -> socket
         listening.close()
         raise exposed
     return listening
-
-
-def find_unreachable(places: Mapping[str, tuple[str, int]], timeout_s: float) -> list[str]:
-    """Return which of some listening sockets cannot be connected to, all tried at once.
-
-    Args:
-        places: Number and port of each, by a name.
-        timeout_s: How long to wait for each of them.
-    """
-
-    def reaches(place: tuple[str, int]) -> bool:
-        try:
-            socket.create_connection(place, timeout_s).close()
-        except OSError:
-            return False
-        return True
-
-    if not places:
-        return []
-    with ThreadPoolExecutor(min(len(places), _MOST_ATTEMPTS)) as pool:
-        are_reached = [*pool.map(reaches, places.values())]
-    return [name for name, ok in zip(places, are_reached, strict=True) if not ok]
 
 
 def end_when_unreachable(connection: socket.socket, silence_s: float) -> None:

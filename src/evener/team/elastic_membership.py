@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, final
 
 from evener import lease_clock
-from evener.comm.addresses import find_unreachable, parse_address
+from evener.comm.addresses import parse_address
 from evener.comm.base import Communicator
 from evener.comm.groups import form_groups
 from evener.comm.messages import first_line
@@ -40,8 +40,6 @@ from evener.team.terminal import warn
 from evener.team.wire import JOINED, JOINING, read_team_token
 
 _PAUSE_S = 0.05
-#: A peer that has announced where it listens answers an attempt to connect within so long.
-_PROBE_S = 2.0
 
 
 @final
@@ -179,19 +177,19 @@ class ElasticMembership(Membership):
         meeting = MeetingPoint(self._store, self._link.reached_at)
         comm: Communicator
         try:
-            self._meet_members(formation, meeting)
             comm = form_groups(
                 meeting,
                 rank=formation.members.index(self.member),
                 numbers=formation.numbers,
                 key=f"evener/{formation.generation}",
-                backend="gloo",
                 timeout_s=self._timeout_s,
                 form_timeout_s=connect_s,
             )
         except RuntimeError as error:
             self._meeting = meeting  # the others try whether they reach this one
-            self._unreached = self._find_unreached(formation)
+            others = [number for number in formation.numbers if number != self.number]
+            missed = meeting.find_unreached(others)
+            self._unreached = [formation.members[formation.numbers.index(n)] for n in missed]
             whom = f"; it does not reach {', '.join(self._unreached)}" if self._unreached else ""
             raise PeerLostError(
                 f"{self.member} could not connect to all members of generation "
@@ -214,31 +212,6 @@ class ElasticMembership(Membership):
             comm.close()
             raise
         return comm
-
-    def _meet_members(self, formation: Formation, meeting: MeetingPoint) -> None:
-        """Tell the other members where this one listens, and wait until all have told it.
-
-        Raises:
-            RuntimeError: One has not come in time.
-        """
-        host, port = next(iter(meeting.listening), ("", 0))
-        self._store.set(_place_of(self.member), f"{host} {port}")
-        self._store.wait([_place_of(member) for member in formation.members])
-
-    def _find_unreached(self, formation: Formation) -> list[str]:
-        """Return the members that listen, and that this one cannot connect to.
-
-        Those that have not come are no matter of the network: the coordinator knows more of them.
-        """
-        places: dict[str, tuple[str, int]] = {}
-        with suppress(RuntimeError):  # the generation is over, because a member is lost
-            for member in formation.members:
-                key = _place_of(member)
-                if member != self.member and self._store.check([key]):
-                    host, _, port = self._store.get(key).decode().rpartition(" ")
-                    if host:  # known on Linux alone
-                        places[member] = host, int(port)
-        return find_unreachable(places, _PROBE_S)
 
     def await_lease(self) -> None:
         """Return when the coordinator has renewed this worker's lease, mostly at once.
@@ -317,11 +290,6 @@ class ElasticMembership(Membership):
         self._handlers.close()
         if interrupted and sys.exception() is None:
             raise KeyboardInterrupt
-
-
-def _place_of(member: str) -> str:
-    """Return the key under which a member tells where it listens."""
-    return f"place of {member}"
 
 
 def check_team_limits(asked: str, environ: Mapping[str, str]) -> None:

@@ -29,7 +29,7 @@ from evener.comm.addresses import (
     listens_everywhere,
     open_port,
 )
-from evener.comm.base import DEFAULT_TIMEOUT_S, Communicator, check_timeout
+from evener.comm.base import Communicator, check_timeout
 from evener.comm.c10d import TCPStore
 from evener.comm.existing import find_place
 from evener.comm.forks import NotInherited, leave_behind_in_children
@@ -77,29 +77,14 @@ def place_in(group: Any) -> DistributedTrainConfig:
     return DistributedTrainConfig.of_rank(**found._asdict(), launched_by="torch.distributed")
 
 
-def join(
-    environment: DistributedTrainConfig,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    *,
-    backend: str = "gloo",
-) -> Communicator:
-    """Meet the other ranks, and form a communicator; see ``meet``."""
-    comm, _ = meet(environment, timeout_s, backend=backend)
-    return comm
-
-
-def meet(
-    environment: DistributedTrainConfig, timeout_s: float, *, backend: str = "gloo"
-) -> tuple[Communicator, Membership]:
+def meet(environment: DistributedTrainConfig, timeout_s: float) -> tuple[Communicator, Membership]:
     """Meet the other ranks of a fixed team, and form its communicator; all of them call it.
 
-    It works beside a default process group and touches none. With ``"nccl"``, CUDA tensors use the
-    current CUDA device; rows, small tensors and CPU tensors still go over Gloo.
+    It works beside a default process group and touches none. The communicator uses Gloo.
 
     Args:
         environment: This rank's place; with one rank nothing is opened.
         timeout_s: Deadline for this call, and the communicator's default deadline.
-        backend: ``"gloo"`` or ``"nccl"``.
 
     Returns:
         The communicator, and the place in the team.
@@ -125,7 +110,7 @@ def meet(
         meeting = _Meeting(environment, number, deadline)
         try:
             meeting.meet()
-            comm = meeting.form(backend, timeout_s)
+            comm = meeting.form(timeout_s)
         except BaseException:
             meeting.close()
             raise
@@ -218,7 +203,7 @@ class _Meeting(Closing):
         of torchrun's agent, that of ranks that have ended.
 
         Raises:
-            LaunchError: See ``join``.
+            LaunchError: See ``meet``.
         """
         is_lost = False
         while True:
@@ -284,11 +269,10 @@ class _Meeting(Closing):
         address = join_address(environment.coordinator_addr, environment.coordinator_port)
         return Whereabouts(address, _team_token(environment))
 
-    def form(self, backend: str, timeout_s: float) -> Communicator:
+    def form(self, timeout_s: float) -> Communicator:
         """Connect to the other ranks; the communicator closes this with its last group.
 
         Args:
-            backend: ``"gloo"`` or ``"nccl"``.
             timeout_s: Default deadline of the communicator.
 
         Raises:
@@ -304,15 +288,11 @@ class _Meeting(Closing):
             connection=self,
         )
         try:
-            if store.add("ready", 1) == self._place.world_size:
-                store.set("all are ready", b"")
-            store.wait(["all are ready"])
             return form_groups(
                 meeting,
                 rank=self._place.rank,
                 numbers=self._formation.numbers,
                 key="evener",
-                backend=backend,
                 timeout_s=timeout_s,
                 form_timeout_s=min(form_s, _CONNECT_S),
             )

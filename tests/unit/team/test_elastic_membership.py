@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -218,9 +218,8 @@ def test_a_member_tells_whom_it_could_not_reach_and_the_newest_is_refused(
 ) -> None:
     """Both reach the coordinator; b announces a port at which nobody answers, as by a firewall."""
 
-    def refuse(meeting: MeetingPoint, **_: object) -> None:
-        for member in "ab":  # who comes has announced where it listens
-            meeting.store.wait([f"place of {member}"])
+    def refuse(meeting: MeetingPoint, *, rank: int, numbers: Sequence[int], **_: object) -> None:
+        meeting.meet(numbers[rank], numbers)
         raise RuntimeError("Connect timeout")
 
     with (
@@ -233,7 +232,7 @@ def test_a_member_tells_whom_it_could_not_reach_and_the_newest_is_refused(
         announce, place = GenerationStore.set, f"127.0.0.1 {silent.getsockname()[1]}"
 
         def misdirect(store: GenerationStore, key: str, value: str | bytes) -> None:
-            announce(store, key, place if key == "place of b" else value)
+            announce(store, key, place if key == "place of 1" else value)
 
         patch.setattr(GenerationStore, "set", misdirect)
         a, b = team.members

@@ -17,7 +17,7 @@ from evener.protocol.roster import Roster
 from evener.team import fixed
 from evener.team.elastic import CoordinatorLink
 from evener.team.environment import DistributedTrainConfig
-from evener.team.fixed import join
+from evener.team.fixed import meet
 from helpers.coordinators import serving
 from helpers.limits import PATIENCE_S
 from helpers.ports import free_port
@@ -153,7 +153,7 @@ def test_rank_0_at_the_address_of_another_host_says_so_in_time(
     monkeypatch.setattr(fixed, "_OWN_HOST_S", 1.0)
     elsewhere = place(0, free_port(), coordinator_addr="192.0.2.7")
     with pytest.raises(LaunchError, match=r"rank 0 waited 1 s .* at 192\.0\.2\.7:.*check the"):
-        join(elsewhere, PATIENCE_S)
+        meet(elsewhere, PATIENCE_S)
     assert not fixed._hosted
 
 
@@ -161,9 +161,9 @@ def test_a_server_that_says_nothing_is_given_up_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(LaunchError, match=rf"rank 1 waited 1 s .* at 127.0.0.1:{port} \(no an"):
-            join(place(1, port), 1.0)
+            meet(place(1, port), 1.0)
         with pytest.raises(LaunchError, match=rf"127.0.0.1:{port} does not answer .* \(silent for"):
-            join(place(1, port, agent_store=True), 1.0)
+            meet(place(1, port, agent_store=True), 1.0)
 
 
 def test_a_coordinator_that_ended_ranks_have_left_in_torchruns_store_is_asked_in_vain(
@@ -186,7 +186,7 @@ def test_a_coordinator_that_ended_ranks_have_left_in_torchruns_store_is_asked_in
 
 def test_a_team_without_a_port_is_refused() -> None:
     with pytest.raises(ConfigError, match="the port is 0"):
-        join(place(0, 0), PATIENCE_S)
+        meet(place(0, 0), PATIENCE_S)
 
 
 @pytest.fixture
