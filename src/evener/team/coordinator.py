@@ -12,11 +12,10 @@ import asyncio
 import base64
 import binascii
 import json
-import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
@@ -34,7 +33,7 @@ from evener.protocol.formation import (
 )
 from evener.protocol.hosts import Host, Hosts
 from evener.protocol.roster import Roster
-from evener.team.coordinator_options import TICK_S, CoordinatorOptions, listen
+from evener.team.coordinator_thread import TICK_S, CoordinatorOptions, listen
 from evener.team.host import remedy_of_shortage
 from evener.team.ledger import Ledger, LedgerEntry
 from evener.team.terminal import say
@@ -53,41 +52,10 @@ _MOST_HELLO_BYTES: Final = 4096
 _MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
 _MOST_KEYS: Final = 100_000
 _MOST_STORE_BYTES: Final = 64 * 1024 * 1024
-#: That an event loop of asyncio opens.
-_LOOP_DESCRIPTORS: Final = 3
 _MOST_REFUSALS: Final = 50
 #: A script has a fixed team for each connection between its ranks that is open.
 _MOST_TEAMS: Final = 1000
 _MOST_RANKS: Final = 9999
-
-
-def serve(
-    options: CoordinatorOptions,
-    listening: socket.socket,
-    tick_s: float,
-    has_begun: Callable[[Callable[[], object]], object],
-) -> None:
-    """Run a coordinator on this thread; see ``Coordinator``.
-
-    Args:
-        options: How it is started.
-        listening: A socket to listen on.
-        tick_s: How often it looks what is due.
-        has_begun: Is told what ends it, from any thread.
-    """
-    with ExitStack() as probes:  # asyncio prints a traceback where its loop finds no descriptor
-        for _ in range(_LOOP_DESCRIPTORS):
-            probes.callback(os.close, os.dup(listening.fileno()))
-    loop = asyncio.new_event_loop()
-    coordinator = Coordinator(options, listening, tick_s=tick_s)
-
-    def stop() -> None:
-        with suppress(RuntimeError):  # it has ended meanwhile
-            loop.call_soon_threadsafe(coordinator.stop)
-
-    has_begun(stop)
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(coordinator.serve())
 
 
 def coordinate(options: CoordinatorOptions) -> int:

@@ -35,7 +35,7 @@ from evener.team import coordinator as coordinator_module
 from evener.team import elastic
 from evener.team.connection import AgentConnection
 from evener.team.coordinator import Visitor
-from evener.team.coordinator_options import CoordinatorOptions
+from evener.team.coordinator_thread import CoordinatorOptions
 from evener.team.elastic import CoordinatorLink
 from evener.team.elastic_membership import ElasticMembership
 from helpers import coordinators
