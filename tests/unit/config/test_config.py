@@ -32,10 +32,6 @@ def refusal(text: str, *overrides: str) -> str:
 # ── what is right ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_nothing_gives_the_defaults() -> None:
-    assert load_run_config(None) == read("") == read("# only a comment\n") == RunConfig()
-
-
 def test_every_section_is_read() -> None:
     config = read(
         "data: {path: [a, b], seq_len: 8, suffixes: [.txt]}\n"
@@ -75,15 +71,6 @@ def test_numbers_may_have_an_exponent(text: str, value: float) -> None:
     assert load_run_config(None, [f"optimizer={{lr: {text}}}"]).optimizer.lr == value
 
 
-def test_a_whole_number_may_have_one_too() -> None:
-    assert read("max_steps: 1e3").max_steps == 1000
-    assert read("{policy: cadence, anchor: 1e2}").anchor == 100
-
-
-def test_text_that_looks_like_a_number_stays_text_in_quotes() -> None:
-    assert read("sample: {prompt: '1e5'}").sample.prompt == "1e5"
-
-
 def test_one_path_or_many() -> None:
     assert read("data: {path: a}").data.paths == ["a"]
     assert read("data: {path: null}").data.paths == []
@@ -119,12 +106,6 @@ def test_set_takes_any_key_and_yaml_values(override: str, expected: dict[str, An
 def test_set_goes_before_the_file_and_the_last_one_wins() -> None:
     config = read("seed: 1\noptimizer: {lr: 1, eps: 1e-4}", "seed=2", "optimizer.lr=2", "seed=3")
     assert (config.seed, config.optimizer.lr, config.optimizer.eps) == (3, 2.0, 1e-4)
-
-
-def test_set_leaves_what_it_starts_from_alone() -> None:
-    base = {"optimizer": {"lr": 1.0}}
-    assert load_run_config(base, ["optimizer.lr=2"]).optimizer.lr == 2.0
-    assert base == {"optimizer": {"lr": 1.0}}
 
 
 @pytest.mark.parametrize(

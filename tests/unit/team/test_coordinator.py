@@ -1,6 +1,5 @@
 """The coordinator and the links of workers, over loopback: a thread of this process serves."""
 
-import asyncio
 import json
 import os
 import random
@@ -34,8 +33,6 @@ from evener.protocol.roster import Roster
 from evener.team import coordinator as coordinator_module
 from evener.team import elastic
 from evener.team.connection import AgentConnection
-from evener.team.coordinator import Visitor
-from evener.team.coordinator_thread import CoordinatorOptions
 from evener.team.elastic import CoordinatorLink
 from evener.team.elastic_membership import ElasticMembership
 from helpers import coordinators
@@ -191,34 +188,6 @@ def test_nobody_waits_for_the_key_of_a_member_that_is_lost() -> None:
             waiting.result(WAIT_S)
 
 
-def test_who_is_about_to_join_may_read_what_members_have_set() -> None:
-    with serving() as address, team_of(address, "a", "b") as (a, _), link(address, "c") as c:
-        a.store(1).set("epoch", b"3")
-        assert c.store(1).get("epoch") == b"3"
-        with pytest.raises(RuntimeError, match="its generation is over"):
-            c.store(1).set("epoch", b"4")
-
-
-def test_who_comes_first_after_the_last_member_may_tell_the_others() -> None:
-    with (
-        serving(most=3, deadlines=replace(DEADLINES, gather_s=0.0)) as address,
-        team_of(address, "a") as (a,),
-        link(address, "b") as b,
-        ThreadPoolExecutor(1) as pool,
-        closing(
-            ElasticMembership(link(address, "c"), address, 3, shares_memory=False, timeout_s=WAIT_S)
-        ) as c,
-    ):
-        told = pool.submit(c.announced, "run", 10 * WAIT_S)
-        b.announce("run", "of a worker that is not in the team")
-        a.close()
-        until(lambda: b.leads)
-        b.announce("run", "of the first one")
-        assert told.result(WAIT_S) == "of the first one"
-        b.close()
-        assert c.announced("other", 10 * WAIT_S) is None
-
-
 def test_a_restarted_coordinator_continues_the_team() -> None:
     with ExitStack() as stack:
         with serving() as address:
@@ -229,26 +198,6 @@ def test_a_restarted_coordinator_continues_the_team() -> None:
             until(lambda: a.await_lease(0.2) and b.await_lease(0.2))
             assert not a.why_over(1)
             assert form([a, b], [standing(3), standing(3)])[0].generation == 2
-
-
-def test_a_restarted_coordinator_hears_of_the_end_of_the_run_from_a_launcher() -> None:
-    with ExitStack() as stack:
-        with serving() as address:
-            supervisor = stack.enter_context(AgentConnection(address, token=TOKEN))
-            a = stack.enter_context(link(address, "a"))
-            b = stack.enter_context(link(address, "b"))
-            form([a, b], [None, None])
-            for each in (a, b):
-                each.leave(finished=True)
-                each.close()
-            supervisor.tell("a", ProcessState.FINISHED)
-            until(lambda: not supervisor.workers)
-        with (
-            serving(port=int(address.rpartition(":")[2])),
-            link(address, "late") as late,
-            pytest.raises(RunEndedError, match="the team's run has ended, in generation 1"),
-        ):
-            late.next_generation(None)
 
 
 def test_members_that_connect_to_one_another_do_so_though_the_coordinator_restarts() -> None:
@@ -288,13 +237,6 @@ def test_a_program_on_the_port_of_a_coordinator_that_is_away_ends_no_worker() ->
         with serving(port=port, deadlines=AGAIN):
             until(lambda: a.await_lease(0.2) and b.await_lease(0.2))
             assert not a.why_over(1)
-
-
-def test_a_worker_gets_the_number_of_one_that_has_left() -> None:
-    with serving() as address, team_of(address, "a", "b") as (_, b), link(address, "c") as c:
-        assert c.number == -1
-        b.leave()
-        until(lambda: c.number == 1)
 
 
 def test_who_comes_before_it_is_known_whether_the_team_has_begun_waits(
@@ -410,24 +352,6 @@ def test_differences_and_names_are_refused_with_what_to_do() -> None:
                 late.next_generation(None)
 
 
-@pytest.mark.parametrize("fact", ["model", "data", "evener", "torch"])
-def test_a_worker_that_differs_disturbs_nobody(
-    fact: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with (
-        serving() as address,
-        link(address, "a", **{fact: "one"}) as a,
-        link(address, "b", **{fact: "one"}) as b,
-    ):
-        form([a, b], [None, None])
-        with pytest.raises(TeamRefusedError, match=f"{fact} of c is 'two', and that of a"):
-            link(address, "c", **{fact: "two"})
-        assert a.await_lease(WAIT_S)
-        assert not a.why_over(1)
-        assert not b.wants_change
-    assert f"refused worker c: {fact} of c is 'two'" in capsys.readouterr().err
-
-
 def test_strangers_do_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
     noise = random.Random(0)
     with serving() as address, team_of(address, "a", "b") as (a, b):
@@ -452,47 +376,6 @@ def test_strangers_do_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
         "evener coordinator: closed the connection of an unknown process: "
         in capsys.readouterr().err
     )
-
-
-class EndedConnection(asyncio.Transport):
-    """The other end has gone, and asyncio has not reported it: it prints a line for each write."""
-
-    def is_closing(self) -> bool:
-        return True
-
-
-def test_nothing_is_written_to_a_connection_that_has_ended() -> None:
-    coordinator: Any = SimpleNamespace(
-        options=CoordinatorOptions(most=2), elastic_team=None, welcome=lambda _: None
-    )
-    with socket.socket() as end:
-        Visitor(coordinator).connection_made(EndedConnection({"socket": end}))
-
-
-@pytest.mark.parametrize("rounds", range(5))
-def test_connections_that_come_as_the_coordinator_ends_are_closed(rounds: int) -> None:
-    """``rounds`` of its loop after it was told to end."""
-    coordinator = coordinators.opened(most=2)
-
-    async def end(stack: ExitStack) -> list[socket.socket]:
-        served = asyncio.create_task(coordinator.serve())
-        await asyncio.sleep(0.01)
-        coordinator.stop()
-        for _ in range(rounds):
-            await asyncio.sleep(0)
-        address = ("127.0.0.1", coordinator.port)
-        ends = []
-        with suppress(ConnectionRefusedError):
-            ends = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
-        await served
-        return ends
-
-    with ExitStack() as stack:
-        for connection in asyncio.run(end(stack)):
-            connection.settimeout(WAIT_S)
-            with suppress(ConnectionResetError):
-                while connection.recv(4096):
-                    pass
 
 
 def test_a_thousand_damaged_messages_do_no_harm() -> None:
@@ -695,27 +578,6 @@ def test_a_name_that_is_not_known_yet_is_tried_again(monkeypatch: pytest.MonkeyP
             CoordinatorLink(
                 f"coordinator.example:{port}", token=TOKEN, member="b", facts={}, timeout_s=0.3
             )
-
-
-def test_both_ends_of_a_connection_notice_a_machine_that_is_gone() -> None:
-    coordinator = coordinators.opened(most=2)
-    seen: list[socket.socket] = []
-
-    async def connect() -> None:
-        served = asyncio.create_task(coordinator.serve())
-        address = f"127.0.0.1:{coordinator.port}"
-        a = await asyncio.to_thread(link, address, "a", None)
-        (worker,) = coordinator.elastic_team.workers.values()
-        assert worker._transport is not None
-        seen.append(worker._transport.get_extra_info("socket"))
-        options = [seen[0].getsockopt(socket.IPPROTO_TCP, name) for name in names]
-        assert options == [6, 3, 12_000], "somewhat later than host_lease_s, which is 10 s"
-        await asyncio.to_thread(a.close)
-        coordinator.stop()
-        await served
-
-    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_USER_TIMEOUT)
-    asyncio.run(connect())
 
 
 def test_a_lease_counts_the_time_in_which_the_machine_was_suspended(

@@ -187,32 +187,6 @@ def test_a_worker_that_waits_for_an_announcement_notices_that_the_coordinator_is
             membership.announced("run", PATIENCE_S)
 
 
-def test_what_a_worker_that_was_left_out_had_announced_counts_no_more() -> None:
-    with pair() as team:
-        a, b = team.members
-        for comm in team.form():
-            comm.close()
-        a.announce("place", "old")
-        assert a.announced("place") == "old"
-        for comm in team.form():
-            comm.close()
-        b.announce("place", "new")
-        assert b.announced("place") == "new"
-        team.form()  # both tell again what they have told
-        assert (a.announced("place"), b.announced("place")) == ("new", "new")
-
-
-def test_the_launcher_hears_whether_the_run_had_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    with pair() as team:
-        team.form()
-        monkeypatch.setattr(elastic_membership, "tell", lambda **message: told.append(message))
-        a, b = team.members
-        a.leave(finished=False)
-        b.leave(finished=True)
-    assert told == [{"finished": False}, {"finished": True}]
-
-
 def test_a_member_tells_whom_it_could_not_reach_and_the_newest_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
