@@ -246,7 +246,7 @@ class Job(EpochLoop):
         with self._lock:
             if is_main:
                 self._lock.require()
-            self.team.membership.announce(RUN_FOLDER, str(self.folder))
+            self.team.membership.describe({RUN_FOLDER: str(self.folder)})
             try:
                 self._prepare()
             except BaseException:

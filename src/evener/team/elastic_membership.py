@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, final
 
 from evener import lease_clock
@@ -25,7 +25,6 @@ from evener.errors import (
 )
 from evener.protocol.formation import (
     NO_NUMBER,
-    WHOLE_RUN,
     Formation,
     Standing,
     read_team_limits,
@@ -242,24 +241,18 @@ class ElasticMembership(Membership):
             return False
         return True
 
-    def announce(self, key: str, text: str) -> None:
-        """Leave a text with the coordinator."""
-        self._link.announce(key, text)
-
-    def announced(self, key: str, timeout_s: float = 0.0) -> str | None:
-        """Ask the coordinator for what a member has announced."""
-        store = self._link.store(WHOLE_RUN, self._link.deadlines.connect_s)
+    def described(self, name: str, timeout_s: float) -> Any:
+        """Ask the coordinator for what members have said."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._link.check()
             leads, is_late = self._link.leads, time.monotonic() >= deadline
-            with suppress(RuntimeError):  # the coordinator may be restarted meanwhile
-                if store.check([key]):
-                    return store.get(key).decode()
-                if leads:
-                    return None
+            if (told := self._link.describe({}).get(name)) or leads:
+                return told
             if is_late:
-                return ""
+                raise LaunchError(
+                    f"the team has not told its {name} within {timeout_s:g} s (timeout_s); check "
+                    "that its workers run the same command as this one"
+                )
             time.sleep(_PAUSE_S)
 
     def describe(self, facts: Mapping[str, Any]) -> None:

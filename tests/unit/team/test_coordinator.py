@@ -439,19 +439,19 @@ def test_a_coordinator_with_a_ledger_continues_though_no_member_has_come_back(
         a = stack.enter_context(link(address, "a", model="one"))
         b = stack.enter_context(link(address, "b", model="one"))
         form([a, b], [None, None])
-        a.announce("run", "/runs/one")
+        a.describe({"run folder": "/runs/one"})
         until(lambda: "/runs/one" in ledger.read_text())
     written = json.loads(ledger.read_text())
     assert written["formation"]["members"] == ["a", "b"]
     assert written["formation"]["numbers"] == [0, 1]
-    assert written["facts"] == {"model": "one"}
+    assert written["facts"] == {"model": "one", "run folder": "/runs/one"}
     alone = replace(DEADLINES, gather_s=0.1)
     with serving(ledger=ledger, deadlines=alone) as address:
         with pytest.raises(TeamRefusedError, match="model of c is 'two', and that of a "):
             link(address, "c", model="two")
         with link(address, "d", model="one") as d:
             assert d.generation == 1, "no first generation beside the members of another one"
-            assert d.store(0).get("run") == b"/runs/one"
+            assert d.describe({})["run folder"] == "/runs/one"
             formation = d.next_generation(None)
             assert (formation.generation, formation.members) == (2, ("d",))
             assert not formation.has_state
@@ -499,7 +499,10 @@ def test_a_run_that_has_ended_has_ended_for_a_coordinator_that_is_started_again(
         ('{"format": "evener ledger 1", "limits": [1, 2]', "delimiter"),
         ('{"format": "evener manifest 1"}', "not 'evener ledger 1'"),
         ('{"format": "evener ledger 1", "limits": [3, 4]}', "a team of 3:4 workers, this .* 1:2"),
-        ('{"format": "evener ledger 1", "limits": [1, 2], "formation": 3}', "announced is missing"),
+        (
+            '{"format": "evener ledger 1", "limits": [1, 2], "formation": 3}',
+            "formation is 3",
+        ),
     ],
 )
 def test_a_ledger_that_is_damaged_or_of_another_team_is_refused(
@@ -615,7 +618,8 @@ def test_a_coordinator_that_reads_nothing_does_not_stop_the_thread_of_a_connecti
         del stopped  # connections wait in its backlog for good
         began_s = time.monotonic()
         for number in range(100):
-            a.announce(f"key {number}", "x" * 100_000)
+            with a._changed:
+                a._post({"type": "facts", "facts": {f"key {number}": "x" * 100_000}})
         with pytest.raises(CoordinatorLostError):
             a.next_generation(standing(1))
         assert time.monotonic() - began_s < WAIT_S

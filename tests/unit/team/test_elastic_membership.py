@@ -184,7 +184,7 @@ def test_a_worker_that_waits_for_an_announcement_notices_that_the_coordinator_is
             membership = stack.enter_context(ElasticMembership(link, address, 1, **limits))
             membership.next_generation(None)
         with pytest.raises(CoordinatorLostError, match="patience_s"):
-            membership.announced("run", PATIENCE_S)
+            membership.described("run folder", PATIENCE_S)
 
 
 def test_a_member_tells_whom_it_could_not_reach_and_the_newest_is_refused(
