@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,8 +50,6 @@ from evener.team.wire import JOINED, JOINING, read_team_token
 _OWN_HOST_S: Final = 10.0
 #: How long a coordinator is tried of which torchrun's store tells, before that is read again.
 _ATTEMPT_S: Final = 1.0
-#: How long after a refusal torchrun's store may tell of another coordinator.
-_STALE_S: Final = 5.0
 #: Ranks that have met connect within so long, or the network does not let them.
 _CONNECT_S: Final = 60.0
 #: Fixed teams form by events; meanwhile the interpreter belongs to the rank.
@@ -226,9 +223,7 @@ class _Meeting(Closing):
                 is_lost = True
                 time.sleep(_LONGEST_PAUSE_S)
             except TeamRefusedError as error:
-                # Ranks that have ended may have left it, or another program listens there by now.
-                if not self._is_told_another(where):
-                    raise LaunchError(str(error)) from None
+                raise LaunchError(str(error)) from None
             except LaunchError as error:
                 if self._store is not None and self.link is None and self._left_s > 0:
                     continue
@@ -239,16 +234,6 @@ class _Meeting(Closing):
                     f"team of {self._place.world_size} was forming ({error}): rank 0 or its "
                     "launcher has ended, and its output says why"
                 ) from None
-
-    def _is_told_another(self, refusing: Whereabouts) -> bool:
-        """Return whether torchrun's store tells of another coordinator than one that refuses."""
-        if self._store is None or self._hosted is not None:
-            return False
-        try:
-            self._store.read(min(_STALE_S, self._left_s), but=refusing)
-        except LaunchError:
-            return False
-        return True
 
     def _find(self) -> Whereabouts:
         """Return where the coordinator is, which this rank may have to host."""
@@ -409,8 +394,9 @@ class _AgentStore:
         self._key = f"evener/coordinator/{attempt}/{team}"
         host, port = environment.coordinator_addr, environment.coordinator_port
         try:
-            self._store = _connect(host, port, max(1.0, timeout_s))
-        except (RuntimeError, TimeoutError) as error:
+            timeout = timedelta(seconds=max(1.0, timeout_s))
+            self._store = TCPStore(host, port, wait_for_workers=False, timeout=timeout)
+        except RuntimeError as error:
             raise LaunchError(
                 f"{host}:{port} does not answer as the store of torchrun's agent "
                 f"({first_line(error)}): is another program using the port, or has the agent ended?"
@@ -421,19 +407,18 @@ class _AgentStore:
         token = (where.token or b"").decode("latin-1")
         self._store.set(self._key, json.dumps([where.address, token]))
 
-    def read(self, timeout_s: float, but: Whereabouts | None = None) -> Whereabouts:
+    def read(self, timeout_s: float) -> Whereabouts:
         """Wait until rank 0 has said where its coordinator is.
 
         Args:
             timeout_s: Longest wait.
-            but: What is known, and does not count.
 
         Raises:
             LaunchError: It has not said so in time.
         """
         deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         try:
-            while (where := self._look()) is None or where == but:
+            while (where := self._look()) is None:
                 if time.monotonic() >= deadline:
                     raise LaunchError(
                         f"rank {self._rank} waited {timeout_s:.0f} s for rank 0 to say where the "
@@ -453,21 +438,3 @@ class _AgentStore:
             return None
         address, token = json.loads(self._store.get(self._key))
         return Whereabouts(address, token.encode("latin-1") or None, attempt_s=_ATTEMPT_S)
-
-
-def _connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    timeout = timedelta(seconds=timeout_s)
-    answer: Future[TCPStore] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(TCPStore(host, port, wait_for_workers=False, timeout=timeout))
-        except Exception as error:  # raised where it is waited for
-            answer.set_exception(error)
-
-    # A thread, because torch waits without end for a silent server, and ignores Ctrl-C.
-    threading.Thread(target=ask, name="evener-store", daemon=True).start()
-    try:
-        return answer.result(timeout_s)
-    except TimeoutError:
-        raise TimeoutError(f"silent for {timeout_s:.0f} s") from None

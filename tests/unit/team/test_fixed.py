@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
 
 from evener.errors import LaunchError
 from evener.protocol.formation import Deadlines, FixedPlace, Formation
@@ -155,24 +154,6 @@ def test_rank_0_at_the_address_of_another_host_says_so_in_time(
     with pytest.raises(LaunchError, match=r"rank 0 waited 1 s .* at 192\.0\.2\.7:.*check the"):
         meet(elsewhere, PATIENCE_S)
     assert not fixed._hosted
-
-
-def test_a_coordinator_that_ended_ranks_have_left_in_torchruns_store_is_asked_in_vain(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    secret, agents = b"of another team, long ago", HashStore()
-    monkeypatch.setattr(fixed, "_connect", lambda *_: agents)
-    places = [place(rank, free_port(), agent_store=True) for rank in range(2)]
-    ranks = [fixed._Meeting(each, "0", time.monotonic() + PATIENCE_S) for each in places]
-    with closing(ranks[0]), closing(ranks[1]), serving(2, 2, Deadlines(), token=secret) as left:
-        store = fixed._AgentStore(places[0], "0", PATIENCE_S)
-        store.publish(fixed.Whereabouts(left, b"of this team, and so refused"))
-        follows = threading.Thread(target=ranks[1].meet)
-        follows.start()
-        time.sleep(0.5)  # longer than rank 1 needs to be refused
-        ranks[0].meet()
-        follows.join(PATIENCE_S)
-        assert ranks[0]._formation == ranks[1]._formation
 
 
 @pytest.fixture
