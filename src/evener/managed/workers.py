@@ -22,9 +22,10 @@ from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.handle import Run
 from evener.managed.trained import TrainedState, read_trained
 from evener.managed.travel import anonymous_file, pack
-from evener.team.agent import ANOTHER_PROGRAM, Agent, JoinedTeam, Wishes
+from evener.team.agent import ANOTHER_PROGRAM, Agent, JoinedTeam
 from evener.team.failures import RankRecord, first_failure
 from evener.team.launch import LaunchPlan, open_team
+from evener.team.signals import Requests
 from evener.team.wire import DONE, JOINED, JOINING, Message
 from evener.team.worker_processes import Child
 
@@ -67,7 +68,7 @@ class ProcessRun(Run):
         self._job, self._state_file = pack(job.parts()), anonymous_file()
         self._sink = open_sinks(job.event_sinks)
         self._last_epoch = -1
-        self._requests = _Requests()
+        self._requests = Requests()
         self._agent: ManagedAgent | None = None
         self._agent_error: BaseException | None = None
         self._told: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -225,41 +226,6 @@ class ProcessRun(Run):
 
 
 @final
-class _Requests:
-    """What the user's thread wants of the agent, in the form of signals."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        self._lock = threading.Lock()
-        self._is_open = True
-
-    def fileno(self) -> int:
-        """Return the descriptor, to wait on."""
-        return self._reader
-
-    def take(self) -> list[signal.Signals]:
-        """Return what has arrived, oldest first."""
-        try:
-            return [signal.Signals(number) for number in os.read(self._reader, 4096)]
-        except BlockingIOError:
-            return []
-
-    def put(self, signum: signal.Signals) -> None:
-        """Add a request; nobody hears it after the end."""
-        with self._lock:
-            if self._is_open:
-                os.write(self._writer, bytes([signum]))
-
-    def close(self) -> None:
-        """Hear no more."""
-        with self._lock:
-            self._is_open = False
-            os.close(self._reader)
-            os.close(self._writer)
-
-
-@final
 class ManagedAgent(Agent):
     """An agent whose workers are told what to do by messages, and tell what they have done.
 
@@ -282,7 +248,7 @@ class ManagedAgent(Agent):
         self,
         command: Sequence[str],
         team: JoinedTeam,
-        requests: Wishes,
+        requests: Requests,
         *,
         hear: Callable[[Message], object],
         has_begun: Callable[[], object] = lambda: None,

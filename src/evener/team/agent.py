@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final
 
 from evener.comm.addresses import parse_address
 from evener.comm.messages import name_ranks
@@ -24,7 +24,7 @@ from evener.team.connection import AgentConnection
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
 from evener.team.failures import judge
 from evener.team.host import KernelState, clock_time
-from evener.team.signals import STOPPING
+from evener.team.signals import STOPPING, Requests
 from evener.team.standby import TAKE
 from evener.team.terminal import say, warn
 from evener.team.wire import DONE, JOINED, JOINING, Message
@@ -66,18 +66,6 @@ _MOST_STANDBYS_LOST = 3
 # Workers of other agents that end with those of this one have left by then.
 _FAREWELL_S = 1.0
 _LOOK_S = 0.1
-
-
-class Wishes(Protocol):
-    """Where an agent hears what is wanted of it, in the form of signals."""
-
-    def fileno(self) -> int:
-        """Return a descriptor to wait on."""
-        ...
-
-    def take(self) -> list[signal.Signals]:
-        """Return what has arrived, oldest first."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +180,7 @@ class Agent:
         self,
         command: Sequence[str],
         team: JoinedTeam,
-        requests: Wishes,
+        requests: Requests,
         *,
         environ: Mapping[str, str] | None = None,
         handed: Mapping[str, int] | None = None,
