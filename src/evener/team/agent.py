@@ -26,7 +26,7 @@ from evener.team.failures import judge
 from evener.team.host import KernelState, clock_time
 from evener.team.signals import STOPPING, Requests
 from evener.team.standby import TAKE
-from evener.team.terminal import say, warn
+from evener.team.terminal import printable, say, warn
 from evener.team.wire import DONE, JOINED, JOINING, Message
 from evener.team.worker_processes import (
     DEATH_S,
@@ -424,16 +424,6 @@ class Agent:
         """End the ranks of a fixed team where one has failed, here or on another host."""
         for relayed in self._connection.take_relayed():
             self._hear_agent(relayed)
-        for name in self._connection.take_lost():
-            words = (
-                f"the connection to {name} broke off at {clock_time(time.time())}: the link to "
-                "that machine is cut, or the machine or its launcher has gone"
-            )
-            self._elsewhere.lost.append(
-                f"{words}; check both, and start every machine's part again"
-            )
-            if self._deadline is None:
-                say(f"evener: {words}; ranks wait for one another until their timeout_s")
         self._heed_stopped_ranks()
         waiting = [child.rank for child in self._processes.alive if child.place == JOINING]
         self._find_deserters(waiting)
@@ -457,6 +447,16 @@ class Agent:
         stop, failed, ended = (message.get(name) for name in ("stop", "failed", "ended"))
         if isinstance(ended, int):
             self._elsewhere.ended.add(ended)
+        if isinstance(name := message.get("lost"), str):
+            words = (
+                f"the connection to {printable(name)} broke off at {clock_time(time.time())}: the "
+                "link to that machine is cut, or the machine or its launcher has gone"
+            )
+            self._elsewhere.lost.append(
+                f"{words}; check both, and start every machine's part again"
+            )
+            if self._deadline is None:
+                say(f"evener: {words}; ranks wait for one another until their timeout_s")
         if self._deadline is not None:
             return
         if stop in {int(signum) for signum in (*STOPPING, signal.SIGHUP)}:

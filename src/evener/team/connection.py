@@ -26,7 +26,7 @@ from evener.protocol.formation import (
     ProcessState,
     read_message,
 )
-from evener.team.terminal import printable, say
+from evener.team.terminal import say
 from evener.team.wire import (
     MOST_MESSAGE_BYTES,
     TO_COORDINATOR,
@@ -380,7 +380,6 @@ class AgentConnection(CoordinatorConnection):
         self._refusal: LaunchError | None = None
         self._is_dismissed = False  # the coordinator has ended in order
         self._relayed: list[Message] = []
-        self._lost_hosts: list[str] = []
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         super().__init__(address, token=token, member=name, role="agent", timeout_s=timeout_s)
 
@@ -469,12 +468,6 @@ class AgentConnection(CoordinatorConnection):
             relayed, self._relayed = self._relayed, []
         return relayed
 
-    def take_lost(self) -> list[str]:
-        """Return the hosts to which the connection has broken off since the last call."""
-        with self._changed:
-            lost, self._lost_hosts = self._lost_hosts, []
-        return lost
-
     def _introduction(self) -> Message:
         # A restarted coordinator must not continue from an older generation, of which a worker may
         # come back that was left out of the newest one.
@@ -492,7 +485,7 @@ class AgentConnection(CoordinatorConnection):
 
     def _on_break(self) -> None:
         if self._place is not None and not self._is_dismissed:
-            self._lost_hosts.append(f"node 0 ({self._host})")
+            self._relayed.append({"lost": f"node 0 ({self._host})"})
 
     def _hear(self, kind: str, fields: Fields) -> None:
         if kind == "formed":
@@ -511,5 +504,3 @@ class AgentConnection(CoordinatorConnection):
             self._is_dismissed = True
         elif kind == "relayed":
             self._relayed.append(fields.fields("content").values)
-        elif kind == "lost":
-            self._lost_hosts.append(printable(fields.text("node")))

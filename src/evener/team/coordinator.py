@@ -240,7 +240,7 @@ class Coordinator:
             del self._agents[visitor]
             lost = self.nodes.depart(visitor.name)
             if lost is not None and not visitor.has_left:
-                self.relay(visitor, "lost", {"node": lost.name})
+                self.relay(visitor, {"lost": lost.name})
             self._tell_missing()
         team = visitor.team
         if team.workers.get(visitor.member) is visitor:
@@ -275,11 +275,11 @@ class Coordinator:
             for agent in self._agents:
                 agent.tell("missing", {"nodes": self.nodes.missing})
 
-    def relay(self, source: "Visitor", kind: str, content: Mapping[str, Any]) -> None:
+    def relay(self, source: "Visitor", content: Mapping[str, Any]) -> None:
         """Tell all other agents."""
         for agent in [*self._agents]:
             if agent is not source:
-                agent.tell(kind, content)
+                agent.tell("relayed", {"content": content})
 
     def refuse(self, why: str) -> None:
         """Print why a connection was refused, up to a number of times."""
@@ -590,7 +590,7 @@ class Visitor(asyncio.Protocol):
             )
             self._coordinator.enter(self, node)
         elif kind == "relay":
-            self._coordinator.relay(self, "relayed", {"content": fields.fields("content").values})
+            self._coordinator.relay(self, fields.fields("content").values)
         elif kind == "farewell":
             self.has_left = True
         elif kind == "beat":

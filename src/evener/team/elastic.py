@@ -152,12 +152,7 @@ class CoordinatorLink(CoordinatorConnection):
             CoordinatorLostError: The coordinator did not answer for ``patience_s``.
         """
         generation = self._held.generation if self._held else 0
-        message = {
-            "type": "report",
-            "generation": generation,
-            "standing": None if standing is None else asdict(standing),
-            "unreached": list(unreached),
-        }
+        message = _report(generation, standing, unreached)
         with self._changed:
             self._lease_end_s = 0.0
             self._left_out, self._formed, self._asking = False, None, message
@@ -187,12 +182,7 @@ class CoordinatorLink(CoordinatorConnection):
         """
         assert self._place is not None
         with self._changed:
-            self._asking = {
-                "type": "report",
-                "generation": 0,
-                "standing": None,
-                "unreached": [],
-            }
+            self._asking = _report(0)
             self._post(self._asking)
             if not self._changed.wait_for(self._is_answered, timeout_s):
                 self._post({"type": "missing"})
@@ -470,6 +460,15 @@ class CoordinatorLink(CoordinatorConnection):
 
     def _is_over(self) -> bool:
         return self._held is not None and self._held.generation in self._over
+
+
+def _report(
+    generation: int, standing: Standing | None = None, unreached: Sequence[str] = ()
+) -> Message:
+    held = None if standing is None else asdict(standing)
+    return {
+        "type": "report", "generation": generation, "standing": held, "unreached": [*unreached],
+    }  # fmt: skip
 
 
 @final
