@@ -527,9 +527,6 @@ class Visitor(asyncio.Protocol):
         self.tell(
             "welcome",
             {
-                "generation": roster.generation,
-                "open": roster.is_open(now_s),
-                "number": roster.number_of(name) if role == "worker" else 0,
                 "deadlines": asdict(options.deadlines),
                 "limits": [roster.least, roster.most],
             },

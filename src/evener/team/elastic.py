@@ -391,9 +391,6 @@ class CoordinatorLink(CoordinatorConnection):
         )
 
     def _begin(self, welcome: Fields) -> list[Message]:
-        self._generation, self._is_open = welcome.whole("generation"), welcome.flag("open")
-        number = welcome.whole("number", least=NO_NUMBER)
-        self._number = number
         # The coordinator may have carried out an addition before the connection ended.
         asked = [one for one in self._asked.values() if one["what"] != "increase"]
         told = [*self._put.values(), *asked]
