@@ -18,6 +18,7 @@ from typing import Final, final
 
 from evener.closing import Closing
 from evener.comm.addresses import end_when_unreachable, is_unknown_name, parse_address
+from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.errors import CoordinatorLostError, EvenerError, LaunchError, TeamRefusedError
 from evener.parsing import Fields, whole
 from evener.protocol.formation import (
@@ -33,7 +34,6 @@ from evener.team.wire import (
     Channel,
     Message,
     Seal,
-    close_in_children,
     new_nonce,
 )
 from evener.version import __version__
@@ -45,7 +45,7 @@ _FIRST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.1
 
 
-class CoordinatorConnection(Closing):
+class CoordinatorConnection(Closing, NotInherited):
     """One connection, and the thread that owns it.
 
     Args:
@@ -101,8 +101,7 @@ class CoordinatorConnection(Closing):
         self._heard_s = time.monotonic()
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
-        for end in (self._wake_end, self._wake):
-            close_in_children(end)
+        leave_behind_in_children(self)
         self._thread = threading.Thread(
             target=self._run, name="evener-coordinator-connection", daemon=True
         )
@@ -116,6 +115,11 @@ class CoordinatorConnection(Closing):
         self._nudge()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CONNECT_S)
+
+    def leave_behind(self) -> None:
+        """Close a forked child's copies of the sockets; see ``NotInherited``."""
+        self._wake_end.close()
+        self._wake.close()
 
     @property
     def silent_s(self) -> float:

@@ -23,8 +23,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any, Final
-from weakref import WeakSet
 
+from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.errors import ConfigError
 from evener.files import open_for_reading
 from evener.parsing import Fields, parse_json
@@ -56,10 +56,8 @@ _LONGEST_TOKEN: Final = 4096
 _CHUNK_BYTES = 1 << 20
 _LOOK_S = 0.5
 
-_ends: "WeakSet[Channel | socket.socket]" = WeakSet()
 
-
-class Channel:
+class Channel(NotInherited):
     """One end of a connection. Any thread may tell; one thread receives. Nothing is unpickled.
 
     It ends with this process, and with ``exec``; a forked child closes its copy, which would hide
@@ -87,7 +85,7 @@ class Channel:
         self._sending = threading.Lock()
         self._unread = bytearray()
         self._waiting: list[Message] = []
-        close_in_children(self)
+        leave_behind_in_children(self)
 
     def fileno(self) -> int:
         """Return the descriptor, to wait on."""
@@ -159,6 +157,10 @@ class Channel:
             wait([self.fileno()], left_s)
         return self._waiting.pop(0) if self._waiting else None
 
+    def leave_behind(self) -> None:
+        """Close a forked child's copy; see ``NotInherited``."""
+        self.close()
+
     def close(self) -> None:
         """Close this end; idempotent."""
         self.has_ended = True
@@ -171,20 +173,6 @@ def _parse(line: bytes | bytearray) -> Message:
     except (ValueError, RecursionError):  # lists in lists in lists exhaust the parser's stack
         return {}
     return message if isinstance(message, dict) else {}
-
-
-def close_in_children(end: "Channel | socket.socket") -> None:
-    """Have every child that is forked from now on close its copy of an end."""
-    _ends.add(end)
-
-
-def _close_all() -> None:
-    for end in list(_ends):
-        end.close()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_close_all)
 
 
 # ── messages that the token seals ────────────────────────────────────────────────────────────────
