@@ -50,6 +50,8 @@ from evener.team.wire import JOINED, JOINING, read_team_token
 _OWN_HOST_S: Final = 10.0
 #: How long a coordinator is tried of which torchrun's store tells, before that is read again.
 _ATTEMPT_S: Final = 1.0
+#: How long after a refusal torchrun's store may tell of another coordinator.
+_STALE_S: Final = 5.0
 #: Ranks that have met connect within so long, or the network does not let them.
 _CONNECT_S: Final = 60.0
 #: Fixed teams form by events; meanwhile the interpreter belongs to the rank.
@@ -223,7 +225,9 @@ class _Meeting(Closing):
                 is_lost = True
                 time.sleep(_LONGEST_PAUSE_S)
             except TeamRefusedError as error:
-                raise LaunchError(str(error)) from None
+                # Ranks that have ended may have left it, or another program listens there by now.
+                if not self._is_told_another(where):
+                    raise LaunchError(str(error)) from None
             except LaunchError as error:
                 if self._store is not None and self.link is None and self._left_s > 0:
                     continue
@@ -234,6 +238,16 @@ class _Meeting(Closing):
                     f"team of {self._place.world_size} was forming ({error}): rank 0 or its "
                     "launcher has ended, and its output says why"
                 ) from None
+
+    def _is_told_another(self, refusing: Whereabouts) -> bool:
+        """Return whether torchrun's store tells of another coordinator than one that refuses."""
+        if self._store is None or self._hosted is not None:
+            return False
+        try:
+            self._store.read(min(_STALE_S, self._left_s), but=refusing)
+        except LaunchError:
+            return False
+        return True
 
     def _find(self) -> Whereabouts:
         """Return where the coordinator is, which this rank may have to host."""
@@ -407,18 +421,19 @@ class _AgentStore:
         token = (where.token or b"").decode("latin-1")
         self._store.set(self._key, json.dumps([where.address, token]))
 
-    def read(self, timeout_s: float) -> Whereabouts:
+    def read(self, timeout_s: float, but: Whereabouts | None = None) -> Whereabouts:
         """Wait until rank 0 has said where its coordinator is.
 
         Args:
             timeout_s: Longest wait.
+            but: What is known, and does not count.
 
         Raises:
             LaunchError: It has not said so in time.
         """
         deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         try:
-            while (where := self._look()) is None:
+            while (where := self._look()) is None or where == but:
                 if time.monotonic() >= deadline:
                     raise LaunchError(
                         f"rank {self._rank} waited {timeout_s:.0f} s for rank 0 to say where the "

@@ -110,6 +110,7 @@ _LETTERS: Final = {
     b"X": KernelState.GONE,
 }
 _PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def state_of(pid: int) -> KernelState:
@@ -188,11 +189,15 @@ def _limit(name: str) -> str:
 
 
 def count_kills() -> int:
-    """Return how many processes the kernel has killed since it started, to get memory back.
+    """Return how many processes the kernel has killed to get memory back: of our control group.
 
-    Those at the limit of a control group are among them, and those of other containers.
+    Without such a group, of the machine. A container sees its own group as the top.
     """
-    with suppress(OSError, ValueError):
-        counters = (line.split() for line in (_PROC / "vmstat").read_text().splitlines())
-        return next((int(count) for name, count in counters if name == "oom_kill"), 0)
+    own = ""
+    with suppress(OSError):
+        own = (_PROC / "self/cgroup").read_text().rpartition("0::/")[2].strip()
+    groups = (f"{own}/memory.events", "memory.events", "memory/memory.oom_control")
+    for path in (*(_GROUPS / name for name in groups), _PROC / "vmstat"):
+        with suppress(OSError, ValueError, KeyError):
+            return int(dict(line.split() for line in path.read_text().splitlines())["oom_kill"])
     return 0

@@ -50,8 +50,8 @@ def read_place(environ: Mapping[str, str]) -> dict[str, Any]:
             f"SLURM_PROCID is {rank}, but the step has {world_size} tasks (SLURM_NTASKS); start "
             "all ranks with one srun"
         )
-    tasks = environ.get("SLURM_GTIDS", "").split(",")  # on this node
-    local_world_size = min(max(len(tasks), local_rank + 1), world_size)
+    # Tasks by node may be those of the whole job, of which a step has fewer.
+    local_world_size = min(max(_tasks_on_this_node(environ), local_rank + 1), world_size)
     return {
         "rank": rank,
         "world_size": world_size,
@@ -126,6 +126,19 @@ def _first_of_components(environ: Mapping[str, str], own: str) -> str | None:
             if host in taking_part:
                 return host
     return None
+
+
+def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
+    if ids := environ.get("SLURM_GTIDS"):
+        return len(ids.split(","))
+    by_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    counts = [  # such as "2(x3),1"
+        int(count)
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", by_node)
+        for _ in range(int(times or 1))
+    ]
+    node = environ.get("SLURM_NODEID", "0")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else 1
 
 
 def _step_text(environ: Mapping[str, str]) -> str:

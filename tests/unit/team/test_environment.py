@@ -173,6 +173,18 @@ def test_half_a_description_is_an_error_and_not_a_run_alone(environ):
 # ── SLURM ────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, 2),
+        ({"SLURM_TASKS_PER_NODE": "3(x3)"}, 3),
+        ({"SLURM_TASKS_PER_NODE": "nonsense"}, 2),  # nothing known: at least those up to this one
+    ],
+)
+def test_tasks_on_the_node_without_a_list_of_them(changes, expected):
+    assert place(SLURM, SLURM_GTIDS=None, **changes).local_world_size == expected
+
+
 def test_slurm_ports_differ_between_jobs_and_steps_and_stay_in_range():
     ports = [
         place(SLURM, SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step)).coordinator_port

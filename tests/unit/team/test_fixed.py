@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from evener.errors import LaunchError
 from evener.protocol.formation import Deadlines, FixedPlace, Formation
@@ -122,6 +123,24 @@ def test_a_number_that_two_processes_have_is_refused_to_the_second() -> None:
     assert "two processes were started as rank 0" in roster.arrive(
         now_s, "d/4", "fourth", facts, None, 0
     )
+
+
+def test_a_coordinator_that_ended_ranks_have_left_in_torchruns_store_is_asked_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secret, agents = b"of another team, long ago", HashStore()
+    monkeypatch.setattr(fixed, "TCPStore", lambda *_, **__: agents)
+    places = [place(rank, free_port(), agent_store=True) for rank in range(2)]
+    ranks = [fixed._Meeting(each, "0", time.monotonic() + PATIENCE_S) for each in places]
+    with closing(ranks[0]), closing(ranks[1]), serving(2, 2, Deadlines(), token=secret) as left:
+        store = fixed._AgentStore(places[0], "0", PATIENCE_S)
+        store.publish(fixed.Whereabouts(left, b"of this team, and so refused"))
+        follows = threading.Thread(target=ranks[1].meet)
+        follows.start()
+        time.sleep(0.5)  # longer than rank 1 needs to be refused
+        ranks[0].meet()
+        follows.join(PATIENCE_S)
+        assert ranks[0]._formation == ranks[1]._formation
 
 
 def test_ranks_that_leave_at_their_end_do_not_end_the_team_and_lost_ones_do() -> None:
