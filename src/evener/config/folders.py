@@ -9,7 +9,7 @@ from typing import final
 
 from evener.closing import Closing
 from evener.errors import CheckpointError, ConfigError
-from evener.files import explaining, open_regular
+from evener.files import explaining, lock, open_regular
 
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
@@ -148,7 +148,7 @@ class FolderLock(Closing):
         if self._shared is None and sys.platform != "win32":
             with suppress(OSError):  # a worker on another machine may not see the folder
                 descriptor = os.open(self._folder, os.O_RDONLY)
-                if _lock(descriptor, is_shared=True):
+                if lock(descriptor, is_shared=True):
                     self._shared = descriptor
                 else:  # another run looks at this moment
                     os.close(descriptor)
@@ -168,7 +168,7 @@ class FolderLock(Closing):
             raise CheckpointError(
                 f"{path} cannot be written: {error}; remove it, or choose another folder"
             ) from None
-        if not (_lock(descriptor) and (self._shared is not None or self._has_no_workers())):
+        if not (lock(descriptor) and (self._shared is not None or self._has_no_workers())):
             os.close(descriptor)
             return False
         self._descriptor = descriptor
@@ -177,7 +177,7 @@ class FolderLock(Closing):
     def _has_no_workers(self) -> bool:
         descriptor = os.open(self._folder, os.O_RDONLY)
         try:
-            return _lock(descriptor)
+            return lock(descriptor)
         finally:
             os.close(descriptor)
 
@@ -198,19 +198,6 @@ class FolderLock(Closing):
             if descriptor is not None:
                 os.close(descriptor)
         self._descriptor = self._shared = None
-
-
-def _lock(descriptor: int, *, is_shared: bool = False) -> bool:
-    """Lock what is open without waiting; return whether no other process has locked it."""
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_NB | (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX))
-    except BlockingIOError:
-        return False
-    except OSError:  # the file system knows no locks
-        pass
-    return True
 
 
 def release_folder(folder: Path) -> None:

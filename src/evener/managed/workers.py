@@ -198,24 +198,14 @@ class ProcessRun(Run):
 
     def _take_in(self, message: Message) -> None:
         if "metrics" in message:
-            self._publish(EpochMetrics.from_document(message["metrics"]))
+            metrics = EpochMetrics.from_document(message["metrics"])
+            if metrics.epoch > self._last_epoch:  # else another worker has sent it
+                self._last_epoch = metrics.epoch
+                self._publish(metrics)
         elif "event" in message:
             self._sink.emit(message["event"])
         elif "state" in message:
             self.state = read_trained(message["state"], self._state_file)
-
-    def _publish(self, metrics: EpochMetrics) -> None:
-        if metrics.epoch <= self._last_epoch:  # another worker has sent it
-            return
-        self._last_epoch = metrics.epoch
-        self._metrics.put(metrics)
-        if self.job.metrics_fn is None or self.error is not None:
-            return
-        try:
-            self.job.metrics_fn(metrics)
-        except BaseException as error:
-            self.error = error  # the user's own, to be raised where the run is joined
-            self.stop()
 
     def _conclude(self) -> None:
         """Find why the run was not done to its end."""

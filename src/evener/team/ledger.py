@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 from evener.closing import Closing
 from evener.errors import ConfigError
-from evener.files import flush, open_regular, read_json, write_file
+from evener.files import flush, lock, open_regular, read_json, write_file
 from evener.parsing import Fields
 from evener.protocol.formation import Formation, read_message
 from evener.team.terminal import warn
@@ -121,16 +121,10 @@ def _lock(path: Path) -> Any:
             f"the coordinator's ledger {path} cannot be used: {error}; give a file in a folder "
             "that exists and is writable (--ledger)"
         ) from None
-    try:
-        import fcntl
-
-        fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock(stream.fileno()):
         stream.close()
         raise ConfigError(
             f"another coordinator has the ledger {path}, and its team may live: end that one "
             "first, or give each team a ledger of its own (--ledger)"
-        ) from None
-    except (ImportError, OSError):  # Windows, and file systems that know no locks
-        pass
+        )
     return stream
