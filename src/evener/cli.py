@@ -409,7 +409,6 @@ def join(
     options: WorkerOptions,
 ) -> int:
     """Add workers to a running elastic team, with the program of the team."""
-    from evener.team.agent import MAX_FAILURES
     from evener.team.launch import LaunchPlan
     from evener.team.launch import launch as launch_here
 
@@ -426,7 +425,7 @@ def join(
         nproc=options.nproc,
         token_file=options.token_file,
         address=options.address,
-        max_failures=MAX_FAILURES if options.max_failures is None else options.max_failures,
+        max_failures=options.max_failures,
     )
     module = "evener" if is_task else "evener.team.script"
     return launch_here([*_PYTHON, module, *program], plan)
@@ -492,7 +491,6 @@ def _plan(
         nproc: Ranks of this host in a team of several, or a fixed one; by default, what the user
             said.
     """
-    from evener.team.agent import MAX_FAILURES
     from evener.team.launch import LaunchPlan
 
     is_elastic = options.elastic is not None or (nodes is not None and not nodes.are_fixed)
@@ -511,7 +509,7 @@ def _plan(
         port=options.port,
         token_file=options.token_file,
         address=options.address,
-        max_failures=MAX_FAILURES if options.max_failures is None else options.max_failures,
+        max_failures=options.max_failures,
         program=program,
     )
 

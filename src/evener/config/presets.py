@@ -79,11 +79,6 @@ def resolve_config(options: PretrainOptions, *, holds_runs: bool = True) -> RunC
             "resumed; add --resume, or leave it out"
         )
     tokenizer = config.data.tokenizer
-    if tokenizer == BPE and Path(BPE).is_dir():
-        raise ConfigError(
-            f"data.tokenizer is {BPE!r}, which trains a tokenizer, but there is a folder of that "
-            f"name as well; write ./{BPE} for the folder, or rename it"
-        )
     places: _Places = {
         "data.path": config.data.paths,
         "data.tokenizer": None if tokenizer == BPE else tokenizer,

@@ -150,7 +150,6 @@ class ProcessRun(Run):
         plan = LaunchPlan(
             nproc=len(self.job.device_names),
             elastic="{}:{}".format(*limits) if limits else "",
-            max_failures=self.job.max_failures,
         )
         try:
             with open_team(plan) as team:
@@ -162,7 +161,7 @@ class ProcessRun(Run):
                     has_begun=self._note_start,
                     environ=worker_environment(),
                     handed={JOB_FD: self._job.fileno(), STATE_FD: self._state_file.fileno()},
-                    max_failures=plan.max_failures,
+                    max_failures=self.job.max_failures,
                 )
                 self._agent.run()
         except BaseException as error:

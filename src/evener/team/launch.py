@@ -11,9 +11,9 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -51,11 +51,10 @@ class LaunchPlan:
         token_file: Holds what workers must know. ``None`` takes the one that ``EVENER_TOKEN_FILE``
             names; on one machine, it makes one that lives as long as the run.
         address: At which workers of other machines reach those of this one; ``None`` finds it.
-        max_failures: An elastic team's run stops when more workers than this have failed here.
+        max_failures: An elastic team's run stops when more workers than this have failed here;
+            ``None`` for the agent's own.
         join: ``HOST:PORT`` of the coordinator of a team that runs already; empty to begin one.
         program: What a further worker has to run: the script, or a command, with its arguments.
-        environ: What the environment of each worker is made from.
-        handed: Descriptors that every worker inherits, by the variable that names each.
         grace_s: Seconds that workers get to end by themselves; ``None`` for the agent's own.
     """
 
@@ -65,11 +64,9 @@ class LaunchPlan:
     port: int | None = None
     token_file: Path | None = None
     address: str | None = None
-    max_failures: int = MAX_FAILURES
+    max_failures: int | None = None
     join: str = ""
     program: Sequence[str] = ("SCRIPT",)
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    handed: Mapping[str, int] = field(default_factory=dict)
     grace_s: float | None = None
 
 
@@ -110,9 +107,8 @@ def launch(command: Sequence[str], plan: LaunchPlan) -> int:
             command,
             team,
             signals,
-            environ={**plan.environ, **({ADDRESS: plan.address} if plan.address else {})},
-            handed=plan.handed,
-            max_failures=plan.max_failures,
+            environ={**os.environ, **({ADDRESS: plan.address} if plan.address else {})},
+            max_failures=MAX_FAILURES if plan.max_failures is None else plan.max_failures,
             grace_s=plan.grace_s,
         )
         agent.run()
