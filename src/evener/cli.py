@@ -188,7 +188,7 @@ def pretrain(context: typer.Context, options: PretrainOptions) -> int:
     # Report errors that can be known now once, before any rank starts.
     demo_nproc = DEMO_NPROC if options.demo else None
     nproc = _count_ranks(demo_nproc if options.nproc is None else options.nproc)
-    checked = resolve_config(options, holds_runs=not options.node_rank)
+    checked = resolve_config(options)
     return _launch_task(options, nproc, checked.timeout_s, context.obj)
 
 
@@ -229,7 +229,7 @@ def classify(context: typer.Context, options: ClassifyOptions) -> int:
     from evener.team.launch import launch as launch_here
 
     nproc = _count_ranks(options.nproc, DEMO_NPROC if options.config is None else 1)
-    checked = resolve_classify(options, holds_runs=not options.node_rank)
+    checked = resolve_classify(options)
     if needs_demo_base(checked):
         if _choose_nodes(options, checked.timeout_s) is not None:
             raise ConfigError(

@@ -50,7 +50,7 @@ FOUND_AT_ONCE = {
         1,
         ["model.path", "'absent'", "downloads nothing"],
     ),
-    "no run to resume": (["run.yaml", "--resume"], 1, ["runs/run is no run to resume", "--out"]),
+    "no run to resume": (["run.yaml", "--resume"], 1, ["no run 'run' in", "--resume"]),
     "no ranks": (["run.yaml", "--nproc", "0"], 2, ["'--nproc': 0 is not in the range"]),
     "a rank that is not there": (
         ["run.yaml", "--nproc", "2", "--emulate-slow", "2:3"],

@@ -165,14 +165,6 @@ def test_one_machine_of_several(launched, arguments, timeout_s):
     assert launched[0][1].nodes == Nodes(least=2, most=2, **place)
 
 
-def test_a_run_to_resume_need_not_be_known_on_every_machine_at_once(launched, capsys):
-    """Ranks find out together, so that each machine is told."""
-    assert cli.main(["pretrain", *NODES, "--resume"]) == 42
-    first = ["0" if word == "1" else word for word in NODES]
-    assert cli.main(["pretrain", *first, "--resume"]) == 1
-    assert "is no run to resume" in capsys.readouterr().err
-
-
 def test_each_machine_would_train_a_base_model_of_its_own(launched, capsys):
     assert cli.main(["classify", *NODES]) == 2
     assert "name the folder of a model that all machines have" in capsys.readouterr().err

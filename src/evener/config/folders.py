@@ -66,22 +66,6 @@ def find_events(run: Path) -> Path:
     )
 
 
-def check_resumable(parent: Path, name: str) -> None:
-    """Refuse a resume where no run of that name has a checkpoint, whole or damaged.
-
-    Raises:
-        CheckpointError: Names the folder in which one was looked for.
-        ConfigError: See ``step_folders``.
-    """
-    runs = runs_of(parent, name)
-    if not any(map(step_folders, runs)):
-        folder = runs[0] if runs else parent.absolute() / name
-        raise CheckpointError(
-            f"{folder} is no run to resume: it has no checkpoints; check --out and --name, or "
-            "start without --resume"
-        )
-
-
 def step_folders(run: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, whole or damaged, in any order.
 

@@ -6,7 +6,7 @@ import pytest
 from evener.config.options import PretrainOptions
 from evener.config.presets import DEMO, resolve_config
 from evener.config.runs import EvalConfig, RunConfig
-from evener.errors import CheckpointError, ConfigError, DataError
+from evener.errors import ConfigError, DataError
 from helpers.configurations import load_run_config
 
 OPTIMIZER_KEYS = "lr, betas, eps, weight_decay, warmup, min_lr_ratio"
@@ -275,12 +275,3 @@ def test_tensorboard_must_be_installed_when_asked_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr("evener.config.presets.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'evener\[tensorboard\]'"):
         resolve_config(options)
-
-
-def test_a_run_to_resume_must_be_there() -> None:
-    with pytest.raises(CheckpointError, match="runs/pretrain is no run to resume"):
-        resolve_config(PretrainOptions(resume=True))
-    Path("runs/pretrain/checkpoints/step-3").mkdir(parents=True)
-    resolve_config(PretrainOptions(resume=True))
-    with pytest.raises(CheckpointError, match="elsewhere/pretrain is no run to resume"):
-        resolve_config(PretrainOptions(resume=True, out=Path("elsewhere")))

@@ -7,7 +7,6 @@ import pytest
 import evener
 from evener.config.folders import (
     FolderLock,
-    check_resumable,
     claim_folder,
     release_folder,
     runs_of,
@@ -75,19 +74,6 @@ def test_runs_of_a_name_from_the_newest_on(tmp_path: Path) -> None:
     (tmp_path / "x-99").mkdir()  # no run
     assert [folder.name for folder in runs_of(tmp_path, "x")] == ["x-10", "x-2", "x"]
     assert runs_of(tmp_path, "x-2") == [tmp_path / "x-2"]
-
-
-def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
-    make_run(tmp_path / "x", checkpoints=False)
-    make_run(tmp_path / "x-2", checkpoints=False)
-    for name, missing in (("x", "x-2"), ("z", "z")):
-        with pytest.raises(CheckpointError, match=f"{tmp_path / missing} is no run to resume: it"):
-            check_resumable(tmp_path, name)
-    with pytest.raises(CheckpointError, match="is no run to resume"):
-        check_resumable(tmp_path / "absent", "x")
-    make_run(tmp_path / "y")
-    make_run(tmp_path / "y-2", checkpoints=False)
-    check_resumable(tmp_path, "y")
 
 
 def test_workers_keep_other_runs_out_while_their_run_has_no_main_process(tmp_path: Path) -> None:
