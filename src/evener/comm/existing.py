@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,28 +24,6 @@ _BYTES = 256  # enough for a host name and a port
 _reserved: list[socket.socket] = []
 
 
-class GroupPlace(NamedTuple):
-    """This process's place in a group, and where its ranks can meet.
-
-    Attributes:
-        rank: Its number in the group.
-        world_size: Ranks of the group.
-        local_rank: Its number among those on this host.
-        local_world_size: Ranks of the group on this host.
-        coordinator_addr: Host of the group's rank 0.
-        coordinator_port: A port of rank 0's, kept for it; 0 in a group of one.
-        coordinator_token: What ranks must know there.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    coordinator_addr: str
-    coordinator_port: int
-    coordinator_token: str
-
-
 def default_group() -> Any:
     """Return the default process group, if the user has made one."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -56,8 +34,11 @@ def numbers_in(group: Any, number: int) -> list[int]:
     return [int(said) for said in _gather(group, str(number).encode())]
 
 
-def find_place(group: Any) -> GroupPlace:
+def find_place(group: Any) -> dict[str, Any]:
     """Find this process's place in a group; all its ranks call it together.
+
+    Returns:
+        Fields of a ``DistributedTrainConfig``, by name.
 
     Raises:
         ConfigError: This process is not in the group.
@@ -84,7 +65,11 @@ def find_place(group: Any) -> GroupPlace:
     )
     port = int(port_text)
     local = [r for r, host in enumerate(hosts) if host == own.encode()[:_BYTES]]
-    return GroupPlace(rank, world_size, local.index(rank), len(local), address, port, token)
+    return {
+        "rank": rank, "world_size": world_size,
+        "local_rank": local.index(rank), "local_world_size": len(local),
+        "coordinator_addr": address, "coordinator_port": port, "coordinator_token": token,
+    }  # fmt: skip
 
 
 def _reachable_address() -> str:

@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import ClassVar, Final
@@ -144,21 +144,6 @@ class _Slot:
         return pause_s
 
 
-@dataclass(slots=True)
-class _Elsewhere:
-    """What a fixed team's agent knows of other hosts.
-
-    Attributes:
-        failure: Why the run failed there; empty while it has not.
-        ended: Ranks there that have ended with exit code 0.
-        lost: Why hosts may be lost, in words.
-    """
-
-    failure: str = ""
-    ended: set[int] = field(default_factory=set)
-    lost: list[str] = field(default_factory=list)
-
-
 class Agent:
     """Looks after the workers of one host, until the run is over.
 
@@ -209,7 +194,10 @@ class Agent:
         self._is_over = False  # one has done the run to its end
         self._why = ""  # the run was given up
         self._code = 0
-        self._elsewhere = _Elsewhere()
+        # Of other hosts of a fixed team:
+        self._failure_elsewhere = ""  # why the run failed there
+        self._ended_elsewhere: set[int] = set()  # ranks there that ended with exit code 0
+        self._lost_hosts: list[str] = []  # why, in words
         self._is_coordinator_late = False
         self._stop_signal: signal.Signals | None = None
         self._deadline: float | None = None  # on the monotonic clock; None while nobody has to end
@@ -429,8 +417,8 @@ class Agent:
         self._find_deserters(waiting)
         if self._deadline is not None:
             return
-        if waiting and self._elsewhere.ended:
-            gone = name_ranks([*self._elsewhere.ended])
+        if waiting and self._ended_elsewhere:
+            gone = name_ranks([*self._ended_elsewhere])
             self._fail_elsewhere(
                 f"{gone} on another machine ended with exit code 0{_waited(waiting)}"
             )
@@ -446,15 +434,13 @@ class Agent:
         """What the agent of another host says."""
         stop, failed, ended = (message.get(name) for name in ("stop", "failed", "ended"))
         if isinstance(ended, int):
-            self._elsewhere.ended.add(ended)
+            self._ended_elsewhere.add(ended)
         if isinstance(name := message.get("lost"), str):
             words = (
                 f"the connection to {printable(name)} broke off at {clock_time(time.time())}: the "
                 "link to that machine is cut, or the machine or its launcher has gone"
             )
-            self._elsewhere.lost.append(
-                f"{words}; check both, and start every machine's part again"
-            )
+            self._lost_hosts.append(f"{words}; check both, and start every machine's part again")
             if self._deadline is None:
                 say(f"evener: {words}; ranks wait for one another until their timeout_s")
         if self._deadline is not None:
@@ -468,7 +454,7 @@ class Agent:
             )
 
     def _fail_elsewhere(self, words: str) -> None:
-        self._elsewhere.failure = f"error: {words}\n"
+        self._failure_elsewhere = f"error: {words}\n"
         self._ask_to_stop(signal.SIGTERM)
 
     def _heed_stopped_ranks(self) -> None:
@@ -690,9 +676,9 @@ class Agent:
             run has failed, in words, if it has.
         """
         if self._is_fixed:
-            lost = "\n".join(self._elsewhere.lost)
+            lost = "\n".join(self._lost_hosts)
             code, words = judge(self._processes.all, self._stop_signal, lost)
-            words = words or self._elsewhere.failure
+            words = words or self._failure_elsewhere
             return code or int(bool(words)), words
         if self._why:
             return self._code or 1, self._why

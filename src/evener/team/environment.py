@@ -205,7 +205,7 @@ class DistributedTrainConfig:
                 return cls()
             # A batch script may choose the port itself.
             port = _integer(environ, "MASTER_PORT", default=slurm.choose_port(environ))
-            return cls.of_rank(**place, coordinator_port=port, launched_by="slurm")
+            return cls(**place, coordinator_port=port, launched_by="slurm")
         if any(environ.get(name) for name in (*_REQUIRED, "LOCAL_RANK")):
             raise ConfigError(_partial(environ))
         return cls()

@@ -71,8 +71,7 @@ def place_in(group: Any) -> DistributedTrainConfig:
         ConfigError: This process is not in it.
         LaunchError: Its ranks cannot meet.
     """
-    found = find_place(group)
-    return DistributedTrainConfig.of_rank(**found._asdict(), launched_by="torch.distributed")
+    return DistributedTrainConfig(**find_place(group), launched_by="torch.distributed")
 
 
 def meet(environment: DistributedTrainConfig, timeout_s: float) -> tuple[Communicator, Membership]:
