@@ -88,7 +88,7 @@ def test_ranks_meet_at_the_coordinator_of_their_launcher() -> None:
         refused = run_ranks_to_end(join_twice, 2, env={"EVENER_COORDINATOR": address})
     for outcome in refused:
         assert isinstance(outcome.exception, LaunchError)
-        assert "asks for a token" in str(outcome.exception)
+        assert "the token differs" in str(outcome.exception)
 
 
 def serve_a_store(rank: Rank) -> None:

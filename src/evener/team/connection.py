@@ -283,21 +283,11 @@ class CoordinatorConnection(Closing, NotInherited):
     def _meet(self, channel: Channel) -> tuple[Seal, Fields]:
         deadline = time.monotonic() + _CONNECT_S
         challenge = self._next(channel, deadline)
-        needs_token = challenge.flag("needs_token")
         if challenge.text("evener") != __version__:
             raise self._unproven(
                 f"the coordinator at {self.address} runs evener {challenge.text('evener')}, "
                 f"{self.member} runs {__version__}; install the same version on every machine"
             )
-        if needs_token != (self._token is not None):
-            missing = (
-                f"the coordinator at {self.address} asks for a token, and {self.member} has none; "
-                "give the file that the coordinator has (--token-file)"
-                if needs_token
-                else f"{self.member} has a token, but the coordinator at {self.address} has none; "
-                "start both with the same --token-file, or both without"
-            )
-            raise self._unproven(missing)
         nonce = new_nonce()
         seal = Seal(self._token, (challenge.text("nonce"), nonce), TO_COORDINATOR)
         hello = {"role": self._role, "member": self.member}

@@ -388,7 +388,6 @@ class Visitor(asyncio.Protocol):
             {
                 "type": "challenge",
                 "nonce": self._nonce,
-                "needs_token": self._coordinator.options.token is not None,
                 "evener": __version__,
             }
         )
@@ -481,11 +480,14 @@ class Visitor(asyncio.Protocol):
         seal = Seal(self._coordinator.options.token, (self._nonce, nonce), FROM_COORDINATOR)
         try:
             hello = seal.open(message)
+            role, name = hello.text("role"), hello.text("member")
         except ValueError as error:
-            why = "the token differs from the coordinator's; give both the same --token-file"
+            why = (
+                "the token differs from the coordinator's, or one of both has none; give both the "
+                "same --token-file, or none"
+            )
             self._write({"type": "refused", "why": why})
             raise ValueError(f"it does not know the token ({error})") from None
-        role, name = hello.text("role"), hello.text("member")
         if role not in ("worker", "agent") or not 0 < len(name) <= 128:
             raise ValueError(f"role {short(role)} or member {short(name)} is none")
         self._seal, self._role, self.name = seal, role, name
