@@ -51,7 +51,7 @@ FOUND_AT_ONCE = {
         ["model.path", "'absent'", "downloads nothing"],
     ),
     "no run to resume": (["run.yaml", "--resume"], 1, ["no run 'run' in", "--resume"]),
-    "no ranks": (["run.yaml", "--nproc", "0"], 2, ["'--nproc': 0 is not in the range"]),
+    "no ranks": (["run.yaml", "--nproc", "0"], 2, ["'--nproc': Input should be greater"]),
     "a rank that is not there": (
         ["run.yaml", "--nproc", "2", "--emulate-slow", "2:3"],
         2,
