@@ -108,10 +108,9 @@ class _PageNotices(NoticeBoard):
         super().__init__(numbers)
         self._pages = dict(zip(numbers, pages, strict=True))
 
-    def post(self, rank: int, notice: Notice) -> bool:
+    def post(self, rank: int, notice: Notice) -> None:
         """Write a notice on the rank's page."""
         self._pages[rank].post(notice)
-        return True
 
     def read(self) -> dict[int, Notice] | None:
         """Return the notices by number of the rank."""
