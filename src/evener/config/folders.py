@@ -66,18 +66,6 @@ def find_events(run: Path) -> Path:
     )
 
 
-def step_folders(run: Path) -> list[Path]:
-    """Return the checkpoints in a run's folder, whole or damaged, in any order.
-
-    Raises:
-        ConfigError: The folder cannot be read.
-    """
-    folder = run / CHECKPOINTS
-    with _reading("checkpoint folder", folder):  # glob would take no access for no files
-        found = folder.iterdir() if folder.is_dir() else ()
-        return [path for path in found if path.name.startswith("step-")]
-
-
 def _reading(what: str, folder: Path) -> AbstractContextManager[None]:
     remedy = "give this user access to it, or choose another folder with --out or --name"
     return explaining(f"{what} {folder}", remedy, ConfigError)

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evener.config.folders import check_name, runs_of, step_folders
+from evener.config.folders import CHECKPOINTS, check_name, runs_of
 from evener.config.loading import load_config
 from evener.config.options import ALLOWED, ClassifyOptions, PretrainOptions, TaskOptions
 from evener.config.runs import BPE, ClassifyRunConfig, JobConfig, RunConfig
@@ -147,10 +147,9 @@ def find_demo_base(parent: Path) -> Path | None:
     """Return the newest checkpoint of the pretraining demo, if it has been run."""
     for folder in runs_of(parent, str(DEMO["name"])):
         steps = {
-            int(number): path
-            for path in step_folders(folder)
-            if (number := path.name.removeprefix("step-")).isdecimal()
-            and (path / "manifest.json").exists()
+            int(number): manifest.parent
+            for manifest in (folder / CHECKPOINTS).glob("step-*/manifest.json")
+            if (number := manifest.parent.name.removeprefix("step-")).isdecimal()
         }
         if steps:
             return steps[max(steps)]
