@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -37,7 +37,8 @@ def runs_of(parent: Path, name: str) -> list[Path]:
     """
     parent = parent.absolute()
     numbered = re.compile(rf"{re.escape(name)}(?:-([2-9]|[1-9][0-9]+))?")
-    with _reading("folder of runs", parent):
+    remedy = "give this user access to it, or choose another folder with --out"
+    with explaining(f"folder of runs {parent}", remedy, ConfigError):
         runs = [
             (int(match[1] or 1), folder)
             for folder in (parent.iterdir() if parent.is_dir() else ())
@@ -64,11 +65,6 @@ def find_events(run: Path) -> Path:
         f"{run} is not the folder of a run: it has no {EVENTS}{remedy}; give a folder such as "
         "runs/NAME"
     )
-
-
-def _reading(what: str, folder: Path) -> AbstractContextManager[None]:
-    remedy = "give this user access to it, or choose another folder with --out or --name"
-    return explaining(f"{what} {folder}", remedy, ConfigError)
 
 
 def claim_folder(parent: Path, name: str) -> Path:
