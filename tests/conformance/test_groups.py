@@ -70,10 +70,10 @@ def meet_at(rank: Rank, port: int) -> int:
 
 def join_twice(rank: Rank) -> list[int]:
     from evener.team.environment import DistributedTrainConfig
-    from evener.team.fixed import join
+    from evener.team.fixed import meet
 
     place = DistributedTrainConfig.from_env()
-    with join(place, PATIENCE_S) as first, join(place, PATIENCE_S) as second:
+    with meet(place, PATIENCE_S)[0] as first, meet(place, PATIENCE_S)[0] as second:
         return [len(comm.all_gather_rows([1.0], what="row")) for comm in (first, second)]
 
 
@@ -87,7 +87,7 @@ def test_ranks_meet_at_the_coordinator_of_their_launcher() -> None:
         refused = run_ranks_to_end(join_twice, 2, env={"EVENER_COORDINATOR": address})
     for outcome in refused:
         assert isinstance(outcome.exception, LaunchError)
-        assert "asks for a token" in str(outcome.exception)
+        assert "the token differs" in str(outcome.exception)
 
 
 def serve_a_store(rank: Rank) -> None:
@@ -181,14 +181,20 @@ def test_an_unknown_address_is_named() -> None:
         join_at(1, 2, "no.such.host.invalid", 1, timeout_s=0.5)
 
 
+def test_a_port_out_of_range_is_refused() -> None:
+    for port, words in ((0, "port is 0"), (65536, "65536'; give a port")):
+        with pytest.raises(ConfigError, match=words):
+            join_at(0, 2, "127.0.0.1", port)
+
+
 def test_nccl_without_nccl_is_refused() -> None:
     refusal = "'nccl', which this build of torch does not have"
 
     def body(rank: Rank) -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("evener.comm.c10d.is_nccl_available", lambda: False)
-            with pytest.raises(LaunchError, match=refusal):
-                rank.connect(backend="nccl")
+            with rank.connect() as comm:
+                assert refusal in comm.add_nccl()
         return "refused"
 
     assert run_ranks(body, 2) == ["refused"] * 2
