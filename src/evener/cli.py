@@ -459,7 +459,7 @@ def coordinator(
 ) -> int:
     """Decide who is in an elastic team; evener launch starts one by itself."""
     from evener.team.coordinator import coordinate
-    from evener.team.coordinator_thread import CoordinatorOptions
+    from evener.team.coordinator_options import CoordinatorOptions
     from evener.team.wire import read_token
 
     least, most = read_team_limits(team, "MIN:MAX")
