@@ -232,8 +232,10 @@ def bench(
         _Texts, Option(metavar="NAMES", help="Policies; sync,cadence,async.")
     ] = None,
     backends: Annotated[_Texts, Option(metavar="NAMES", help="Averaging backends; auto.")] = None,
-    minutes: Annotated[float, Option(help="Training time of each combination.")] = 2.0,
-    rounds: Annotated[int, Option(help="Rounds into which that time is divided.")] = 2,
+    minutes: Annotated[
+        float, Option(min=0.001, max=1e6, help="Training time of each combination.")
+    ] = 2.0,
+    rounds: Annotated[int, Option(min=1, help="Rounds into which that time is divided.")] = 2,
     nproc: _Nproc = None,
     emulate_slow: _EmulateSlow = None,
     overrides: _Overrides = None,
@@ -243,8 +245,7 @@ def bench(
     """Compare policies and backends on your configuration, and recommend one."""
     policies, backends = policies and _split(policies), backends and _split(backends)
     options = _collect(BenchOptions, locals())
-    from evener.config.presets import resolve_config
-    from evener.tasks.bench import run_bench
+    from evener.tasks.bench import check_options, run_bench
 
     place = DistributedTrainConfig.from_env()
     if place.launched_by != "alone":
@@ -253,9 +254,7 @@ def bench(
             f"process as rank {place.rank} of {place.world_size}; run it alone, with --nproc"
         )
     parse_emulation(options.emulate_slow, _count_ranks(options.nproc))
-    resolve_config(
-        PretrainOptions(config=options.config, overrides=options.overrides, name="bench")
-    )
+    check_options(options)
     return 0 if run_bench(options).recommended else 1
 
 
@@ -314,7 +313,7 @@ def classify(
                 check_devices(checked.devices)
             if not options.quiet:
                 print("there is no base model yet: pretraining the demo's first", file=sys.stderr)
-            demo = ["pretrain", "--demo", "--set", "measure=false", "--out", str(options.out)]
+            demo = ["pretrain", "--demo", "--out", str(options.out)]
             demo += ["--quiet"] if options.quiet else []
             if code := launch_here([*_PYTHON, "evener", *demo], LaunchPlan(nproc=DEMO_NPROC)):
                 return code
@@ -410,42 +409,37 @@ def plan(
     speeds: Annotated[
         str | None, Option(metavar="S,S", help="Samples per second of each rank alone.")
     ] = None,
-    calibrate: Annotated[bool, Option("--calibrate", help="Time this machine's devices.")] = False,
     add: Annotated[str | None, Option(metavar="S,S", help="Samples/s of further ranks.")] = None,
-    params: Annotated[str | None, Option(help="Parameters that are trained, such as 350M.")] = None,
-    tokens: Annotated[int | None, Option(help="Tokens of a sample, for --calibrate.")] = None,
-    bandwidth: Annotated[str | None, Option(help="Bandwidth between ranks, such as 1Gbit.")] = None,
-    latency: Annotated[str | None, Option(help="Delay of a message, such as 0.1ms.")] = None,
-    batch_size: Annotated[int | None, Option(help="Samples of an optimizer step.")] = None,
-    local_batch_size: Annotated[
-        int | None, Option(help="Samples of a local step in cadence and async; as --batch-size.")
+    params: Annotated[
+        float | None, Option(min=1, max=1e15, help="Parameters that are trained, such as 350e6.")
     ] = None,
-    micro_batch_size: Annotated[int | None, Option(help="Most samples computed at once.")] = None,
-    anchor: Annotated[int | None, Option(help="First local steps of the slowest rank.")] = None,
-    picture: Annotated[Path | None, Option(help="Draw a picture: FILE.png or FILE.svg.")] = None,
+    bandwidth: Annotated[
+        float | None, Option(metavar="GBIT", min=1e-6, help="Gbit/s between ranks.")
+    ] = None,
+    latency: Annotated[
+        float | None, Option(metavar="MS", min=0, help="Milliseconds of a message; 0.1.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, Option(min=1, max=10**9, help="Samples of an optimizer step.")
+    ] = None,
+    local_batch_size: Annotated[
+        int | None,
+        Option(min=1, max=10**9, help="Of a local step in cadence and async; as --batch-size."),
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None, Option(min=1, help="Most samples computed at once.")
+    ] = None,
+    anchor: Annotated[
+        int | None, Option(min=1, max=10_000, help="First local steps of the slowest rank.")
+    ] = None,
     numbers: _Json = False,
 ) -> int:
     """Predict a team's speed under each policy, and which devices are worth adding."""
     options = _collect(PlanOptions, locals())
-    from evener.simulation.question import answer_plan, calibrated_team, check_options
+    from evener.simulation.question import answer_plan
     from evener.simulation.telling import document, text
 
-    check_options(options)
-    if options.picture is not None:
-        from evener.simulation.chart import check_picture
-
-        check_picture(options.picture)
-    calibrated = None
-    if options.calibrate:
-        with loading_libraries():
-            from evener.simulation.calibrated import time_devices
-        calibrated = calibrated_team(options, time_devices())
-    advice = answer_plan(options, calibrated)
-    if options.picture is not None:
-        from evener.simulation.chart import draw
-
-        draw(advice, options.picture)
-        print(f"{options.picture}: written", file=sys.stderr)
+    advice = answer_plan(options)
     if options.numbers:
         print(json.dumps(document(advice), allow_nan=False))
     else:

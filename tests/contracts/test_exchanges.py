@@ -31,7 +31,6 @@ ALLOWED = {
     "doctor.trials": "a team that only tries whether ranks can exchange",
     "manual": "a team of its own, without generations",
     "tasks.trainers": "a team of its own, without generations",
-    "tasks.rehearsal": "measurements of fixed teams",
 }
 #: Other things of these names: sinks, and connections of launchers.
 OTHERS = {"_sinks", "_peers"}

@@ -122,31 +122,25 @@ class PlanOptions:
     Attributes:
         run: Folder of a run that has measured the team.
         speeds: Samples per second of each rank alone, such as ``120,48``.
-        calibrate: Time this machine's devices.
         add: Samples per second of further ranks.
-        params: Parameters that are trained, such as ``350M``.
-        tokens: Tokens of a sample, for a calibration.
-        bandwidth: Between two ranks, such as ``1Gbit``.
-        latency: Until a message arrives, such as ``0.1ms``.
+        params: Parameters that are trained.
+        bandwidth: Gbit/s between two ranks.
+        latency: Milliseconds until a message arrives.
         batch_size: Samples of an optimizer step.
         local_batch_size: The same of a local step in CADENCE and ASYNC; ``batch_size`` by default.
         micro_batch_size: Most samples in one forward and backward.
         anchor: Local steps of the slowest rank in a window, to begin with.
-        picture: Where a picture goes.
         numbers: Print JSON.
     """
 
     run: Path | None = None
     speeds: str | None = None
-    calibrate: bool = False
     add: str | None = None
-    params: str | None = None
-    tokens: int | None = None
-    bandwidth: str | None = None
-    latency: str | None = None
+    params: float | None = None
+    bandwidth: float | None = None
+    latency: float | None = None
     batch_size: int | None = None
     local_batch_size: int | None = None
     micro_batch_size: int | None = None
     anchor: int | None = None
-    picture: Path | None = None
     numbers: bool = False

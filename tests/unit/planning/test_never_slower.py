@@ -16,7 +16,6 @@ from evener.simulation.simulated_sync import SimulatedSync
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=25, database=None)
 DECIDED = 20
 """Windows after which the team is to work as it should."""
-NEVER_ENDING = 10**9
 
 
 class Constant(Link):
@@ -73,7 +72,6 @@ class Ranks:
             link(transfer_s=exchange_s),
             policy,
             batch_size=batch_size,
-            num_samples=NEVER_ENDING,
             divides_updates=divides,
         )
         self.policy = policy
