@@ -80,7 +80,7 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
             "name another run, or give speeds by hand with --speeds"
         )
     rows = {name: _table(windows, name) for name in _FIELDS}
-    computed = _computed(rows).any(axis=0)
+    computed: NDArray[np.bool_] = np.logical_or.reduce(_computed(rows))
     if not computed.any():
         raise ConfigError(
             f"no rank has computed anything in {run}, so no speed is known; name another run, or "

@@ -23,7 +23,7 @@ class SimulatedSync:
         ranks: The ranks.
         link: The link between them.
         policy: Plans; knows only what the caller has given it.
-        batch_size: Samples of a window.
+        batch_size: Samples of a window; may be changed between windows.
         divides_updates: Each rank that is present makes its part of the update.
 
     Attributes:
@@ -42,12 +42,12 @@ class SimulatedSync:
         divides_updates: bool = False,
     ) -> None:
         self.policy = policy
+        self.batch_size = batch_size
         self.parked: frozenset[int] = frozenset()
         self.now_s = 0.0
         self.windows = 0
         self._ranks = ranks
         self._link = link
-        self._batch_size = batch_size
         self._divides_updates = divides_updates
         self._planned: deque[WindowPlan] = deque()
         self._unlearnt: list[tuple[Sequence[Report], WindowPlan, float]] = []
@@ -68,11 +68,11 @@ class SimulatedSync:
             self.decide()
         self.observe()
         self.decide()
-        parking = self.policy.decide_parking(self._batch_size, self.present[0])
+        parking = self.policy.decide_parking(self.batch_size, self.present[0])
         window = self.compute()
         if parking is not None:
             self._change(self.parked.union(parking.ranks))
-            self._recall_at = self.windows + self.policy.windows_apart(self._batch_size, 0.0)
+            self._recall_at = self.windows + self.policy.windows_apart(self.batch_size, 0.0)
         elif self.parked and self.windows >= self._recall_at:
             self._change(frozenset(), work_for_all=math.inf)
         return window
@@ -85,7 +85,7 @@ class SimulatedSync:
 
     def decide(self, *, work_for_all: float = 0.0) -> None:
         """Plan a further window."""
-        number, size = self.windows + len(self._planned), self._batch_size
+        number, size = self.windows + len(self._planned), self.batch_size
         plan = self.policy.plan(number, 0, number * size, size, work_for_all=work_for_all)
         self._planned.append(plan)
 

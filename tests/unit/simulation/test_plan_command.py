@@ -50,7 +50,9 @@ def test_options_change_the_team(plan):
 
 
 def test_a_team_from_a_run(plan):
-    windows = [committed_window(k, t=k + 1.0) for k in range(12)]
+    windows = [committed_window(k, t=k + 1.0) | {"update_parts": 1} for k in range(12)]
+    for row in (row for window in windows for row in window["ranks"]):
+        row |= {"elapsed_s": 1.0, "micro_batches": 1, "update_s": 0.0}
     folder = Path("runs/first")
     folder.mkdir(parents=True)
     (folder / "events.jsonl").write_bytes(b"".join(map(to_line, [started(), *windows])))
