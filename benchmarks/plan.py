@@ -88,10 +88,10 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = make_unequal_parser(__doc__, windows=20, local_windows=11)
     parser.add_argument("--runs", type=int, default=7, help="predicted runs of each policy")
-    parser.add_argument("--quick", action="store_true", help="one team of two; 2 runs")
+    parser.add_argument("--quick", action="store_true", help="one team of two, one run")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.runs = 2
+        arguments.runs = 1
     if arguments.speeds is None:
         arguments.speeds = [TEAMS[0]] if arguments.quick else list(TEAMS)
     return arguments
