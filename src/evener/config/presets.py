@@ -25,7 +25,6 @@ DEMO: Mapping[str, Any] = {
     "optimizer": {"lr": 1e-2, "warmup": 0.1},
     "eval": {"every": 50, "max_sequences": 64},
     "checkpoint": {"every": 100, "keep_last": 2},
-    "measure": True,
 }
 
 #: Functions of the standard library by package, on the demo's model: some minutes on two cores.

@@ -139,7 +139,6 @@ class JobConfig(TaskConfig, TrainingOptions):
         policy: When ranks average, and what; see ``ApplyPolicy``.
         backend: How ranks exchange; see ``AverageBackend``.
         devices: What ranks compute on.
-        measure: Measure each rank alone, all side by side, and an equal split, at the end.
         precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         tensorboard: Write TensorBoard files.
         events_mb: Most MB of the run's event files together; then the oldest but the first goes.
@@ -155,7 +154,6 @@ class JobConfig(TaskConfig, TrainingOptions):
     policy: Literal["sync", "cadence", "async"] = "sync"
     backend: Literal["auto", "gloo", "nccl", "cpu"] = "auto"
     devices: Literal["auto", "cpu", "cuda", "xpu", "mps", "accelerator"] = "auto"
-    measure: bool = False
     precision: Precision = "auto"
     tensorboard: bool = False
     events_mb: Positive = 1024
