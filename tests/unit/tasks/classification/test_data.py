@@ -135,6 +135,8 @@ def test_class_weights() -> None:
     assert labels.weights({"b": 3.0}, []) == (1.0, 3.0)
     with pytest.raises(ConfigError, match="names 'c'"):
         labels.weights({"c": 1.0}, [])
+    with pytest.raises(ConfigError, match="'balanced', which needs training samples"):
+        labels.weights("balanced", [])
     with pytest.raises(ConfigError, match="3 numbers for 2 classes"):
         labels.weights([1.0, 2.0, 3.0], [])
 
