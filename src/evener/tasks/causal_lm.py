@@ -79,9 +79,8 @@ class CausalLanguageModel(Task):
     def open_data(self, job: Job) -> tuple[Dataset[Any], Dataset[Any]]:
         """Tokenise the text, with a tokenizer that is trained on it if none was given."""
         config, team, ddp = self._config, job.team, job.ddp
-        corpus, tokenizer = prepare_text(job, config, self._given_tokenizer, self._records)
+        splits, tokenizer = prepare_text(job, config, self._given_tokenizer, self._records)
         self._device, self._tokenizer = ddp.device, tokenizer
-        splits = corpus.split(config.data.seq_len)
         signatures = team.introduce(splits.train.signature)
         for rank, signature in enumerate(signatures):
             if signature != signatures[0]:
