@@ -23,7 +23,7 @@ ALLOWED = {
     "loop.assembly": "set-up: a team that loses a rank there has not begun",
     "team.backends": "set-up",
     "tasks.causal_lm": "set-up",
-    "tasks.classification.run_data": "set-up",
+    "tasks.classification.labelled_data": "set-up",
     "tasks.resuming": "set-up, and loading in a cold restart",
     "tasks.run_changes": "set-up",
     "tasks.text.preparation": "set-up",

@@ -62,7 +62,7 @@ class TaskOptions(LaunchOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifyOptions(TaskOptions):
-    """Options of ``evener classify``; without a file and keys, the standard library's functions.
+    """Options of ``evener classify``; without a file and keys, names in the standard library.
 
     Attributes:
         has_samples: Samples are given from Python, instead of ``data.path``.

@@ -308,13 +308,14 @@ class LoraConfig(Section):
         rank: Its rank.
         alpha: The adapter is scaled by ``alpha / rank``.
         dropout: Part of its inputs that is dropped in training.
-        target_modules: Names of linear layers; those usual for the model's family.
+        target_modules: Names of linear layers, or ``"all-linear"``; those that peft takes for the
+            model's family.
     """
 
     rank: Positive = 8
     alpha: AboveZero = 16.0
     dropout: Beta = 0.05
-    target_modules: list[str] | None = None
+    target_modules: list[str] | Literal["all-linear"] | None = None
 
 
 class AdapterOptimizerConfig(OptimizerConfig):
@@ -386,7 +387,7 @@ class ClassifyDataConfig(Section):
     """Labelled texts, and what of them is held out.
 
     Attributes:
-        path: JSON Lines or CSV; functions of the standard library without one.
+        path: JSON Lines or CSV; names in the standard library without one.
         heldout_path: Held-out texts; a part of ``path``.
         heldout_fraction: Part of the training file that is held out.
         text_key: Key or column of the text.
