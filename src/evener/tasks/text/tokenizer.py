@@ -144,29 +144,32 @@ class FolderTokenizer(CausalTokenizer):
     Args:
         folder: Holds the tokenizer's files; may be a model's folder.
 
-    Attributes:
-        eos_id: Id of the folder's ``eos_token``; -1 where it names none.
-        hugging_face: The tokenizer of transformers; it neither cuts nor pads.
-
     Raises:
-        DataError: It does not load.
+        DataError: It does not load, or has no end-of-text token.
         ConfigError: transformers is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.hugging_face = own = _load(folder)
-        self.eos_id = -1 if own.eos_token_id is None else int(own.eos_token_id)
+        self._own = own = _load(folder)
+        if own.eos_token_id is None:
+            raise DataError(
+                f"the tokenizer in {folder} has no end-of-text token, which separates documents: "
+                f'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
+            )
+        self.eos_id = int(own.eos_token_id)
         self.vocab_size = max(*own.get_vocab().values(), self.eos_id) + 1
         paths = {path.name: path for glob in _FILES for path in folder.glob(glob) if path.is_file()}
         self._files = {name: paths[name].read_bytes() for name in sorted(paths)}
-        self.fingerprint = fingerprint_of(
-            {name: self._files[name] for name in self._files if not name.startswith(_CHAT)}
-        )
+        hasher = blake2b()
+        for name, content in self._files.items():
+            if not name.startswith(_CHAT):
+                hasher.update(f"{name} {len(content)} ".encode() + content)
+        self.fingerprint = hasher.hexdigest()
 
     def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
         """Return the ids that the Hugging Face tokenizer gives without special tokens."""
         with quiet():  # it advises on texts longer than the model takes; they are cut later
-            found = self.hugging_face(
+            found = self._own(
                 list(texts),
                 add_special_tokens=False,
                 return_attention_mask=False,
@@ -177,7 +180,7 @@ class FolderTokenizer(CausalTokenizer):
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
         """Return the text that the Hugging Face tokenizer gives without special tokens."""
         return str(
-            self.hugging_face.decode(
+            self._own.decode(
                 np.asarray(ids, np.int64).tolist(),
                 skip_special_tokens=True,
                 clean_up_tokenization_spaces=False,
@@ -199,20 +202,9 @@ def load_tokenizer(spec: str | Path | None) -> CausalTokenizer:
         DataError: There is no such folder, it does not load, or it has no end-of-text token.
         ConfigError: transformers is not installed.
     """
-    folder = None if spec is None else Path(spec).expanduser()
-    tokenizer = open_tokenizer(folder)
-    if tokenizer.eos_id < 0:
-        raise DataError(
-            f"the tokenizer in {folder} has no end-of-text token, which separates documents: "
-            f'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
-        )
-    return tokenizer
-
-
-def open_tokenizer(folder: Path | None) -> ByteTokenizer | FolderTokenizer:
-    """Load a tokenizer as ``load_tokenizer`` does; one without an end-of-text token, too."""
-    if folder is None:
+    if spec is None:
         return ByteTokenizer()
+    folder = Path(spec).expanduser()
     with explaining(f"tokenizer folder {folder}", "give this user access to it", DataError):
         is_there = folder.is_dir()
     if not is_there:
@@ -240,16 +232,6 @@ def check_vocabulary(vocab_size: int, model_vocab_size: int) -> None:
             f"embeddings: use the tokenizer that the model was made with, or set the model's "
             f"vocab_size to {vocab_size} when it starts from scratch"
         )
-
-
-def fingerprint_of(files: Mapping[str, bytes], settings: str = "") -> str:
-    """Return the hash of a tokenizer's files, and of settings that decide its ids as well."""
-    hasher = blake2b()
-    hasher.update(settings.encode())
-    for name, content in files.items():
-        hasher.update(f"{name} {len(content)} ".encode())
-        hasher.update(content)
-    return hasher.hexdigest()
 
 
 def _load(folder: Path) -> Any:
