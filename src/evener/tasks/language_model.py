@@ -131,7 +131,9 @@ def write_text(
 
     ids, end = list(prompt_ids), len(prompt_ids) + num_tokens
     sampling = {"temperature": temperature, "top_k": 0} if temperature else {}
-    with quiet(), torch.random.fork_rng([] if device.type == "cpu" else [device]):
+    # Other devices have one generator, which nothing draws from after a run.
+    kept = [device] if device.type in ("cuda", "xpu") else []
+    with quiet(), torch.random.fork_rng(kept, device_type=device.type):
         torch.manual_seed(seed)
         while len(ids) < end:
             # Half of what the model sees at once is context, once the text is longer than that.

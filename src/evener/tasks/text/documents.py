@@ -207,7 +207,7 @@ class FileSource(DocumentSource):
         """Yield label and text of each line that is not empty; lines are numbered from 1."""
         is_packed = file.path.name.lower().endswith(".gz")
         try:
-            lines = gzip.GzipFile(fileobj=stream) if is_packed else stream
+            lines: Iterable[bytes] = gzip.GzipFile(fileobj=stream) if is_packed else stream
             for number, line in enumerate(lines, 1):
                 content = line.removeprefix(b"\xef\xbb\xbf").strip()
                 if content:
