@@ -1,13 +1,11 @@
 """How a coordinator is started."""
 
-import math
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from evener.comm.addresses import LOOPBACK, open_port
-from evener.errors import ConfigError
 from evener.protocol.formation import Deadlines
 
 #: How often a coordinator looks what is due, in seconds.
@@ -38,23 +36,6 @@ class CoordinatorOptions:
     deadlines: Deadlines = field(default_factory=Deadlines)
     nnodes: int = 0
     ledger: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.deadlines.timeout_s < math.inf:
-            raise ConfigError(
-                f"--timeout-s is {self.deadlines.timeout_s:g}; give the seconds that workers "
-                "for one another, more than 0"
-            )
-        if not 0 < self.deadlines.patience_s < math.inf:
-            raise ConfigError(
-                f"--patience-s is {self.deadlines.patience_s:g}; give the seconds that workers "
-                "wait for a coordinator that does not answer, more than 0"
-            )
-        if not self.deadlines.lease_s <= self.deadlines.host_lease_s < math.inf:
-            raise ConfigError(
-                f"--host-lease-s is {self.deadlines.host_lease_s:g}; give the seconds after which "
-                f"a silent machine is lost, at least {self.deadlines.lease_s:g} (lease_s)"
-            )
 
 
 def listen(options: CoordinatorOptions) -> socket.socket:

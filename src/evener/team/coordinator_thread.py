@@ -7,6 +7,8 @@ neither an agent nor rank 0 waits for that.
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Final, final
 
 from evener.closing import Closing
@@ -43,20 +45,26 @@ class CoordinatorThread(Closing):
     def close(self) -> None:
         """End it; idempotent."""
         self._is_ready.wait(_END_S)
-        self._stop()
+        with suppress(RuntimeError):  # its loop has ended already
+            self._stop()
         self._thread.join(_END_S)
 
     def _run(self) -> None:
-        from evener.team.coordinator import serve
+        import asyncio
+
+        from evener.team.coordinator import Coordinator
+
+        async def serve() -> None:
+            coordinator = Coordinator(self._options, self._socket, tick_s=self._tick_s)
+            loop = asyncio.get_running_loop()
+            self._stop = partial(loop.call_soon_threadsafe, coordinator.stop)
+            self._is_ready.set()
+            await coordinator.serve()
 
         try:
-            serve(self._options, self._socket, self._tick_s, self._note_start)
+            asyncio.run(serve())
         except OSError as error:  # nobody will be answered; those who ask say so
             remedy = remedy_of_shortage(error)
             say(f"evener: the coordinator cannot run in this process ({error.strerror}); {remedy}")
         finally:
             self._is_ready.set()
-
-    def _note_start(self, stop: Callable[[], object]) -> None:
-        self._stop = stop
-        self._is_ready.set()
