@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from evener.config.runs import LoraConfig
 from evener.devices import copied
 from evener.errors import ConfigError
-from evener.files import require_regular
+from evener.files import read_file, require_regular
 from evener.tasks.classification.base_model import Base
 from evener.tasks.language_model import in_short, quiet
 
@@ -37,8 +37,8 @@ class AdapterNote(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    labels: list[str]
-    seq_len: int
+    labels: list[str] = Field(min_length=2)
+    seq_len: int = Field(ge=2)
     base_path: str
     base_fingerprint: str
 
@@ -50,7 +50,7 @@ class AdapterNote(BaseModel):
             ConfigError: It is missing or unreadable.
         """
         try:
-            return cls.model_validate_json((adapter / DOCUMENT).read_text(encoding="utf-8"))
+            return cls.model_validate_json(read_file(adapter / DOCUMENT))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{adapter / DOCUMENT} cannot be read: {in_short(error)}; give a folder that a "

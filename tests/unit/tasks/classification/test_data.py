@@ -131,8 +131,8 @@ def test_class_weights() -> None:
     labels = LabelSet(["0", "b"])
     assert labels.weights("balanced", [0, 0, 0, 1]) == pytest.approx((4 / 6, 4 / 2))
     of_yaml = ClassifyRunConfig.model_validate({"class_weights": {0: 2, "b": 1.0}})
-    assert labels.weights(of_yaml.class_weights, []) == (2.0, 1.0)
-    assert labels.weights({"b": 3.0}, []) == (1.0, 3.0)
+    assert labels.weights(of_yaml.class_weights, []) == [2.0, 1.0]
+    assert labels.weights({"b": 3.0}, []) == [1.0, 3.0]
     with pytest.raises(ConfigError, match="names 'c'"):
         labels.weights({"c": 1.0}, [])
     with pytest.raises(ConfigError, match="'balanced', which needs training samples"):
