@@ -296,7 +296,7 @@ def test_other_data_can_be_allowed_and_begins_anew(lab, stopped, tmp_path):
     changes = (f"data.path={tmp_path / 'corpus'}", "epochs=1")
     finished = lab.run(*resume(*changes), "--allow", "data", nproc=2)
     assert "changed since step-6: data.path corpus -> " in finished.said
-    assert "going on with other data, from its first epoch on" in finished.said
+    assert "continuing with other data, from its first epoch on" in finished.said
     resumed = stopped.of_type("run_resumed")[-1]
     assert (resumed["window"], resumed["new_data"]) == (6, True)
     num_samples = stopped.of_type("run_started")[-1]["num_samples"]
@@ -307,7 +307,7 @@ def test_other_data_can_be_allowed_and_begins_anew(lab, stopped, tmp_path):
     assert stopped.of_type("run_started")[-1]["total_windows"] == steps
     # From then on that is its data; with what was before, the checkpoint is foreign.
     more = lab.run(*resume(changes[0], "epochs=2"))
-    assert "going on with other data" not in more.said
+    assert "continuing with other data" not in more.said
     assert check_exactly_once(stopped.events, num_samples, whole_epochs=2) == []
     assert stopped.summary["steps"] == 6 + 2 * (steps - 6)
     assert "was trained on other data" in refused(lab, *resume())
