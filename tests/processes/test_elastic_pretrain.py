@@ -49,7 +49,7 @@ def test_a_late_worker_takes_the_run_over_from_those_that_are_killed(
 ) -> None:
     lab.configure(epochs=9999, checkpoint={"every": 20, "keep_last": 2}, eval={"every": 20})
     Zygote.get().preload(*NEEDED)
-    command = ["pretrain", "run.yaml", "--set", "measure=false", "--quiet"]
+    command = ["pretrain", "run.yaml", "--quiet"]
     run = lab.path_of()
     with RankTeam(be_worker, 3, coordinator, str(lab.folder), command) as team:
         pids = [team.receive(rank) for rank in range(3)]
@@ -74,7 +74,7 @@ def test_a_late_worker_takes_the_run_over_from_those_that_are_killed(
     (page,) = report([run.path])["runs"]
     changes = [event["type"] for event in page["events"] if event["type"].startswith("worker")]
     assert changes == ["worker_joined", "worker_lost", "worker_joined", "worker_lost"]
-    lab.run("run.yaml", "--resume", "--set", f"max_steps={last + 2}", "--set", "measure=false")
+    lab.run("run.yaml", "--resume", "--set", f"max_steps={last + 2}")
     assert run.checkpoints[-1].name == f"step-{last + 2}"
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_dies_before_it_was_due_to_save_continues_in_its_folder(lab: 
     """Elastic teams do so by themselves, fixed ones with ``--resume``."""
     lab.configure(epochs=9999, policy="cadence", checkpoint={"every": 10**6}, eval={"every": 0})
     Zygote.get().preload(*NEEDED)
-    command = ["pretrain", "run.yaml", "--set", "measure=false", "--quiet"]
+    command = ["pretrain", "run.yaml", "--quiet"]
     run = lab.path_of()
     for began in ("run_started", "run_resumed"):
         with (
@@ -94,7 +94,7 @@ def test_a_run_that_dies_before_it_was_due_to_save_continues_in_its_folder(lab: 
             wait_for(lambda: (run.path / "events.jsonl").exists() and run.of_type("checkpoint"))
             wait_for(lambda kind=began: run.of_type(kind) and run.events[-1]["type"] == "window")
             os.kill(pid, signal.SIGKILL)
-    lab.run("run.yaml", "--resume", "--set", "max_steps=5", "--set", "measure=false")
+    lab.run("run.yaml", "--resume", "--set", "max_steps=5")
     assert [path.name for path in run.path.parent.iterdir() if path.name[0] != "."] == ["run"]
     assert [event["window"] for event in run.of_type("run_resumed")] == [0, 0]
     assert check_exactly_once(run.events, NUM_SAMPLES) == []

@@ -254,7 +254,7 @@ def test_a_main_process_that_was_cut_off_never_writes_into_the_run(
     lab = Lab(tmp_path)
     hosts, run = kind(lab.sandbox), lab.path_of()
     checkpoint = {"every": 20, "keep_last": 3}
-    lab.configure(epochs=9999, checkpoint=checkpoint, eval={"every": 0}, measure=False)
+    lab.configure(epochs=9999, checkpoint=checkpoint, eval={"every": 0})
     hosts.script = Path("run.yaml")
     try:
         coordinator = hosts.coordinate("1:2", "--host-lease-s", 4)

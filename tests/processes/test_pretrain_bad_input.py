@@ -50,8 +50,6 @@ FOUND_AT_ONCE = {
         1,
         ["model.path", "'absent'", "downloads nothing"],
     ),
-    "no run to resume": (["run.yaml", "--resume"], 1, ["no run 'run' in", "--resume"]),
-    "no ranks": (["run.yaml", "--nproc", "0"], 2, ["'--nproc': Input should be greater"]),
     "a rank that is not there": (
         ["run.yaml", "--nproc", "2", "--emulate-slow", "2:3"],
         2,

@@ -258,18 +258,6 @@ def test_quiet_prints_nothing(lab):
     assert lab.path_of("quiet").summary["steps"] == 1
 
 
-def test_speeds_are_measured_when_asked_and_leave_no_trace(lab):
-    options = ["max_steps=2", "eval.every=0"]
-    _, plain = start(lab, "unmeasured", *options, nproc=2)
-    _, run = start(lab, "measured", *options, "measure=true", nproc=2)
-    assert plain.summary["solo_source"] == "compute time"
-    assert plain.summary["equal_split_tokens_per_s"] is None
-    assert run.summary["solo_source"] == "measured"
-    assert run.summary["equal_split_tokens_per_s"] > 0
-    assert run.summary["ceiling"] > 0
-    assert relative_difference(run.checkpoints[-1], plain.checkpoints[-1]) <= 1e-5
-
-
 def test_what_the_model_writes_cannot_command_a_terminal(lab):
     settings = ["max_steps=1", "sample.num_tokens=300", "sample.temperature=5"]
     finished, run = start(lab, "writer", *settings)

@@ -242,19 +242,15 @@ def check_figures(lab: Lab, name: str, said: str) -> None:
 
 def test_a_speed_that_halves_in_a_session_makes_no_figure_that_cannot_be(lab):
     Zygote.get().preload(*NEEDED)
-    lab.configure(measure=False)
-    try:
-        with RankTeam(slow_down_later, 2, str(lab.folder)) as team:
-            outcomes = team.wait(RUN_TIMEOUT_S)
-    finally:
-        lab.configure()
+    with RankTeam(slow_down_later, 2, str(lab.folder)) as team:
+        outcomes = team.wait(RUN_TIMEOUT_S)
     assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].story()
     check_figures(lab, "halved", "".join(outcome.output for outcome in outcomes))
 
 
 def test_speeds_that_change_at_a_resume_make_no_figure_that_cannot_be(lab):
     """All devices are eight times as slow in the second session."""
-    options = ("run.yaml", "--name", "slower", "--set", "measure=false")
+    options = ("run.yaml", "--name", "slower")
     lab.run(*options, "--set", "max_steps=12", nproc=2)
     slow = ("--emulate-slow", "0:8", "--emulate-slow", "1:8")
     ended = lab.run(*options, "--resume", "--set", "max_steps=18", *slow, nproc=2)

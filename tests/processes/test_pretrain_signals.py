@@ -117,7 +117,7 @@ def test_a_signal_stops_all_ranks_at_once_and_the_run_can_go_on(lab, signum, npr
 def test_a_signal_to_one_rank_ends_every_rank_with_its_exit_code(lab):
     """Or a scheduler takes the unfinished run for done: the others are not told by the signal."""
     lab.configure(epochs=9999, eval={"every": 0})
-    with lab.team("run.yaml", "--quiet", "--set", "measure=false", nproc=2) as team:
+    with lab.team("run.yaml", "--quiet", nproc=2) as team:
         run = lab.path_of("run")
         wait_until(lambda: (run.path / "events.jsonl").exists() and run.of_type("window"))
         os.kill(run.of_type("worker_started")[1]["pid"], signal.SIGTERM)
