@@ -24,11 +24,11 @@ from typer import Argument, Option
 
 import evener
 from evener.comm.addresses import parse_address
+from evener.config.keys import Keys
 from evener.config.options import (
     BenchOptions,
     ClassifyOptions,
     Json,
-    Keys,
     LaunchOptions,
     PlanOptions,
     PretrainOptions,

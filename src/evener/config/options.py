@@ -3,23 +3,16 @@
 ``cli.py`` makes commands of these classes; functions that do the same from Python fill them in.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Final
 
 from typer import Argument, Option
 
 from evener.comm.addresses import LARGEST_PORT
+from evener.config.keys import Allowed, Keys
 from evener.team.nodes import DEFAULT_PORT, MAX_NPROC
-
-Allowed = Literal["data", "precision"]
-"""What a resume may change when the user says so."""
-
-ALLOWED: tuple[Allowed, ...] = get_args(Allowed)
-
-Keys = Mapping[str, Any] | str | Path | None
-"""What ``pretrain`` and ``classify`` take: keys of a run, or a YAML file that holds them."""
 
 _CONFIG: Final = Argument(metavar="RUN.YAML", help="Keys of the run.")
 _Nproc = Annotated[

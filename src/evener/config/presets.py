@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evener.config.folders import CHECKPOINTS, check_name, runs_of
+from evener.config.keys import ALLOWED
 from evener.config.loading import load_config
-from evener.config.options import ALLOWED, ClassifyOptions, PretrainOptions, TaskOptions
+from evener.config.options import ClassifyOptions, PretrainOptions, TaskOptions
 from evener.config.runs import BPE, ClassifyRunConfig, JobConfig, RunConfig
 from evener.errors import ConfigError, DataError
 from evener.files import explaining

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from evener.checkpoint import Checkpoint, fence_writers
 from evener.config.folders import CHECKPOINTS, SUMMARY, FolderLock, release_folder
-from evener.config.options import Keys, TaskOptions
+from evener.config.keys import Keys
+from evener.config.options import TaskOptions
 from evener.config.presets import resolve_job
 from evener.config.runs import JobConfig
 from evener.data.fetching import Prefetch

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from evener.checkpoint import Checkpoint
-from evener.config.options import Allowed
+from evener.config.keys import Allowed
 from evener.config.runs import RunConfig
 from evener.engine.team import Team
 from evener.errors import CheckpointError

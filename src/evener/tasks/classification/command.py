@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from evener.config.folders import runs_of
-from evener.config.options import ClassifyOptions, Keys
+from evener.config.keys import Keys
+from evener.config.options import ClassifyOptions
 from evener.config.presets import (
     find_demo_base,
     needs_demo_base,
