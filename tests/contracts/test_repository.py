@@ -86,13 +86,6 @@ def test_the_changelog_has_a_place_for_the_next_change():
     assert len(released) == len(set(released))
 
 
-def test_tests_are_in_folders_that_dev_py_knows():
-    known = {"unit", "conformance", "processes", "numerics", "contracts", "recipes", "helpers"}
-    for path in (ROOT / "tests").iterdir():
-        if path.is_dir() and path.name != "__pycache__" and any(path.rglob("*.py")):
-            assert path.name in known, f"tests/{path.name}: dev.py decides what runs side by side"
-
-
 def test_test_folders_are_no_packages():
     packages = [p for p in (ROOT / "tests").rglob("__init__.py") if p.parent.name != "helpers"]
     assert not packages
