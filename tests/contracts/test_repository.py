@@ -79,11 +79,10 @@ def test_the_readme_is_what_the_package_shows():
     assert (ROOT / "README.md").is_file() == (PROJECT["project"].get("readme") == "README.md")
 
 
-def test_the_changelog_has_a_place_for_the_next_change():
-    text = (ROOT / "CHANGELOG.md").read_text()
-    assert "## [Unreleased]" in text
-    released = re.findall(r"^## \[(\d[^\]]*)\]", text, re.MULTILINE)
-    assert len(released) == len(set(released))
+def test_the_changelog_has_this_version_and_a_place_for_the_next_change():
+    sections = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[:2] == ["Unreleased", PROJECT["project"]["version"]]
+    assert len(sections) == len(set(sections))
 
 
 def test_test_folders_are_no_packages():
