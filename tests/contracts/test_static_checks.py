@@ -16,6 +16,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.timeout(800)  # mypy without a cache, beside other tests
 @pytest.mark.parametrize("command", CHECKS.values(), ids=CHECKS)
 def test_the_repository_passes(command: str) -> None:
     tool, *arguments = command.split()
