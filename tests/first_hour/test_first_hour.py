@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from evener import ConfigError
 from helpers.launched import Ended, Sandbox
 from helpers.markdown import blocks
 from helpers.ranks import Rank, be_script, launch_variables, run_ranks, run_ranks_to_end
@@ -304,27 +305,33 @@ def test_a_script_of_checkpoints_resumes_on_another_number_of_ranks(
     assert distance(found, expected) <= ADAM
 
 
-def run_cells(rank: Rank, script: str, folder: str, is_plain: bool) -> dict[str, Any]:
+def run_cells(rank: Rank, script: str, is_plain: bool) -> dict[str, Any]:
     """Runs the cells of a notebook one after the other, as its kernel does; gives its model."""
     from helpers import plain_evener
 
     names: dict[str, Any] = {"__name__": "__main__"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
         for variable in launch_variables(rank):
             patch.delenv(variable)
         if is_plain:
             patch.setitem(sys.modules, "evener", plain_evener)
-        for cell in Path(script).read_text().split("# %%"):
-            exec(compile(cell.partition("\n")[2], "<cell>", "exec"), names)
+        cells = [cell.partition("\n") for cell in Path(script).read_text().split("# %%")]
+        codes = {title.strip(): compile(code, "<cell>", "exec") for title, _, code in cells}
+        for title, code in codes.items():
+            fails = pytest.raises(NameError) if "fails" in title else contextlib.nullcontext()
+            with fails:
+                exec(code, names)
+        if not is_plain:
+            with pytest.raises(ConfigError, match="make the model and its optimizers again"):
+                exec(codes["setup"], names)
     state: dict[str, Any] = names["model"].state_dict()
     return state
 
 
-def test_a_notebook_whose_cells_run_in_one_process(tmp_path: Path) -> None:
+def test_a_notebook_whose_cells_run_in_one_process() -> None:
     script = str(PROGRAMS / "notebook.py")
-    [found] = run_ranks(run_cells, 1, script, str(tmp_path), False)
-    [expected] = run_ranks(run_cells, 1, script, str(tmp_path), True)
+    [found] = run_ranks(run_cells, 1, script, False)
+    [expected] = run_ranks(run_cells, 1, script, True)
     assert distance(found, expected) <= SUMS
 
 
