@@ -128,8 +128,8 @@ def test_a_frozen_environment_is_never_made(clone):
 
 
 def test_demo_passes_its_arguments_on(made):
-    calls, done = made.run("demo", "--steps", "3")
-    assert (calls, done.returncode) == (["evener pretrain --demo --steps 3"], 0)
+    calls, done = made.run("demo", "--nproc", "3")
+    assert (calls, done.returncode) == (["evener pretrain --demo --nproc 3"], 0)
 
 
 @pytest.mark.parametrize("options", [[], ["--all"]])
