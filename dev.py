@@ -32,7 +32,7 @@ VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 STAMP = VENV / "dev-stamp"
 LOCK = ROOT / ".venv.lock"
-EXTRAS = "hf,data,plot,tensorboard,dashboard,dev"
+EXTRAS = "hf,data,tensorboard,dashboard,dev"
 if any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
     EXTRAS += ",browser"
 

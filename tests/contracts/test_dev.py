@@ -83,7 +83,7 @@ def made(clone):
     calls, done = clone.run("setup")
     assert done.returncode == 0, done.stderr
     assert calls[0] == "venv"
-    assert f"-e {clone.folder}[hf,data,plot,tensorboard,dashboard,dev" in calls[1]
+    assert f"-e {clone.folder}[hf,data,tensorboard,dashboard,dev" in calls[1]
     assert calls[1].endswith(f" -c {clone.folder}/constraints.txt")
     return clone
 

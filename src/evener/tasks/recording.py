@@ -21,7 +21,6 @@ from evener.observe.progress_line import ProgressSink
 from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
 from evener.observe.tally import EventTally
 from evener.observe.tensorboard import TensorBoardSink
-from evener.tasks.rehearsal import Speeds
 from evener.team.terminal import say, warn
 
 SUMS: Final = "sums.json"
@@ -162,7 +161,6 @@ def summarise(
     tally: RunTally,
     folder: Path,
     *,
-    speeds: Speeds | None,
     checkpoint: Path | None,
     **figures: Any,
 ) -> RunSummary:
@@ -172,7 +170,6 @@ def summarise(
         ddp: The team.
         tally: The run's events.
         folder: The run folder.
-        speeds: What was measured; else solo speeds come from the run's windows.
         checkpoint: The newest one.
         **figures: Further fields of the summary.
     """
@@ -187,16 +184,13 @@ def summarise(
     done = [sums.members.get(m.member, Totals()) for m in members]
     gone = sums.members.keys() - {m.member for m in members}
     alone = sums.speeds_alone()
-    if speeds:
-        alone = {m.member: speeds.solo[m.rank] for m in members}
     by_rank = {m.rank: alone.get(m.member) for m in members}
     return RunSummary(
         tokens_per_s=sums.speed(),
         solo_tokens_per_s=tuple(by_rank.get(rank) for rank in range(max(by_rank) + 1)),
-        solo_source="measured" if speeds else "compute time",
-        beside_solo_tokens_per_s=speeds.team if speeds else sums.speed(),
-        side_by_side_tokens_per_s=speeds.side_by_side if speeds else None,
-        equal_split_tokens_per_s=speeds.equal_split if speeds else None,
+        solo_source="compute time",
+        beside_solo_tokens_per_s=sums.speed(),
+        equal_split_tokens_per_s=None,
         committed_tokens=ddp.progress.weight,
         committed_samples=ddp.progress.samples,
         steps=ddp.progress.steps,
