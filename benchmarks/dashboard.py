@@ -3,11 +3,12 @@
     python benchmarks/dashboard.py --windows 1000,100000 --readers 20 --json dashboard.json
 
 The events are made up, as those of ``report_page.py``. The run goes on, with five windows a second,
-from the start of the server until all has been read, and for some seconds after that. Measured are
-the seconds until a reader sees anything, a new window, and all of the file; and the processor time
-of the server in each period of so many seconds, its start included: the first, and the last one.
+from the start of the server until all have seen it, and for some seconds after that. Measured are
+the seconds until a reader sees the run, and a new window; and the processor time of the server in
+each period of so many seconds, its start included: the first, and the last one.
 """
 
+import gzip
 import http.client
 import re
 import subprocess
@@ -24,11 +25,12 @@ from options import make_parser, numbers
 from report_page import write_events
 from runs import command_line
 
-from evener.observe.event_lines import LineWriter
-from evener.observe.following import newest_events
+from evener.observe.event_lines import to_line
+from evener.observe.following import newest_event
 
 WINDOWS_PER_S = 5
 PATIENCE_S = 1800.0
+PAUSE_S = 1.0  # as the page makes
 
 
 class Reader(threading.Thread):
@@ -39,30 +41,33 @@ class Reader(threading.Thread):
         self._port = port
         self._count = count  # of windows when the server was started
         self._began_s = time.monotonic()
-        self.first_s = self.newest_s = self.whole_s = 0.0
+        self.first_s = self.newest_s = 0.0
         self.updates = 0
         self.update_kb = 0.0
 
     def run(self) -> None:
         server = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
-        server.request("GET", "/runs/run/events")
+        headers = {"Accept-Encoding": "gzip", "If-None-Match": ""}
         try:
-            for line in server.getresponse():
-                if line.startswith(b"data: "):
-                    self._take(line)
-        except OSError:  # the server has ended
+            while True:
+                server.request("GET", "/runs/run", headers=headers)
+                answer = server.getresponse()
+                body = answer.read()
+                if answer.status == 200:
+                    headers["If-None-Match"] = str(answer.headers["ETag"])
+                    self._take(body)
+                time.sleep(PAUSE_S)
+        except (OSError, http.client.HTTPException):  # the server has ended
             pass
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, body: bytes) -> None:
         self.updates += 1
-        self.update_kb = len(line) / 1e3
+        self.update_kb = len(body) / 1e3
         now_s = time.monotonic() - self._began_s
         self.first_s = self.first_s or now_s
-        step = re.search(rb'"line":"step ([0-9,]+)', line)
+        step = re.search(rb'"line":"step ([0-9,]+)', gzip.decompress(body))
         if step and int(step[1].replace(b",", b"")) > self._count:
             self.newest_s = self.newest_s or now_s
-        if not self.whole_s and b"have been read so far" not in line:
-            self.whole_s = now_s
 
 
 def main() -> None:
@@ -116,7 +121,6 @@ def measure(windows: int, ranks: int, readers: int, seconds: float) -> dict[str,
                 "events_mb": events_mb,
                 "first_s": max(reader.first_s for reader in looking),
                 "newest_s": max(reader.newest_s for reader in looking),
-                "whole_s": max(reader.whole_s for reader in looking),
                 "first_cpu_part": first_cpu_s / seconds,
                 "reading_cpu_s": reading_cpu_s,
                 "memory_mb": process.memory_info().rss / 1e6,
@@ -137,20 +141,20 @@ def measure(windows: int, ranks: int, readers: int, seconds: float) -> dict[str,
 def wait_for(looking: list[Reader]) -> None:
     """Waits until all have seen everything."""
     deadline = time.monotonic() + PATIENCE_S
-    while not all(reader.whole_s for reader in looking):
+    while not all(reader.first_s for reader in looking):
         assert time.monotonic() < deadline, "the file was not read in time"
         time.sleep(0.05)
 
 
 def go_on(path: Path, ended: threading.Event) -> None:
     """Appends further windows."""
-    *_, window = (event for event in newest_events(path, 1 << 16) if event["type"] == "window")
-    lines = LineWriter()
+    window = newest_event(path)
+    assert window is not None
     while not ended.wait(1 / WINDOWS_PER_S):
         window["window"] += 1
         window["t"] += 1 / WINDOWS_PER_S
         with path.open("ab") as stream:
-            stream.write(lines.line(window))
+            stream.write(to_line(window))
 
 
 def cpu_s(process: psutil.Process) -> float:

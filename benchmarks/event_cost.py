@@ -116,7 +116,7 @@ def result(number: int, ranks: int, draws: random.Random) -> WindowResult:
         for samples in shares
     )
     return WindowResult(
-        window=100_000 + number,
+        window=number,
         epoch=3,
         start=51_200_000,
         size=sum(shares),

@@ -21,8 +21,9 @@ from machine import load_before, write_report
 from options import make_parser, numbers
 from runs import command_line
 
-from evener.observe.event_lines import LineWriter
-from evener.observe.events import make_event
+from evener.observe.event_lines import to_line
+from evener.observe.events import Event, make_event
+from evener.observe.thinning import merge, stride
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -68,10 +69,10 @@ def write_events(path: Path, windows: int, ranks: int) -> None:
     facts = {"run": "long", "policy": "sync", "backend": "shared", "unit": "tokens"}
     members = [f"host/cpu/{rank}" for rank in range(ranks)]
     sizes = {"num_samples": 8 * ranks * windows, "total_windows": windows}
-    lines = LineWriter()
+    shared: Event | None = None  # of windows that share an event
     with path.open("wb") as stream:
         start = make_event("run_started", t=t, window=0, members=members, **facts, **sizes)
-        stream.write(lines.line(start))
+        stream.write(to_line(start))
         for window in range(windows):
             spent = [draw.uniform(0.08, 0.12) for _ in members]
             spent[-1] += 3.0 * (window == windows // 2)
@@ -105,7 +106,10 @@ def write_events(path: Path, windows: int, ranks: int) -> None:
                 "committed": [[size * window, size * window + size]],
             }
             event = make_event("window", t=t, window=window, ranks=rows, **place)
-            stream.write(lines.line(event))
+            shared = event if shared is None else merge(shared, event)
+            if shared.get("windows", 1) >= stride(window, ranks):
+                stream.write(to_line(shared))
+                shared = None
 
 
 def open_page(page: Path, rounds: int) -> list[float]:

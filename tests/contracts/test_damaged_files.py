@@ -15,7 +15,7 @@ from evener.config.runs import ModelConfig
 from evener.errors import ConfigError, EvenerError
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
-from evener.observe.tally import EventTally
+from evener.observe.table import RunTable
 from evener.tasks.classification.adapter import read_document
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.language_model import build_model
@@ -23,7 +23,7 @@ from evener.tasks.text.tokenizer import load_tokenizer
 from evener.team.environment import DistributedTrainConfig
 from helpers.configurations import load_run_config
 from helpers.event_cases import committed_window, started, to_line
-from helpers.lineage import check_exactly_once, effective_events, lineage
+from helpers.lineage import check_exactly_once, lineage
 from helpers.tampering import NESTED, changed, damaged, read_or_refuse
 
 # ── YAML ─────────────────────────────────────────────────────────────────────────────────────────
@@ -96,7 +96,7 @@ def test_an_event_of_a_far_epoch_is_named_and_nothing_is_counted_up_to_it(tmp_pa
 def read_all(path: Path) -> None:
     """What a resume and a report do with the events of a run."""
     events = read_events(path)
-    EventTally.of(effective_events(events))
+    RunTable.of(events)
     lineage(events)
     check_exactly_once(events, 10)
 

@@ -153,7 +153,6 @@ class JobConfig(TaskConfig, TrainingOptions):
         measure: Measure each rank alone, all side by side, and an equal split, at the end.
         precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         tensorboard: Write TensorBoard files.
-        events_mb: Most MB of the run's event files together; then the oldest but the first goes.
         sinks: Import paths of functions that make a ``Sink``, such as ``tracking:make_sink``.
     """
 
@@ -169,7 +168,6 @@ class JobConfig(TaskConfig, TrainingOptions):
     measure: bool = False
     precision: Precision = "auto"
     tensorboard: bool = False
-    events_mb: Positive = 1024
     sinks: list[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = Field(default_factory=list)
 
     @field_validator("anchor", "max_anchor", "max_batch_diff", "verify_every", mode="before")
