@@ -16,8 +16,6 @@ from urllib.parse import quote
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -26,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from evener.comm.addresses import LOOPBACK, is_loopback, open_port, parse_address
 from evener.dashboard.holders import ask_to_stop
 from evener.dashboard.shelf import Shelf
-from evener.dashboard.watching import RunWatch, tag_of
+from evener.dashboard.watching import RunWatch
 from evener.errors import LaunchError, UsageError
 from evener.run_report.page import page, policy
 from evener.team.terminal import say
@@ -132,8 +130,7 @@ class Dashboard:
                 Route("/runs", self._list),
                 Route("/runs/{name}", self._run),
                 Route("/runs/{name}/stop", self._stop, methods=["POST"]),
-            ],
-            middleware=[Middleware(GZipMiddleware)],
+            ]
         )
 
     async def _page(self, _request: Request) -> Response:
@@ -155,11 +152,14 @@ class Dashboard:
         self._watches[folder] = watch  # as the newest one
         for oldest in list(self._watches)[:-_MOST_KEPT]:
             del self._watches[oldest]
-        document = await asyncio.to_thread(watch.document)
-        headers = {"ETag": tag_of(document)}
-        if request.headers.get("if-none-match") == headers["ETag"]:
+        answer = await asyncio.to_thread(watch.answer)
+        headers = {"ETag": answer.tag}
+        if request.headers.get("if-none-match") == answer.tag:
             return Response(status_code=304, headers=headers)
-        return Response(document, headers=headers, media_type="application/json")
+        body = answer.document
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["Content-Encoding"], body = "gzip", answer.packed
+        return Response(body, headers=headers, media_type="application/json")
 
     async def _stop(self, request: Request) -> Response:
         if not self._has_token(request):

@@ -1,11 +1,12 @@
 """One run as it is read for the page: its file, what it holds so far, and who is at work."""
 
+import gzip
 import hashlib
 import json
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from evener.config.folders import EVENTS
 from evener.dashboard.holders import find_holder
@@ -19,8 +20,19 @@ from evener.version import __version__
 INTERVAL_S: Final = 1.0
 """A run is read at most once in so many seconds, however many look at it."""
 
+_MOST_PART: Final = 0.1
+"""After a look that took long, the next one comes later: it takes no larger part of a core."""
+
 _DIVISOR: Final = 20
 """The page is sent again whenever it changes, so it has so much less room than a report."""
+
+
+class Answer(NamedTuple):
+    """The document of a page as JSON, its ETag, and the same compressed."""
+
+    document: bytes
+    tag: str
+    packed: bytes
 
 
 class RunWatch:
@@ -34,13 +46,13 @@ class RunWatch:
         self._folder = folder
         self._reading = threading.Lock()
         self._begin()
-        self._read_s = float("-inf")
-        self._document = b""
+        self._next_s = float("-inf")
+        self._answer = Answer(b"", "", b"")
 
-    def document(self) -> bytes:
-        """Return the document as JSON; any thread may ask."""
+    def answer(self) -> Answer:
+        """Return the newest document; any thread may ask."""
         with self._reading:
-            if time.monotonic() - self._read_s >= INTERVAL_S:
+            if (began_s := time.monotonic()) >= self._next_s:
                 try:
                     found = self._read()
                 except (OSError, EvenerError) as error:
@@ -48,9 +60,13 @@ class RunWatch:
                     why = error.strerror if isinstance(error, OSError) else error
                     found = {"problem": f"{self._folder.name} cannot be read: {why}"}
                 document = {"version": __version__, "runs": [], **found}
-                text = json.dumps(document, allow_nan=False, separators=(",", ":"))
-                self._document, self._read_s = text.encode(), time.monotonic()
-            return self._document
+                text = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+                if text != self._answer.document:
+                    tag = hashlib.blake2b(text, digest_size=16).hexdigest()
+                    self._answer = Answer(text, f'"{tag}"', gzip.compress(text, 5))
+                ended_s = time.monotonic()
+                self._next_s = ended_s + max(INTERVAL_S, (ended_s - began_s) / _MOST_PART)
+            return self._answer
 
     def _begin(self) -> None:
         self._history, self._skipped = RunHistory(), SkippedLines()
@@ -76,8 +92,3 @@ class RunWatch:
             is_running=is_running,
         )
         return {"runs": [run]}
-
-
-def tag_of(document: bytes) -> str:
-    """Return the ETag of a document."""
-    return f'"{hashlib.blake2b(document, digest_size=16).hexdigest()}"'

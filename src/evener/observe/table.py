@@ -59,6 +59,7 @@ class RunTable:
         self._lanes: dict[str, int] = {}
         self._rows = array("d")
         self._parts = array("d")
+        self._found: tuple[Columns, Columns] | None = None  # both by name, until the next row
         self._teams: list[frozenset[str] | None] = [None]  # by session
         self._origin_t: float | None = None
         self._free_s = self._ended_s = 0.0
@@ -102,12 +103,12 @@ class RunTable:
         return len(self._rows) // len(ROW_NUMBERS)
 
     def rows(self) -> Columns:
-        """Return the rows by name."""
-        return _columns(self._rows, ROW_NUMBERS)
+        """Return the rows by name; do not change them."""
+        return self._columns()[0]
 
     def parts(self) -> Columns:
-        """Return the parts by name, in the order of their rows."""
-        return _columns(self._parts, PART_NUMBERS)
+        """Return the parts by name, in the order of their rows; do not change them."""
+        return self._columns()[1]
 
     def lane_sums(self, counted: NDArray[np.bool_] | None = None) -> Columns:
         """Return by lane the ``SUMS`` and the number of ``windows`` with work, of counted rows."""
@@ -189,7 +190,16 @@ class RunTable:
                     found[member] = weight / alone_s
         return found
 
+    def _columns(self) -> tuple[Columns, Columns]:
+        if self._found is None:
+            self._found = (
+                _columns(self._rows, ROW_NUMBERS),
+                _columns(self._parts, PART_NUMBERS),
+            )
+        return self._found
+
     def _add_row(self, event: Event, t_s: float) -> None:
+        self._found = None
         end_s = max(t_s, self._ended_s)
         begin_s = min(max(self._free_s, self._ended_s), end_s)
         self._free_s = self._ended_s = end_s
@@ -217,6 +227,7 @@ class RunTable:
 
     def _drop(self, first: int) -> None:
         """Drop the windows from number ``first`` on; a row that also holds earlier ones stays."""
+        self._found = None
         width, wide = len(ROW_NUMBERS), len(PART_NUMBERS)
         before = len(self)
         while self._rows and self._rows[-width] - self._rows[1 - width] + 1 >= first:
