@@ -133,7 +133,14 @@ def test_no_rank_contributes_more_than_the_run(
         ({"beside_solo_tokens_per_s": 520.0}, "the team did 1.73x rank 0 alone"),
         ({"beside_solo_tokens_per_s": None}, "not compared with its ranks alone: they were"),
         ({"solo_tokens_per_s": (300.0, None)}, "what each rank does alone is not known"),
-        ({"solo_tokens_per_s": (300.0, None), "parked": (1,)}, "the team did 1.50x rank 0 alone"),
+        (
+            {
+                "solo_tokens_per_s": (300.0, None),
+                "parked": (1,),
+                "beside_solo_tokens_per_s": 297.0,
+            },
+            "the team did 0.99x rank 0 alone",
+        ),
         ({"tokens_per_s": None}, "the run was too short, or its team changed too late"),
         ({"solo_source": "compute time"}, "by what each rank did per second of its own compute"),
     ],
