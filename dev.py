@@ -59,7 +59,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "dev-stamp"
 LOCK = ROOT / ".venv.lock"
 LOG = ROOT / ".venv.log"
-EXTRAS = "hf,data,plot,tensorboard,dashboard,dev"
+EXTRAS = "hf,data,tensorboard,dashboard,dev"
 
 # Programs of which one is enough for the tests marked `browser`.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -68,7 +68,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LAST_TESTS = ("conformance",)
 
 # They have a short form, ``--quick``, and take some minutes together.
-SHORT_BENCHMARKS = ("allreduce", "homogeneous", "hetero", "scaling", "simulate_scale")
+SHORT_BENCHMARKS = ("allreduce", "homogeneous", "hetero", "simulate_scale")
 
 
 # ── setup ────────────────────────────────────────────────────────────────────────────────────────
@@ -449,8 +449,6 @@ def bench_all() -> int:
         done = subprocess.run(command, cwd=folder, check=False)
         failed += [name] if done.returncode else []
         reports += [str(report)] if report.exists() else []
-    if reports:
-        subprocess.run([python, str(ROOT / "benchmarks" / "tables.py"), *reports], check=False)
     if failed:
         say(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.config.folders import FolderLock
-from evener.config.runs import ModelConfig
+from evener.config.runs import ClassifyDataConfig, ModelConfig
 from evener.errors import ConfigError, EvenerError
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
 from evener.observe.table import RunTable
-from evener.tasks.classification.label_files import read_labelled
+from evener.tasks.classification.labelled_data import read_records
 from evener.tasks.language_model import build_model
 from evener.tasks.text.tokenizer import load_tokenizer
 from evener.team.environment import DistributedTrainConfig
@@ -150,14 +150,14 @@ def test_whatever_is_in_a_labelled_file_it_is_read_or_refused_by_name(
     @given(damaged(content))
     def check(data: bytes) -> None:
         path.write_bytes(data)
-        read_or_refuse(path, lambda: read_labelled(path, text_key="text", label_key="label"))
+        read_or_refuse(path, lambda: read_records(path, ClassifyDataConfig()))
 
     check()
     path.write_bytes(b'{"text": ' + NESTED + b"}\n")
-    assert read_or_refuse(path, lambda: read_labelled(path, text_key="text", label_key="label"))
+    assert read_or_refuse(path, lambda: read_records(path, ClassifyDataConfig()))
     path.unlink()
     os.mkfifo(path)
-    assert read_or_refuse(path, lambda: read_labelled(path, text_key="text", label_key="label"))
+    assert read_or_refuse(path, lambda: read_records(path, ClassifyDataConfig()))
 
 
 def test_a_fifo_among_the_files_of_a_model_or_tokenizer_is_not_waited_for(tmp_path: Path) -> None:

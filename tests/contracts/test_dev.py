@@ -85,8 +85,7 @@ def test_the_environment_is_made_once(dev):
     assert any("venv" in command for command in dev.made)
     install = next(command for command in dev.made if "install" in command)
     assert (
-        f"-e {dev.ROOT}[hf,data,plot,tensorboard,dashboard,dev] -c {dev.ROOT}/constraints.txt"
-        in install
+        f"-e {dev.ROOT}[hf,data,tensorboard,dashboard,dev] -c {dev.ROOT}/constraints.txt" in install
     )
     done = list(dev.made)
     dev.setup()

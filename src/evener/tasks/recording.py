@@ -19,7 +19,6 @@ from evener.observe.progress_line import ProgressSink
 from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
 from evener.observe.table import SUMS, RunTable
 from evener.observe.tensorboard import TensorBoardSink
-from evener.tasks.rehearsal import Speeds
 from evener.team.terminal import say, warn
 
 _NOTHING: Final = dict.fromkeys(SUMS, 0.0)  # of a member that did no window
@@ -93,7 +92,6 @@ def summarise(
     ddp: Loop,
     folder: Path,
     *,
-    speeds: Speeds | None,
     checkpoint: Path | None,
     **figures: Any,
 ) -> RunSummary:
@@ -102,7 +100,6 @@ def summarise(
     Args:
         ddp: The team.
         folder: The run folder.
-        speeds: What was measured; else solo speeds come from the run's windows.
         checkpoint: The newest one.
         **figures: Further fields of the summary.
     """
@@ -118,16 +115,13 @@ def summarise(
     members = [m for m in ddp.members if m.rank in team.everyone]
     gone = done.keys() - {m.member for m in members}
     alone = table.speeds_alone()
-    if speeds:
-        alone = {m.member: speeds.solo[m.rank] for m in members}
     by_rank = {m.rank: alone.get(m.member) for m in members}
     return RunSummary(
         tokens_per_s=speed,
         solo_tokens_per_s=tuple(by_rank.get(rank) for rank in range(max(by_rank) + 1)),
-        solo_source="measured" if speeds else "compute time",
-        beside_solo_tokens_per_s=speeds.team if speeds else speed,
-        side_by_side_tokens_per_s=speeds.side_by_side if speeds else None,
-        equal_split_tokens_per_s=speeds.equal_split if speeds else None,
+        solo_source="compute time",
+        beside_solo_tokens_per_s=speed,
+        equal_split_tokens_per_s=None,
         committed_tokens=ddp.progress.weight,
         committed_samples=ddp.progress.samples,
         steps=ddp.progress.steps,

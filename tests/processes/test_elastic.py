@@ -1,15 +1,23 @@
-"""Elastic teams of processes: a member dies at a named point (``helpers/elastic_ranks.py``)."""
+"""Elastic teams of processes: members that die at a named point, stop, or are busy for long.
 
+The points: ``helpers/elastic_ranks.py``.
+"""
+
+import ctypes
+import os
 import signal
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from evener import WindowResult
-from evener.protocol.formation import Deadlines
+from evener.protocol.formation import Deadlines, ProcessState
+from evener.team.connection import AgentConnection
 from helpers.coordinators import serving
 from helpers.elastic_ranks import (
+    BATCH,
     WINDOWS,
     come_late,
     covers_each_once,
@@ -17,13 +25,14 @@ from helpers.elastic_ranks import (
     die_in_update,
     let_steps_last_alike,
     set_up,
-    summary,
-    wait_until,
+    train,
 )
-from helpers.elastic_runs import BATCH, loop
-from helpers.ranks import Rank, RankTeam
+from helpers.forking import is_stopped
+from helpers.limits import PATIENCE_S, wait_until
+from helpers.ranks import Outcome, Rank, RankTeam
 
-POLICIES = ("sync", "cadence", "async")
+#: The first generation forms only when the most workers are there, however slow this machine is.
+DEADLINES = Deadlines(gather_s=60.0)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ POINTS = {
     "mid-heal, the receiver": Point("after", "of the team's state", founders=2, healing="receiver"),
     "mid-heal, another one": Point("before", "of the team's state", founders=2, healing="other"),
 }
+POLICIES = ("sync", "cadence", "async")
 #: What the suite runs; the rest takes `--all`.
 USUAL = {
     "sync": ("inside", "mid-heal, the donor"),
@@ -71,7 +81,7 @@ USUAL = {
 }
 
 
-def train(rank: Rank, address: str, name: str, policy: str) -> tuple[Any, Any]:
+def die_somewhere(rank: Rank, address: str, name: str, policy: str) -> tuple[Any, Any]:
     pids, point = rank.receive(), POINTS[name]
     joins = rank.rank >= point.founders
     what = point.what or ("gradients" if policy == "sync" else "parameters") + " of window 2"
@@ -99,7 +109,7 @@ def train(rank: Rank, address: str, name: str, policy: str) -> tuple[Any, Any]:
 
     with ddp:
         batch_size = BATCH if policy == "sync" else 2  # which is one of a rank's steps
-        return summary(loop(ddp, model, commit, batch_size=batch_size))
+        return train(ddp, model, commit, batch_size=batch_size)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +125,10 @@ def train(rank: Rank, address: str, name: str, policy: str) -> tuple[Any, Any]:
 def test_a_process_dies_at_a_named_point(name: str, policy: str) -> None:
     point = POINTS[name]
     size = point.founders + bool(point.healing)
-    deadlines = Deadlines(gather_s=0.1 if point.healing else 60.0)
+    deadlines = Deadlines(gather_s=0.1) if point.healing else DEADLINES
     with (
         serving(*point.limits, deadlines) as address,
-        RankTeam(train, size, address, name, policy) as team,
+        RankTeam(die_somewhere, size, address, name, policy) as team,
     ):
         for rank in range(size):
             team.send(rank, team.pids)
@@ -134,3 +144,62 @@ def test_a_process_dies_at_a_named_point(name: str, policy: str) -> None:
     for some, own in values:
         assert some == windows[len(windows) - len(some) :]
         assert own == state
+
+
+def all_returned(outcomes: list[Outcome]) -> list[Any]:
+    assert all(outcome.returned for outcome in outcomes), [o.story() for o in outcomes]
+    return [outcome.value for outcome in outcomes]
+
+
+def stop_in_mid_run(rank: Rank, address: str) -> tuple[Any, Any]:
+    ddp, model = set_up(rank, address, "1:3")
+
+    def commit(result: WindowResult) -> None:
+        if rank.rank == 1 and result.window == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank.rank == 0 and result.window == 4:
+            rank.send("the others have gone on")
+            wait_until(lambda: ddp.assembly.team.membership.wants_change)
+
+    with ddp:
+        return train(ddp, model, commit)
+
+
+def test_a_stopped_worker_is_left_out_and_joins_again_when_it_continues() -> None:
+    with (
+        serving(1, 3, DEADLINES) as address,
+        AgentConnection(address, token=None, timeout_s=PATIENCE_S) as supervisor,
+        RankTeam(stop_in_mid_run, 3, address) as team,
+    ):
+        wait_until(lambda: len(team.pids) == 3 and is_stopped(team.pids[1]))
+        supervisor.tell("w1", ProcessState.STOPPED)
+        assert team.receive(0) == "the others have gone on"
+        team.send_signal(1, signal.SIGCONT)
+        supervisor.tell("w1", ProcessState.CONTINUED)
+        (windows, state), (some, own), others = all_returned(team.wait())
+    assert others == (windows, state)
+    assert windows == WINDOWS
+    assert set(some) < set(WINDOWS)
+    assert own == state
+
+
+def be_busy(rank: Rank, address: str) -> tuple[Any, int]:
+    ddp, model = set_up(rank, address, "1:2")
+    holding = ctypes.PyDLL(None)  # its calls keep the GIL, so that no heartbeat is sent
+
+    def commit(result: WindowResult) -> None:
+        if rank.rank == 0 and result.window == 2:
+            time.sleep(1.5)
+        if result.window == 4 + rank.rank:
+            holding.sleep(1)
+
+    with ddp:
+        windows, _ = train(ddp, model, commit)
+        return windows, ddp.assembly.team.membership.generation
+
+
+def test_nobody_is_ended_who_is_busy_for_five_leases_or_holds_the_gil() -> None:
+    # A link connects again where this machine lets it hear nothing for so long.
+    deadlines = Deadlines(lease_s=0.2, beat_s=0.05, reconnect_s=60.0, gather_s=60.0)
+    with serving(1, 2, deadlines) as address, RankTeam(be_busy, 2, address) as team:
+        assert all_returned(team.wait()) == [(WINDOWS, 1)] * 2
