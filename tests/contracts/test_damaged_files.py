@@ -15,14 +15,14 @@ from evener.config.runs import ClassifyDataConfig, ModelConfig
 from evener.errors import ConfigError, EvenerError
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
-from evener.observe.tally import EventTally
+from evener.observe.table import RunTable
 from evener.tasks.classification.labelled_data import read_records
 from evener.tasks.language_model import build_model
 from evener.tasks.text.tokenizer import load_tokenizer
 from evener.team.environment import DistributedTrainConfig
 from helpers.configurations import load_run_config
 from helpers.event_cases import committed_window, started, to_line
-from helpers.lineage import check_exactly_once, effective_events, lineage
+from helpers.lineage import check_exactly_once, lineage
 from helpers.tampering import NESTED, changed, damaged, read_or_refuse
 
 # ── YAML ─────────────────────────────────────────────────────────────────────────────────────────
@@ -86,7 +86,7 @@ BAD_LINES = {
 def read_all(path: Path) -> None:
     """What a resume and a report do with the events of a run."""
     events = read_events(path)
-    EventTally.of(effective_events(events))
+    RunTable.of(events)
     lineage(events)
     check_exactly_once(events, 10)
 

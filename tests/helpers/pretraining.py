@@ -18,11 +18,11 @@ import yaml
 from evener.data.order import Permutation
 from evener.observe.events import FIELDS
 from evener.observe.following import read_events
+from evener.observe.lineage import effective
 from helpers.event_cases import check_kinds
 from helpers.forking import Zygote
 from helpers.launched import Running, Sandbox
 from helpers.limits import wait_until
-from helpers.lineage import effective_events
 from helpers.ranks import Rank, RankTeam
 
 #: Hard limit for a whole run; it takes seconds, but others may use the same cores.
@@ -208,7 +208,7 @@ def seen_samples(events: Sequence[dict[str, Any]], epoch: int) -> Counter[int]:
     permutation = Permutation(NUM_SAMPLES, 0, epoch)
     return Counter(
         permutation[position]
-        for event in effective_events(events)
+        for event in effective(events)
         if event["type"] == "window" and event["epoch"] == epoch
         for start, stop in event["committed"]
         for position in range(start, stop)

@@ -141,7 +141,6 @@ class JobConfig(TaskConfig, TrainingOptions):
         devices: What ranks compute on.
         precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         tensorboard: Write TensorBoard files.
-        events_mb: Most MB of the run's event files together; then the oldest but the first goes.
         sinks: Import paths of functions that make a ``Sink``, such as ``tracking:make_sink``.
     """
 
@@ -156,7 +155,6 @@ class JobConfig(TaskConfig, TrainingOptions):
     devices: Literal["auto", "cpu", "cuda", "xpu", "mps", "accelerator"] = "auto"
     precision: Precision = "auto"
     tensorboard: bool = False
-    events_mb: Positive = 1024
     sinks: list[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = Field(default_factory=list)
 
     @field_validator("anchor", "max_anchor", "max_batch_diff", "verify_every", mode="before")

@@ -1,8 +1,7 @@
 """A team as a run has measured it: costs, disturbances, exchanges, from its ``window`` events."""
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,8 +11,10 @@ from numpy.typing import NDArray
 from evener.config.folders import find_events
 from evener.errors import ConfigError
 from evener.observe.events import Event
-from evener.observe.following import each_effective_event
-from evener.observe.tally import WARM_UP_WINDOWS
+from evener.observe.following import each_event
+from evener.observe.lineage import effective
+from evener.observe.table import WARM_UP_WINDOWS
+from evener.observe.thinning import mean_window
 from evener.planning.elche import ANCHOR
 from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel, SpeedModel
@@ -55,17 +56,25 @@ def read_team(run: Path) -> TeamSpec:
         ConfigError: It is not a run, cannot be read, or has too few windows.
     """
     starts: list[Event] = []
-    newest: deque[Event] = deque(maxlen=_MOST_EVENTS)
-    for event in each_effective_event(find_events(run)):
-        (starts if event["type"] == "run_started" else newest).append(event)
-    return measured_team([*starts[-1:], *newest], str(run))
+
+    def others() -> Iterator[Event]:
+        for event in each_event(find_events(run)):
+            if event["type"] == "run_started":
+                starts[:] = [event]
+            elif event["type"] == "window":
+                yield mean_window(event)
+            else:
+                yield event
+
+    newest = effective(others(), _MOST_EVENTS)
+    return measured_team([*starts, *newest], str(run))
 
 
 def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
     """Return what a run has measured of the team that it had at its end.
 
     Args:
-        events: Those of the run that count; see ``each_effective_event``.
+        events: Those of the run that count; see ``effective``.
         run: Its name, for people.
 
     Raises:

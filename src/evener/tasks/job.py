@@ -31,7 +31,7 @@ from evener.errors import EvenerError, RunEndedError
 from evener.loop.arguments import Schedulers
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
-from evener.tasks.recording import SUMS, RunTally, find_sinks, record, show, summarise
+from evener.tasks.recording import find_sinks, record, show, summarise
 from evener.tasks.resuming import RUN, RUN_FOLDER, choose_checkpoint, find_run, is_finished
 from evener.tasks.run_results import TaskResult
 from evener.team.environment import DistributedTrainConfig
@@ -215,7 +215,6 @@ class Job(EpochLoop):
     """
 
     ddp: Ddp
-    tally: RunTally
 
     def __init__(self, task: Task, config: JobConfig, options: TaskOptions, ddp: Ddp) -> None:
         super().__init__(
@@ -339,14 +338,12 @@ class Job(EpochLoop):
 
     def _carry_out(self) -> TaskResult:
         task, config = self._task, self.config
-        self.tally = record(
+        record(
             self.ddp,
             self.folder,
-            most_mb=config.events_mb,
             terminal=not self.options.quiet,
             tensorboard=config.tensorboard,
             sinks=self._sinks,
-            resumed=self.resumed,
         )
         self.ddp.events.start(
             run=self.folder.name,
@@ -418,7 +415,6 @@ class Job(EpochLoop):
             self._assets.update(self._task.assets())
             self._documents[RUN] = {"config": self.config.model_dump(mode="json")}
             self._documents.update(self._task.documents())
-            self._documents[SUMS] = self.tally.to_json()
 
     def totals(self, *, whole: bool = False) -> list[float] | None:
         """Evaluate held-out samples, each on one rank; all ranks call it together.
@@ -504,7 +500,6 @@ class Job(EpochLoop):
         figures = task.figures(self, stopped=stopped)
         summary = summarise(
             self.ddp,
-            self.tally,
             self.folder,
             unit=task.unit,
             heldout_loss=self.heldout_loss,

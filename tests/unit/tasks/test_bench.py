@@ -4,6 +4,7 @@ import itertools
 import json
 import signal
 
+import numpy as np
 import pytest
 
 from evener.errors import ConfigError
@@ -29,14 +30,14 @@ def options(tmp_path, **changes) -> BenchOptions:
 
 
 def result(policy: str, backend: str) -> Trial:
-    times = [1.0, 2.0, 3.0, 4.0]
+    times = np.arange(1.0, 5.0)
     return Trial(
         policy=policy,
         backend=backend,
         unit="tokens",
         elapsed_s=times,
-        units=[10 * t for t in times],
-        losses=[3.0, 2.0, 1.5, 1.2 if policy == "sync" else 1.4],
+        units=10 * times,
+        losses=np.array([3.0, 2.0, 1.5, 1.2 if policy == "sync" else 1.4]),
     )
 
 

@@ -8,8 +8,9 @@ from torch import nn
 
 from evener.comm.base import Communicator
 from evener.ddp import Ddp
+from evener.observe.jsonl import JsonlSink
 from evener.observe.summary import RunSummary
-from evener.tasks.recording import record, show, summarise
+from evener.tasks.recording import show, summarise
 from helpers.event_cases import committed_window, started
 from helpers.teams import setup
 
@@ -22,16 +23,16 @@ def ddp():
 
 
 def summary_of(ddp: Ddp, folder: Path, num_windows: int = 6) -> RunSummary:
-    tally = record(ddp, folder)
     member = ddp.members[0].member
-    tally.emit(started(members=[member]))
+    sink = JsonlSink(folder / "events.jsonl")
+    sink.emit(started(members=[member]))
     for window in range(num_windows):
         event = committed_window(window, samples=(10,), losses=(2.0,), times_s=((0.9, 0.0, 0.1),))
         event["ranks"][0]["member"] = member
-        tally.emit(event)
+        sink.emit(event)
+    sink.close()
     return summarise(
         ddp,
-        tally,
         folder,
         unit="tokens",
         heldout_loss=1.25,
