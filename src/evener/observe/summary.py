@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from evener.errors import EvenerError, UsageError
 from evener.files import write_file
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # A contribution below this part of the run is within what two equal runs differ by.
 _NEGLIGIBLE = 0.01
 # If ranks side by side do less than this part of what each does alone, a run allows no verdict.
-_DISTURBED = 0.9
 # A rank that does this part of the best other rank's speed alone is as fast as that one.
 _EQUAL = 0.9
 _ALIKE = "as any other"
@@ -52,15 +51,9 @@ class RunSummary:
     Attributes:
         tokens_per_s: Speed of the team after the warm-up, in ``unit`` per second; of an elastic
             team, in windows of those that are there at the end. ``None`` when they were too few.
-        solo_tokens_per_s: Speed of each rank alone, by rank; ``None`` where unknown, and for those
+        solo_tokens_per_s: Speed of each rank alone, by rank: what it did per second of its own
+            compute time in the windows of ``tokens_per_s``; ``None`` where unknown, and for those
             that are gone.
-        solo_source: Whether those were measured by running alone, or are what each rank did per
-            second of its own compute time in the windows of ``tokens_per_s``.
-        beside_solo_tokens_per_s: Speed of the team in the windows, or the rounds, from which the
-            speeds of its ranks alone come; ``None`` if it was not measured there.
-        side_by_side_tokens_per_s: The sum of the ranks' speeds when all work at the same time
-            without any exchange, if that was measured.
-        equal_split_tokens_per_s: Speed of the team with equal shares, if that was measured.
         heldout_loss: Mean loss on held-out data at the end, if it was evaluated.
         heldout_samples: Samples behind it: all that are held out, unless the run was stopped.
         committed_tokens: Weight of all committed windows, in ``unit``.
@@ -87,9 +80,6 @@ class RunSummary:
 
     tokens_per_s: float | None
     solo_tokens_per_s: tuple[float | None, ...]
-    solo_source: Literal["measured", "compute time"]
-    beside_solo_tokens_per_s: float | None
-    equal_split_tokens_per_s: float | None
     heldout_loss: float | None
     committed_tokens: float
     committed_samples: int
@@ -101,7 +91,6 @@ class RunSummary:
     run_folder: str
     elapsed_s: float
     heldout_samples: int | None = None
-    side_by_side_tokens_per_s: float | None = None
     unit: str = "tokens"
     ranks: tuple[RankSummary, ...] = ()
     gone_weight: float = 0.0
@@ -112,7 +101,7 @@ class RunSummary:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        own = {each.name for each in fields(self)} | {"of_ideal", "ceiling"}
+        own = {each.name for each in fields(self)} | {"of_ideal"}
         if taken := sorted(own.intersection(self.details)):
             raise UsageError(
                 f"the task's figures hold {', '.join(map(repr, taken))}, which summary.json has "
@@ -135,30 +124,18 @@ class RunSummary:
         """Return how many times as fast the team was as its ranks alone."""
         if not self.has_all_solos:
             return Multiples()
-        return multiples(self.beside_solo_tokens_per_s, self.solos.values())
+        return multiples(self.tokens_per_s, self.solos.values())
 
     @property
     def has_all_solos(self) -> bool:
         """Return whether it is known what each rank alone does, but for parked ones."""
         return len(self.solos.keys() | {*self.parked}) == self.world_size and bool(self.solos)
 
-    @property
-    def ceiling(self) -> float | None:
-        """Return the ranks' speed side by side without exchange, over that of each alone.
-
-        What is missing to 1 is lost to other programs, and to what ranks share, such as cores.
-        """
-        alone = sum(self.solos.values())
-        if self.side_by_side_tokens_per_s is None or not alone:
-            return None
-        return self.side_by_side_tokens_per_s / alone
-
     def to_json(self) -> dict[str, Any]:
         """Return all figures, also the derived ones, as values that ``json.dumps`` accepts."""
         document = strict_json(self)
         details = document.pop("details")
-        of_ideal = self.multiples.of_ideal
-        return {**document, **details, "of_ideal": of_ideal, "ceiling": self.ceiling}
+        return {**document, **details, "of_ideal": self.multiples.of_ideal}
 
     def write(self, path: Path) -> None:
         """Write the JSON file, whole or not at all.
@@ -186,7 +163,7 @@ def best_speed_without(summary: RunSummary, rank: int) -> float | None:
     """
     total = sum(summary.active.values())
     others = [speed for other, speed in summary.active.items() if other != rank]
-    team = summary.beside_solo_tokens_per_s
+    team = summary.tokens_per_s
     if summary.multiples.of_ideal is None or team is None or not others:
         return None
     together = min(1.0, team / total) * sum(others)
@@ -206,7 +183,7 @@ def contribution(summary: RunSummary, rank: int) -> float | None:
         done sooner: the part of the run's time that it cost, down to -1. ``None`` when speeds are
         unknown, or nobody else is there to do the work.
     """
-    without, team = best_speed_without(summary, rank), summary.beside_solo_tokens_per_s
+    without, team = best_speed_without(summary, rank), summary.tokens_per_s
     if not without or not team:
         return None
     return 1.0 - without / team if without <= team else team / without - 1.0
@@ -245,19 +222,6 @@ def verdict(summary: RunSummary) -> list[str]:
         lines.append("the run was too short, or its team changed too late, to measure its speed")
     elif summary.world_size > 1:
         lines += _team(summary)
-        equal, beside = summary.equal_split_tokens_per_s, summary.beside_solo_tokens_per_s
-        if equal and beside and not summary.multiples.speeds_changed:
-            lines.append(
-                f"an equal split does {human_count(equal)} {summary.unit}/s (measured): "
-                f"shares by speed did {beside / equal:.2f}x that"
-            )
-    ceiling = summary.ceiling
-    if ceiling is not None and ceiling < _DISTURBED:
-        lines.append(
-            f"this is no verdict on the team: side by side, without any exchange, its ranks did "
-            f"{ceiling:.2f} of what each does alone. Other programs, or ranks on the same cores, "
-            "take the rest; run it again on a quiet machine"
-        )
     if summary.gone_weight > 0:
         part = summary.gone_weight / _total_weight(summary)
         lines.append(f"ranks that are gone did {part:.0%} of the {summary.unit}")
@@ -288,14 +252,12 @@ def _team(summary: RunSummary) -> list[str]:
         return ["what each rank does alone is not known"]
     if times.speeds_changed:
         return [f"the team is not compared with its ranks alone: {SPEEDS_CHANGED}"]
-    if times.of_best is None:
-        return ["the team is not compared with its ranks alone: they were measured at other times"]
     # Of equals the lowest rank is the one to compare with.
     best = max(solos, key=lambda rank: (solos[rank], -rank))
-    line = f"the team did {times.of_best:.2f}x rank {best} alone"
-    if summary.solo_source != "measured":
-        line += " (by what each rank did per second of its own compute time)"
-    lines = [line]
+    lines = [
+        f"the team did {times.of_best:.2f}x rank {best} alone (by what each rank did per second of "
+        "its own compute time)"
+    ]
     words = {r: _contribution(summary, r) for r in summary.active}
     costly = [str(r) for r, told in words.items() if told.startswith("cost") and r != best]
     if costly:

@@ -51,7 +51,7 @@ def figures(
     table = history.table
     order = sorted(range(len(table.members)), key=lambda i: (table.ranks[i], table.members[i]))
     lanes = np.array(order, dtype=np.intp)
-    speed, alone, source = _speeds(table, facts)
+    speed, alone = _speeds(table, facts)
     waits = Waits.of(table)
     ranks = _ranks(history, order, alone, waits, is_running=is_running)
     most = MOST_NUMBERS // divisor // (3 * (4 + 2 * len(order)))
@@ -62,7 +62,7 @@ def figures(
         "run": _run(history, facts, is_running=is_running),
         "is_running": bool(is_running) and history.ending is None,
         "line": history.progress.line() if len(table) else "",
-        "team": _team(history, facts, speed, alone, source),
+        "team": _team(history, facts, speed, alone),
         "ranks": ranks,
         "straggler": _straggler(ranks, waits, order, history),
         "series": series(table, lanes, parked, max(20, min(MOST_POINTS, most))),
@@ -101,15 +101,11 @@ def _run(history: RunHistory, facts: SummaryFacts, *, is_running: bool | None) -
 _UNENDED: Final = {True: "running", False: "ended unexpectedly", None: "no end recorded"}
 
 
-def _speeds(table: RunTable, facts: SummaryFacts) -> tuple[float | None, dict[str, float], str]:
-    """Return the team's units per second, those of members alone, and where these come from.
-
-    The team's are those of the windows, or the rounds, from which the others come; ``None`` where
-    it was not measured there.
-    """
+def _speeds(table: RunTable, facts: SummaryFacts) -> tuple[float | None, dict[str, float]]:
+    """Return the team's units per second, and those of members alone in the same windows."""
     if facts.solo:  # of the members at the end
-        return facts.beside_solo_tokens_per_s, facts.solo, facts.solo_source
-    return table.speed(), table.speeds_alone(), "compute time"
+        return facts.tokens_per_s, facts.solo
+    return table.speed(), table.speeds_alone()
 
 
 def _team(
@@ -117,7 +113,6 @@ def _team(
     facts: SummaryFacts,
     beside: float | None,
     alone: dict[str, float],
-    source: str,
 ) -> dict[str, Any]:
     table = history.table
     speed = table.speed() if facts.tokens_per_s is None else facts.tokens_per_s
@@ -132,13 +127,11 @@ def _team(
         "samples": number(sums["samples"]),
         "weight": number(sums["weight"]),
         "speed": number(speed),
-        "solo_source": source,
         "best_alone": number(max(alone.values(), default=None)),
         "ideal": number(times.ideal),
         "of_best_alone": number(times.of_best),
         "of_ideal": number(times.of_ideal),
         "no_multiple": SPEEDS_CHANGED if times.speeds_changed else None,
-        "equal_split": number(facts.equal_split_tokens_per_s),
         "last_loss": number(float(known[-1])) if len(known) else None,
         "heldout_loss": number(heldout),
         **{

@@ -27,9 +27,6 @@ class SummaryFacts(_Facts):
     tokens_per_s: _Amount | None = None
     solo_tokens_per_s: list[_Amount | None] = []
     ranks: list[_Rank] = []
-    solo_source: str = ""
-    beside_solo_tokens_per_s: _Amount | None = None
-    equal_split_tokens_per_s: _Amount | None = None
     heldout_loss: _Number | None = None
     steps: _Whole | None = None
     elapsed_s: _Amount | None = None

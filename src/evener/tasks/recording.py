@@ -119,9 +119,6 @@ def summarise(
     return RunSummary(
         tokens_per_s=speed,
         solo_tokens_per_s=tuple(by_rank.get(rank) for rank in range(max(by_rank) + 1)),
-        solo_source="compute time",
-        beside_solo_tokens_per_s=speed,
-        equal_split_tokens_per_s=None,
         committed_tokens=ddp.progress.weight,
         committed_samples=ddp.progress.samples,
         steps=ddp.progress.steps,

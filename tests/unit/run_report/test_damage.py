@@ -18,8 +18,6 @@ from helpers.event_cases import committed_window, started, to_line
 SUMMARY: dict[str, Any] = {
     "tokens_per_s": 5.0,
     "solo_tokens_per_s": [3.0, None],
-    "solo_source": "measured",
-    "equal_split_tokens_per_s": 4.0,
     "heldout_loss": 1.0,
     "steps": 5,
     "ranks": [{"rank": 0, "member": "a"}, {"rank": 1, "member": "b"}],

@@ -145,7 +145,6 @@ def test_what_runs_say_of_themselves_is_text_never_markup():
     evil["ranks"][0]["member"] = EVIL
     summary = {
         "labels": [EVIL], "confusion": [[1]], "versions": {EVIL: EVIL}, "machine": {"x": [EVIL]},
-        "solo_source": EVIL,
     }  # fmt: skip
     folder = write_run(Path("<b>&'"), events[0], evil, *events[1:], summary=summary)
     made(str(folder))

@@ -123,7 +123,6 @@ const page = (() => {
     ["speed of the team", "team", "speed", count],
     ["fastest rank alone", "team", "best_alone", count],
     ["all ranks alone, summed (ideal)", "team", "ideal", count],
-    ["equal split", "team", "equal_split", count],
     ["team / fastest rank", "team", "of_best_alone", times],
     ["team / ideal", "team", "of_ideal", percent],
     ["no multiple is shown, as", "team", "no_multiple", String],
@@ -134,17 +133,11 @@ const page = (() => {
     ["bytes sent", "team", "sent_bytes", bytes],
   ];
 
-  const SOURCES = {
-    measured: "was measured by each rank alone",
-    "compute time": "is what it did per second of its own compute time",
-  };
-
   function overview(runs) {
     const rows = OVERVIEW
       .filter(([, part, key]) => runs.some((run) => run[part][key] !== null))
       .map(([label, part, key, form]) => [label, ...runs.map((run) => dash(run[part][key], form))]);
-    const sources = [...new Set(runs.map((run) => run.team.solo_source))];
-    const told = sources.map((one) => `What a rank does alone ${SOURCES[one] || one}.`).join(" ");
+    const told = "What a rank does alone is what it did per second of its own compute time.";
     return [table("Overview", ["", ...runs.map((run) => run.name)], rows), element("p", {}, told)];
   }
 
