@@ -30,6 +30,7 @@ SHARE_OF_TORCH = 0.25
 BROUGHT_IN = {
     *("annotated_types", "cloudpickle", "numpy", "pydantic", "pydantic_core", "safetensors"),
     *("typing_extensions", "typing_inspection", "yaml"),
+    *("annotated_doc", "shellingham", "typer"),  # for `Job`, whose options the command line has
 }
 
 # Most of these cost more than evener itself; the others are ours, and come when they are used.
