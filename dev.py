@@ -75,7 +75,7 @@ def make_venv() -> None:
     # Not sys.executable, which may be in the .venv that has just been removed.
     run(getattr(sys, "_base_executable", sys.executable), "-m", "venv", str(VENV))
     constraints = str(ROOT / "constraints.txt")
-    pip = ("-m", "pip", "install", "--no-compile", "--progress-bar", "off")
+    pip = ("-m", "pip", "install", "--quiet", "--no-compile", "--progress-bar", "off")
     run(str(BIN / "python"), *pip, "-e", f"{ROOT}[{EXTRAS}]", "-c", constraints)
     # pip would compile on one core. Files for other versions of Python do not compile.
     compiling = [str(BIN / "python"), "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib")]
