@@ -63,15 +63,15 @@ def recompute(rank: Rank, checkpoint: str, corpus: str, cache: str) -> tuple[flo
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from evener.config.runs import DataConfig
     from evener.tasks.text.corpus import prepare_corpus
-    from evener.tasks.text.file_source import FileSource
+    from evener.tasks.text.documents import FileSource
     from evener.tasks.text.tokenizer import ByteTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    source = FileSource([Path(corpus)])
-    prepared = prepare_corpus(source, ByteTokenizer(), Path(cache), heldout_fraction=0.2, seed=0)
-    heldout = prepared.split(32)[1]
+    data = DataConfig(path=corpus, seq_len=32, heldout_fraction=0.2)
+    _, heldout = prepare_corpus(FileSource(data), ByteTokenizer(), Path(cache), data)
     total, count = 0.0, 0
     with torch.no_grad():
         for i in range(len(heldout)):
