@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from evener.comm.background import BackgroundJob
 from evener.comm.base import Communicator
-from evener.engine.background import BackgroundJob
 from helpers.limits import PATIENCE_S
 
 

@@ -335,6 +335,7 @@ class Assembly:
             ),
             stop_requested=config.stop_when,
             guards=OptimizerGuards(self.flat, self.optimizers, warn=warn),
+            overlap=config.overlap,
         )
 
 

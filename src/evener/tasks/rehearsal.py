@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from evener.averaging.gradients import GradientAverager, Reading
+from evener.averaging.gradients import GradientAverager
+from evener.averaging.norms import Reading
 from evener.comm.base import Communicator
 from evener.engine.loaders.training import split
 from evener.engine.share import Stopwatch
