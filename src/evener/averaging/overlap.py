@@ -18,8 +18,10 @@ from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.comm.flat_groups import FlatGroup
 
-PIECE_BYTES: Final = 2**20
-"""What is summed at once, about."""
+LEAST_BYTES: Final = 2**18
+MOST_PIECES: Final = 64
+"""A piece has so many bytes at least, and there are so many pieces at most, about. What the last
+one takes is not hidden; each one costs about a millisecond of processor time, with Gloo."""
 
 _LOOK_S: Final = 1.0
 
@@ -33,7 +35,7 @@ class Piece:
         start: First element in ``group.grad``.
         stop: Last-plus-one element there.
         indices: Flat numbers of its parameters.
-        is_last: Whether it holds the flags of its group, which are known after the last backward.
+        has_flags: Whether it is the flags of its group, which are known after the last backward.
         due: Gradients that are still to come before it leaves.
         ready: Set when it may leave.
         has_left: Whether that is so.
@@ -43,7 +45,7 @@ class Piece:
     start: int
     stop: int
     indices: list[int]
-    is_last: bool = False
+    has_flags: bool = False
     due: int = 0
     ready: threading.Event = field(default_factory=threading.Event)
     has_left: bool = False
@@ -63,6 +65,8 @@ class OverlappedExchange:
 
     Args:
         flat: The ranks' buffers.
+        leaves_early: Whether pieces leave during backward; otherwise when it is over, as on a rank
+            whose slowness is emulated after it.
 
     Attributes:
         has_begun: Whether pieces of this window leave, or have left.
@@ -71,8 +75,8 @@ class OverlappedExchange:
         norms: The 2-norms of this rank's pieces.
     """
 
-    def __init__(self, flat: FlatBuffers) -> None:
-        self._flat = flat
+    def __init__(self, flat: FlatBuffers, *, leaves_early: bool = True) -> None:
+        self._flat, self._leaves_early = flat, leaves_early
         self._comm: Communicator | None = None
         self._job: BackgroundJob[None] = BackgroundJob("evener-gradients")
         self._pieces: list[Piece] = []
@@ -82,6 +86,9 @@ class OverlappedExchange:
         self._expected: list[int] = []
         self._counts: list[int] = []
         self._counts_now = False
+        #: When each parameter's last gradient of the window came, as a number.
+        self._arrived: list[int] = []
+        self._num_arrived = 0
         self._late: dict[int, Tensor] = {}
         self._has_late = self._is_abandoned = False
         self.has_begun = False
@@ -99,9 +106,11 @@ class OverlappedExchange:
         return bool(self._late)
 
     def use(self, comm: Communicator | None) -> None:
-        """Exchange over ``comm``, which belongs to this from now on; with ``None``, not at all."""
+        """Exchange over ``comm``; with ``None``, not at all."""
         self.abandon()
         self._comm = comm
+        self._close_hooks()
+        self._piece_of = []  # ranks that have just come know no order
 
     # ── backward ─────────────────────────────────────────────────────────────────────────────────
 
@@ -127,17 +136,19 @@ class OverlappedExchange:
         flat.settle()
         for piece in self._pieces:
             if not piece.has_left:
-                if piece.is_last:
+                if piece.has_flags:
                     flat.flag(piece.group, self._late)
                 self._leave(piece)
         for i, grad in self._late.items():
             self._measure([i], grad)
 
     def _count_anew(self) -> None:
+        self._flat.adopt()
         parameters = self._flat.parameters
         if len(parameters) != len(self._piece_of):
             self._cut()
         self._counts, self._counts_now = [0] * len(parameters), True
+        self._arrived, self._num_arrived = [0] * len(parameters), 0
 
     def _left(self) -> list[int]:
         return [i for piece in self._pieces if piece.has_left for i in piece.indices]
@@ -146,6 +157,8 @@ class OverlappedExchange:
         """Cut the buffers, whose parameters may have become more, into pieces."""
         self._close_hooks()
         self._expected, self._pieces = [], []
+        in_all = sum(group.grad.nbytes for group in self._flat.groups)
+        least_bytes = max(LEAST_BYTES, in_all // MOST_PIECES)
         pieces: dict[int, Piece] = {}
         for group, bucket in self._flat.buckets_of(None):
             piece = None
@@ -157,7 +170,7 @@ class OverlappedExchange:
             for i in inside:
                 offset = group.offsets[i - group.indices.start]
                 size = (offset - piece.start) * group.grad.element_size() if piece else 0
-                if piece is None or size >= PIECE_BYTES:
+                if piece is None or size >= least_bytes:
                     if piece is not None:
                         piece.stop = offset
                     piece = Piece(group, offset, bucket.stop, [])
@@ -165,7 +178,10 @@ class OverlappedExchange:
                 piece.indices.append(i)
                 pieces[i] = piece
             if piece is not None and bucket.stop == group.grad.numel():
-                piece.is_last = True
+                piece.stop = group.grad_values.numel()
+        for group in self._flat.groups:
+            first = group.grad_values.numel()
+            self._pieces.append(Piece(group, first, group.grad.numel(), [], has_flags=True))
         self._piece_of = [pieces[i] for i in range(len(pieces))]
         # A parameter and its hook must not keep one another alive.
         arrive = partial(_arrive, weakref.ref(self))
@@ -178,12 +194,28 @@ class OverlappedExchange:
         if not self._counts_now:
             return
         self._counts[i] += 1
+        self._num_arrived += 1
+        self._arrived[i] = self._num_arrived
         piece = self._piece_of[i]
         if self.has_begun and self._counts[i] <= self._expected[i]:
             piece.due -= 1
-            if not piece.due and not piece.is_last:
+            if not piece.due and self._leaves_early:
                 self._leave(piece)
                 self._flat.hide(piece.indices)
+
+    @property
+    def order(self) -> list[int]:
+        """Return the pieces in the order in which this window has completed them, by place."""
+        if not self._counts_now:
+            return []
+        places = range(len(self._pieces))
+        done = [max((self._arrived[i] for i in p.indices), default=0) for p in self._pieces]
+        return sorted(places, key=lambda place: (self._pieces[place].has_flags, done[place]))
+
+    def sort(self) -> None:
+        """Let pieces leave in this order from the next window on; all ranks have the same."""
+        if order := self.order:
+            self._pieces = [self._pieces[place] for place in order]
 
     # ── the exchange ─────────────────────────────────────────────────────────────────────────────
 
@@ -278,9 +310,8 @@ class OverlappedExchange:
             self.finish()
 
     def abandon(self) -> None:
-        """End what is under way, as a rank is lost; end the connections first."""
-        if self._comm is not None:
-            self._comm.close()
+        """End what is under way, whose connections are closed; idempotent."""
+        self._comm = None
         if self.has_begun:
             self._is_abandoned = True
             for piece in self._pieces:
@@ -289,7 +320,7 @@ class OverlappedExchange:
             self._reset()
 
     def _reset(self) -> None:
-        self.has_begun, self._late = False, {}
+        self.has_begun, self._has_late, self._late = False, False, {}
 
     def end_window(self, *, is_applied: bool) -> None:
         """Count anew in the next window.
@@ -306,7 +337,7 @@ class OverlappedExchange:
             self._hooks.pop().remove()
 
     def close(self) -> None:
-        """Remove the hooks, and end the connections; idempotent."""
+        """End what is under way, whose connections are closed, and remove the hooks; idempotent."""
         self.abandon()
         self._close_hooks()
 

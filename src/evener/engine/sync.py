@@ -58,7 +58,9 @@ class SyncEngine(Engine):
         super().__init__(team, training, options, ApplyPolicy.SYNC, consensus)
         self.lookahead = Lookahead(self.generations, self.run, policy, options.guards)
         policy.set_absent(team.absent)
-        self._overlap = OverlappedExchange(self.flat)
+        # What emulates slowness sleeps after backward, and gradients are not there before.
+        is_real = options.slowdown.factor == 1
+        self._overlap = OverlappedExchange(self.flat, leaves_early=is_real)
         #: The generation whose ranks it joins.
         self._overlaps_in = -1
         self._averager = GradientAverager(self.flat, team.comm, self._overlap)
@@ -175,8 +177,8 @@ class SyncEngine(Engine):
         is_wanted = {"on": True, "off": False, "auto": len(hosts) > 1}[self.options.overlap]
         self._overlaps_in = self.rounds.state.generation
         if is_wanted and on_cpu and team.comm.world_size > 1 and not self._sharded.is_on:
-            every = range(team.comm.world_size)
-            self._overlap.use(team.comm.split(every, name="overlap", reports_waits=False))
+            team.open_gradients()
+        self._overlap.use(team.gradients)
 
     def settle(self) -> None:
         """Commit what has been applied and not yet committed; all ranks call it together."""
@@ -436,6 +438,9 @@ class SyncEngine(Engine):
             result = self._apply(found, plan)
         made = not result.skipped
         weight = result.weight if made else 0.0
+        orders = {row.order for row in found.rows.values()}
+        if len(orders) == 1:
+            self._overlap.sort()
         self._overlap.end_window(is_applied=True)
         self.windows_s.append(self.spans.elapsed_s)
         self.run.advance(made=made, skipped=not made, samples=plan.size, weight=weight)
@@ -609,7 +614,9 @@ class SyncEngine(Engine):
             self.run.applied = applied._replace(result=result)
             if applied.leases:
                 self.lookahead.observe(list(result.ranks), unread.plan, math.nan)
-        self.meet(purpose, begun=self._overlap.has_begun, late=self._overlap.is_late, **said)
+        overlap = self._overlap
+        order = checksum(overlap.order) if overlap.is_on else 0.0
+        self.meet(purpose, begun=overlap.has_begun, late=overlap.is_late, order=order, **said)
 
     def _follow(self, found: Round) -> None:
         """Carry out what follows from a round, and end what has begun during backward."""
