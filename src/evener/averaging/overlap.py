@@ -140,7 +140,9 @@ class OverlappedExchange:
                     flat.flag(piece.group, self._late)
                 self._leave(piece)
         for i, grad in self._late.items():
-            self._measure([i], grad)
+            self.norms.append(norm := norm_of([[grad]]))
+            if not math.isfinite(norm) and self.non_finite is None:
+                self.non_finite = i
 
     def _count_anew(self) -> None:
         self._flat.adopt()
@@ -161,27 +163,20 @@ class OverlappedExchange:
         least_bytes = max(LEAST_BYTES, in_all // MOST_PIECES)
         pieces: dict[int, Piece] = {}
         for group, bucket in self._flat.buckets_of(None):
-            piece = None
-            inside = [
-                i
-                for i in group.indices
-                if bucket.start <= group.offsets[i - group.indices.start] < bucket.stop
-            ]
-            for i in inside:
-                offset = group.offsets[i - group.indices.start]
-                size = (offset - piece.start) * group.grad.element_size() if piece else 0
-                if piece is None or size >= least_bytes:
-                    if piece is not None:
-                        piece.stop = offset
-                    piece = Piece(group, offset, bucket.stop, [])
+            flags_start = group.grad_values.numel()
+            piece = Piece(group, bucket.start, min(bucket.stop, flags_start), [])
+            self._pieces.append(piece)
+            for i, offset in zip(group.indices, group.offsets, strict=True):
+                if not bucket.start <= offset < bucket.stop:
+                    continue
+                if (offset - piece.start) * group.grad.element_size() >= least_bytes:
+                    piece.stop, stop = offset, piece.stop
+                    piece = Piece(group, offset, stop, [])
                     self._pieces.append(piece)
                 piece.indices.append(i)
                 pieces[i] = piece
-            if piece is not None and bucket.stop == group.grad.numel():
-                piece.stop = group.grad_values.numel()
-        for group in self._flat.groups:
-            first = group.grad_values.numel()
-            self._pieces.append(Piece(group, first, group.grad.numel(), [], has_flags=True))
+            if bucket.stop > flags_start:
+                self._pieces.append(Piece(group, flags_start, bucket.stop, [], has_flags=True))
         self._piece_of = [pieces[i] for i in range(len(pieces))]
         # A parameter and its hook must not keep one another alive.
         arrive = partial(_arrive, weakref.ref(self))
@@ -200,8 +195,7 @@ class OverlappedExchange:
         if self.has_begun and self._counts[i] <= self._expected[i]:
             piece.due -= 1
             if not piece.due and self._leaves_early:
-                self._leave(piece)
-                self._flat.hide(piece.indices)
+                self._leave_early(piece)
 
     @property
     def order(self) -> list[int]:
@@ -226,6 +220,8 @@ class OverlappedExchange:
             piece.due = sum(self._expected[i] for i in piece.indices)
             piece.has_left = False
             piece.ready = threading.Event()
+            if not (piece.due or piece.has_flags) and self._leaves_early:
+                self._leave_early(piece)
         self._start(window, [p.group.grad.data[p.start : p.stop] for p in self._pieces])
 
     def _start(self, window: int, tensors: Sequence[Tensor]) -> None:
@@ -243,6 +239,10 @@ class OverlappedExchange:
 
         self._job.start(exchange)
 
+    def _leave_early(self, piece: Piece) -> None:
+        self._leave(piece)
+        self._flat.hide(piece.indices)
+
     def _leave(self, piece: Piece) -> None:
         self._flat.complete(piece.indices)
         self._measure(piece.indices, piece.group.grad_values[piece.start : piece.stop])
@@ -252,11 +252,7 @@ class OverlappedExchange:
     def _measure(self, indices: list[int], values: Tensor) -> None:
         self.norms.append(norm := norm_of([[values]]))
         if not math.isfinite(norm) and self.non_finite is None:
-            self.non_finite = (
-                next(iter(indices))
-                if len(indices) == 1
-                else (self._flat.first_non_finite(among=indices))
-            )
+            self.non_finite = self._flat.first_non_finite(among=indices)
 
     def join(self, window: int, *, contributes: bool, has_late: bool) -> None:
         """Take part in what some rank has begun, with what ``gather`` has put into the buffers.
