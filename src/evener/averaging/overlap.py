@@ -89,6 +89,8 @@ class OverlappedExchange:
         #: When each parameter's last gradient of the window came, as a number.
         self._arrived: list[int] = []
         self._num_arrived = 0
+        #: Parameters that had no gradient when their pieces left.
+        self._missing: set[int] = set()
         self._late: dict[int, Tensor] = {}
         self._has_late = self._is_abandoned = False
         self.has_begun = False
@@ -136,8 +138,9 @@ class OverlappedExchange:
         flat.settle()
         for piece in self._pieces:
             if not piece.has_left:
-                if piece.has_flags:
-                    flat.flag(piece.group, self._late)
+                if piece.has_flags:  # of a group, it is the last one
+                    inside = self._missing - self._late.keys()
+                    flat.flag(piece.group, inside.intersection(piece.group.indices))
                 self._leave(piece)
         for i, grad in self._late.items():
             self.norms.append(norm := norm_of([[grad]]))
@@ -215,7 +218,7 @@ class OverlappedExchange:
 
     def _begin(self, window: int) -> None:
         self.has_begun, self._is_abandoned = True, False
-        self._late, self.norms, self.non_finite = {}, [], None
+        self._missing, self.norms, self.non_finite = set(), [], None
         for piece in self._pieces:
             piece.due = sum(self._expected[i] for i in piece.indices)
             piece.has_left = False
@@ -244,7 +247,7 @@ class OverlappedExchange:
         self._flat.hide(piece.indices)
 
     def _leave(self, piece: Piece) -> None:
-        self._flat.complete(piece.indices)
+        self._missing.update(self._flat.complete(piece.indices))
         self._measure(piece.indices, piece.group.grad_values[piece.start : piece.stop])
         piece.has_left = True
         piece.ready.set()

@@ -5,7 +5,7 @@ one collective moves a whole group and nothing is concatenated per step.
 """
 
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat, zip_longest
 from operator import attrgetter, is_, is_not
@@ -274,7 +274,7 @@ class FlatBuffers:
                 group.grad.zero_()
                 continue
             self.complete(missing)
-            self.flag(group)
+            self.flag(group, missing)
         return had_any
 
     def settle(self) -> None:
@@ -288,17 +288,21 @@ class FlatBuffers:
         pointers = [view.data_ptr() for view in self._views]
         self._attach_grads(are_in_place=pointers == self._view_ptrs)
 
-    def flag(self, group: FlatGroup, further: Container[int] = ()) -> None:
-        """Flag the parameters of a group that have a gradient, and ``further`` ones."""
+    def flag(self, group: FlatGroup, missing: Iterable[int]) -> None:
+        """Flag the parameters of a group that have a gradient: all but the ``missing`` ones."""
         group.touched.fill_(1)
-        for i in group.indices:
-            if self._held[i] is None and i not in further:
-                group.touched[i - group.indices.start] = 0
+        for i in missing:
+            group.touched[i - group.indices.start] = 0
 
     # ── gradients that leave before the window's last backward is over ───────────────────────────
 
-    def complete(self, indices: Iterable[int]) -> None:
-        """Put the gradients of some parameters into their places; zeros where there is none."""
+    def complete(self, indices: Iterable[int]) -> list[int]:
+        """Put the gradients of some parameters into their places; zeros where there is none.
+
+        Returns:
+            The parameters without a gradient.
+        """
+        missing = []
         for i in indices:
             if self._held[i] is None:
                 members = [(i, self.parameters[i])]
@@ -307,10 +311,13 @@ class FlatBuffers:
                     self._restore_grad(i)
                 if self._held[i] is None:
                     self._views[i].zero_()
+                    missing.append(i)
+        return missing
 
     def hide(self, indices: Iterable[int]) -> None:
         """Let autograd begin anew for parameters whose gradients have left."""
         for i in indices:
+            self._held[i] = self._views[i]  # so that no hook moves further ones there
             self.parameters[i].grad = None
 
     def reveal(self, indices: Iterable[int]) -> dict[int, Tensor]:
