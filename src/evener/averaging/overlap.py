@@ -82,6 +82,8 @@ class OverlappedExchange:
         self._pieces: list[Piece] = []
         self._piece_of: list[Piece] = []
         self._hooks: list[RemovableHandle] = []
+        #: By parameter, whether it was trained when hooks were placed.
+        self._trained: list[bool] = []
         #: How many gradients each parameter has got in the last micro-batch of the window before.
         self._expected: list[int] = []
         self._counts: list[int] = []
@@ -152,6 +154,8 @@ class OverlappedExchange:
         parameters = self._flat.parameters
         if len(parameters) != len(self._piece_of):
             self._cut()
+        if self._trained != [parameter.requires_grad for parameter in parameters]:
+            self._watch()
         self._counts, self._counts_now = [0] * len(parameters), True
         self._arrived, self._num_arrived = [0] * len(parameters), 0
 
@@ -161,7 +165,7 @@ class OverlappedExchange:
     def _cut(self) -> None:
         """Cut the buffers, whose parameters may have become more, into pieces."""
         self._close_hooks()
-        self._expected, self._pieces = [], []
+        self._expected, self._pieces = [0] * len(self._flat.parameters), []
         in_all = sum(group.grad.nbytes for group in self._flat.groups)
         least_bytes = max(LEAST_BYTES, in_all // MOST_PIECES)
         pieces: dict[int, Piece] = {}
@@ -181,11 +185,17 @@ class OverlappedExchange:
             if bucket.stop > flags_start:
                 self._pieces.append(Piece(group, flags_start, bucket.stop, [], has_flags=True))
         self._piece_of = [pieces[i] for i in range(len(pieces))]
+
+    def _watch(self) -> None:
+        """Be told of the gradients of the parameters that are trained now."""
+        self._close_hooks()
+        self._trained = [parameter.requires_grad for parameter in self._flat.parameters]
         # A parameter and its hook must not keep one another alive.
         arrive = partial(_arrive, weakref.ref(self))
         for i, parameter in enumerate(self._flat.parameters):
-            hook = parameter.register_post_accumulate_grad_hook(partial(arrive, i))  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(partial(arrive, i))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
 
     def arrive(self, i: int) -> None:
         """Count a gradient that autograd has accumulated."""
@@ -332,6 +342,7 @@ class OverlappedExchange:
         self._counts_now = False
 
     def _close_hooks(self) -> None:
+        self._trained = []
         while self._hooks:
             self._hooks.pop().remove()
 

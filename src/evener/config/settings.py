@@ -165,7 +165,8 @@ class TrainingOptions(LocalOptions):
             NCCL, the optimizers are elementwise ones of ``torch.optim``, and half a million
             numbers or more are trained.
         overlap: In SYNC, ``"on"`` exchanges gradients while backward computes those of other
-            layers, ``"off"`` when it is over; ``"auto"`` overlaps where ranks are on several hosts.
+            layers, ``"off"`` when it is over. ``"auto"`` overlaps where ranks are on several hosts.
+            Ranks on GPUs, and a sharded update, never do.
         timeout_s: Longest wait for another rank, in seconds.
     """
 

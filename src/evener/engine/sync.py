@@ -171,14 +171,21 @@ class SyncEngine(Engine):
 
     def _connect_overlap(self) -> None:
         """Join the ranks that are present once more where overlap pays; they call it together."""
-        team = self.team
-        hosts = {team.people[rank].host for rank in team.members}
-        on_cpu = all(team.people[rank].device == "cpu" for rank in team.members)
-        is_wanted = {"on": True, "off": False, "auto": len(hosts) > 1}[self.options.overlap]
         self._overlaps_in = self.rounds.state.generation
-        if is_wanted and on_cpu and team.comm.world_size > 1 and not self._sharded.is_on:
-            team.open_gradients()
-        self._overlap.use(team.gradients)
+        if self.overlaps:
+            self.team.open_gradients()
+        self._overlap.use(self.team.gradients)
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether gradients of the ranks that are present travel during backward."""
+        team = self.team
+        present = [team.people[rank] for rank in team.members]
+        # Inside one host the exchange takes the processor time of the same cores.
+        is_wanted = self.options.overlap == "on" or len({one.host for one in present}) > 1
+        is_wanted &= self.options.overlap != "off" and len(present) > 1
+        on_cpu = all(one.device == "cpu" for one in present)
+        return is_wanted and on_cpu and not self._sharded.is_on
 
     def settle(self) -> None:
         """Commit what has been applied and not yet committed; all ranks call it together."""
