@@ -44,7 +44,7 @@ TICK_S: Final = 0.05
 SERVE: Final = """
 import sys
 from evener.team.coordinator import coordinate
-from evener.team.coordinator_options import CoordinatorOptions
+from evener.team.coordinator_thread import CoordinatorOptions
 count, token = int(sys.argv[1]), sys.stdin.readline().strip().encode()
 coordinate(CoordinatorOptions(least=count, most=count, token=token))
 """

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from helpers.clocks import RankClocks
 
 # The same examples in every run: what fails, fails for everybody. No deadline: machines are busy.
-# `--hypothesis-profile=search` looks for new examples.
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+# --all tries more of them, `--hypothesis-profile=search` looks for new ones.
+REPEATABLE = {"deadline": None, "derandomize": True, "database": None}
+hypothesis.settings.register_profile("repeatable", **REPEATABLE, max_examples=40)
+hypothesis.settings.register_profile("all", **REPEATABLE, max_examples=400)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("repeatable")
 
@@ -42,7 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all"):
+        hypothesis.settings.load_profile("all")
     leaks.mark_descendants()
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(QUICK), *([before] if before else [])])

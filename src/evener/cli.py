@@ -9,13 +9,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from functools import wraps
 from importlib.util import find_spec
+from inspect import Parameter, Signature, signature
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import typer
 from typer import Argument, Option
@@ -25,10 +27,14 @@ from evener.comm.addresses import parse_address
 from evener.config.options import (
     BenchOptions,
     ClassifyOptions,
+    Json,
+    Keys,
     LaunchOptions,
     PlanOptions,
     PretrainOptions,
     TaskOptions,
+    TokenFile,
+    WorkerOptions,
 )
 from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
@@ -36,7 +42,7 @@ from evener.protocol.formation import Deadlines, read_team_limits
 from evener.team.child import apply_threads, die_with, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import local_devices
-from evener.team.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, Nodes, choose_nodes
+from evener.team.nodes import DEFAULT_TIMEOUT_S, Nodes, choose_nodes
 from evener.team.signals import end_in_silence
 from evener.team.terminal import printable
 
@@ -62,6 +68,8 @@ DASHBOARD_OF: Final = "EVENER_DASHBOARD_OF"
 #: So long a dashboard gets to end with the run, in seconds.
 _DASHBOARD_END_S: Final = 5.0
 
+#: Longest of the deadlines that users may choose, in seconds.
+_MOST_S: Final = 1e9
 #: Ranks of the pretraining demo, and of a classification without options.
 DEMO_NPROC: Final = 2
 #: How much slower the second rank of the demo is.
@@ -70,41 +78,6 @@ DEMO_EMULATE_SLOW: Final = ("1:3",)
 
 #: Commands that a worker can run in place of a script.
 _TASKS: Final = ("pretrain", "classify")
-
-_Options = TypeVar("_Options")
-
-# ── options that several commands have ──────────────────────────────────────────────────────────
-
-_Texts = list[str] | None
-_ConfigFile = Annotated[Path | None, Argument(metavar="RUN.YAML", help="Keys of the run.")]
-_Overrides = Annotated[_Texts, Option("--set", metavar="KEY=VALUE", help="Set a key; repeatable.")]
-_Resume = Annotated[bool, Option("--resume", help="Continue from the newest complete checkpoint.")]
-_Out = Annotated[Path, Option(help="Folder of runs.")]
-_Name = Annotated[str | None, Option(help="Name of the run.")]
-_Quiet = Annotated[bool, Option("--quiet", help="Print neither the team nor progress.")]
-_Json = Annotated[bool, Option("--json", help="Print a document in JSON.")]
-_EmulateSlow = Annotated[
-    _Texts, Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated.")
-]
-_Nproc = Annotated[int | None, Option(help="Ranks to start here; one per GPU, or 1.")]
-_Nnodes = Annotated[
-    str | None,
-    Option(metavar="N", help="Machines of the run, N or MIN:MAX; start it on each."),
-]
-_NodeRank = Annotated[int | None, Option(help="Number of this machine, 0 to N - 1.")]
-_MasterAddr = Annotated[str | None, Option(help="Address of machine 0 that all can reach.")]
-_Port = Annotated[
-    int | None, Option(help=f"Port of the rendezvous; a free one, or {DEFAULT_PORT} with --nnodes.")
-]
-_Elastic = Annotated[
-    str | None, Option(metavar="MIN:MAX", help="Elastic team: MIN workers are enough to continue.")
-]
-_MaxFailures = Annotated[int | None, Option(help="Stop when more workers have failed; 10.")]
-_TokenFile = Annotated[Path | None, Option(help="File with the secret that both sides share.")]
-_Address = Annotated[
-    str | None, Option(help="This machine's address, at which the others reach its workers.")
-]
-_Dashboard = Annotated[bool, Option("--dashboard", help="Serve a dashboard during the run.")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,31 +119,51 @@ def _options(
 
 
 def _command(**settings: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Make a command of a function that returns the exit code; `run_child` reports its errors."""
+    """Make a command of a function that returns the exit code; `run_child` reports its errors.
+
+    A parameter ``options`` is a class of ``config.options``, whose fields are the command's.
+    """
 
     def register(body: Callable[..., int]) -> Callable[..., int]:
+        parameters = dict(signature(body).parameters)
+        kind = parameters.pop("options").annotation if "options" in parameters else None
+        declared = [] if kind is None else [*_parameters_of(kind)]
+
         @wraps(body)
         def run(**given: Any) -> None:
+            own = {each.name: given.pop(each.name) for each in declared}
+            if kind is not None:
+                given["options"] = kind(**{n: v for n, v in own.items() if v is not None})
             raise typer.Exit(run_child(lambda: body(**given)))
 
+        run.__signature__ = Signature([*parameters.values(), *declared])  # type: ignore[attr-defined]
         app.command(**settings)(run)
         return body
 
     return register
 
 
-def _collect(kind: type[_Options], given: Mapping[str, Any]) -> _Options:
-    """Return options from the parameters of a command that bear their names.
+def _parameters_of(kind: type[Any]) -> Iterator[Parameter]:
+    """Yield a parameter for each option of a class, its own before those of its bases."""
+    hints, known = get_type_hints(kind, include_extras=True), {f.name: f for f in fields(kind)}
+    for name in dict.fromkeys(
+        chain.from_iterable(vars(one).get("__annotations__", ()) for one in kind.__mro__)
+    ):
+        if get_origin(hints[name]) is not Annotated:
+            continue  # for Python alone
+        given, shown = get_args(hints[name])
+        default = known[name].default
+        if get_origin(given) is Sequence:  # without any, the class has its default
+            given, default = list[str] | None, None
+        yield Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if default is MISSING else default,
+            annotation=Annotated[Path | None if given == Keys else given, shown],
+        )
 
-    Args:
-        kind: A dataclass of options.
-        given: The parameters; one that is ``None`` leaves the option's default.
-    """
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{k: v for k, v in given.items() if k in names and v is not None})
 
-
-def _split(texts: list[str]) -> list[str]:
+def _split(texts: Sequence[str]) -> list[str]:
     """Return the names in texts that have commas between them."""
     return [name for text in texts for part in text.split(",") if (name := part.strip())]
 
@@ -179,34 +172,8 @@ def _split(texts: list[str]) -> list[str]:
 
 
 @_command()
-def pretrain(
-    context: typer.Context,
-    config: _ConfigFile = None,
-    overrides: _Overrides = None,
-    resume: _Resume = False,
-    allow: Annotated[
-        _Texts, Option(metavar="WHAT", help="What may differ: data, precision.")
-    ] = None,
-    out: _Out = Path("runs"),
-    name: _Name = None,
-    demo: Annotated[
-        bool, Option("--demo", help="Train a small model on Python's sources.")
-    ] = False,
-    quiet: _Quiet = False,
-    emulate_slow: _EmulateSlow = None,
-    nproc: _Nproc = None,
-    nnodes: _Nnodes = None,
-    node_rank: _NodeRank = None,
-    master_addr: _MasterAddr = None,
-    port: _Port = None,
-    elastic: _Elastic = None,
-    max_failures: _MaxFailures = None,
-    token_file: _TokenFile = None,
-    address: _Address = None,
-    dashboard: _Dashboard = False,
-) -> int:
+def pretrain(context: typer.Context, options: PretrainOptions) -> int:
     """Train a causal language model from scratch or from a checkpoint."""
-    options = _collect(PretrainOptions, locals())
     place = DistributedTrainConfig.from_env()
     if place.launched_by != "alone":
         _become_rank(options, place)
@@ -221,28 +188,14 @@ def pretrain(
     # Report errors that can be known now once, before any rank starts.
     demo_nproc = DEMO_NPROC if options.demo else None
     nproc = _count_ranks(demo_nproc if options.nproc is None else options.nproc)
-    checked = resolve_config(options, holds_runs=not options.node_rank)
+    checked = resolve_config(options)
     return _launch_task(options, nproc, checked.timeout_s, context.obj)
 
 
 @_command()
-def bench(
-    config: Annotated[Path, Argument(metavar="RUN.YAML", help="Keys of the run.")],
-    policies: Annotated[
-        _Texts, Option(metavar="NAMES", help="Policies; sync,cadence,async.")
-    ] = None,
-    backends: Annotated[_Texts, Option(metavar="NAMES", help="Averaging backends; auto.")] = None,
-    minutes: Annotated[float, Option(help="Training time of each combination.")] = 2.0,
-    rounds: Annotated[int, Option(help="Rounds into which that time is divided.")] = 2,
-    nproc: _Nproc = None,
-    emulate_slow: _EmulateSlow = None,
-    overrides: _Overrides = None,
-    out: _Out = Path("runs"),
-    name: _Name = "bench",
-) -> int:
+def bench(options: BenchOptions) -> int:
     """Compare policies and backends on your configuration, and recommend one."""
-    policies, backends = policies and _split(policies), backends and _split(backends)
-    options = _collect(BenchOptions, locals())
+    options = replace(options, policies=_split(options.policies), backends=_split(options.backends))
     from evener.config.presets import resolve_config
     from evener.tasks.bench import run_bench
 
@@ -260,32 +213,9 @@ def bench(
 
 
 @_command()
-def classify(
-    context: typer.Context,
-    config: _ConfigFile = None,
-    overrides: _Overrides = None,
-    resume: _Resume = False,
-    predict: Annotated[
-        Path | None,
-        Option(help="Classify these texts with the newest finished run, and print labels."),
-    ] = None,
-    out: _Out = Path("runs"),
-    name: _Name = None,
-    quiet: _Quiet = False,
-    emulate_slow: _EmulateSlow = None,
-    nproc: _Nproc = None,
-    nnodes: _Nnodes = None,
-    node_rank: _NodeRank = None,
-    master_addr: _MasterAddr = None,
-    port: _Port = None,
-    elastic: _Elastic = None,
-    max_failures: _MaxFailures = None,
-    token_file: _TokenFile = None,
-    address: _Address = None,
-    dashboard: _Dashboard = False,
-) -> int:
+def classify(context: typer.Context, options: ClassifyOptions) -> int:
     """Train a text classifier: a LoRA adapter on a frozen model, and a head for the classes."""
-    options, arguments = _collect(ClassifyOptions, locals()), context.obj
+    arguments = context.obj
     from evener.tasks.classification.command import predict_file, run_classification
 
     place = DistributedTrainConfig.from_env()
@@ -299,9 +229,9 @@ def classify(
     from evener.team.launch import launch as launch_here
 
     nproc = _count_ranks(options.nproc, DEMO_NPROC if options.config is None else 1)
-    checked = resolve_classify(options, holds_runs=not options.node_rank)
+    checked = resolve_classify(options)
     if needs_demo_base(checked):
-        if choose_nodes(options, checked.timeout_s) is not None:
+        if _choose_nodes(options, checked.timeout_s) is not None:
             raise ConfigError(
                 "model.path is empty, for which each machine would train a base model of its own; "
                 "with --nnodes, name the folder of a model that all machines have"
@@ -333,7 +263,7 @@ def report(
     runs: Annotated[list[Path], Argument(metavar="RUN", help="Run folders; several are compared.")],
     page: Annotated[Path | None, Option("-o", "--out", help="The page; report.html.")] = None,
     trace: Annotated[Path | None, Option(help="Write a Chrome trace, for Perfetto.")] = None,
-    numbers: _Json = False,
+    numbers: Json = False,
 ) -> int:
     """Write an HTML report of runs, which needs no server and no network."""
     from evener.run_report.writing import numbers_text, report, write_page, write_trace
@@ -362,8 +292,8 @@ def doctor(
     listen: Annotated[
         bool, Option("--listen", help="Wait for another machine; on loopback without HOST.")
     ] = False,
-    token_file: _TokenFile = None,
-    as_json: _Json = False,
+    token_file: TokenFile = None,
+    as_json: Json = False,
 ) -> int:
     """Find problems of this machine, of another one and of the link that stop or slow runs."""
     from evener.doctor.diagnosis import diagnose
@@ -384,7 +314,7 @@ def dashboard(
         str | None,
         Option(metavar="HOST[:PORT]", help="Address to listen on; loopback if left out."),
     ] = None,
-    token_file: _TokenFile = None,
+    token_file: TokenFile = None,
 ) -> int:
     """Show runs in the browser, during and after training."""
     from evener.dashboard.shelf import Shelf
@@ -403,30 +333,8 @@ def dashboard(
 
 
 @_command()
-def plan(
-    run: Annotated[
-        Path | None, Argument(metavar="[RUN]", help="Folder of a run that has measured the team.")
-    ] = None,
-    speeds: Annotated[
-        str | None, Option(metavar="S,S", help="Samples per second of each rank alone.")
-    ] = None,
-    calibrate: Annotated[bool, Option("--calibrate", help="Time this machine's devices.")] = False,
-    add: Annotated[str | None, Option(metavar="S,S", help="Samples/s of further ranks.")] = None,
-    params: Annotated[str | None, Option(help="Parameters that are trained, such as 350M.")] = None,
-    tokens: Annotated[int | None, Option(help="Tokens of a sample, for --calibrate.")] = None,
-    bandwidth: Annotated[str | None, Option(help="Bandwidth between ranks, such as 1Gbit.")] = None,
-    latency: Annotated[str | None, Option(help="Delay of a message, such as 0.1ms.")] = None,
-    batch_size: Annotated[int | None, Option(help="Samples of an optimizer step.")] = None,
-    local_batch_size: Annotated[
-        int | None, Option(help="Samples of a local step in cadence and async; as --batch-size.")
-    ] = None,
-    micro_batch_size: Annotated[int | None, Option(help="Most samples computed at once.")] = None,
-    anchor: Annotated[int | None, Option(help="First local steps of the slowest rank.")] = None,
-    picture: Annotated[Path | None, Option(help="Draw a picture: FILE.png or FILE.svg.")] = None,
-    numbers: _Json = False,
-) -> int:
+def plan(options: PlanOptions) -> int:
     """Predict a team's speed under each policy, and which devices are worth adding."""
-    options = _collect(PlanOptions, locals())
     from evener.simulation.question import answer_plan, calibrated_team, check_options
     from evener.simulation.telling import document, text
 
@@ -460,21 +368,10 @@ def plan(
 @_command(context_settings={"allow_interspersed_args": False})
 def launch(
     script: Annotated[Path, Argument(metavar="SCRIPT", help="A Python file.")],
-    arguments: Annotated[_Texts, Argument(metavar="ARGS", help="Its arguments.")] = None,
-    emulate_slow: _EmulateSlow = None,
-    nproc: _Nproc = None,
-    nnodes: _Nnodes = None,
-    node_rank: _NodeRank = None,
-    master_addr: _MasterAddr = None,
-    port: _Port = None,
-    elastic: _Elastic = None,
-    max_failures: _MaxFailures = None,
-    token_file: _TokenFile = None,
-    address: _Address = None,
-    dashboard: _Dashboard = False,
+    options: LaunchOptions,
+    arguments: Annotated[list[str] | None, Argument(metavar="ARGS", help="Its arguments.")] = None,
 ) -> int:
     """Run a training script as one rank per device of this host, or of several."""
-    options = _collect(LaunchOptions, locals())
     from evener.team.launch import launch as launch_here
 
     parse_emulation(options.emulate_slow)
@@ -490,7 +387,7 @@ def launch(
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os.execv(command[0], command)  # a rank already: become the script
-    nodes = choose_nodes(options, DEFAULT_TIMEOUT_S, is_elastic=options.elastic is not None)
+    nodes = _choose_nodes(options, DEFAULT_TIMEOUT_S)
     plan = _plan(options, nodes, [str(script), *(arguments or ())])
     with _with_dashboard(Path("runs"), options, nodes):
         return launch_here(command, plan)
@@ -509,13 +406,9 @@ def join(
             help="The team's program: a script, -m MODULE, a run's YAML, pretrain or classify.",
         ),
     ],
-    nproc: _Nproc = 1,
-    max_failures: _MaxFailures = None,
-    token_file: _TokenFile = None,
-    address: _Address = None,
+    options: WorkerOptions,
 ) -> int:
     """Add workers to a running elastic team, with the program of the team."""
-    from evener.team.agent import MAX_FAILURES
     from evener.team.launch import LaunchPlan
     from evener.team.launch import launch as launch_here
 
@@ -529,10 +422,10 @@ def join(
         )
     plan = LaunchPlan(
         join=coordinator,
-        nproc=nproc,
-        token_file=token_file,
-        address=address,
-        max_failures=MAX_FAILURES if max_failures is None else max_failures,
+        nproc=options.nproc,
+        token_file=options.token_file,
+        address=options.address,
+        max_failures=options.max_failures,
     )
     module = "evener" if is_task else "evener.team.script"
     return launch_here([*_PYTHON, module, *program], plan)
@@ -544,21 +437,29 @@ def coordinator(
     bind: Annotated[
         str, Option(metavar="HOST[:PORT]", help="Where to listen; not on loopback: needs a token.")
     ] = "127.0.0.1",
-    token_file: _TokenFile = None,
+    token_file: TokenFile = None,
     ledger: Annotated[
         Path | None, Option(help="File from which a restarted coordinator continues.")
     ] = None,
-    timeout_s: Annotated[float, Option(help="Longest wait for workers.")] = DEFAULT_TIMEOUT_S,
+    timeout_s: Annotated[
+        float, Option(min=1, max=_MOST_S, help="Longest wait for workers.")
+    ] = DEFAULT_TIMEOUT_S,
     host_lease_s: Annotated[
-        float, Option(help="A machine silent for so long is lost.")
+        float,
+        Option(min=Deadlines().lease_s, max=_MOST_S, help="A machine silent for so long is lost."),
     ] = Deadlines().host_lease_s,
     patience_s: Annotated[
-        float, Option(help="Longest wait of workers for a coordinator that does not answer.")
+        float,
+        Option(
+            min=1,
+            max=_MOST_S,
+            help="Longest wait of workers for a coordinator that does not answer.",
+        ),
     ] = Deadlines().patience_s,
 ) -> int:
     """Decide who is in an elastic team; evener launch starts one by itself."""
     from evener.team.coordinator import coordinate
-    from evener.team.coordinator_options import CoordinatorOptions
+    from evener.team.coordinator_thread import CoordinatorOptions
     from evener.team.wire import read_token
 
     least, most = read_team_limits(team, "MIN:MAX")
@@ -590,7 +491,6 @@ def _plan(
         nproc: Ranks of this host in a team of several, or a fixed one; by default, what the user
             said.
     """
-    from evener.team.agent import MAX_FAILURES
     from evener.team.launch import LaunchPlan
 
     is_elastic = options.elastic is not None or (nodes is not None and not nodes.are_fixed)
@@ -609,7 +509,7 @@ def _plan(
         port=options.port,
         token_file=options.token_file,
         address=options.address,
-        max_failures=MAX_FAILURES if options.max_failures is None else options.max_failures,
+        max_failures=options.max_failures,
         program=program,
     )
 
@@ -619,12 +519,18 @@ def _launch_task(
 ) -> int:
     from evener.team.launch import launch as launch_here
 
-    nodes = choose_nodes(options, timeout_s, is_elastic=options.elastic is not None)
+    nodes = _choose_nodes(options, timeout_s)
     if nodes is None:
         _check_emulation(options, nproc)
     plan = _plan(options, nodes, arguments, nproc)
     with _with_dashboard(options.out, options, nodes):
         return launch_here([*_PYTHON, "evener", *arguments], plan)
+
+
+def _choose_nodes(options: LaunchOptions, timeout_s: float) -> Nodes | None:
+    is_elastic = options.elastic is not None
+    given = options.nnodes, options.node_rank, options.master_addr, options.port
+    return choose_nodes(*given, timeout_s=timeout_s, is_elastic=is_elastic)
 
 
 def _check_emulation(options: TaskOptions, nproc: int) -> None:
@@ -635,11 +541,7 @@ def _check_emulation(options: TaskOptions, nproc: int) -> None:
 
 
 def _count_ranks(given: int | None, least: int = 1) -> int:
-    from evener.team.worker_processes import check_nproc
-
-    nproc = max(least, local_devices()) if given is None else given
-    check_nproc(nproc)
-    return nproc
+    return max(least, local_devices()) if given is None else given
 
 
 def _become_rank(options: TaskOptions, place: DistributedTrainConfig) -> None:
@@ -653,15 +555,9 @@ def _become_rank(options: TaskOptions, place: DistributedTrainConfig) -> None:
 
 
 def _refuse_launch_options(options: LaunchOptions, place: DistributedTrainConfig) -> None:
-    given = {
-        "--nproc": options.nproc,
-        **options.given,
-        "--port": options.port,
-        "--elastic": options.elastic,
-        "--dashboard": options.dashboard or None,
-    }
-    for option, value in given.items():
-        if value is not None:
+    for name in ("nproc", "nnodes", "node_rank", "master_addr", "port", "elastic", "dashboard"):
+        option, value = f"--{name.replace('_', '-')}", getattr(options, name)
+        if value not in (None, False):
             raise ConfigError(
                 f"{option} is {value}, but {place.launched_by} has started this process as rank "
                 f"{place.rank} of {place.world_size} already; leave {option} out"

@@ -118,6 +118,22 @@ def hash_file(path: Path, kind: str | Callable[[], Any]) -> str:
         return hashlib.file_digest(stream, kind).hexdigest()
 
 
+def lock(descriptor: int, *, is_shared: bool = False) -> bool:
+    """Lock a file for as long as it is open; return whether no other process keeps that away.
+
+    Where the system or the file system knows no locks, nothing does.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_NB | (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX))
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
+
+
 def unique_suffix() -> str:
     """Return ``<pid>-<token>`` for the name of something unfinished."""
     return f"{os.getpid()}-{secrets.token_hex(4)}"

@@ -19,7 +19,7 @@ from conformance.stage import (
     Threads,
     watch,
 )
-from evener.comm.base import Call, Communicator
+from evener.comm.base import Communicator
 from evener.errors import CollectiveError
 
 LEAVES = {"threads": Threads, "gloo": Processes, "shared": SharedProcesses}
@@ -57,7 +57,7 @@ def reduce_for_ever(comm: Communicator, line: Line, count: int) -> Seen:
 @pytest.mark.parametrize(
     ("world_size", "victim", "count"),
     # In a ring of four, one survivor is no neighbour of the victim. Rank 0 hosts the store.
-    [(2, 1, 1), (3, 2, 1), (3, 0, 1), (4, 1, 1), (4, 1, 5)],
+    [(2, 1, 1), (3, 0, 1), (4, 1, 5)],
 )
 def test_survivors_of_a_death_lose_a_peer(
     leaf: str, world_size: int, victim: int, count: int
@@ -71,30 +71,6 @@ def test_survivors_of_a_death_lose_a_peer(
             assert "lost a peer in 'gradients'" in seen.message
             assert seen.took_s < SOON_S
             assert_ended(seen)
-
-
-def reduce_alone(comm: Communicator, line: Line) -> Seen | None:
-    gradient = torch.zeros(500_000)
-    comm.all_reduce(gradient, what="first gradients")
-    line.send("ready")
-    if comm.rank != 3:
-        line.receive()
-        return None
-    return watch(comm, line, lambda: comm.all_reduce(gradient, what="gradients"))
-
-
-@leaves
-def test_a_death_is_noticed_while_others_are_busy(leaf: str) -> None:
-    with LEAVES[leaf](reduce_alone, 4) as stage:
-        for rank in range(4):
-            assert stage.receive(rank) == "ready"
-        stage.kill(1)
-        (seen,) = stage.all_seen([3])
-        assert seen.kind == "PeerLostError", seen
-        assert "lost a peer in 'gradients'" in seen.message
-        assert_ended(seen)
-        for rank in (0, 2):
-            stage.send(rank, "go")
 
 
 def leave_early(comm: Communicator, line: Line) -> Seen | None:
@@ -143,7 +119,7 @@ def wait_in_vain(comm: Communicator, line: Line, victim: int, count: int) -> See
 @leaves
 @pytest.mark.parametrize(
     ("world_size", "victim", "count"),  # of tensors; 0 is a row of numbers
-    [(2, 1, 1), (3, 0, 0), (3, 0, 1), (4, 2, 1), (4, 2, 0), (4, 2, 4)],
+    [(2, 1, 1), (3, 0, 0), (4, 2, 4)],
 )
 def test_a_stopped_peer_is_named(leaf: str, world_size: int, victim: int, count: int) -> None:
     with LEAVES[leaf](wait_in_vain, world_size, victim, count) as stage:
@@ -206,28 +182,19 @@ def give_up(comm: Communicator, line: Line, way: str) -> tuple[str, str, float] 
             ends.append(error)
 
     line.receive()
-    if way == "hurry as it begins":
-        begin = comm._begin
-
-        def begin_in_a_hurry(*arguments: Any) -> Call:
-            call = begin(*arguments)
-            comm.hurry(DEADLINE_S)
-            return call
-
-        comm._begin = begin_in_a_hurry
     started = time.monotonic()
     thread = threading.Thread(target=wait)
     thread.start()
     if way == "close":
         comm.close()
-    elif way == "hurry":
+    else:
         comm.hurry(DEADLINE_S)
     thread.join(TIMEOUT_S)
     return type(ends[0]).__name__, str(ends[0]), time.monotonic() - started
 
 
 @leaves
-@pytest.mark.parametrize("way", ["close", "hurry", "hurry as it begins"])
+@pytest.mark.parametrize("way", ["close", "hurry"])
 def test_a_wait_for_a_hung_peer_can_be_ended_from_outside(leaf: str, way: str) -> None:
     """Also the process ends then, though the peer still holds its connections."""
     with LEAVES[leaf](give_up, 2, way) as stage:
@@ -252,17 +219,9 @@ MISMATCHES: dict[str, Calls] = {
         lambda comm: comm.all_gather_rows([1.0], what="row"),
         lambda comm: comm.all_gather_rows([1.0, 2.0], what="row"),
     ),
-    "a long row": (
-        lambda comm: comm.all_gather_rows([1.0], what="row"),
-        lambda comm: comm.all_gather_rows([1.0] * 500, what="row"),
-    ),
     "other rows": (
         lambda comm: comm.all_gather_rows([1.0], what="header of window 8"),
         lambda comm: comm.all_gather_rows([1.0], what="accuracy"),
-    ),
-    "a barrier": (
-        lambda comm: comm.all_gather_rows([], what="x"),
-        lambda comm: comm.barrier(what="x"),
     ),
     "an evaluation": (
         lambda comm: comm.all_reduce(torch.zeros(2), what="accuracy"),
@@ -271,18 +230,6 @@ MISMATCHES: dict[str, Calls] = {
     "another dtype": (
         lambda comm: comm.all_reduce(torch.zeros(2), what="x"),
         lambda comm: comm.all_reduce(torch.zeros(1, dtype=torch.float64), what="x"),
-    ),
-    "another source": (
-        lambda comm: comm.broadcast(torch.zeros(2), 0, what="x"),
-        lambda comm: comm.broadcast(torch.zeros(2), 1, what="x"),
-    ),
-    "a large tensor of another size": (
-        lambda comm: comm.all_reduce(torch.zeros(2000), what="x"),
-        lambda comm: comm.all_reduce(torch.zeros(3000), what="x"),
-    ),
-    "names that differ at their ends": (
-        lambda comm: comm.all_reduce(torch.zeros(2000), what="x" * 200 + "1"),
-        lambda comm: comm.all_reduce(torch.zeros(3000), what="x" * 200 + "2"),
     ),
     "other members": (
         lambda comm: comm.split([0, 1], name="half"),
@@ -323,7 +270,7 @@ def evaluate_on_one_rank(comm: Communicator, line: Line, count: int) -> Seen:
 
 
 @leaves
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [4])
 def test_an_evaluation_by_one_rank_alone_is_found_at_the_deadline(leaf: str, count: int) -> None:
     with LEAVES[leaf](evaluate_on_one_rank, 3, count) as stage:
         for seen in stage.all_seen([0, 1, 2]):
@@ -379,7 +326,3 @@ def test_a_closed_communicator_says_so(leaf: str) -> None:
             text = f"rank {rank} cannot start 'header': rank {rank} has closed this communicator"
             assert seen.message == text
             assert seen.took_s < SOON_S
-
-
-def test_the_deadline_of_the_tests_is_not_what_ends_them() -> None:
-    assert SOON_S < TIMEOUT_S

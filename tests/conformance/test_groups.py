@@ -6,7 +6,6 @@ import socket
 import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from evener.comm import groups
 from evener.comm.groups import GroupTransport
-from evener.errors import CollectiveError, ConfigError, LaunchError, PeerLostError
+from evener.errors import CollectiveError, LaunchError, PeerLostError
 from evener.protocol.formation import Deadlines
 from helpers.coordinators import serving
 from helpers.limits import PATIENCE_S
@@ -71,10 +70,10 @@ def meet_at(rank: Rank, port: int) -> int:
 
 def join_twice(rank: Rank) -> list[int]:
     from evener.team.environment import DistributedTrainConfig
-    from evener.team.fixed import join
+    from evener.team.fixed import meet
 
     place = DistributedTrainConfig.from_env()
-    with join(place, PATIENCE_S) as first, join(place, PATIENCE_S) as second:
+    with meet(place, PATIENCE_S)[0] as first, meet(place, PATIENCE_S)[0] as second:
         return [len(comm.all_gather_rows([1.0], what="row")) for comm in (first, second)]
 
 
@@ -88,7 +87,7 @@ def test_ranks_meet_at_the_coordinator_of_their_launcher() -> None:
         refused = run_ranks_to_end(join_twice, 2, env={"EVENER_COORDINATOR": address})
     for outcome in refused:
         assert isinstance(outcome.exception, LaunchError)
-        assert "asks for a token" in str(outcome.exception)
+        assert "the token differs" in str(outcome.exception)
 
 
 def serve_a_store(rank: Rank) -> None:
@@ -183,8 +182,8 @@ def test_an_unknown_address_is_named() -> None:
 
 
 def test_a_port_out_of_range_is_refused() -> None:
-    for port in (0, 65536):
-        with pytest.raises(ConfigError, match=f"port is {port}"):
+    for port, words in ((0, "port is 0"), (65536, "65536'; give a port")):
+        with pytest.raises(ConfigError, match=words):
             join_at(0, 2, "127.0.0.1", port)
 
 
@@ -194,16 +193,11 @@ def test_nccl_without_nccl_is_refused() -> None:
     def body(rank: Rank) -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("evener.comm.c10d.is_nccl_available", lambda: False)
-            with pytest.raises(LaunchError, match=refusal):
-                rank.connect(backend="nccl")
+            with rank.connect() as comm:
+                assert refusal in comm.add_nccl()
         return "refused"
 
     assert run_ranks(body, 2) == ["refused"] * 2
-
-
-def test_one_rank_opens_nothing() -> None:
-    with join_at(0, 1, "no.such.host.invalid", 1) as comm:
-        assert comm.backend == "none"
 
 
 # ── the network device ───────────────────────────────────────────────────────────────────────────
@@ -212,14 +206,6 @@ def test_one_rank_opens_nothing() -> None:
 def meet_over_loopback_device(rank: Rank) -> int:
     with rank.connect() as comm:
         return len(comm.all_gather_rows([1.0], what="row"))
-
-
-def test_gloo_socket_ifname_is_respected() -> None:
-    interface = socket.if_nameindex()[0][1]
-    if interface != "lo":
-        pytest.skip("the loopback interface has another name here")
-    env = {"GLOO_SOCKET_IFNAME": "lo,lo"}
-    assert run_ranks(meet_over_loopback_device, 2, env=env) == [2, 2]
 
 
 def test_an_unknown_interface_is_named() -> None:
@@ -269,40 +255,6 @@ def test_signals_are_heard_inside_a_wait() -> None:
 
 
 # ── nothing is kept ──────────────────────────────────────────────────────────────────────────────
-
-
-def form_many(rank: Rank) -> list[int]:
-    counts = []
-    with rank.connect() as comm:
-        for _ in range(10):
-            part = comm.split([0, 1], name="generation")
-            assert part is not None
-            with part:
-                part.all_reduce(torch.ones(3000), what="sum")
-            counts.append(len(list(Path("/proc/self/fd").iterdir())))
-            comm.barrier(what="next")
-    return counts
-
-
-def test_groups_that_end_leave_no_descriptors() -> None:
-    for counts in run_ranks(form_many, 2):
-        assert max(counts) == counts[0]
-
-
-def _two_at_a_time(rank: Rank) -> tuple[list[float], bool]:
-    first = rank.connect()
-    with rank.connect() as second:  # by the coordinator of the first: the port is taken
-        first.close()
-        rows = second.all_gather_rows([float(rank.rank)], what="after the first has closed")
-        part = second.split([1, 0], name="needs the store")
-        assert part is not None
-        part.barrier(what="of the part")
-        part.close()
-    return [row[0] for row in rows], second.rank == rank.rank
-
-
-def test_two_teams_at_the_same_time_in_one_process() -> None:
-    assert run_ranks(_two_at_a_time, 2) == [([0.0, 1.0], True)] * 2
 
 
 # ── sockets of others ────────────────────────────────────────────────────────────────────────────

@@ -112,24 +112,6 @@ def test_it_is_made_anew_when_dependencies_change_and_only_then(dev, file, befor
     assert (dev.VENV / "old").exists() is not again
 
 
-def test_a_half_made_environment_is_made_anew(dev, monkeypatch):
-    whole = dev.follow
-
-    def interrupted(command, *, may_fail=False):
-        whole(command)
-        if "install" in command:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(dev, "follow", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        dev.setup()
-    assert dev.VENV.exists()
-    monkeypatch.setattr(dev, "follow", whole)
-    dev.made.clear()
-    dev.setup()
-    assert dev.made
-
-
 def test_of_two_at_once_one_makes_it_and_the_other_waits(dev, monkeypatch):
     whole, inside, go_on = dev.follow, threading.Event(), threading.Event()
 
@@ -158,15 +140,6 @@ def test_a_frozen_environment_is_never_made(clone):
     assert done.returncode != 0
     assert "missing or out of date" in done.stderr
     assert not (clone / ".venv").exists()
-
-
-def test_demo_passes_its_arguments_on_and_bench_knows_its_benchmarks(dev, clone):
-    dev.setup()
-    assert run(clone, "demo", "--steps", "3").returncode == 0
-    assert calls(clone) == ["evener pretrain --demo --steps 3"]
-    done = run(clone, "bench", "nonsense")
-    assert done.returncode == 2
-    assert "no benchmark 'nonsense'" in done.stderr
 
 
 def test_test_runs_everything_and_sums_up_in_one_line(dev, clone):
@@ -202,37 +175,6 @@ def test_arguments_go_to_pytest_alone(dev, clone):
     dev.setup()
     run(clone, "test", "--all", "tests/unit", "-k", "cursor")
     assert calls(clone) == ["python -m pytest --all tests/unit -k cursor"]
-
-
-def test_all_installs_what_drives_chromium_where_it_is_missing(dev, monkeypatch):
-    here = {"chromium": "/usr/bin/chromium"}
-    monkeypatch.setattr(shutil, "which", here.get)
-    monkeypatch.setattr(dev, "run_tool", lambda *_: sys.exit(0))
-    dev.setup()
-    stamp = dev.STAMP.read_text()
-
-    def installed(*arguments):
-        dev.made.clear()
-        with pytest.raises(SystemExit):
-            dev.test([*arguments, "tests/unit"])
-        return dev.made
-
-    assert installed() == []
-    [command] = installed("--all")
-    assert command.endswith(f" playwright viztracer -c {dev.ROOT}/constraints.txt")
-    assert dev.STAMP.read_text() == stamp
-    (dev.VENV / "lib/python3.11/site-packages/viztracer").mkdir(parents=True)
-    assert installed("--all") == []
-    shutil.rmtree(dev.VENV / "lib")
-    here.clear()
-    assert installed("--all") == []
-
-
-def test_an_unknown_task_is_named(clone):
-    done = run(clone, "tset")
-    assert done.returncode == 1
-    assert "no task 'tset'; choose from setup, demo, test, lint, bench" in done.stderr
-    assert run(clone, "--help").stdout.startswith("Everything a developer runs")
 
 
 def test_an_old_python_is_told_what_to_do(dev, monkeypatch):

@@ -10,12 +10,14 @@ from pydantic import BaseModel
 
 from evener.config.runs import RunConfig
 from helpers.limits import PATIENCE_S
-from helpers.markdown import blocks, commands, is_example_of_a_loop, run_blocks
+from helpers.markdown import blocks, is_example_of_a_loop, run_blocks
 from helpers.source import ROOT, tracked_files
 
 DOCUMENTS = [path for path in tracked_files() if path.suffix == ".md"]
+#: Documents whose code takes a minute and more; their commands are tested in tests/processes, too.
+LONG = {"classification.md"}
 WITH_CODE = [
-    path
+    pytest.param(path, marks=[pytest.mark.long] if path.name in LONG else [])
     for path in DOCUMENTS
     if path.name == "README.md" or path.is_relative_to(ROOT / "docs")
     if any(b.language in {"python", "console"} for b in blocks(path.read_text()))
@@ -38,26 +40,32 @@ def test_code_blocks_run(document, tmp_path):
     run_blocks(document, tmp_path, timeout_s=PATIENCE_S, leave_out=is_example_of_a_loop)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
-def test_links_lead_somewhere(document):
-    text = without_blocks(document)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"[a-z]+:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        file = document.parent / path if path else document
-        assert file.exists(), f"{target} does not exist"
-        assert not anchor or anchor in anchors(file), f"{target}: there is no such heading"
+def test_links_lead_somewhere():
+    wrong = []
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(document)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            file = document.parent / path if path else document
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                wrong.append(f"{relative(document)}: {target}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
-def test_files_that_are_named_exist(document):
-    for name in re.findall(r"`((?:\w[\w.-]*/)*[\w.-]+/?)`", without_blocks(document)):
-        if name.partition("/")[0] in TOP and "/" in name:
-            assert (ROOT / name).exists(), f"{name} does not exist"
-        elif re.fullmatch(r"[\w-]+\.md", name):
-            places = (ROOT / name, ROOT / "docs" / name)
-            assert any(place.exists() for place in places), f"{name} does not exist"
+def test_files_that_are_named_exist():
+    wrong = []
+    for document in DOCUMENTS:
+        for name in re.findall(r"`((?:\w[\w.-]*/)*[\w.-]+/?)`", without_blocks(document)):
+            if name.partition("/")[0] in TOP and "/" in name:
+                places = [ROOT / name]
+            elif re.fullmatch(r"[\w-]+\.md", name):
+                places = [ROOT / name, ROOT / "docs" / name]
+            else:
+                continue
+            if not any(place.exists() for place in places):
+                wrong.append(f"{relative(document)}: {name}")
+    assert wrong == []
 
 
 def test_the_readme_leads_to_every_document_and_recipe():
@@ -157,20 +165,3 @@ def test_a_failing_block_is_named(tmp_path, text, message):
     document.write_text(text)
     with pytest.raises(AssertionError, match=message):
         run_blocks(document, tmp_path, timeout_s=PATIENCE_S)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("```python\n", "line 1: this block is not closed"),
-        ("<!-- not run -->\n```console\n```\n", "line 1: 'not run' needs a value"),
-        ("<!-- skip: me -->\n```console\n```\n", "line 1: unknown comment 'skip'"),
-    ],
-)
-def test_a_misspelt_document_is_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        list(blocks(text))
-
-
-def test_commands_may_go_on_in_the_next_line():
-    assert commands("$ a \\\n    b\nout\n$ c\n") == ["a  b", "c"]

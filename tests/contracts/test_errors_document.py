@@ -3,8 +3,6 @@
 import ast
 import re
 
-import pytest
-
 import evener
 from evener import EvenerError
 from helpers.source import ROOT, modules
@@ -37,11 +35,10 @@ def test_every_exception_has_a_section_and_every_section_an_exception() -> None:
     assert set(SECTIONS) == set(EXCEPTIONS)
 
 
-@pytest.mark.parametrize("name", EXCEPTIONS)
-def test_a_section_says_enough(name: str) -> None:
-    assert len(SECTIONS[name].split()) >= 20
-    for attribute in re.findall(r"^\s{8}(\w+): ", EXCEPTIONS[name].__doc__ or "", re.MULTILINE):
-        assert f"`{attribute}`" in SECTIONS[name]
+def test_a_section_names_every_attribute() -> None:
+    for name, kind in EXCEPTIONS.items():
+        for attribute in re.findall(r"^\s{8}(\w+): ", kind.__doc__ or "", re.MULTILINE):
+            assert f"`{attribute}`" in SECTIONS[name], name
 
 
 def test_the_tree_is_that_of_the_classes() -> None:
@@ -56,6 +53,6 @@ def test_the_tree_is_that_of_the_classes() -> None:
             assert also in {base.__name__ for base in error.__mro__}, line
 
 
-@pytest.mark.parametrize("quote", QUOTES)
-def test_a_quoted_message_is_one_of_the_code(quote: str) -> None:
-    assert any(quote in text for text in strings()), quote
+def test_quoted_messages_are_those_of_the_code() -> None:
+    said = strings()
+    assert [quote for quote in QUOTES if not any(quote in text for text in said)] == []

@@ -1,13 +1,10 @@
 """A test that leaves something behind fails, one that tidies up does not, and later ones go on."""
 
-import multiprocessing
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from helpers import leaks
 from helpers.limits import PATIENCE_S
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -107,14 +104,6 @@ def test_every_kind_of_leak_fails_the_test_that_made_it_and_no_other(tmp_path):
         assert len(section[1].splitlines()) == 2, section[1]  # nothing else is blamed on it
 
 
-def test_a_semaphore_is_known_by_the_processes_that_map_it():
-    """Those of other programs are no leak of ours."""
-    lock = multiprocessing.get_context("spawn").Lock()
-    segment = f"sem.{lock._semlock.name.removeprefix('/')}"
-    assert leaks.is_mapped(os.getpid(), segment)
-    assert not leaks.is_mapped(os.getppid(), segment)
-
-
 def test_what_is_tidied_up_is_no_leak_and_seeds_are_the_same_in_every_test(tmp_path):
     source = """
 import random, numpy
@@ -140,29 +129,6 @@ def test_draws_the_same_numbers_each_time(again):
     assert kept[-1] == kept[0]
 """
     assert "4 passed" in run_pytest(tmp_path, source)
-
-
-def test_a_timeout_of_pytest_shows_the_stacks_of_ranks(tmp_path):
-    source = """
-from helpers.ranks import RankTeam
-
-def hang(rank):
-    where_it_hangs(rank)
-
-def where_it_hangs(rank):
-    rank.send("here")
-    threading.Event().wait()
-
-def test_hangs():
-    with RankTeam(hang, 2) as team:
-        assert [team.receive(rank) for rank in range(2)] == ["here", "here"]
-        signal.raise_signal(signal.SIGALRM)  # as if the time were up now
-        team.wait()
-"""
-    output = run_pytest(tmp_path, source)
-    assert "1 failed" in output, output
-    assert "Failed: Timeout" in output, output
-    assert output.count("in where_it_hangs") == 2, output
 
 
 def test_what_needs_more_than_python_runs_only_when_asked(tmp_path):

@@ -3,9 +3,7 @@
 import os
 import signal
 import threading
-import time
 import warnings
-from dataclasses import dataclass
 
 import psutil
 import pytest
@@ -14,31 +12,6 @@ import torch.distributed
 
 from evener.errors import NonFiniteGradientError
 from helpers.ranks import RanksFailedError, RankTeam, run_ranks, run_ranks_to_end
-
-
-@dataclass
-class Answer:
-    rank: int
-    pid: int
-
-
-def answer(rank, offset):
-    return Answer(rank.rank + offset, os.getpid())
-
-
-def test_values_come_back_by_rank_from_processes_of_their_own():
-    answers = run_ranks(answer, 3, 10)
-    assert [a.rank for a in answers] == [10, 11, 12]
-    assert all(type(a) is Answer for a in answers)
-    assert len({a.pid for a in answers} | {os.getpid()}) == 4
-    assert not any(psutil.pid_exists(a.pid) for a in answers)
-
-
-def test_a_closure_and_large_tensors_travel():
-    payload = torch.arange(1_000_000)
-    doubled = run_ranks(lambda rank: payload * (rank.rank + 1), 2)
-    assert torch.equal(doubled[0], payload)
-    assert torch.equal(doubled[1], 2 * payload)
 
 
 def surroundings(rank):
@@ -58,26 +31,6 @@ def test_a_rank_begins_clean_and_finds_what_the_launcher_would_set():
     assert first[:-1] == ("0", True, "42", 1, 1, first[5])
     assert second[:-1] == ("1", True, "42", 1, 1, first[5])
     assert first[-1] == second[-1] == torch.rand(1).item()
-
-
-def meet(rank):
-    store = torch.distributed.TCPStore(
-        rank.address,
-        rank.port,
-        rank.world_size,
-        is_master=rank.rank == 0,
-    )
-    torch.distributed.init_process_group(
-        "gloo", store=store, rank=rank.rank, world_size=rank.world_size
-    )
-    total = torch.tensor([float(rank.rank)])
-    torch.distributed.all_reduce(total)
-    torch.distributed.destroy_process_group()
-    return total.item()
-
-
-def test_ranks_meet_on_the_port_that_they_are_given():
-    assert run_ranks(meet, 3) == [3.0] * 3
 
 
 def end(rank):
@@ -161,24 +114,3 @@ def test_the_test_can_talk_to_ranks_stop_them_and_let_them_go_on():
         assert psutil.Process(team.pids[1]).status() == psutil.STATUS_STOPPED
         team.send_signal(1, signal.SIGCONT)
         assert team.wait()[1].value == 40
-
-
-def test_a_rank_that_ends_instead_of_sending_is_an_error():
-    with RankTeam(answer, 1, 0) as team, pytest.raises(RanksFailedError, match="ended instead"):
-        team.receive(0)
-
-
-def test_a_warm_start_is_quick():
-    run_ranks(answer, 1, 0)  # starts the process that ranks are forked from
-    started_s = time.process_time()
-    run_ranks(answer, 4, 0)
-    assert time.process_time() - started_s < 0.5
-
-
-def leave_a_thread(rank):
-    threading.Thread(target=time.sleep, args=(0.2,)).start()
-    return "early"
-
-
-def test_a_rank_ends_like_any_process_when_its_threads_have_ended():
-    assert run_ranks(leave_a_thread, 1) == ["early"]

@@ -4,8 +4,6 @@ import os
 import re
 import tomllib
 
-import pytest
-
 import evener
 from helpers.source import ROOT, tracked_files
 
@@ -17,22 +15,20 @@ MAX_FILE_BYTES = 500_000
 HOMES = re.compile("/(?:" + "|".join(("home/", "Users/", "root/", "work/")) + r")[\w.-]{2,}")
 
 
-def relative(path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@pytest.mark.parametrize("path", TEXT, ids=relative)
-def test_text_files_are_clean(path):
-    text = path.read_text(encoding="utf-8")
-    assert "\r" not in text
-    assert text.endswith("\n") or not text, "no newline at the end"
-    assert not text.endswith("\n\n"), "empty lines at the end"
-    for number, line in enumerate(text.splitlines(), 1):
-        assert line == line.rstrip() or path.suffix == ".md", (
-            f"white space at the end of line {number}"
-        )
-        assert not line.startswith(("<<<<<<< ", ">>>>>>> ")), f"merge conflict in line {number}"
-        assert not HOMES.search(line), f"somebody's own folder in line {number}: {line.strip()}"
+def test_text_files_are_clean():
+    wrong = []
+    for path in TEXT:
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+        if "\r" in text or (text and not text.endswith("\n")) or text.endswith("\n\n"):
+            wrong.append(f"{name}: line ends")
+        for number, line in enumerate(text.splitlines(), 1):
+            if line != line.rstrip() and path.suffix != ".md":
+                wrong.append(f"{name}:{number}: white space at the end")
+            if line.startswith(("<<<<<<< ", ">>>>>>> ")):
+                wrong.append(f"{name}:{number}: merge conflict")
+            if HOMES.search(line):
+                wrong.append(f"{name}:{number}: somebody's own folder")
+    assert wrong == []
 
 
 def test_nothing_large_or_made_is_tracked():
@@ -73,12 +69,6 @@ def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_the_readme_is_what_the_package_shows():
-    # A name without the file makes the package impossible to build, and the other way round nobody
-    # sees it.
-    assert (ROOT / "README.md").is_file() == (PROJECT["project"].get("readme") == "README.md")
-
-
 def test_the_changelog_has_a_place_for_the_next_change():
     text = (ROOT / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in text
@@ -88,6 +78,7 @@ def test_the_changelog_has_a_place_for_the_next_change():
 
 def test_tests_are_in_folders_that_dev_py_knows():
     known = {"unit", "conformance", "processes", "numerics", "contracts", "recipes", "helpers"}
+    known |= {"nightly"}
     for path in (ROOT / "tests").iterdir():
         if path.is_dir() and path.name != "__pycache__" and any(path.rglob("*.py")):
             assert path.name in known, f"tests/{path.name}: dev.py decides what runs side by side"

@@ -90,7 +90,7 @@ class ElasticThreads:
         self.waiting: set[str] = set()
         self.living: list[str] = []
         self.numbers: dict[str, int] = {}
-        self.announced: dict[str, str] = {}
+        self.facts: dict[str, Any] = {}
         self.threads: list[threading.Thread] = []
         self.fates: list[Fate] = []
         self.team: ThreadTeam | None = None
@@ -312,6 +312,9 @@ class ThreadMembership(Membership):
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         self.facts = facts
+        with self.team.condition:
+            self.team.facts |= facts
+            self.team.condition.notify_all()
 
     def leave(self, *, finished: bool) -> None:
         if not self.has_left:
@@ -324,20 +327,14 @@ class ThreadMembership(Membership):
         if self.generation < newest:
             raise PeerLostError(f"{self.member} may not commit in generation {self.generation}")
 
-    def announce(self, key: str, text: str) -> None:
-        with self.team.condition:
-            self.team.announced[key] = text
-            self.team.condition.notify_all()
-
-    def announced(self, key: str, timeout_s: float = 0.0) -> str | None:
-        told, condition = self.team.announced, self.team.condition
-
-        def leads() -> bool:
-            return self.team.roster.leads(self.member)
-
+    def described(self, name: str, timeout_s: float) -> Any:
+        told, condition = self.team.facts, self.team.condition
         with condition:
-            condition.wait_for(lambda: key in told or leads(), min(timeout_s, PATIENCE_S))
-            return told.get(key, None if leads() else "")
+            condition.wait_for(
+                lambda: name in told or self.team.roster.leads(self.member),
+                min(timeout_s, PATIENCE_S),
+            )
+            return told.get(name)
 
     def close(self) -> None:
         self.is_closed = True

@@ -3,15 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from evener.doctor.host_facts import (
-    DeviceFacts,
-    ExchangeTrials,
-    HostFacts,
-    LimitFacts,
-    MeasuredLink,
-    ProcessorFacts,
-    TorchBuild,
-)
+from evener.doctor.host_facts import DeviceFacts, ExchangeTrials, HostFacts, MeasuredLink
 
 GIB = 1 << 30
 
@@ -25,13 +17,18 @@ HEALTHY = HostFacts(
         DeviceFacts(name="cuda:1", model="GTX 1060", memory_bytes=6 * GIB, architecture="sm_61"),
     ),
     devices_shown=2,
-    build=TorchBuild(
-        runtime="CUDA 12.6", architectures=("sm_50", "sm_60", "sm_80", "sm_90"), nccl="2.27"
-    ),
+    runtime="CUDA 12.6",
+    architectures=("sm_50", "sm_60", "sm_80", "sm_90"),
+    nccl="2.27",
     exchange=ExchangeTrials(nccl_tried=True),
     addresses=("10.0.0.1",),
-    limits=LimitFacts(open_files=4096, processes=4096, shm_bytes=8 * GIB),
-    processor=ProcessorFacts(cores=16, usable_cores=16, memory_bytes=64 * GIB, free_bytes=32 * GIB),
+    open_files=4096,
+    processes=4096,
+    shm_bytes=8 * GIB,
+    cores=16,
+    usable_cores=16,
+    memory_bytes=64 * GIB,
+    free_bytes=32 * GIB,
 )
 
 GOOD_LINK = MeasuredLink(
@@ -44,11 +41,5 @@ GOOD_LINK = MeasuredLink(
 
 
 def host(**changes: Any) -> HostFacts:
-    """The healthy host, with other facts: values, or dicts of them for a part."""
-    parts = {
-        name: replace(getattr(HEALTHY, name), **value)
-        if isinstance(value, dict) and name != "versions"
-        else value
-        for name, value in changes.items()
-    }
-    return replace(HEALTHY, **parts)
+    """The healthy host, with other facts."""
+    return replace(HEALTHY, **changes)

@@ -99,7 +99,7 @@ def join_at(
 ) -> Any:
     """The communicator of ranks that meet at an address."""
     from evener.team.environment import DistributedTrainConfig
-    from evener.team.fixed import join
+    from evener.team.fixed import meet
 
     place = DistributedTrainConfig.of_rank(
         rank,
@@ -108,7 +108,10 @@ def join_at(
         coordinator_port=port,
         agent_store=agent_store,
     )
-    return join(place, timeout_s, backend=backend)
+    comm, _ = meet(place, timeout_s)
+    if backend == "nccl" and (failure := comm.add_nccl()):
+        raise AssertionError(failure)
+    return comm
 
 
 @dataclass(frozen=True, kw_only=True)

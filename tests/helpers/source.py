@@ -62,27 +62,6 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
                 yield node, f"{prefix}.{alias.name}"
 
 
-def without_functions(tree: ast.AST) -> Iterator[ast.AST]:
-    """What runs when a module is imported: not function bodies, nor blocks for type checkers."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            continue
-        yield node
-        yield from without_functions(node)
-
-
-def uses(tree: ast.AST, dotted: str) -> Iterator[ast.AST]:
-    """Where a dotted name such as ``torch.distributed`` is imported or written out."""
-    for node, name in imports(tree):
-        if name == dotted or name.startswith(f"{dotted}."):
-            yield node
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == dotted:
-            yield node
-
-
 def tracked_files() -> list[Path]:
     """Every file of the repository that git knows, and that is still there."""
     done = subprocess.run(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, load_model, save_file, save_model
+from safetensors.torch import load_file, load_model, save_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -27,19 +27,12 @@ from helpers.teams import run_team, setup
 DOUBLE = torch.float64
 POINTS = regression_data(46, dtype=DOUBLE)
 
-worlds = pytest.mark.parametrize("world_size", [1, 2], ids=["1 rank", "2 ranks 3:1"])
 
-
-def check(
-    world_size: int,
-    act: Callable[[nn.Sequential, int], dict[str, Tensor]],
-    *,
-    make: Callable[[], Any] = lambda: mlp(dtype=DOUBLE),
-) -> None:
+def check(act: Callable[[nn.Sequential, int], dict[str, Tensor]]) -> None:
     """Trains an epoch, does ``act(model, rank)``, trains another; what act returns is compared."""
 
     def script(begin: Begin) -> dict[str, Tensor]:
-        model = make()
+        model = mlp(dtype=DOUBLE)
         loop = begin(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
         steps, found = 0, {}
         for x, y in loop.batches():
@@ -50,13 +43,12 @@ def check(
                     found = act(model, loop.rank)
         return state_of(model) | {f"found.{name}": t.clone() for name, t in found.items()}
 
-    result = assert_trains_alike(script, world_size, POINTS)
+    result = assert_trains_alike(script, 2, POINTS)
     assert any(name.startswith("found.") for name in result)
     assert not torch.equal(result["found.0.weight"], result["0.weight"]), "it trained no more"
 
 
-@worlds
-def test_deep_copies_train_apart(world_size: int) -> None:
+def test_deep_copies_train_apart() -> None:
     def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
         twin = copy.deepcopy(model)
         before = state_of(twin)
@@ -66,37 +58,11 @@ def test_deep_copies_train_apart(world_size: int) -> None:
         assert not torch.equal(before["0.weight"], state_of(twin)["0.weight"])
         return before
 
-    check(world_size, act)
+    check(act)
 
 
-@worlds
-def test_state_dicts_loaded_into_another_model_and_back(world_size: int) -> None:
-    def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
-        other = mlp(seed=9, dtype=DOUBLE)
-        other.load_state_dict(model.state_dict())
-        saved = copy.deepcopy(model.state_dict())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        model.load_state_dict(saved)
-        return state_of(other)
-
-    check(world_size, act)
-
-
-@worlds
-def test_loading_other_weights_in_the_middle(world_size: int) -> None:
-    def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
-        trained = state_of(model)
-        model.load_state_dict(mlp(seed=9, dtype=DOUBLE).state_dict())
-        return trained
-
-    check(world_size, act)
-
-
-@worlds
 @pytest.mark.parametrize("how", ["torch.save", "pickle"])
-def test_whole_models_and_state_dicts_saved(world_size: int, how: str, tmp_path: Path) -> None:
+def test_whole_models_and_state_dicts_saved(how: str, tmp_path: Path) -> None:
     def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
         if how == "pickle":
             twin = pickle.loads(pickle.dumps(model))
@@ -113,23 +79,7 @@ def test_whole_models_and_state_dicts_saved(world_size: int, how: str, tmp_path:
         assert all(torch.equal(state[n], t) for n, t in state_of(twin).items())
         return dict(state)
 
-    check(world_size, act)
-
-
-@worlds
-def test_safetensors(world_size: int, tmp_path: Path) -> None:
-    def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
-        save_model(model, str(tmp_path / f"model-{rank}.safetensors"))
-        save_file(model.state_dict(), str(tmp_path / f"file-{rank}.safetensors"))
-        twin = mlp(seed=9, dtype=DOUBLE)
-        load_model(twin, str(tmp_path / f"model-{rank}.safetensors"))
-        # and into the model that trains
-        assert load_model(model, str(tmp_path / f"model-{rank}.safetensors")) == (set(), [])
-        state = load_file(str(tmp_path / f"file-{rank}.safetensors"))
-        assert all(torch.equal(state[n], t) for n, t in state_of(twin).items())
-        return state
-
-    check(world_size, act)
+    check(act)
 
 
 def test_safetensors_of_tied_weights(tmp_path: Path) -> None:
@@ -145,8 +95,7 @@ def test_safetensors_of_tied_weights(tmp_path: Path) -> None:
         )
 
 
-@worlds
-def test_save_pretrained(world_size: int, tmp_path: Path) -> None:
+def test_save_pretrained(tmp_path: Path) -> None:
     import transformers
 
     config = transformers.LlamaConfig(
@@ -185,9 +134,7 @@ def test_save_pretrained(world_size: int, tmp_path: Path) -> None:
 
     # Llama computes its norms and positions in float32, whatever its weights are.
     tokens = torch.randint(16, (12, 6), generator=torch.Generator().manual_seed(1))
-    assert_trains_alike(
-        script, world_size, (tokens,), batch_size=6, micro_batch_size=2, tolerance=1e-6
-    )
+    assert_trains_alike(script, 2, (tokens,), batch_size=6, micro_batch_size=2, tolerance=1e-6)
     for folder in tmp_path.iterdir():  # here: loading changes torch's settings for all threads
         again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DOUBLE)
         assert again.lm_head.weight is again.model.embed_tokens.weight
@@ -231,31 +178,13 @@ def test_models_of_bf16_teams_can_be_copied_and_compiled(how: str) -> None:
 # ── what is not the team's ───────────────────────────────────────────────────────────────────────
 
 
-def test_gradients_from_before_the_set_up_are_dropped() -> None:
-    def script(begin: Begin) -> dict[str, Tensor]:
-        model = mlp(dtype=DOUBLE)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        model(POINTS[0]).sum().backward()  # to look at shapes, or to warm up
-        optimizer.zero_grad()
-        if begin.__name__ == "begin":
-            model(POINTS[0]).sum().backward()
-        loop = begin(model, optimizer)
-        for x, y in loop.batches(1):
-            loop.backward(F.mse_loss(model(x), y))
-            loop.step()
-        return state_of(model)
-
-    assert_trains_alike(script, 1, POINTS)
-
-
 def train(ddp: Ddp, loader: Any, model: nn.Module) -> None:
     for x, y in loader.epoch(0):
         ddp.backward(F.mse_loss(model(x), y))
         ddp.step()
 
 
-@worlds
-def test_an_optimizer_may_not_get_parameters_that_nobody_averages(world_size: int) -> None:
+def test_an_optimizer_may_not_get_parameters_that_nobody_averages() -> None:
     def member(communicator: Communicator) -> str:
         model = mlp(dtype=DOUBLE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -267,27 +196,9 @@ def test_an_optimizer_may_not_get_parameters_that_nobody_averages(world_size: in
                 train(ddp, loader, nn.Sequential(model, head))
             return str(raised.value)
 
-    for message in run_team(world_size, member):
+    for message in run_team(2, member):
         assert "shape (4, 4)" in message
         assert "before Ddp.setup" in message
-
-
-def test_thawing_on_one_rank_alone_is_refused_on_all() -> None:
-    def member(communicator: Communicator) -> str:
-        model = mlp(dtype=DOUBLE)
-        model[0].requires_grad_(False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with setup(communicator, model, optimizer, shares=(3, 1)) as ddp:
-            loader = ddp.loader(torch.utils.data.TensorDataset(*POINTS), batch_size=16)
-            if ddp.rank == 1:
-                model[0].requires_grad_(True)
-            with pytest.raises(UsageError) as raised:
-                train(ddp, loader, model)
-            return str(raised.value)
-
-    for message in run_team(2, member):
-        assert "2 on rank 0, 4 on rank 1" in message
-        assert "on every rank" in message
 
 
 def test_a_registered_moving_average_goes_on_after_a_restart(tmp_path: Path) -> None:

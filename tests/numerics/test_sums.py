@@ -272,13 +272,6 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
-def steps(loss: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=DOUBLE)
-    for _ in range(2000):
-        total = total + loss
-    return total
-
-
 def normalised(x: Tensor) -> Tensor:
     return x[:, 0] / x[:, 0].sum()
 
@@ -286,11 +279,7 @@ def normalised(x: Tensor) -> Tensor:
 SUMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "cross_entropy": lambda m, x: F.cross_entropy(m(x), labels(x), reduction="sum"),
     "mse_loss": lambda m, x: F.mse_loss(m(x), x, reduction="sum"),
-    "l1_loss": lambda m, x: F.l1_loss(m(x), x, reduction="sum"),
-    "bce": lambda m, x: F.binary_cross_entropy_with_logits(m(x), x, reduction="sum"),
-    "per-sample losses": lambda m, x: F.cross_entropy(m(x), labels(x), reduction="none").sum(),
     "sum()": lambda m, x: error(m, x).sum(),
-    "times a constant": lambda m, x: 4 * error(m, x).sum(),
     "tokens": lambda m, x: F.cross_entropy(
         m(x).view(len(x), 2, 3).flatten(0, 1), x.view(-1, 3).argmax(1), reduction="sum"
     ),
@@ -304,58 +293,23 @@ SUMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 MEANS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "cross_entropy": lambda m, x: F.cross_entropy(m(x), labels(x)),
     "class weights": lambda m, x: F.cross_entropy(m(x), labels(x), weight=torch.rand(6).double()),
-    "label smoothing": lambda m, x: F.cross_entropy(m(x), labels(x), label_smoothing=0.1),
-    "soft targets": lambda m, x: F.cross_entropy(m(x), x.softmax(1)),
     "mse_loss": lambda m, x: F.mse_loss(m(x), x),
-    "half of it": lambda m, x: F.mse_loss(m(x), x) / 2,
-    "huber + l1": lambda m, x: F.huber_loss(m(x), x) + 0.1 * F.l1_loss(m(x), x),
     "mean(0).sum()": lambda m, x: error(m, x).mean(0).sum(),
-    "mean(1).mean()": lambda m, x: error(m, x).mean(1).mean(),
-    "sum(1).mean()": lambda m, x: error(m, x).sum(1).mean(),
     "sum / samples": lambda m, x: error(m, x).sum() / len(x),
     "sum * 1/samples": lambda m, x: error(m, x).sum() * (1 / len(x)),
-    "sum / elements": lambda m, x: error(m, x).sum() / x.numel(),
     "masked": lambda m, x: (error(m, x) * mask(x)).sum() / mask(x).sum(),
-    "masked, by a number": lambda m, x: (error(m, x) * mask(x)).sum() / int(mask(x).sum()),
     "ignored labels": lambda m, x: (
         F.cross_entropy(m(x), labels(x), ignore_index=0, reduction="sum")
         / max(int((labels(x) != 0).sum()), 1)
     ),
     "normalised weights": lambda m, x: (error(m, x).mean(1) * normalised(x)).sum(),
-    "weights in the loss": lambda m, x: F.binary_cross_entropy_with_logits(
-        m(x), x, weight=mask(x) / mask(x).sum(), reduction="sum"
-    ),
-    "attention": lambda m, x: (m(x)[:, 0].softmax(0) * error(m, x).mean(1)).sum(),
-    "eight means": lambda m, x: torch.stack([error(m, x).mean()] * 8).sum() / 8,
     "a regulariser": lambda m, x: (
         error(m, x).mean() + 1e-3 * sum(p.square().sum() for p in m.parameters())
     ),
-    "two thousand steps": lambda m, x: steps(F.mse_loss(m(x), x)) / 2000,
     "a function of one's own": lambda m, x: Doubled.apply(error(m, x)).sum() / len(x),
     "orthogonal layers": lambda m, x: error(m, x).mean() + (m[0].weight @ m[0].weight.T).sum(),
-    "moments": lambda m, x: (m(x).mean(0) - x.mean(0)).square().sum(),
     "batchmean": lambda m, x: F.kl_div(m(x).log_softmax(1), x.softmax(1), reduction="batchmean"),
-    "focal": lambda m, x: (
-        (1 - m(x).sigmoid()).square()
-        * F.binary_cross_entropy_with_logits(m(x), x, reduction="none")
-    ).mean(),
     "REINFORCE": lambda m, x: -(m(x).log_softmax(1)[:, 0] * x[:, 1]).mean(),
-    "PPO": lambda m, x: (
-        torch.max(-m(x).exp() * x, -m(x).exp().clamp(0.8, 1.2) * x).mean()
-        + 0.5 * F.mse_loss(m(x)[:, 0], x[:, 0])
-        - 0.01 * torch.distributions.Categorical(logits=m(x)).entropy().mean()
-    ),
-    "CLIP": lambda m, x: (
-        (
-            F.cross_entropy(m(x) @ x.T, torch.arange(len(x)))
-            + F.cross_entropy(x @ m(x).T, torch.arange(len(x)))
-        )
-        / 2
-    ),
-    "twin critics": lambda m, x: (0 + F.mse_loss(m(x), x) + error(m, x).mean()) / 2,
-    "language model": lambda m, x: F.cross_entropy(
-        m(x).view(-1, 3), x.view(-1, 3).argmax(1), ignore_index=2
-    ),
 }
 
 

@@ -26,7 +26,9 @@ from helpers.ports import free_port
 HEALTHY_CPU = host(
     devices=HEALTHY.devices[:1],
     devices_shown=0,
-    build={"runtime": "", "architectures": (), "nccl": ""},
+    runtime="",
+    architectures=(),
+    nccl="",
 )
 
 
@@ -40,7 +42,7 @@ def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
 def check_form(document: dict[str, Any]) -> list[Problem]:
     """Checks the JSON; returns its problems."""
     assert set(document) == {"form", "here", "there", "link", "problems"}
-    assert document["form"] == 2
+    assert document["form"] == 3
     kinds = {"here": HostFacts, "there": HostFacts | None, "link": MeasuredLink | None}
     for name, kind in kinds.items():
         TypeAdapter(kind).validate_json(json.dumps(document[name]), strict=True)

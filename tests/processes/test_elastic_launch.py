@@ -233,8 +233,8 @@ def test_a_first_failure_before_anybody_has_joined_ends_the_run(sandbox: Sandbox
     ("options", "says"),
     [
         (["--elastic", "3:2"], "--elastic is '3:2'; give the fewest and the most as"),
-        (["--elastic", "1:2", "--nproc", 0], "--nproc is 0"),
-        (["--elastic", "1:2", "--max-failures", -1], "--max-failures is -1"),
+        (["--elastic", "1:2", "--nproc", 0], "'--nproc': Input should be greater"),
+        (["--elastic", "1:2", "--max-failures", -1], "'--max-failures': Input should be greater"),
         (["--max-failures", 3], "--max-failures is 3, but the team is not elastic"),
         (["--elastic", "1:2", "--nnodes", 2], "--nnodes is 2, but --master-addr is missing"),
     ],

@@ -161,7 +161,7 @@ def test_a_joiner_that_reaches_the_coordinator_alone_is_refused_and_the_team_con
     serve = (
         "from evener.protocol.formation import Deadlines\n"
         "from evener.team.coordinator import coordinate\n"
-        "from evener.team.coordinator_options import CoordinatorOptions\n"
+        "from evener.team.coordinator_thread import CoordinatorOptions\n"
         "coordinate(CoordinatorOptions(\n"
         f"    host={ADDRESSES[0]!r}, port=29600, most=3, token={token.read_bytes()!r},\n"
         "    deadlines=Deadlines(connect_s=3.0)))\n"

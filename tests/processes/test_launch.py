@@ -242,7 +242,7 @@ def test_the_exit_code_of_the_first_failing_rank_is_the_launchers(sandbox):
 @pytest.mark.parametrize(
     ("signum", "words"),
     [
-        (signal.SIGKILL, ["SIGKILL", "memory was not seen to run short"]),
+        (signal.SIGKILL, ["SIGKILL", "the kernel has ended nothing here for memory"]),
         (signal.SIGSEGV, ["SIGSEGV", "[rank 1] Fatal"]),
     ],
 )

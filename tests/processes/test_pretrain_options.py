@@ -199,7 +199,7 @@ def test_a_rank_that_is_parked_and_called_back_changes_no_result(lab):
 
 def test_windows_that_are_not_finite_can_be_left_out(lab):
     _, run = start(
-        *(lab, "skipping", "optimizer.lr=1e30", "optimizer.max_grad_norm=null"),
+        *(lab, "skipping", "optimizer.lr=1e30", "max_grad_norm=null"),
         *("non_finite=skip", "max_steps=6", "eval.every=0"),
         nproc=2,
     )

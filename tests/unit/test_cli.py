@@ -134,7 +134,7 @@ def test_join_runs_a_module_too(launched):
     """A script that was started as a module, and became a launcher, tells how to add a worker."""
     assert cli.main(["join", "127.0.0.1:29600", "--", "-m", "package.train", "--lr", "1"]) == 42
     program = [sys.executable, "-P", "-m", "evener.team.script"]
-    plan = LaunchPlan(nproc=1, join="127.0.0.1:29600")
+    plan = LaunchPlan(join="127.0.0.1:29600")
     assert launched == [([*program, "-m", "package.train", "--lr", "1"], plan)]
 
 
@@ -165,14 +165,6 @@ def test_one_machine_of_several(launched, arguments, timeout_s):
     assert launched[0][1].nodes == Nodes(least=2, most=2, **place)
 
 
-def test_a_run_to_resume_need_not_be_known_on_every_machine_at_once(launched, capsys):
-    """Ranks find out together, so that each machine is told."""
-    assert cli.main(["pretrain", *NODES, "--resume"]) == 42
-    first = ["0" if word == "1" else word for word in NODES]
-    assert cli.main(["pretrain", *first, "--resume"]) == 1
-    assert "is no run to resume" in capsys.readouterr().err
-
-
 def test_each_machine_would_train_a_base_model_of_its_own(launched, capsys):
     assert cli.main(["classify", *NODES]) == 2
     assert "name the folder of a model that all machines have" in capsys.readouterr().err
@@ -195,13 +187,9 @@ def test_under_torchrun_the_team_is_settled(monkeypatch, capsys, arguments, opti
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["launch", "--nproc", "0", "train.py"], "--nproc is 0"),
-        (["launch", "--nproc", "9999", "train.py"], "--nproc is 9999"),
         (["launch", "missing.py"], "missing.py is not a file"),
-        (["launch", "--port", "70000", "train.py"], "--port is 70000"),
         (["launch", "--node-rank", "0", "train.py"], "--nnodes is missing"),
         (["pretrain", "--nnodes", "2", "--node-rank", "0"], "--master-addr is missing"),
-        (["pretrain", "--nproc", "-2"], "--nproc is -2"),
         (["pretrain", "--nproc", "2", "--emulate-slow", "2:3"], "there is no rank 2"),
         (["pretrain", "--emulate-slow", "1:3"], "there is no rank 1 in a team of 1"),
         (["pretrain", "--elastic", "1:2", "--emulate-slow", "2:3"], "in a team of 2"),
@@ -224,9 +212,22 @@ def test_bad_input_is_one_line_that_names_it(arguments, words, capsys):
     assert err.count("\n") == 1
 
 
-def test_an_unknown_option_is_refused(capsys):
-    assert cli.main(["pretrain", "--nprocs", "2"]) == 2
-    assert "--nprocs" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("pretrain", "--nprocs", 2),
+        ("pretrain", "--nproc", 0),
+        ("launch", "--nproc", 9999),
+        ("launch", "--port", 70_000),
+        ("join", "--max-failures", -1),
+        ("coordinator", "--timeout-s", 0),
+        ("coordinator", "--patience-s", -5),
+        ("coordinator", "--host-lease-s", 1),
+    ],
+)
+def test_unknown_options_and_numbers_out_of_range_are_refused(command, option, value, capsys):
+    assert cli.main([command, option, str(value)]) == 2
+    assert option in capsys.readouterr().err
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch, capsys):

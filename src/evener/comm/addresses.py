@@ -6,8 +6,6 @@ Launchers use it, so it loads no torch.
 import errno
 import re
 import socket
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Final
@@ -15,9 +13,8 @@ from typing import Final
 from evener.errors import ConfigError, LaunchError
 
 LOOPBACK: Final = "127.0.0.1"
-_MOST_ATTEMPTS: Final = 64
 _NAME = re.compile(r"[\w.-]+")  # names may have letters of any language
-_LARGEST_PORT = 65_535
+LARGEST_PORT: Final = 65_535
 _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 
@@ -133,28 +130,6 @@ def open_port(host: str, port: int, *, program: str, is_guarded: bool) -> socket
     return listening
 
 
-def find_unreachable(places: Mapping[str, tuple[str, int]], timeout_s: float) -> list[str]:
-    """Return which of some listening sockets cannot be connected to, all tried at once.
-
-    Args:
-        places: Number and port of each, by a name.
-        timeout_s: How long to wait for each of them.
-    """
-
-    def reaches(place: tuple[str, int]) -> bool:
-        try:
-            socket.create_connection(place, timeout_s).close()
-        except OSError:
-            return False
-        return True
-
-    if not places:
-        return []
-    with ThreadPoolExecutor(min(len(places), _MOST_ATTEMPTS)) as pool:
-        are_reached = [*pool.map(reaches, places.values())]
-    return [name for name, ok in zip(places, are_reached, strict=True) if not ok]
-
-
 def end_when_unreachable(connection: socket.socket, silence_s: float) -> None:
     """Have the kernel end a TCP connection whose other machine has not answered for that long.
 
@@ -244,21 +219,14 @@ def parse_address(address: object, name: str, *, may_bind: bool = False) -> tupl
         )
     if port is None:
         return host, None
-    if not (port.isdecimal() and 1 <= int(port) <= _LARGEST_PORT):
-        raise ConfigError(f"{name} is {address!r}; give a port from 1 to {_LARGEST_PORT} after ':'")
+    if not (port.isdecimal() and 1 <= int(port) <= LARGEST_PORT):
+        raise ConfigError(f"{name} is {address!r}; give a port from 1 to {LARGEST_PORT} after ':'")
     return host, int(port)
 
 
 def join_address(host: str, port: int) -> str:
     """Return ``HOST:PORT``, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def check_port(port: int, name: str, least: int = 1) -> int:
-    """Return a port, if it can be one; ``name`` is for the ConfigError otherwise."""
-    if not least <= port <= _LARGEST_PORT:
-        raise ConfigError(f"{name} is {port}; give a port from 1 to {_LARGEST_PORT}")
-    return port
 
 
 def _split(text: str) -> tuple[str, str | None]:

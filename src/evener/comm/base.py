@@ -607,25 +607,8 @@ class Communicator(Closing, NotInherited):
             leaves the other.
         """
         members = tuple(ranks)
-        if not members or len(set(members)) != len(members):
-            raise ConfigError(f"split {name!r} with ranks {list(members)}: name each member once")
-        if not all(0 <= r < self.world_size for r in members):
-            raise ConfigError(
-                f"split {name!r} with ranks {list(members)}: there are ranks 0 to "
-                f"{self.world_size - 1}"
-            )
-        what = f"split {name!r}"
-        row = [*members, *[-1] * (self.world_size - len(members))]
-        for other, theirs in enumerate(self.all_gather_rows(row, what=what, timeout_s=timeout_s)):
-            if theirs != row:
-                raise self._end(
-                    CollectiveMismatchError(
-                        f"rank {self.number} splits {name!r} with {self._numbers_of(members)}, "
-                        f"rank {self.numbers[other]} with "
-                        f"{self._numbers_of([int(r) for r in theirs if r >= 0])}: all must name "
-                        "the same members"
-                    )
-                )
+        what = f"split {name!r} of {[self.numbers[rank] for rank in members]}"
+        self.barrier(what=what, timeout_s=timeout_s)  # in which all must name the same members
         self._num_splits += 1
         call = self._begin("split", what, timeout_s, f"number {self._num_splits}")
         if self._transport is None or len(members) == 1:
@@ -833,9 +816,6 @@ class Communicator(Closing, NotInherited):
                 f"{what!r} has {flat.numel()} elements, which {self.world_size} ranks cannot share "
                 "in equal parts: pad it to a multiple of world_size"
             )
-
-    def _numbers_of(self, ranks: Sequence[int]) -> list[int]:
-        return [self.numbers[rank] for rank in ranks]
 
 
 def _flat(tensor: Tensor, what: str) -> Tensor:

@@ -8,46 +8,20 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from evener.comm.addresses import bind, is_loopback
-from evener.comm.forks import leave_behind_in_children
 from evener.comm.network import own_address
-from evener.comm.wires import Wires
 from evener.devices import count_accelerators
 from evener.errors import ConfigError, LaunchError
 
 _BYTES = 256  # enough for a host name and a port
 
-#: Connections of the groups that were found: they may outlive evener's own.
-_wires: list[Wires] = []
 #: They listen nowhere, so rank 0's coordinator may; the kernel gives their ports to nobody else.
 _reserved: list[socket.socket] = []
-
-
-class GroupPlace(NamedTuple):
-    """This process's place in a group, and where its ranks can meet.
-
-    Attributes:
-        rank: Its number in the group.
-        world_size: Ranks of the group.
-        local_rank: Its number among those on this host.
-        local_world_size: Ranks of the group on this host.
-        coordinator_addr: Host of the group's rank 0.
-        coordinator_port: A port of rank 0's, kept for it; 0 in a group of one.
-        coordinator_token: What ranks must know there.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    coordinator_addr: str
-    coordinator_port: int
-    coordinator_token: str
 
 
 def default_group() -> Any:
@@ -60,8 +34,11 @@ def numbers_in(group: Any, number: int) -> list[int]:
     return [int(said) for said in _gather(group, str(number).encode())]
 
 
-def find_place(group: Any) -> GroupPlace:
+def find_place(group: Any) -> dict[str, Any]:
     """Find this process's place in a group; all its ranks call it together.
+
+    Returns:
+        Fields of a ``DistributedTrainConfig``, by name.
 
     Raises:
         ConfigError: This process is not in the group.
@@ -88,20 +65,11 @@ def find_place(group: Any) -> GroupPlace:
     )
     port = int(port_text)
     local = [r for r, host in enumerate(hosts) if host == own.encode()[:_BYTES]]
-    return GroupPlace(rank, world_size, local.index(rank), len(local), address, port, token)
-
-
-def close_in_children(group: Any) -> None:
-    """Make forked children close the ranks' connections; all ranks of the group call it.
-
-    A rank's workers would otherwise keep the user's connections open after its death, too.
-    """
-
-    def exchange(ends: bytes) -> list[bytes]:
-        return _gather(group, ends, max(numbers_in(group, len(ends))))
-
-    _wires.append(Wires.between(exchange))
-    leave_behind_in_children(_wires[-1])
+    return {
+        "rank": rank, "world_size": world_size,
+        "local_rank": local.index(rank), "local_world_size": len(local),
+        "coordinator_addr": address, "coordinator_port": port, "coordinator_token": token,
+    }  # fmt: skip
 
 
 def _reachable_address() -> str:

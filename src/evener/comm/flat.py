@@ -79,8 +79,6 @@ class FlatBuffers:
             ConfigError: A parameter has no shape yet, or two of them overlap in memory; a bucket
                 names one that is not there, or that another bucket has named.
         """
-        if world_size < 1:
-            raise ConfigError(f"world_size is {world_size}: it is the number of ranks, 1 or more")
         self._world_size = world_size
         self._comm = Communicator() if comm is None else comm
         self._is_divided = is_divided

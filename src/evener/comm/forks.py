@@ -1,7 +1,8 @@
 """Close a forked child's copies of descriptors, which would outlive this process's death.
 
 A peer learns of a death when the last descriptor of a connection is closed. A child that holds
-copies (a worker of the user's ``DataLoader``, for example) delays that until it ends.
+copies (a worker of the user's ``DataLoader``, for example) delays that until it ends. Loads no
+torch, as agents have connections, too.
 """
 
 import gc
@@ -10,8 +11,6 @@ import sys
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from weakref import WeakSet
-
-import torch
 
 
 class NotInherited(ABC):
@@ -60,4 +59,5 @@ def _start_child() -> None:
     _resources.clear()
     gc.freeze()  # the collector leaves alone whatever the parent had, the cycle included
     # The pools of threads did not survive the fork: an operation on several threads would hang.
-    torch.set_num_threads(1)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)

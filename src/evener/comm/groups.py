@@ -64,32 +64,26 @@ def form_groups(
     rank: int,
     numbers: Sequence[int],
     key: str,
-    backend: str,
     timeout_s: float,
     form_timeout_s: float,
 ) -> Communicator:
-    """Form process groups, and a communicator over them; all their ranks do so at the same time.
-
-    The groups are Gloo's always, and NCCL's beside it where asked for.
+    """Form a process group, and a communicator over it; all its ranks do so at the same time.
 
     Args:
         meeting: Where.
         rank: This rank within the groups.
         numbers: The number of each rank in the team, by which errors call it; 2 or more.
         key: Names the groups in the store; no others may ever have used it there.
-        backend: ``"gloo"`` or ``"nccl"``.
         timeout_s: Default deadline of operations.
         form_timeout_s: Deadline for forming the groups.
 
     Raises:
         RuntimeError: A rank did not come.
     """
+    meeting.meet(numbers[rank], numbers)
     transport = GroupTransport(meeting, rank, numbers, key, timeout_s, form_timeout_s)
     comm = Communicator(transport, timeout_s=timeout_s)
     transport.start(comm)
-    if backend == "nccl" and (failure := comm.add_nccl(timeout_s=form_timeout_s)):
-        comm.close()
-        raise RuntimeError(f"NCCL did not connect {failure}")
     return comm
 
 
@@ -303,7 +297,7 @@ class GroupTransport(Transport):
                     return
         except RuntimeError as error:
             self._busy = not all(work.is_completed() for work in works)
-            failure, cause = first_line(error), cause_of(error, works)
+            failure, cause = first_line(error), cause_of(error)
         finally:
             works.clear()
         raise self._explain(wait, calls[done], calls, failure, cause)

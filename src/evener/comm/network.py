@@ -2,7 +2,10 @@
 
 import os
 import socket
-from typing import final
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final, final
 
 from evener.closing import Closing
 from evener.comm.addresses import is_loopback
@@ -10,6 +13,10 @@ from evener.comm.c10d import ProcessGroupGloo, Store
 from evener.comm.messages import first_line
 from evener.comm.wires import Wires
 from evener.errors import LaunchError
+
+#: A peer that has announced where it listens answers an attempt to connect within so long.
+_PROBE_S: Final = 2.0
+_MOST_ATTEMPTS: Final = 64
 
 
 @final
@@ -42,10 +49,37 @@ class MeetingPoint:
         self._connection = connection
         self._num_groups = 0
 
-    @property
-    def listening(self) -> list[tuple[str, int]]:
-        """Numbers and ports at which this rank listens to its peers."""
-        return self._wires.listening
+    def meet(self, number: int, numbers: Sequence[int]) -> None:
+        """Announce where this rank listens, and wait until all ranks have.
+
+        Args:
+            number: This rank's number in the team.
+            numbers: Those of all ranks.
+
+        Raises:
+            RuntimeError: A rank has not come in time.
+        """
+        host, port = next(iter(self._wires.listening), ("", 0))  # known on Linux alone
+        self.store.set(_place_of(number), f"{host} {port}")
+        self.store.wait([_place_of(each) for each in numbers])
+
+    def find_unreached(self, others: Sequence[int]) -> list[int]:
+        """Return the ranks that listen, and do not answer there; all are tried at once.
+
+        Those that have not come are no matter of the network.
+        """
+        places: dict[int, tuple[str, int]] = {}
+        with suppress(RuntimeError):  # the generation is over, because a member is lost
+            for number in others:
+                if self.store.check([_place_of(number)]):
+                    host, _, port = self.store.get(_place_of(number)).decode().rpartition(" ")
+                    if host:
+                        places[number] = host, int(port)
+        if not places:
+            return []
+        with ThreadPoolExecutor(min(len(places), _MOST_ATTEMPTS)) as pool:
+            are_reached = [*pool.map(_answers, places.values())]
+        return [number for number, ok in zip(places, are_reached, strict=True) if not ok]
 
     def hold(self) -> None:
         """Keep the connection until ``release`` has been called as often."""
@@ -61,6 +95,18 @@ class MeetingPoint:
         """Close a forked child's copies of the sockets; see ``NotInherited``."""
         self._connection = None
         self._wires.leave_behind()
+
+
+def _place_of(number: int) -> str:
+    return f"place of {number}"
+
+
+def _answers(place: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(place, _PROBE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def devices_at(host: str) -> tuple[ProcessGroupGloo.Device, ...]:

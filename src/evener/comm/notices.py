@@ -50,8 +50,8 @@ class NoticeBoard(ABC):
         self._host_rank = host_rank
 
     @abstractmethod
-    def post(self, rank: int, notice: Notice) -> bool:
-        """Pin up a notice of ``rank``; whether others can read it."""
+    def post(self, rank: int, notice: Notice) -> None:
+        """Pin up a notice of ``rank``."""
 
     @abstractmethod
     def read(self) -> dict[int, Notice] | None:
@@ -120,15 +120,14 @@ class StoreNotices(NoticeBoard):
         super().__init__(ranks, host_rank)
         self._store = store
 
-    def post(self, rank: int, notice: Notice) -> bool:
-        """Pin up a notice of ``rank``; whether the store answered."""
+    def post(self, rank: int, notice: Notice) -> None:
+        """Pin up a notice of ``rank``, if the store answers."""
 
-        def task() -> bool:
+        def task() -> None:
             self._store.set(str(rank), json.dumps(notice))
             self._store.set("any", "1")
-            return True
 
-        return bool(self._ask(task))
+        self._ask(task)
 
     def read(self) -> dict[int, Notice] | None:
         """Return the notices by rank; ``None`` where the store does not answer."""

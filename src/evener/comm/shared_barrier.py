@@ -108,10 +108,9 @@ class _PageNotices(NoticeBoard):
         super().__init__(numbers)
         self._pages = dict(zip(numbers, pages, strict=True))
 
-    def post(self, rank: int, notice: Notice) -> bool:
+    def post(self, rank: int, notice: Notice) -> None:
         """Write a notice on the rank's page."""
         self._pages[rank].post(notice)
-        return True
 
     def read(self) -> dict[int, Notice] | None:
         """Return the notices by number of the rank."""
@@ -187,10 +186,6 @@ class Barrier:
         self._links.cut()
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────────────
-
-    def _arrived(self, rank: int, page: memoryview) -> int:
-        # Where memory does not keep the order of writes, the bytes from a rank say that it arrived.
-        return int(page[_ARRIVED]) if KEEPS_ORDER else self._links.count(rank)
 
     def _are_here(self, number: int) -> bool:
         """Return whether all others have arrived at a barrier."""

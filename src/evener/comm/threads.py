@@ -10,7 +10,7 @@ from torch import Tensor
 from evener.comm.base import CELL_BYTES, DEFAULT_TIMEOUT_S, Call, Communicator, Transport, Wait
 from evener.comm.messages import closed_message, late_message, lost_message, timeout_message
 from evener.devices import kind_of
-from evener.errors import CollectiveError, CollectiveTimeoutError, ConfigError, PeerLostError
+from evener.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 
 _SLICE_S = 0.25  # waits are cut so that deadlines can be shortened by another thread
 
@@ -50,8 +50,6 @@ class ThreadTeam:
             timeout_s: Deadline of a call that names none.
             numbers: The number of each rank for people; see ``Communicator.numbers``.
         """
-        if world_size < 1:
-            raise ConfigError(f"world_size is {world_size}: a team has 1 rank or more")
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.numbers = tuple(range(world_size) if numbers is None else numbers)
@@ -64,10 +62,6 @@ class ThreadTeam:
 
     def communicator(self, rank: int) -> Communicator:
         """Return the communicator of ``rank``, to be used by that rank's thread."""
-        if not 0 <= rank < self.world_size:
-            raise ConfigError(
-                f"rank {rank} is not in a team of {self.world_size}: use 0 to world_size - 1"
-            )
         return Communicator(ThreadTransport(self, rank), timeout_s=self.timeout_s)
 
     def fail(self, number: int) -> None:

@@ -32,15 +32,15 @@ class Wires(NotInherited):
     @classmethod
     @contextmanager
     def opened(cls) -> Iterator[Self]:
-        """Collect those that are opened inside the block, and look like torch's.
+        """Collect those that begin to listen inside the block.
 
         Another thread may open such a socket meanwhile. So these are closed in forked children, and
         never cut.
         """
         wires, before = cls(), list_sockets()
         yield wires
-        own = {fd: inode for fd, inode in _sockets().items() if inode not in before}
-        own = {fd: inode for fd, inode in own.items() if _is_torchs(fd)}
+        found = {fd: inode for fd, inode in _sockets().items() if inode not in before}
+        own = {fd: inode for fd, inode in found.items() if _listens_at(fd)}
         _keep_from_programs(own)
         wires._inodes = frozenset(own.values())
 
@@ -80,13 +80,7 @@ class Wires(NotInherited):
     @property
     def listening(self) -> list[tuple[str, int]]:
         """Number and port of those at which torch listens for peers; empty where unknown."""
-        found = []
-        for descriptor in self._own():
-            with suppress(OSError), _tcp(descriptor) as end:
-                if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    host, port, *_ = end.getsockname()
-                    found.append((str(host), int(port)))
-        return found
+        return [place for fd in self._own() if (place := _listens_at(fd))]
 
     def cut(self) -> None:
         """End the connections that are still open, as if the peers had closed theirs."""
@@ -163,21 +157,12 @@ def _is_connected(descriptor: int) -> bool:
     return False
 
 
-def _is_torchs(descriptor: int) -> bool:
-    """Return whether it is a TCP socket as torch opens them: listening, or without delay.
-
-    Those of evener's coordinator, which may come at the same time, are kept alive.
-    """
+def _listens_at(descriptor: int) -> tuple[str, int] | None:
     with suppress(OSError), _tcp(descriptor) as end:
-        return bool(
-            end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            or (
-                end.getpeername()
-                and end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                and not end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            )
-        )
-    return False
+        if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            host, port, *_ = end.getsockname()
+            return str(host), int(port)
+    return None
 
 
 @contextmanager

@@ -157,13 +157,10 @@ def explain(
         # The message of a ConfigError, and that of a whole section, names keys and values itself.
         if place and not isinstance(problem.get("ctx", {}).get("error"), ConfigError):
             message = f"{key} is {short(problem['input'])}: {message}"
-        # A key that stood in a section in earlier versions is still found by its last part.
         by_user = [
             name
             for name in overridden
-            if f"{key}.".startswith(f"{name}.")
-            or f".{name}".endswith(f".{key}")
-            or name.startswith(f"{key}.")
+            if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")
         ]
         lines.append(f"--set {by_user[-1]}: {message}" if by_user else source + message)
     return "; ".join(lines)

@@ -3,13 +3,13 @@
 import os
 import re
 import sys
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
 from evener.closing import Closing
 from evener.errors import CheckpointError, ConfigError
-from evener.files import explaining, open_regular
+from evener.files import explaining, lock, open_regular
 
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
@@ -37,7 +37,8 @@ def runs_of(parent: Path, name: str) -> list[Path]:
     """
     parent = parent.absolute()
     numbered = re.compile(rf"{re.escape(name)}(?:-([2-9]|[1-9][0-9]+))?")
-    with _reading("folder of runs", parent):
+    remedy = "give this user access to it, or choose another folder with --out"
+    with explaining(f"folder of runs {parent}", remedy, ConfigError):
         runs = [
             (int(match[1] or 1), folder)
             for folder in (parent.iterdir() if parent.is_dir() else ())
@@ -64,39 +65,6 @@ def find_events(run: Path) -> Path:
         f"{run} is not the folder of a run: it has no {EVENTS}{remedy}; give a folder such as "
         "runs/NAME"
     )
-
-
-def check_resumable(parent: Path, name: str) -> None:
-    """Refuse a resume where no run of that name has a checkpoint, whole or damaged.
-
-    Raises:
-        CheckpointError: Names the folder in which one was looked for.
-        ConfigError: See ``step_folders``.
-    """
-    runs = runs_of(parent, name)
-    if not any(map(step_folders, runs)):
-        folder = runs[0] if runs else parent.absolute() / name
-        raise CheckpointError(
-            f"{folder} is no run to resume: it has no checkpoints; check --out and --name, or "
-            "start without --resume"
-        )
-
-
-def step_folders(run: Path) -> list[Path]:
-    """Return the checkpoints in a run's folder, whole or damaged, in any order.
-
-    Raises:
-        ConfigError: The folder cannot be read.
-    """
-    folder = run / CHECKPOINTS
-    with _reading("checkpoint folder", folder):  # glob would take no access for no files
-        found = folder.iterdir() if folder.is_dir() else ()
-        return [path for path in found if path.name.startswith("step-")]
-
-
-def _reading(what: str, folder: Path) -> AbstractContextManager[None]:
-    remedy = "give this user access to it, or choose another folder with --out or --name"
-    return explaining(f"{what} {folder}", remedy, ConfigError)
 
 
 def claim_folder(parent: Path, name: str) -> Path:
@@ -148,7 +116,7 @@ class FolderLock(Closing):
         if self._shared is None and sys.platform != "win32":
             with suppress(OSError):  # a worker on another machine may not see the folder
                 descriptor = os.open(self._folder, os.O_RDONLY)
-                if _lock(descriptor, is_shared=True):
+                if lock(descriptor, is_shared=True):
                     self._shared = descriptor
                 else:  # another run looks at this moment
                     os.close(descriptor)
@@ -168,7 +136,7 @@ class FolderLock(Closing):
             raise CheckpointError(
                 f"{path} cannot be written: {error}; remove it, or choose another folder"
             ) from None
-        if not (_lock(descriptor) and (self._shared is not None or self._has_no_workers())):
+        if not (lock(descriptor) and (self._shared is not None or self._has_no_workers())):
             os.close(descriptor)
             return False
         self._descriptor = descriptor
@@ -177,7 +145,7 @@ class FolderLock(Closing):
     def _has_no_workers(self) -> bool:
         descriptor = os.open(self._folder, os.O_RDONLY)
         try:
-            return _lock(descriptor)
+            return lock(descriptor)
         finally:
             os.close(descriptor)
 
@@ -198,19 +166,6 @@ class FolderLock(Closing):
             if descriptor is not None:
                 os.close(descriptor)
         self._descriptor = self._shared = None
-
-
-def _lock(descriptor: int, *, is_shared: bool = False) -> bool:
-    """Lock what is open without waiting; return whether no other process has locked it."""
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_NB | (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX))
-    except BlockingIOError:
-        return False
-    except OSError:  # the file system knows no locks
-        pass
-    return True
 
 
 def release_folder(folder: Path) -> None:

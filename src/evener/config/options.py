@@ -1,11 +1,17 @@
-"""What the command line hands to a command, or a function to a task, as plain values."""
+"""Options of the command line: each once, with its default, limits and help.
+
+``cli.py`` makes commands of these classes; functions that do the same from Python fill them in.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
-from evener.team.nodes import NodeOptions
+from typer import Argument, Option
+
+from evener.comm.addresses import LARGEST_PORT
+from evener.team.nodes import DEFAULT_PORT, MAX_NPROC
 
 Allowed = Literal["data", "precision"]
 """What a resume may change when the user says so."""
@@ -15,49 +21,77 @@ ALLOWED: tuple[Allowed, ...] = get_args(Allowed)
 Keys = Mapping[str, Any] | str | Path | None
 """What ``pretrain`` and ``classify`` take: keys of a run, or a YAML file that holds them."""
 
+_CONFIG: Final = Argument(metavar="RUN.YAML", help="Keys of the run.")
+_Nproc = Annotated[
+    int | None, Option(min=1, max=MAX_NPROC, help="Ranks to start here; one per GPU, or 1.")
+]
+_EmulateSlow = Annotated[
+    Sequence[str], Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated.")
+]
+_Overrides = Annotated[
+    Sequence[str], Option("--set", metavar="KEY=VALUE", help="Set a key; repeatable.")
+]
+_Out = Annotated[Path, Option(help="Folder of runs.")]
+#: For commands that serve or join.
+TokenFile = Annotated[Path | None, Option(help="File with the secret that both sides share.")]
+Json = Annotated[bool, Option("--json", help="Print a document in JSON.")]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions(NodeOptions):
-    """What the user said about ranks; the launcher reads it.
+class WorkerOptions:
+    """Options of an agent's workers."""
 
-    Attributes:
-        nproc: Local ranks asked for; ``None`` when the user did not say.
-        emulate_slow: ``RANK:FACTOR`` texts, which ``engine.emulate.parse_emulation`` reads.
-        elastic: Fewest and most workers of an elastic team, as ``MIN:MAX``.
-        max_failures: An elastic team stops when more workers than this have failed.
-        token_file: What workers must know; on one machine it is made for the run by default.
-        address: At which workers of other machines reach those of this one.
-        dashboard: Serve a dashboard for as long as the ranks run.
-    """
+    nproc: _Nproc = None
+    max_failures: Annotated[
+        int | None, Option(min=0, help="Stop when more workers have failed; 10.")
+    ] = None
+    token_file: TokenFile = None
+    address: Annotated[
+        str | None, Option(help="This machine's address, at which the others reach its workers.")
+    ] = None
 
-    nproc: int | None = None
-    emulate_slow: Sequence[str] = ()
-    elastic: str | None = None
-    max_failures: int | None = None
-    token_file: Path | None = None
-    address: str | None = None
-    dashboard: bool = False
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions(WorkerOptions):
+    """Options of a team; without ``nnodes`` it is on this machine alone."""
+
+    nnodes: Annotated[
+        str | None, Option(metavar="N", help="Machines of the run, N or MIN:MAX; start it on each.")
+    ] = None
+    node_rank: Annotated[int | None, Option(help="Number of this machine, 0 to N - 1.")] = None
+    master_addr: Annotated[str | None, Option(help="Address of machine 0 that all can reach.")] = (
+        None
+    )
+    port: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=LARGEST_PORT,
+            help=f"Port of the rendezvous; a free one, or {DEFAULT_PORT} with --nnodes.",
+        ),
+    ] = None
+    elastic: Annotated[
+        str | None,
+        Option(metavar="MIN:MAX", help="Elastic team: MIN workers are enough to continue."),
+    ] = None
+    emulate_slow: _EmulateSlow = ()
+    dashboard: Annotated[bool, Option("--dashboard", help="Serve a dashboard during the run.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions(LaunchOptions):
-    """Options of a task, as the user gave them.
+    """Options of a task."""
 
-    Attributes:
-        config: Keys of the run, or the YAML file that holds them.
-        overrides: ``key=value`` texts of ``--set``, in order; the last one wins.
-        resume: Continue from the newest complete checkpoint.
-        out: Folder that runs go to.
-        name: Name of the run; ``None`` for the configuration's.
-        quiet: Print neither the team nor the progress line.
-    """
-
-    config: Keys = None
-    overrides: Sequence[str] = ()
-    resume: bool = False
-    out: Path = Path("runs")
-    name: str | None = None
-    quiet: bool = False
+    config: Annotated[Keys, _CONFIG] = None
+    overrides: _Overrides = ()
+    resume: Annotated[
+        bool, Option("--resume", help="Continue from the newest complete checkpoint.")
+    ] = False
+    out: _Out = Path("runs")
+    name: Annotated[str | None, Option(help="Name of the run; that of the file.")] = None
+    quiet: Annotated[bool, Option("--quiet", help="Print neither the team nor progress.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,87 +100,66 @@ class ClassifyOptions(TaskOptions):
 
     Attributes:
         has_samples: Samples are given from Python, instead of ``data.path``.
-        predict: File of texts to classify with a finished run, instead of training.
     """
 
     has_samples: bool = False
-    predict: Path | None = None
+    predict: Annotated[
+        Path | None,
+        Option(help="Classify these texts with the newest finished run, and print labels."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainOptions(TaskOptions):
-    """Options of ``evener pretrain``; without a file and keys, every key has its default.
+    """Options of ``evener pretrain``; without a file and keys, every key has its default."""
 
-    Attributes:
-        allow: What may differ from the checkpoint's run: ``data``, ``precision``.
-        demo: Train the small model on text that every Python has.
-    """
-
-    allow: Sequence[Allowed] = ()
-    demo: bool = False
+    allow: Annotated[
+        Sequence[Allowed], Option(metavar="WHAT", help="What may differ: data, precision.")
+    ] = ()
+    demo: Annotated[bool, Option("--demo", help="Train a small model on Python's sources.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """Options of ``evener bench``, as the user gave them.
+    """Options of ``evener bench``."""
 
-    Attributes:
-        config: The run's YAML file.
-        policies: Policies to try, by name.
-        backends: Averaging backends to try, by name.
-        minutes: Training time of each combination, over all its rounds.
-        rounds: In how many turns that time is spent.
-        nproc: Local ranks asked for; ``None`` when the user did not say.
-        emulate_slow: ``RANK:FACTOR`` texts.
-        overrides: ``key=value`` texts of ``--set``.
-        out: Folder that the bench's folder goes to.
-        name: Its name.
-    """
-
-    config: Path
-    policies: Sequence[str] = ("sync", "cadence", "async")
-    backends: Sequence[str] = ("auto",)
-    minutes: float = 2.0
-    rounds: int = 2
-    nproc: int | None = None
-    emulate_slow: Sequence[str] = ()
-    overrides: Sequence[str] = ()
-    out: Path = Path("runs")
-    name: str = "bench"
+    config: Annotated[Path, _CONFIG]
+    policies: Annotated[
+        Sequence[str], Option(metavar="NAMES", help="Policies; sync,cadence,async.")
+    ] = ("sync", "cadence", "async")
+    backends: Annotated[
+        Sequence[str], Option(metavar="NAMES", help="Averaging backends; auto.")
+    ] = ("auto",)
+    minutes: Annotated[float, Option(help="Training time of each combination.")] = 2.0
+    rounds: Annotated[int, Option(help="Rounds into which that time is divided.")] = 2
+    nproc: _Nproc = None
+    emulate_slow: _EmulateSlow = ()
+    overrides: _Overrides = ()
+    out: _Out = Path("runs")
+    name: Annotated[str, Option(help="Name of the folder with its runs.")] = "bench"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Options of ``evener plan``, as the user gave them.
+    """Options of ``evener plan``."""
 
-    Attributes:
-        run: Folder of a run that has measured the team.
-        speeds: Samples per second of each rank alone, such as ``120,48``.
-        calibrate: Time this machine's devices.
-        add: Samples per second of further ranks.
-        params: Parameters that are trained, such as ``350M``.
-        tokens: Tokens of a sample, for a calibration.
-        bandwidth: Between two ranks, such as ``1Gbit``.
-        latency: Until a message arrives, such as ``0.1ms``.
-        batch_size: Samples of an optimizer step.
-        local_batch_size: The same of a local step in CADENCE and ASYNC; ``batch_size`` by default.
-        micro_batch_size: Most samples in one forward and backward.
-        anchor: Local steps of the slowest rank in a window, to begin with.
-        picture: Where a picture goes.
-        numbers: Print JSON.
-    """
-
-    run: Path | None = None
-    speeds: str | None = None
-    calibrate: bool = False
-    add: str | None = None
-    params: str | None = None
-    tokens: int | None = None
-    bandwidth: str | None = None
-    latency: str | None = None
-    batch_size: int | None = None
-    local_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    anchor: int | None = None
-    picture: Path | None = None
-    numbers: bool = False
+    run: Annotated[
+        Path | None, Argument(metavar="[RUN]", help="Folder of a run that has measured the team.")
+    ] = None
+    speeds: Annotated[
+        str | None, Option(metavar="S,S", help="Samples per second of each rank alone.")
+    ] = None
+    calibrate: Annotated[bool, Option("--calibrate", help="Time this machine's devices.")] = False
+    add: Annotated[str | None, Option(metavar="S,S", help="Samples/s of further ranks.")] = None
+    params: Annotated[str | None, Option(help="Parameters that are trained, such as 350M.")] = None
+    tokens: Annotated[int | None, Option(help="Tokens of a sample, for --calibrate.")] = None
+    bandwidth: Annotated[str | None, Option(help="Bandwidth between ranks, such as 1Gbit.")] = None
+    latency: Annotated[str | None, Option(help="Delay of a message, such as 0.1ms.")] = None
+    batch_size: Annotated[int | None, Option(help="Samples of an optimizer step.")] = None
+    local_batch_size: Annotated[
+        int | None, Option(help="Samples of a local step in cadence and async; as --batch-size.")
+    ] = None
+    micro_batch_size: Annotated[int | None, Option(help="Most samples computed at once.")] = None
+    anchor: Annotated[int | None, Option(help="First local steps of the slowest rank.")] = None
+    picture: Annotated[Path | None, Option(help="Draw a picture: FILE.png or FILE.svg.")] = None
+    numbers: Json = False

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evener.config.folders import check_name, check_resumable, runs_of, step_folders
+from evener.config.folders import CHECKPOINTS, check_name, runs_of
 from evener.config.loading import load_config
 from evener.config.options import ALLOWED, ClassifyOptions, PretrainOptions, TaskOptions
 from evener.config.runs import BPE, ClassifyRunConfig, JobConfig, RunConfig
@@ -45,15 +45,13 @@ CLASSIFY_DEMO: Mapping[str, Any] = {
 }
 
 
-def resolve_config(options: PretrainOptions, *, holds_runs: bool = True) -> RunConfig:
+def resolve_config(options: PretrainOptions) -> RunConfig:
     """Return the configuration of a run: the demo's, a YAML file's or the defaults, then ``--set``.
 
     What can be known to be wrong without torch is found here, before any rank starts.
 
     Args:
         options: What the user typed.
-        holds_runs: Whether the run to resume must be on this machine. Ranks on other machines than
-            rank 0's find out together, so that all of them say so.
 
     Returns:
         The configuration, its name chosen: ``--name``, else the key, else that of the file.
@@ -79,25 +77,19 @@ def resolve_config(options: PretrainOptions, *, holds_runs: bool = True) -> RunC
             "resumed; add --resume, or leave it out"
         )
     tokenizer = config.data.tokenizer
-    if tokenizer == BPE and Path(BPE).is_dir():
-        raise ConfigError(
-            f"data.tokenizer is {BPE!r}, which trains a tokenizer, but there is a folder of that "
-            f"name as well; write ./{BPE} for the folder, or rename it"
-        )
     places: _Places = {
         "data.path": config.data.paths,
         "data.tokenizer": None if tokenizer == BPE else tokenizer,
         "model.path": config.model.path,
     }
-    return _settle(config, options, places, "pretrain", holds_runs=holds_runs)
+    return _settle(config, options, places, "pretrain")
 
 
-def resolve_classify(options: ClassifyOptions, *, holds_runs: bool = True) -> ClassifyRunConfig:
+def resolve_classify(options: ClassifyOptions) -> ClassifyRunConfig:
     """Return the configuration of a run: a YAML file's, given keys or the demo, then ``--set``.
 
     Args:
         options: What the user typed.
-        holds_runs: See ``resolve_config``.
 
     Raises:
         ConfigError: See ``load_config``; a bad name; no model for data of one's own; a file of
@@ -133,24 +125,17 @@ def resolve_classify(options: ClassifyOptions, *, holds_runs: bool = True) -> Cl
     }
     if options.predict is not None:
         places = {}  # a saved classifier needs no files but its own
-    return _settle(config, options, places, "classify", holds_runs=holds_runs)
+    return _settle(config, options, places, "classify")
 
 
-def resolve_job(options: TaskOptions, default: str, *, holds_runs: bool = True) -> JobConfig:
+def resolve_job(options: TaskOptions, default: str) -> JobConfig:
     """Return the configuration of a run of the user's own task; see ``resolve_config``.
 
     Args:
         options: What the user gave.
         default: Name of a run that neither keys nor a file name.
-        holds_runs: See ``resolve_config``.
     """
-    return _settle(
-        load_config(JobConfig, options.config, options.overrides),
-        options,
-        {},
-        default,
-        holds_runs=holds_runs,
-    )
+    return _settle(load_config(JobConfig, options.config, options.overrides), options, {}, default)
 
 
 def needs_demo_base(config: ClassifyRunConfig) -> bool:
@@ -162,19 +147,16 @@ def find_demo_base(parent: Path) -> Path | None:
     """Return the newest checkpoint of the pretraining demo, if it has been run."""
     for folder in runs_of(parent, str(DEMO["name"])):
         steps = {
-            int(number): path
-            for path in step_folders(folder)
-            if (number := path.name.removeprefix("step-")).isdecimal()
-            and (path / "manifest.json").exists()
+            int(number): manifest.parent
+            for manifest in (folder / CHECKPOINTS).glob("step-*/manifest.json")
+            if (number := manifest.parent.name.removeprefix("step-")).isdecimal()
         }
         if steps:
             return steps[max(steps)]
     return None
 
 
-def _settle(
-    config: _Config, options: TaskOptions, places: _Places, default: str, *, holds_runs: bool
-) -> _Config:
+def _settle(config: _Config, options: TaskOptions, places: _Places, default: str) -> _Config:
     """Check what lies around a run, and choose its name."""
     stem = Path(options.config).stem if isinstance(options.config, str | Path) else default
     name = (config.name or stem) if options.name is None else options.name
@@ -193,6 +175,4 @@ def _settle(
             "tensorboard is true, but the package tensorboard is missing: pip install "
             "'evener[tensorboard]', or leave the key out"
         )
-    if options.resume and holds_runs:
-        check_resumable(options.out, name)
     return config.model_copy(update={"name": name})

@@ -125,17 +125,6 @@ class TaskConfig(Section):
     micro_batch_size: MicroBatchSize = "auto"
     seed: NotNegative = 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _take_norm_from_optimizer(cls, keys: Any) -> Any:
-        section = keys.get("optimizer") if isinstance(keys, Mapping) else None
-        if not isinstance(section, Mapping) or "max_grad_norm" not in section:
-            return keys
-        if "max_grad_norm" in keys:
-            raise ValueError("optimizer.max_grad_norm means max_grad_norm, which is given as well")
-        rest = dict(section)
-        return {**keys, "max_grad_norm": rest.pop("max_grad_norm"), "optimizer": rest}
-
 
 class JobConfig(TaskConfig, TrainingOptions):
     """What every job of the driver can be told.

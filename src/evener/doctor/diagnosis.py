@@ -22,7 +22,7 @@ from evener.team.nodes import DEFAULT_PORT
 from evener.team.terminal import printable
 
 #: Number of the JSON's form; a later form may have more fields, not others.
-FORM: Final = 2
+FORM: Final = 3
 
 _MEETING: Final = (
     "run `evener doctor --listen ADDR --token-file FILE` on one machine, with an address that the "
@@ -114,11 +114,10 @@ def _describe_link(link: MeasuredLink) -> str:
 
 def _rows(facts: HostFacts) -> dict[str, str]:
     """Return the cells of a host's column, by row."""
-    build, limits, processor = facts.build, facts.limits, facts.processor
     return {
         "host": f"{facts.host}, {facts.system}",
         "versions": ", ".join(f"{name} {value}" for name, value in facts.versions.items()),
-        "torch for": f"{build.runtime or 'CPU'}{f', NCCL {build.nccl}' if build.nccl else ''}",
+        "torch for": f"{facts.runtime or 'CPU'}{f', NCCL {facts.nccl}' if facts.nccl else ''}",
         **{
             device.name: f"{device.model}"
             f"{f' ({device.architecture})' if device.architecture else ''}"
@@ -127,11 +126,11 @@ def _rows(facts: HostFacts) -> dict[str, str]:
         },
         "exchange": _exchange(facts.exchange),
         "network": ", ".join(facts.addresses) or "loopback alone",
-        "limits": f"{_limit(limits.open_files)} open files, {_limit(limits.processes)} processes"
-        f"{'' if limits.shm_bytes is None else f'; /dev/shm has {_gib(limits.shm_bytes)}'}",
-        "processor": f"{processor.usable_cores} of {processor.cores} cores"
-        f"{'' if limits.cpus is None else f' (time of {limits.cpus:g})'}; "
-        f"{_gib(processor.free_bytes)} of {_gib(processor.memory_bytes)} free",
+        "limits": f"{_limit(facts.open_files)} open files, {_limit(facts.processes)} processes"
+        f"{'' if facts.shm_bytes is None else f'; /dev/shm has {_gib(facts.shm_bytes)}'}",
+        "processor": f"{facts.usable_cores} of {facts.cores} cores"
+        f"{'' if facts.cpus is None else f' (time of {facts.cpus:g})'}; "
+        f"{_gib(facts.free_bytes)} of {_gib(facts.memory_bytes)} free",
     }
 
 

@@ -16,15 +16,8 @@ import torch
 from evener.comm.c10d import nccl_version
 from evener.comm.messages import first_line
 from evener.devices import count_accelerators, kind_of
-from evener.doctor.cgroups import GroupLimits, read_group_limits
-from evener.doctor.host_facts import (
-    DeviceFacts,
-    ExchangeTrials,
-    HostFacts,
-    LimitFacts,
-    ProcessorFacts,
-    TorchBuild,
-)
+from evener.doctor.cgroups import read_group_limits
+from evener.doctor.host_facts import DeviceFacts, ExchangeTrials, HostFacts
 from evener.doctor.trials import try_exchange
 from evener.team.host import available_cores, local_devices
 from evener.team.members import own_versions
@@ -45,17 +38,27 @@ def examine_host() -> HostFacts:
         for number in range(count)
     ]
     devices = tuple(_examine_device(device) for device in [torch.device("cpu"), *accelerators])
+    has_cuda = any(device.type == "cuda" for device in accelerators)
+    memory, limits = psutil.virtual_memory(), [group.processes, _soft_limit("RLIMIT_NPROC")]
     return HostFacts(
         host=socket.gethostname(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         versions=own_versions(),
         devices=devices,
         devices_shown=local_devices(ask_torch=lambda: len(accelerators)),
-        build=_build(accelerators),
+        runtime=_runtime(),
+        architectures=tuple(torch.cuda.get_arch_list()) if has_cuda else (),
+        nccl=nccl_version() if has_cuda else "",
         exchange=_try_exchange([d for d in accelerators if d.type == "cuda"], devices),
         addresses=_addresses(),
-        limits=_limits(group),
-        processor=_processor(group),
+        open_files=_soft_limit("RLIMIT_NOFILE"),
+        processes=min((limit for limit in limits if limit is not None), default=None),
+        cpus=group.cpus,
+        shm_bytes=shutil.disk_usage(_SHM).total if _SHM.is_dir() else None,
+        cores=os.cpu_count() or 1,
+        usable_cores=available_cores(),
+        memory_bytes=memory.total,
+        free_bytes=min(one for one in (memory.available, group.free_bytes) if one is not None),
     )
 
 
@@ -78,18 +81,10 @@ def _examine_device(device: torch.device) -> DeviceFacts:
     )
 
 
-def _build(accelerators: list[torch.device]) -> TorchBuild:
-    runtime = ""
+def _runtime() -> str:
     if torch.version.hip:
-        runtime = f"ROCm {torch.version.hip}"
-    elif torch.version.cuda:
-        runtime = f"CUDA {torch.version.cuda}"
-    has_cuda = any(device.type == "cuda" for device in accelerators)
-    return TorchBuild(
-        runtime=runtime,
-        architectures=tuple(torch.cuda.get_arch_list()) if has_cuda else (),
-        nccl=nccl_version() if has_cuda else "",
-    )
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
 
 
 def _try_exchange(gpus: list[torch.device], devices: tuple[DeviceFacts, ...]) -> ExchangeTrials:
@@ -108,31 +103,8 @@ def _addresses() -> tuple[str, ...]:
     return tuple(dict.fromkeys(addresses))
 
 
-def _limits(group: GroupLimits) -> LimitFacts:
-    files, processes = None, group.processes
-    if sys.platform != "win32":
-        files = _soft_limit(resource.RLIMIT_NOFILE)
-        counts = [processes, _soft_limit(resource.RLIMIT_NPROC)]
-        processes = min((count for count in counts if count is not None), default=None)
-    return LimitFacts(
-        open_files=files,
-        processes=processes,
-        cpus=group.cpus,
-        shm_bytes=shutil.disk_usage(_SHM).total if _SHM.is_dir() else None,
-    )
-
-
-def _soft_limit(which: int) -> int | None:
-    soft, _ = resource.getrlimit(which)
+def _soft_limit(name: str) -> int | None:
+    if sys.platform == "win32":
+        return None
+    soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _processor(group: GroupLimits) -> ProcessorFacts:
-    memory = psutil.virtual_memory()
-    free = memory.available
-    return ProcessorFacts(
-        cores=os.cpu_count() or 1,
-        usable_cores=available_cores(),
-        memory_bytes=memory.total,
-        free_bytes=free if group.free_bytes is None else min(free, group.free_bytes),
-    )

@@ -29,21 +29,6 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchBuild:
-    """What the installed torch was built for.
-
-    Attributes:
-        runtime: ``CUDA 12.8`` or ``ROCm 6.4``; empty for a build without either.
-        architectures: Architectures of GPUs for which it holds kernels.
-        nccl: Version of NCCL or RCCL, such as ``2.29``; empty where there is none to be used.
-    """
-
-    runtime: str = ""
-    architectures: tuple[str, ...] = ()
-    nccl: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeTrials:
     """Ways to exchange on this host, as two or more ranks tried them.
 
@@ -61,41 +46,6 @@ class ExchangeTrials:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LimitFacts:
-    """What a process of this user may use.
-
-    Attributes:
-        open_files: Descriptors of a process.
-        processes: Processes and threads of the user, or of its control group.
-        cpus: CPUs' worth of time of its control group.
-        shm_bytes: Size of ``/dev/shm``, through which workers of a ``DataLoader`` hand over
-            samples.
-    """
-
-    open_files: int | None = None
-    processes: int | None = None
-    cpus: float | None = None
-    shm_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessorFacts:
-    """Cores and memory of the host.
-
-    Attributes:
-        cores: Cores of the machine, as the system counts them.
-        usable_cores: Those on which this process may run.
-        memory_bytes: Memory of the machine.
-        free_bytes: What a new process can have of it, the limit of its control group included.
-    """
-
-    cores: int
-    usable_cores: int
-    memory_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
     """A host, as ``evener doctor`` finds it.
 
@@ -105,11 +55,20 @@ class HostFacts:
         versions: Of Python, torch and evener.
         devices: The CPU, then accelerators.
         devices_shown: Accelerators that device files and ``CUDA_VISIBLE_DEVICES`` show.
-        build: What torch was built for.
+        runtime: What torch was built for, ``CUDA 12.8`` or ``ROCm 6.4``; empty for neither.
+        architectures: Architectures of GPUs for which torch holds kernels.
+        nccl: Version of NCCL or RCCL, such as ``2.29``; empty where there is none to be used.
         exchange: Ways to exchange.
         addresses: IP addresses of its interfaces, without loopback.
-        limits: What processes may use.
-        processor: Cores and memory.
+        open_files: Descriptors that a process may have.
+        processes: Processes and threads of the user, or of its control group.
+        cpus: CPUs' worth of time of its control group.
+        shm_bytes: Size of ``/dev/shm``, through which workers of a ``DataLoader`` hand over
+            samples.
+        cores: Cores of the machine, as the system counts them.
+        usable_cores: Those on which this process may run.
+        memory_bytes: Memory of the machine.
+        free_bytes: What a new process can have of it, the limit of its control group included.
     """
 
     host: str
@@ -117,11 +76,19 @@ class HostFacts:
     versions: Mapping[str, str]
     devices: tuple[DeviceFacts, ...]
     devices_shown: int
-    build: TorchBuild
+    runtime: str = ""
+    architectures: tuple[str, ...] = ()
+    nccl: str = ""
     exchange: ExchangeTrials
     addresses: tuple[str, ...]
-    limits: LimitFacts
-    processor: ProcessorFacts
+    open_files: int | None = None
+    processes: int | None = None
+    cpus: float | None = None
+    shm_bytes: int | None = None
+    cores: int
+    usable_cores: int
+    memory_bytes: int
+    free_bytes: int
 
     @property
     def accelerators(self) -> tuple[DeviceFacts, ...]:

@@ -39,13 +39,7 @@ def judge_host(facts: HostFacts, where: Literal["here", "there"] = "here") -> li
         facts: What was found there.
         where: Which host it is.
     """
-    findings = [
-        *_judge_devices(facts),
-        *_judge_exchange(facts),
-        *_judge_limits(facts),
-        *_judge_processor(facts),
-    ]
-    return [Problem(where, what, remedy) for what, remedy in findings]
+    return [Problem(where, what, remedy) for what, remedy in _judge_host(facts)]
 
 
 def judge_pair(here: HostFacts, there: HostFacts, link: MeasuredLink) -> list[Problem]:
@@ -83,28 +77,75 @@ def has_kernels(architecture: str, built_for: tuple[str, ...]) -> bool:
 # ── one host ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _judge_devices(facts: HostFacts) -> Iterator[_Finding]:
-    torch = facts.versions.get("torch", "")
-    missing = facts.devices_shown - len(facts.accelerators)
-    if missing > 0 and not facts.build.runtime:
+def _judge_host(facts: HostFacts) -> Iterator[_Finding]:
+    shown, found = facts.devices_shown, len(facts.accelerators)
+    if shown > found and not facts.runtime:
         yield (
-            f"the system shows {facts.devices_shown} GPUs, but torch {torch} was built without "
-            "CUDA and ROCm",
-            "install the build of torch for your GPUs (https://pytorch.org/get-started/locally)",
+            f"the system shows {shown} GPUs, but torch was built without CUDA and ROCm",
+            "install the build for your GPUs (https://pytorch.org/get-started/locally)",
         )
-    elif missing > 0:
+    elif shown > found:
         yield (
-            f"the system or CUDA_VISIBLE_DEVICES shows {facts.devices_shown} GPUs, but torch "
-            f"({facts.build.runtime}) finds {len(facts.accelerators)}",
-            "see what nvidia-smi or rocminfo says: the driver may be too old for this build of "
-            "torch, not loaded, or not visible in this container",
+            f"the system or CUDA_VISIBLE_DEVICES shows {shown} GPUs, but torch finds {found}",
+            "see nvidia-smi or rocminfo: the driver may be too old, not loaded or not visible here",
         )
     for device in facts.devices:
         yield from _judge_device(device, facts)
+    trials = facts.exchange
+    if trials.gloo_failure:
+        yield (
+            f"two ranks cannot exchange over Gloo: {trials.gloo_failure}",
+            "allow connections to 127.0.0.1; GLOO_SOCKET_IFNAME may name an interface of this host",
+        )
+    num_cuda = sum(device.name.startswith("cuda") for device in facts.devices)
+    if num_cuda > 1 and not facts.nccl:
+        yield (
+            f"{num_cuda} GPUs, but torch was built without NCCL: they exchange by host memory",
+            "install another build of torch",
+        )
+    if trials.nccl_failure:
+        yield (
+            f"the GPUs cannot exchange over NCCL: {trials.nccl_failure}",
+            "NCCL_DEBUG=INFO tells more; where copies between cards are blocked, "
+            "NCCL_P2P_DISABLE=1 helps",
+        )
+    if trials.memory_failure:
+        yield (
+            f"ranks cannot share memory, and exchange through sockets: {trials.memory_failure}",
+            "let the sandbox allow memfd_create, abstract Unix sockets and passing descriptors",
+        )
+    if facts.open_files is not None and facts.open_files < _FEWEST_FILES:
+        yield (
+            f"a process may have {facts.open_files} open files; a rank needs several for each peer",
+            "ulimit -n 4096 (or LimitNOFILE=, docker run --ulimit nofile=4096)",
+        )
+    if facts.processes is not None and facts.processes < _FEWEST_PROCESSES:
+        yield (
+            f"{facts.processes} processes and threads are allowed; a rank may start a hundred",
+            "ulimit -u 4096 (or TasksMax=, docker run --pids-limit=4096)",
+        )
+    if facts.shm_bytes is not None and facts.shm_bytes < _LEAST_SHM:
+        yield (
+            f"/dev/shm has {_mebibytes(facts.shm_bytes)}: workers of a DataLoader may fill it",
+            "docker run --shm-size=8g (or --ipc=host), or num_workers=0",
+        )
+    if facts.cpus is not None and facts.cpus < facts.usable_cores - 0.5:
+        most = max(1, int(facts.cpus))
+        yield (
+            f"the control group grants {facts.cpus:g} CPUs, but ranks see {facts.usable_cores} "
+            "cores, and start a thread for each",
+            f"OMP_NUM_THREADS={most} divided by the ranks of this host, or docker run "
+            f"--cpuset-cpus=0-{most - 1}",
+        )
+    if facts.free_bytes < _LEAST_MEMORY:
+        yield (
+            f"{_mebibytes(facts.free_bytes)} of memory are free; a rank takes half a gigabyte",
+            "end other programs, or give the container more memory",
+        )
 
 
 def _judge_device(device: DeviceFacts, facts: HostFacts) -> Iterator[_Finding]:
-    built_for = facts.build.architectures
+    built_for = facts.architectures
     if device.architecture and built_for and not has_kernels(device.architecture, built_for):
         yield (
             f"torch has no kernels for {device.name} ({device.model}, {device.architecture}); it "
@@ -115,78 +156,7 @@ def _judge_device(device: DeviceFacts, facts: HostFacts) -> Iterator[_Finding]:
     elif device.failure:
         yield (
             f"{device.name} ({device.model}) does not compute: {device.failure}",
-            "end other programs that use the device, or leave it out with devices=...; if it "
-            "fails alone, too, its driver does not fit this build of torch",
-        )
-
-
-def _judge_exchange(facts: HostFacts) -> Iterator[_Finding]:
-    trials = facts.exchange
-    if trials.gloo_failure:
-        yield (
-            f"two ranks cannot exchange over Gloo: {trials.gloo_failure}",
-            "allow connections to 127.0.0.1, and unset GLOO_SOCKET_IFNAME or let it name an "
-            "interface of this host",
-        )
-    num_cuda = sum(device.name.startswith("cuda") for device in facts.devices)
-    if num_cuda > 1 and not facts.build.nccl:
-        yield (
-            f"{num_cuda} GPUs, but torch was built without NCCL",
-            "install another build of torch; until then ranks exchange by way of host memory, "
-            "which is slower",
-        )
-    if trials.nccl_failure:
-        yield (
-            f"the GPUs cannot exchange over NCCL: {trials.nccl_failure}",
-            "use backend='gloo', which backend='auto' does by itself; NCCL_DEBUG=INFO tells more, "
-            "and NCCL_P2P_DISABLE=1 helps where copies between cards are blocked",
-        )
-    if trials.memory_failure:
-        yield (
-            f"ranks cannot share memory, and exchange through sockets: {trials.memory_failure}",
-            "let the sandbox or container allow memfd_create, abstract Unix sockets and the "
-            "passing of descriptors",
-        )
-
-
-def _judge_limits(facts: HostFacts) -> Iterator[_Finding]:
-    limits = facts.limits
-    if limits.open_files is not None and limits.open_files < _FEWEST_FILES:
-        yield (
-            f"a process may have {limits.open_files} open files; each rank opens several for each "
-            "other rank and each worker",
-            "ulimit -n 4096 (or LimitNOFILE=, docker run --ulimit nofile=4096)",
-        )
-    if limits.processes is not None and limits.processes < _FEWEST_PROCESSES:
-        yield (
-            f"{limits.processes} processes and threads are allowed; a rank alone may start a "
-            "hundred",
-            "ulimit -u 4096 (or TasksMax=, docker run --pids-limit=4096)",
-        )
-    if limits.shm_bytes is not None and limits.shm_bytes < _LEAST_SHM:
-        yield (
-            f"/dev/shm has {_mebibytes(limits.shm_bytes)}: workers of a DataLoader end with a bus "
-            "error when it is full",
-            "docker run --shm-size=8g (or --ipc=host), or num_workers=0",
-        )
-
-
-def _judge_processor(facts: HostFacts) -> Iterator[_Finding]:
-    processor, cpus = facts.processor, facts.limits.cpus
-    usable = processor.usable_cores
-    if cpus is not None and cpus < usable - 0.5:
-        most = max(1, int(cpus))
-        yield (
-            f"the control group grants {cpus:g} CPUs, but {usable} cores are visible: ranks start "
-            "a thread for each, and wait for one another",
-            f"OMP_NUM_THREADS={most} divided by the ranks of this host, or cores of your own "
-            f"(taskset, docker run --cpuset-cpus=0-{most - 1})",
-        )
-    if processor.free_bytes < _LEAST_MEMORY:
-        yield (
-            f"{_mebibytes(processor.free_bytes)} of memory are free; a rank that has loaded torch "
-            "takes half a gigabyte before it trains",
-            "end other programs, or give the container more memory",
+            "end what else uses the device, mend its driver, or leave it out with devices=...",
         )
 
 
@@ -200,9 +170,9 @@ def _judge_pair(here: HostFacts, there: HostFacts, link: MeasuredLink) -> Iterat
             f"torch is {mine} here and {theirs} there; such ranks refuse one another",
             "install the same version of torch on both",
         )
-    if here.build.nccl and there.build.nccl and link.backend == "gloo":
+    if here.nccl and there.nccl and link.backend == "gloo":
         yield (
-            f"both have GPUs, but exchange by way of host memory, which is slower: {link.reason}",
+            f"both have GPUs, but exchange by host memory, which is slower: {link.reason}",
             "install the same build of torch on both; NCCL_DEBUG=INFO tells more, and "
             "NCCL_SOCKET_IFNAME names the network that NCCL uses",
         )
@@ -211,13 +181,11 @@ def _judge_pair(here: HostFacts, there: HostFacts, link: MeasuredLink) -> Iterat
         yield (
             f"the link carries {8e-6 * slowest:,.0f} Mbit/s in its slower direction: the gradients "
             f"of 100M parameters take {4e8 / max(1.0, slowest):,.0f} s in each window of SYNC",
-            "look for a faster interface (a cable instead of wireless, the other address), or use "
-            "policy='cadence', which exchanges less often",
+            "use a faster interface, or policy='cadence', which exchanges less often",
         )
     if link.row_s > _LONGEST_ROW_S:
         yield (
-            f"the exchange of a row takes {1e3 * link.row_s:.0f} ms, and each window of SYNC waits "
-            "for several",
+            f"a row takes {1e3 * link.row_s:.0f} ms, and each window of SYNC waits for several",
             "use policy='cadence' or 'async', or a larger batch_size",
         )
 

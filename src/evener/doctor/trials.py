@@ -20,7 +20,7 @@ from evener.devices import kind_of
 from evener.doctor.host_facts import ExchangeTrials
 from evener.errors import EvenerError
 from evener.team.environment import DistributedTrainConfig
-from evener.team.fixed import join
+from evener.team.fixed import meet
 
 #: More than travels beside the call itself, so that it takes the way of gradients.
 _NUM_ELEMENTS: Final = 1 << 14
@@ -70,7 +70,8 @@ def _be_rank(rank: int, world_size: int, port: int, *, device: str, timeout_s: f
     own, failures, trial = torch.device(device), {}, "gloo_failure"
     place = DistributedTrainConfig.of_rank(rank, world_size, coordinator_port=port)
     try:
-        with join(place, timeout_s) as comm:
+        comm, _ = meet(place, timeout_s)
+        with comm:
             _, failures["memory_failure"] = share_memory(comm)
             comm.all_reduce(torch.ones(_NUM_ELEMENTS), what="a trial")
             if own.type == "cuda":

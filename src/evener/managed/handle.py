@@ -68,6 +68,15 @@ class Run(ABC):
             self._metrics.put(None)
         return landed
 
+    def _publish(self, metrics: EpochMetrics, *, is_main: bool = True) -> None:
+        self._metrics.put(metrics)
+        if is_main and self.job.metrics_fn is not None and self.error is None:
+            try:
+                self.job.metrics_fn(metrics)
+            except BaseException as error:
+                self.error = error  # the user's own, to be raised where the run is joined
+                self.stop()
+
     @abstractmethod
     def finish(self, timeout_s: float | None) -> bool:
         """Wait for the end; return whether it has come."""
@@ -144,20 +153,12 @@ class InlineRun(Run):
             if self._interrupt.requested and self.error is None:
                 raise KeyboardInterrupt
             if metrics is not None:
-                self._publish(metrics)
+                self._publish(metrics, is_main=self._rank is None or self._rank.ddp.is_main_process)
+                if self.error is not None:
+                    self._epochs.close()
         finally:
             if self._done:
                 self._metrics.put(None)
-
-    def _publish(self, metrics: EpochMetrics) -> None:
-        self._metrics.put(metrics)
-        is_main = self._rank is None or self._rank.ddp.is_main_process
-        try:
-            if is_main and self.job.metrics_fn is not None:
-                self.job.metrics_fn(metrics)
-        except BaseException as error:
-            self._epochs.close()
-            self.error = error
 
     def _join_team(self) -> ManagedRank:
         return ManagedRank(

@@ -1,9 +1,8 @@
 """What a managed run leaves: the model's parameters and buffers, on the CPU."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +50,16 @@ def capture_trained(model: nn.Module, progress: Progress) -> TrainedState:
     )
 
 
-def pack_trained(state: TrainedState) -> tuple[dict[str, Any], list[memoryview]]:
-    """Return the state as JSON and bytes, for ``Channel.send``."""
+def write_trained(state: TrainedState, file: IO[bytes]) -> dict[str, Any]:
+    """Write the tensors to a file; return the rest as JSON, for ``read_trained``."""
     tensors = {**state.params, **state.buffers}
     aliases = alias_table(tensors)  # tied weights travel once
     kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    document = {
+    file.seek(0)
+    for tensor in kept.values():
+        file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    file.flush()
+    return {
         "tensors": [
             [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
             for name, tensor in kept.items()
@@ -66,19 +69,16 @@ def pack_trained(state: TrainedState) -> tuple[dict[str, Any], list[memoryview]]
         "extra": encode(dict(state.extra), path="extra state"),
         "progress": asdict(state.progress),
     }
-    return document, [t.reshape(-1).view(torch.uint8).numpy().data for t in kept.values()]
 
 
-def unpack_trained(document: Mapping[str, Any], payload: bytearray) -> TrainedState:
-    """Read back ``pack_trained``; the tensors own their memory."""
+def read_trained(document: Mapping[str, Any], file: IO[bytes]) -> TrainedState:
+    """Read back what ``write_trained`` has written; the tensors own their memory."""
     tensors: dict[str, Tensor] = {}
-    raw, start = torch.frombuffer(payload or bytearray(1), dtype=torch.uint8), 0
+    file.seek(0)
     for name, dtype_name, shape in document["tensors"]:
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        end = start + math.prod(shape) * dtype.itemsize
-        # Copied before it is viewed: in the payload, it may start at an odd address.
-        tensors[name] = raw[start:end].clone().view(dtype).view(shape)
-        start = end
+        tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype_name))
+        if tensors[name].numel():
+            file.readinto(tensors[name].view(-1).view(torch.uint8).numpy())  # type: ignore[attr-defined]
     return TrainedState(
         params={name: tensors[kept] for name, kept in document["params"].items()},
         buffers={name: tensors[kept] for name, kept in document["buffers"].items()},

@@ -28,7 +28,7 @@ def pack(parts: Mapping[str, Any]) -> IO[bytes]:
     Raises:
         ConfigError: Names an option that cannot travel, and says what cloudpickle says.
     """
-    file = _anonymous_file()
+    file = anonymous_file()
     try:
         cloudpickle.dump(dict(parts), file)
         file.flush()
@@ -69,8 +69,9 @@ def unpack(fd: int) -> dict[str, Any]:
     return parts
 
 
-def _anonymous_file() -> IO[bytes]:
+def anonymous_file() -> IO[bytes]:
+    """Return a file without a name, which worker processes can inherit."""
     try:
-        return os.fdopen(os.memfd_create("evener-job"), "w+b")
+        return os.fdopen(os.memfd_create("evener-managed"), "w+b")
     except AttributeError:  # not on this system
         return tempfile.TemporaryFile()

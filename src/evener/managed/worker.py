@@ -17,9 +17,9 @@ from dataclasses import asdict
 from evener.errors import RunEndedError
 from evener.managed.description import ManagedRun
 from evener.managed.rank import EVAL_TIMEOUT_S, ManagedRank
-from evener.managed.trained import pack_trained
+from evener.managed.trained import write_trained
 from evener.managed.travel import unpack
-from evener.managed.workers import JOB_FD
+from evener.managed.workers import JOB_FD, STATE_FD
 from evener.observe.events import Event, Sink
 from evener.team.child import prepare_rank
 from evener.team.environment import DistributedTrainConfig
@@ -38,9 +38,9 @@ class ManagedProcess:
         job_fd: File with the pickled job.
     """
 
-    def __init__(self, channel: Channel, job_fd: int) -> None:
+    def __init__(self, channel: Channel, job_fd: int, state_fd: int) -> None:
         self._channel = channel
-        self._job_fd = job_fd
+        self._job_fd, self._state_fd = job_fd, state_fd
         self._rank: ManagedRank | None = None
         self._stopped = False
 
@@ -89,8 +89,8 @@ class ManagedProcess:
     def _send_state(self) -> bool:
         """Send the model, if there is one; return that it is done."""
         if self._rank is not None:
-            document, payload = pack_trained(self._rank.state())
-            self._channel.tell({"state": document}, payload)
+            with os.fdopen(self._state_fd, "wb", closefd=False) as file:
+                self._channel.tell({"state": write_trained(self._rank.state(), file)})
         return True
 
     def _fail(self, error: Exception | SystemExit) -> int:
@@ -127,15 +127,16 @@ class _Forwarded(Sink):
 def main() -> int:
     """Run a worker; return the exit code."""
     channel = prepare_rank()
-    job_fd = int(os.environ.pop(JOB_FD))
-    os.set_inheritable(job_fd, False)
+    files = [int(os.environ.pop(name)) for name in (JOB_FD, STATE_FD)]
+    for descriptor in files:
+        os.set_inheritable(descriptor, False)
     # A Ctrl-C is for the process that started this one, which then tells its workers to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see start_in_silence
     # On its way out Python would look through all of torch for garbage: up to three seconds.
     atexit.register(gc.freeze)
     assert channel is not None  # ProcessRun hands it over
-    return ManagedProcess(channel, job_fd).run()
+    return ManagedProcess(channel, *files).run()
 
 
 if __name__ == "__main__":

@@ -20,16 +20,19 @@ from evener.loop.event_stream import open_sinks
 from evener.managed.description import ManagedRun
 from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.handle import Run
-from evener.managed.trained import TrainedState, unpack_trained
-from evener.managed.travel import pack
-from evener.team.agent import ANOTHER_PROGRAM, Agent, JoinedTeam, Wishes
+from evener.managed.trained import TrainedState, read_trained
+from evener.managed.travel import anonymous_file, pack
+from evener.team.agent import ANOTHER_PROGRAM, Agent, JoinedTeam
 from evener.team.failures import RankRecord, first_failure
 from evener.team.launch import LaunchPlan, open_team
+from evener.team.signals import Requests
 from evener.team.wire import DONE, JOINED, JOINING, Message
 from evener.team.worker_processes import Child
 
 #: Descriptor of the file with the pickled job, in a worker.
 JOB_FD: Final = "EVENER_JOB_FD"
+#: Descriptor of the file to which the worker that is asked for the model writes it.
+STATE_FD: Final = "EVENER_STATE_FD"
 
 #: What a worker runs.
 WORKER: Final = (sys.executable, "-P", "-m", "evener.managed.worker")
@@ -62,10 +65,10 @@ class ProcessRun(Run):
 
     def __init__(self, job: ManagedRun) -> None:
         super().__init__(job)
-        self._job = pack(job.parts())
+        self._job, self._state_file = pack(job.parts()), anonymous_file()
         self._sink = open_sinks(job.event_sinks)
         self._last_epoch = -1
-        self._requests = _Requests()
+        self._requests = Requests()
         self._agent: ManagedAgent | None = None
         self._agent_error: BaseException | None = None
         self._told: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -147,7 +150,6 @@ class ProcessRun(Run):
         plan = LaunchPlan(
             nproc=len(self.job.device_names),
             elastic="{}:{}".format(*limits) if limits else "",
-            max_failures=self.job.max_failures,
         )
         try:
             with open_team(plan) as team:
@@ -158,8 +160,8 @@ class ProcessRun(Run):
                     hear=self._told.put,
                     has_begun=self._note_start,
                     environ=worker_environment(),
-                    handed={JOB_FD: self._job.fileno()},
-                    max_failures=plan.max_failures,
+                    handed={JOB_FD: self._job.fileno(), STATE_FD: self._state_file.fileno()},
+                    max_failures=self.job.max_failures,
                 )
                 self._agent.run()
         except BaseException as error:
@@ -189,29 +191,20 @@ class ProcessRun(Run):
             self._looks_after.join()
             self._conclude()
             self._sink.close()
+            self._state_file.close()
             self._metrics.put(None)
             self._ended.set()
 
     def _take_in(self, message: Message) -> None:
         if "metrics" in message:
-            self._publish(EpochMetrics.from_document(message["metrics"]))
+            metrics = EpochMetrics.from_document(message["metrics"])
+            if metrics.epoch > self._last_epoch:  # else another worker has sent it
+                self._last_epoch = metrics.epoch
+                self._publish(metrics)
         elif "event" in message:
             self._sink.emit(message["event"])
         elif "state" in message:
-            self.state = unpack_trained(message["state"], message.get("payload", bytearray()))
-
-    def _publish(self, metrics: EpochMetrics) -> None:
-        if metrics.epoch <= self._last_epoch:  # another worker has sent it
-            return
-        self._last_epoch = metrics.epoch
-        self._metrics.put(metrics)
-        if self.job.metrics_fn is None or self.error is not None:
-            return
-        try:
-            self.job.metrics_fn(metrics)
-        except BaseException as error:
-            self.error = error  # the user's own, to be raised where the run is joined
-            self.stop()
+            self.state = read_trained(message["state"], self._state_file)
 
     def _conclude(self) -> None:
         """Find why the run was not done to its end."""
@@ -219,41 +212,6 @@ class ProcessRun(Run):
             self.error = self._agent_error
         if self.error is None and self._agent is not None:
             self.error = self._agent.failure(self.state, self.job.device_names)
-
-
-@final
-class _Requests:
-    """What the user's thread wants of the agent, in the form of signals."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        self._lock = threading.Lock()
-        self._is_open = True
-
-    def fileno(self) -> int:
-        """Return the descriptor, to wait on."""
-        return self._reader
-
-    def take(self) -> list[signal.Signals]:
-        """Return what has arrived, oldest first."""
-        try:
-            return [signal.Signals(number) for number in os.read(self._reader, 4096)]
-        except BlockingIOError:
-            return []
-
-    def put(self, signum: signal.Signals) -> None:
-        """Add a request; nobody hears it after the end."""
-        with self._lock:
-            if self._is_open:
-                os.write(self._writer, bytes([signum]))
-
-    def close(self) -> None:
-        """Hear no more."""
-        with self._lock:
-            self._is_open = False
-            os.close(self._reader)
-            os.close(self._writer)
 
 
 @final
@@ -279,7 +237,7 @@ class ManagedAgent(Agent):
         self,
         command: Sequence[str],
         team: JoinedTeam,
-        requests: Wishes,
+        requests: Requests,
         *,
         hear: Callable[[Message], object],
         has_begun: Callable[[], object] = lambda: None,

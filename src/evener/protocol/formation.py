@@ -18,9 +18,6 @@ _Kind = TypeVar("_Kind")
 NO_NUMBER: Final = -1
 """The number of a worker that has none, because other workers have all numbers."""
 
-WHOLE_RUN: Final = 0
-"""Generation under which the coordinator keeps what holds for all generations."""
-
 TRAINING: Final = "training"
 """The phase of a member whose next exchange is about plans: only then can a joiner take part."""
 

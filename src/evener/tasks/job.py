@@ -246,7 +246,7 @@ class Job(EpochLoop):
         with self._lock:
             if is_main:
                 self._lock.require()
-            self.team.membership.announce(RUN_FOLDER, str(self.folder))
+            self.team.membership.describe({RUN_FOLDER: str(self.folder)})
             try:
                 self._prepare()
             except BaseException:
@@ -586,9 +586,7 @@ def run_task(
         UserError: An input is wrong; the message names value, cause and remedy.
     """
     options = TaskOptions(config=config, out=Path(out), resume=resume, quiet=quiet)
-    place = DistributedTrainConfig.from_env()
-    holds_runs = place.rank < place.local_world_size
-    keys = resolve_job(options, type(task).__name__.lower(), holds_runs=holds_runs)
+    keys = resolve_job(options, type(task).__name__.lower())
     return run_job(task, keys, options, StopSignals())
 
 

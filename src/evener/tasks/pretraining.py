@@ -83,7 +83,7 @@ def _run(
 ) -> PretrainResult:
     from evener.config.presets import resolve_config
 
-    config = resolve_config(options, holds_runs=environment.rank < environment.local_world_size)
+    config = resolve_config(options)
     if records is not None and config.data.paths:
         raise ConfigError(
             f"data.path is {config.data.path!r}, but a data set is given as well; leave one of "

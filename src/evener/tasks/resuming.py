@@ -17,8 +17,8 @@ from evener.observe.following import newest_event
 RUN = "run.json"
 """Document of a checkpoint in which a task says what it trained on, and how."""
 
-RUN_FOLDER: Final = "run"
-"""Under this key an elastic team tells workers that join where its run is."""
+RUN_FOLDER: Final = "run folder"
+"""What all workers of an elastic team have in common; those that join hear of it."""
 
 
 def find_run(
@@ -70,15 +70,9 @@ def find_run(
 
 def _hear_folder(team: Team) -> Path | None:
     """Return the folder of the run that this rank joins; ``None`` where nobody can tell it."""
-    timeout_s = team.comm.timeout_s
-    told = team.membership.announced(RUN_FOLDER, timeout_s)
+    told = team.membership.described(RUN_FOLDER, team.comm.timeout_s)
     if told is None:
         return None
-    if not told:
-        raise ConfigError(
-            f"the team has not told the folder of its run within {timeout_s:g} s (timeout_s); "
-            "check that its workers run the same command as this one"
-        )
     if not Path(told).is_dir():
         raise ConfigError(
             f"the run's folder {told} is not on this machine; put --out on storage that every "

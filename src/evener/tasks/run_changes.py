@@ -184,8 +184,6 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a configuration says, by key, whichever version has written it."""
     flat = _flat(config)
-    if "optimizer.max_grad_norm" in flat:
-        flat["max_grad_norm"] = flat.pop("optimizer.max_grad_norm")
     if flat.get("divergence_guard", "") in (None, False):
         flat["divergence_guard"] = "none"
     return flat | {key: value for key, value in _LEFT_OUT.items() if flat.get(key) is None}

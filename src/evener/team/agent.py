@@ -11,10 +11,10 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final
 
 from evener.comm.addresses import parse_address
 from evener.comm.messages import name_ranks
@@ -23,10 +23,10 @@ from evener.protocol.formation import ProcessState
 from evener.team.connection import AgentConnection
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
 from evener.team.failures import judge
-from evener.team.host import KernelState, clock_time, describe_halt
-from evener.team.signals import STOPPING
+from evener.team.host import KernelState, clock_time
+from evener.team.signals import STOPPING, Requests
 from evener.team.standby import TAKE
-from evener.team.terminal import say, warn
+from evener.team.terminal import printable, say, warn
 from evener.team.wire import DONE, JOINED, JOINING, Message
 from evener.team.worker_processes import (
     DEATH_S,
@@ -66,18 +66,6 @@ _MOST_STANDBYS_LOST = 3
 # Workers of other agents that end with those of this one have left by then.
 _FAREWELL_S = 1.0
 _LOOK_S = 0.1
-
-
-class Wishes(Protocol):
-    """Where an agent hears what is wanted of it, in the form of signals."""
-
-    def fileno(self) -> int:
-        """Return a descriptor to wait on."""
-        ...
-
-    def take(self) -> list[signal.Signals]:
-        """Return what has arrived, oldest first."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,21 +144,6 @@ class _Slot:
         return pause_s
 
 
-@dataclass(slots=True)
-class _Elsewhere:
-    """What a fixed team's agent knows of other hosts.
-
-    Attributes:
-        failure: Why the run failed there; empty while it has not.
-        ended: Ranks there that have ended with exit code 0.
-        lost: Why hosts may be lost, in words.
-    """
-
-    failure: str = ""
-    ended: set[int] = field(default_factory=set)
-    lost: list[str] = field(default_factory=list)
-
-
 class Agent:
     """Looks after the workers of one host, until the run is over.
 
@@ -192,7 +165,7 @@ class Agent:
         self,
         command: Sequence[str],
         team: JoinedTeam,
-        requests: Wishes,
+        requests: Requests,
         *,
         environ: Mapping[str, str] | None = None,
         handed: Mapping[str, int] | None = None,
@@ -221,7 +194,10 @@ class Agent:
         self._is_over = False  # one has done the run to its end
         self._why = ""  # the run was given up
         self._code = 0
-        self._elsewhere = _Elsewhere()
+        # Of other hosts of a fixed team:
+        self._failure_elsewhere = ""  # why the run failed there
+        self._ended_elsewhere: set[int] = set()  # ranks there that ended with exit code 0
+        self._lost_hosts: list[str] = []  # why, in words
         self._is_coordinator_late = False
         self._stop_signal: signal.Signals | None = None
         self._deadline: float | None = None  # on the monotonic clock; None while nobody has to end
@@ -305,9 +281,10 @@ class Agent:
     def _note_state(self, child: Child, state: KernelState) -> None:
         """A worker was stopped, is held by a debugger, or runs again; nothing is ended for it."""
         _, member = self._workers[child.pid]
-        told = ProcessState.STOPPED if state.is_halted else ProcessState.CONTINUED
+        is_halted = state is KernelState.STOPPED
+        told = ProcessState.STOPPED if is_halted else ProcessState.CONTINUED
         self._connection.tell(member, told, str(state))
-        if not state.is_halted:
+        if not is_halted:
             joins = "" if self._is_fixed else ", and joins the team"
             say(f"evener: {child.who} runs again{joins}")
             return
@@ -315,7 +292,10 @@ class Agent:
         if self._is_fixed:
             alone = len(self._processes.all) == 1
             words = "nothing waits for it on this host" if alone else "the other ranks wait for it"
-        say(describe_halt(child.who, child.pid, state, child.halted_since, words))
+        say(
+            f"evener: {child.who} is stopped since {clock_time(child.halted_since)}, and {words}; "
+            f"`kill -CONT {child.pid}`, or the debugger that holds it, continues it"
+        )
 
     def _account_for(self, child: Child) -> None:
         """Tell the coordinator of an end, and see what follows from it."""
@@ -432,23 +412,13 @@ class Agent:
         """End the ranks of a fixed team where one has failed, here or on another host."""
         for relayed in self._connection.take_relayed():
             self._hear_agent(relayed)
-        for name in self._connection.take_lost():
-            words = (
-                f"the connection to {name} broke off at {clock_time(time.time())}: the link to "
-                "that machine is cut, or the machine or its launcher has gone"
-            )
-            self._elsewhere.lost.append(
-                f"{words}; check both, and start every machine's part again"
-            )
-            if self._deadline is None:
-                say(f"evener: {words}; ranks wait for one another until their timeout_s")
         self._heed_stopped_ranks()
         waiting = [child.rank for child in self._processes.alive if child.place == JOINING]
         self._find_deserters(waiting)
         if self._deadline is not None:
             return
-        if waiting and self._elsewhere.ended:
-            gone = name_ranks([*self._elsewhere.ended])
+        if waiting and self._ended_elsewhere:
+            gone = name_ranks([*self._ended_elsewhere])
             self._fail_elsewhere(
                 f"{gone} on another machine ended with exit code 0{_waited(waiting)}"
             )
@@ -464,7 +434,15 @@ class Agent:
         """What the agent of another host says."""
         stop, failed, ended = (message.get(name) for name in ("stop", "failed", "ended"))
         if isinstance(ended, int):
-            self._elsewhere.ended.add(ended)
+            self._ended_elsewhere.add(ended)
+        if isinstance(name := message.get("lost"), str):
+            words = (
+                f"the connection to {printable(name)} broke off at {clock_time(time.time())}: the "
+                "link to that machine is cut, or the machine or its launcher has gone"
+            )
+            self._lost_hosts.append(f"{words}; check both, and start every machine's part again")
+            if self._deadline is None:
+                say(f"evener: {words}; ranks wait for one another until their timeout_s")
         if self._deadline is not None:
             return
         if stop in {int(signum) for signum in (*STOPPING, signal.SIGHUP)}:
@@ -476,7 +454,7 @@ class Agent:
             )
 
     def _fail_elsewhere(self, words: str) -> None:
-        self._elsewhere.failure = f"error: {words}\n"
+        self._failure_elsewhere = f"error: {words}\n"
         self._ask_to_stop(signal.SIGTERM)
 
     def _heed_stopped_ranks(self) -> None:
@@ -698,9 +676,9 @@ class Agent:
             run has failed, in words, if it has.
         """
         if self._is_fixed:
-            lost = "\n".join(self._elsewhere.lost)
+            lost = "\n".join(self._lost_hosts)
             code, words = judge(self._processes.all, self._stop_signal, lost)
-            words = words or self._elsewhere.failure
+            words = words or self._failure_elsewhere
             return code or int(bool(words)), words
         if self._why:
             return self._code or 1, self._why

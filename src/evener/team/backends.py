@@ -224,19 +224,16 @@ def _obstacle_to_nccl(team: Mapping[int, ExchangeFacts]) -> str:
             )
     (lowest, first), *_ = team.items()
     for rank, facts in team.items():
-        if facts.vendor != first.vendor:
+        if not facts.nccl or _library(facts) != _library(first):
             return (
-                f"rank {lowest} has a GPU of {first.vendor} and rank {rank} one of {facts.vendor}, "
-                "which share no collective library"
-            )
-        if not facts.nccl:
-            return f"the torch of rank {rank} was built without NCCL"
-        if facts.nccl != first.nccl:
-            return (
-                f"rank {lowest} has NCCL {first.nccl} and rank {rank} has NCCL {facts.nccl}, which "
-                "do not understand one another"
+                f"rank {lowest} has {_library(first)} and rank {rank} has {_library(facts)}, which "
+                "do not exchange"
             )
     return ""
+
+
+def _library(facts: ExchangeFacts) -> str:
+    return f"NCCL {facts.nccl} of {facts.vendor}" if facts.nccl else "a torch without NCCL"
 
 
 def describe_exchange(

@@ -18,6 +18,7 @@ from typing import Final, final
 
 from evener.closing import Closing
 from evener.comm.addresses import end_when_unreachable, is_unknown_name, parse_address
+from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.errors import CoordinatorLostError, EvenerError, LaunchError, TeamRefusedError
 from evener.parsing import Fields, whole
 from evener.protocol.formation import (
@@ -26,14 +27,13 @@ from evener.protocol.formation import (
     ProcessState,
     read_message,
 )
-from evener.team.terminal import printable, say
+from evener.team.terminal import say
 from evener.team.wire import (
     MOST_MESSAGE_BYTES,
     TO_COORDINATOR,
     Channel,
     Message,
     Seal,
-    close_in_children,
     new_nonce,
 )
 from evener.version import __version__
@@ -45,7 +45,7 @@ _FIRST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.1
 
 
-class CoordinatorConnection(Closing):
+class CoordinatorConnection(Closing, NotInherited):
     """One connection, and the thread that owns it.
 
     Args:
@@ -101,8 +101,7 @@ class CoordinatorConnection(Closing):
         self._heard_s = time.monotonic()
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
-        for end in (self._wake_end, self._wake):
-            close_in_children(end)
+        leave_behind_in_children(self)
         self._thread = threading.Thread(
             target=self._run, name="evener-coordinator-connection", daemon=True
         )
@@ -116,6 +115,11 @@ class CoordinatorConnection(Closing):
         self._nudge()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CONNECT_S)
+
+    def leave_behind(self) -> None:
+        """Close a forked child's copies of the sockets; see ``NotInherited``."""
+        self._wake_end.close()
+        self._wake.close()
 
     @property
     def silent_s(self) -> float:
@@ -279,21 +283,11 @@ class CoordinatorConnection(Closing):
     def _meet(self, channel: Channel) -> tuple[Seal, Fields]:
         deadline = time.monotonic() + _CONNECT_S
         challenge = self._next(channel, deadline)
-        needs_token = challenge.flag("needs_token")
         if challenge.text("evener") != __version__:
             raise self._unproven(
                 f"the coordinator at {self.address} runs evener {challenge.text('evener')}, "
                 f"{self.member} runs {__version__}; install the same version on every machine"
             )
-        if needs_token != (self._token is not None):
-            missing = (
-                f"the coordinator at {self.address} asks for a token, and {self.member} has none; "
-                "give the file that the coordinator has (--token-file)"
-                if needs_token
-                else f"{self.member} has a token, but the coordinator at {self.address} has none; "
-                "start both with the same --token-file, or both without"
-            )
-            raise self._unproven(missing)
         nonce = new_nonce()
         seal = Seal(self._token, (challenge.text("nonce"), nonce), TO_COORDINATOR)
         hello = {"role": self._role, "member": self.member}
@@ -380,7 +374,6 @@ class AgentConnection(CoordinatorConnection):
         self._refusal: LaunchError | None = None
         self._is_dismissed = False  # the coordinator has ended in order
         self._relayed: list[Message] = []
-        self._lost_hosts: list[str] = []
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         super().__init__(address, token=token, member=name, role="agent", timeout_s=timeout_s)
 
@@ -469,12 +462,6 @@ class AgentConnection(CoordinatorConnection):
             relayed, self._relayed = self._relayed, []
         return relayed
 
-    def take_lost(self) -> list[str]:
-        """Return the hosts to which the connection has broken off since the last call."""
-        with self._changed:
-            lost, self._lost_hosts = self._lost_hosts, []
-        return lost
-
     def _introduction(self) -> Message:
         # A restarted coordinator must not continue from an older generation, of which a worker may
         # come back that was left out of the newest one.
@@ -492,7 +479,7 @@ class AgentConnection(CoordinatorConnection):
 
     def _on_break(self) -> None:
         if self._place is not None and not self._is_dismissed:
-            self._lost_hosts.append(f"node 0 ({self._host})")
+            self._relayed.append({"lost": f"node 0 ({self._host})"})
 
     def _hear(self, kind: str, fields: Fields) -> None:
         if kind == "formed":
@@ -511,5 +498,3 @@ class AgentConnection(CoordinatorConnection):
             self._is_dismissed = True
         elif kind == "relayed":
             self._relayed.append(fields.fields("content").values)
-        elif kind == "lost":
-            self._lost_hosts.append(printable(fields.text("node")))

@@ -9,14 +9,11 @@ connection and nothing else. Nothing is unpickled.
 """
 
 import asyncio
-import base64
-import binascii
 import json
-import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
@@ -25,7 +22,6 @@ from evener.comm.addresses import end_when_unreachable, is_loopback
 from evener.parsing import Fields, parse_json, short
 from evener.protocol.formation import (
     NO_NUMBER,
-    WHOLE_RUN,
     FixedPlace,
     Formation,
     ProcessState,
@@ -34,7 +30,7 @@ from evener.protocol.formation import (
 )
 from evener.protocol.hosts import Host, Hosts
 from evener.protocol.roster import Roster
-from evener.team.coordinator_options import TICK_S, CoordinatorOptions, listen
+from evener.team.coordinator_thread import TICK_S, CoordinatorOptions, listen
 from evener.team.host import remedy_of_shortage
 from evener.team.ledger import Ledger, LedgerEntry
 from evener.team.terminal import say
@@ -53,41 +49,10 @@ _MOST_HELLO_BYTES: Final = 4096
 _MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
 _MOST_KEYS: Final = 100_000
 _MOST_STORE_BYTES: Final = 64 * 1024 * 1024
-#: That an event loop of asyncio opens.
-_LOOP_DESCRIPTORS: Final = 3
 _MOST_REFUSALS: Final = 50
 #: A script has a fixed team for each connection between its ranks that is open.
 _MOST_TEAMS: Final = 1000
 _MOST_RANKS: Final = 9999
-
-
-def serve(
-    options: CoordinatorOptions,
-    listening: socket.socket,
-    tick_s: float,
-    has_begun: Callable[[Callable[[], object]], object],
-) -> None:
-    """Run a coordinator on this thread; see ``Coordinator``.
-
-    Args:
-        options: How it is started.
-        listening: A socket to listen on.
-        tick_s: How often it looks what is due.
-        has_begun: Is told what ends it, from any thread.
-    """
-    with ExitStack() as probes:  # asyncio prints a traceback where its loop finds no descriptor
-        for _ in range(_LOOP_DESCRIPTORS):
-            probes.callback(os.close, os.dup(listening.fileno()))
-    loop = asyncio.new_event_loop()
-    coordinator = Coordinator(options, listening, tick_s=tick_s)
-
-    def stop() -> None:
-        with suppress(RuntimeError):  # it has ended meanwhile
-            loop.call_soon_threadsafe(coordinator.stop)
-
-    has_begun(stop)
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(coordinator.serve())
 
 
 def coordinate(options: CoordinatorOptions) -> int:
@@ -133,7 +98,6 @@ class ServedTeam:
             known = ledger.entry
             roster.remember(roster.started_s, known.formation, known.facts)
             roster.run_has_ended |= known.run_has_ended
-            self.store.load(known.announced)
 
     def send_orders(self) -> None:
         """Send what follows from the last events."""
@@ -149,22 +113,15 @@ class ServedTeam:
             self.store.give_up(why)
 
     def _keep_ledger(self) -> None:
-        if self._ledger is None:
-            return
-        roster, known = self.roster, self._ledger.entry
-        is_same = (roster.formation, roster.run_has_ended) == (
-            known.formation,
-            known.run_has_ended,
-        )
-        if not is_same or self.store.announced != known.announced:
-            self._ledger.write(
-                LedgerEntry(
-                    formation=roster.formation,
-                    run_has_ended=roster.run_has_ended,
-                    facts=roster.facts(),
-                    announced=dict(self.store.announced),
-                )
+        if self._ledger is not None:
+            roster = self.roster
+            entry = LedgerEntry(
+                formation=roster.formation,
+                run_has_ended=roster.run_has_ended,
+                facts=dict(roster.facts()),
             )
+            if entry != self._ledger.entry:
+                self._ledger.write(entry)
 
     def tick(self, now_s: float) -> None:
         """Note what is due."""
@@ -283,7 +240,7 @@ class Coordinator:
             del self._agents[visitor]
             lost = self.nodes.depart(visitor.name)
             if lost is not None and not visitor.has_left:
-                self.relay(visitor, "lost", {"node": lost.name})
+                self.relay(visitor, {"lost": lost.name})
             self._tell_missing()
         team = visitor.team
         if team.workers.get(visitor.member) is visitor:
@@ -318,11 +275,11 @@ class Coordinator:
             for agent in self._agents:
                 agent.tell("missing", {"nodes": self.nodes.missing})
 
-    def relay(self, source: "Visitor", kind: str, content: Mapping[str, Any]) -> None:
+    def relay(self, source: "Visitor", content: Mapping[str, Any]) -> None:
         """Tell all other agents."""
         for agent in [*self._agents]:
             if agent is not source:
-                agent.tell(kind, content)
+                agent.tell("relayed", {"content": content})
 
     def refuse(self, why: str) -> None:
         """Print why a connection was refused, up to a number of times."""
@@ -431,7 +388,6 @@ class Visitor(asyncio.Protocol):
             {
                 "type": "challenge",
                 "nonce": self._nonce,
-                "needs_token": self._coordinator.options.token is not None,
                 "evener": __version__,
             }
         )
@@ -524,11 +480,14 @@ class Visitor(asyncio.Protocol):
         seal = Seal(self._coordinator.options.token, (self._nonce, nonce), FROM_COORDINATOR)
         try:
             hello = seal.open(message)
+            role, name = hello.text("role"), hello.text("member")
         except ValueError as error:
-            why = "the token differs from the coordinator's; give both the same --token-file"
+            why = (
+                "the token differs from the coordinator's, or one of both has none; give both the "
+                "same --token-file, or none"
+            )
             self._write({"type": "refused", "why": why})
             raise ValueError(f"it does not know the token ({error})") from None
-        role, name = hello.text("role"), hello.text("member")
         if role not in ("worker", "agent") or not 0 < len(name) <= 128:
             raise ValueError(f"role {short(role)} or member {short(name)} is none")
         self._seal, self._role, self.name = seal, role, name
@@ -570,9 +529,6 @@ class Visitor(asyncio.Protocol):
         self.tell(
             "welcome",
             {
-                "generation": roster.generation,
-                "open": roster.is_open(now_s),
-                "number": roster.number_of(name) if role == "worker" else 0,
                 "deadlines": asdict(options.deadlines),
                 "limits": [roster.least, roster.most],
             },
@@ -607,12 +563,10 @@ class Visitor(asyncio.Protocol):
         elif kind == "facts":
             roster.describe(now_s, self.member, fields.fields("facts").values)
             self._coordinator.send_orders()  # a refusal comes first
-            self.tell("compared", {})
+            self.tell("compared", {"facts": roster.facts()})
         elif kind == "missing":
             self.tell("missing", {"ranks": roster.missing})
-        elif kind == "store" and not (
-            _reads(fields) or roster.is_member(self.member) or roster.leads(self.member)
-        ):
+        elif kind == "store" and not roster.is_member(self.member):
             answer = {"number": fields.whole("number"), "error": "its generation is over"}
             self.tell("stored", answer)
         elif kind == "store":
@@ -635,7 +589,7 @@ class Visitor(asyncio.Protocol):
             )
             self._coordinator.enter(self, node)
         elif kind == "relay":
-            self._coordinator.relay(self, "relayed", {"content": fields.fields("content").values})
+            self._coordinator.relay(self, fields.fields("content").values)
         elif kind == "farewell":
             self.has_left = True
         elif kind == "beat":
@@ -666,54 +620,40 @@ def _read_place(fields: Fields) -> FixedPlace:
 @dataclass(slots=True)
 class _AwaitedKey:
     number: int
-    generation: int
     key: str
     until_s: float
     answer: Callable[[Mapping[str, Any]], None]
 
 
 class KeyValues:
-    """What members of a generation tell one another in order to connect."""
+    """What members of the newest generation tell one another in order to connect."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[int, str], bytes] = {}
-        #: By key of the whole run, the generation that has set it, and its text.
-        self.announced: dict[str, tuple[int, str]] = {}
+        self._values: dict[str, str] = {}
         self._num_bytes = 0
-        self._newest = 0
+        self._generation = 0
         self._waits: list[_AwaitedKey] = []
-
-    def load(self, announced: Mapping[str, tuple[int, str]]) -> None:
-        """Take over texts of the whole run from an earlier coordinator."""
-        for key, (since, text) in announced.items():
-            self.announced[key] = since, text
-            self._put((WHOLE_RUN, key), text.encode())
 
     def keep(self, generation: int) -> None:
         """Drop what belongs to generations before this one."""
-        if generation == self._newest:
-            return
-        self._newest = generation
-        for place in [place for place in self._values if WHOLE_RUN < place[0] < generation]:
-            self._remove(place)
-        self._fail(lambda one: one.generation < generation, "its generation is over")
+        if generation != self._generation:
+            self._generation, self._num_bytes = generation, 0
+            self._values.clear()
+            self.give_up()
 
-    def give_up(self, why: str) -> None:
-        """Answer those that wait for a key of the newest generation, as it is over."""
-        self._fail(lambda _: True, f"its generation is over: {why}")
+    def give_up(self, why: str = "") -> None:
+        """Answer those that wait for a key, as the generation is over."""
+        over = "its generation is over"
+        self._fail(lambda _: True, f"{over}: {why}" if why else over)
 
     def expire(self, now_s: float) -> None:
         """Answer those that have waited for too long."""
-        late = "no member has set it in time"
-        self._fail(lambda one: now_s >= one.until_s, late, of_whole_run=True)
+        self._fail(lambda one: now_s >= one.until_s, "no member has set it in time")
 
-    def _fail(
-        self, is_in_vain: Callable[[_AwaitedKey], bool], why: str, *, of_whole_run: bool = False
-    ) -> None:
-        for waiting in [*self._waits]:
-            if (of_whole_run or waiting.generation != WHOLE_RUN) and is_in_vain(waiting):
-                self._waits.remove(waiting)
-                waiting.answer({"number": waiting.number, "error": why})
+    def _fail(self, is_in_vain: Callable[[_AwaitedKey], bool], why: str) -> None:
+        for waiting in [one for one in self._waits if is_in_vain(one)]:
+            self._waits.remove(waiting)
+            waiting.answer({"number": waiting.number, "error": why})
 
     def ask(
         self, now_s: float, fields: Fields, answer: Callable[[Mapping[str, Any]], None]
@@ -725,72 +665,45 @@ class KeyValues:
         """
         number, generation = fields.whole("number"), fields.whole("generation")
         what, keys = fields.text("what"), fields.texts("keys")
-        if not keys or (what not in ("holds",) and len(keys) != 1):
+        if not keys or (what != "holds" and len(keys) != 1):
             raise ValueError(f"keys is {short(keys)}, not one key")
-        if generation not in (WHOLE_RUN, self._newest):
+        if generation != self._generation:
             answer({"number": number, "error": f"generation {generation} is over"})
             return
-        place = generation, keys[0]
+        key, value = keys[0], self._values.get(keys[0])
         if what == "put":
-            value = _decode(fields.text("value"))
-            if generation != WHOLE_RUN:
-                self._put(place, value)
-            elif (since := fields.whole("since")) >= self.announced.get(keys[0], (0, ""))[0]:
-                # Members that come back tell it again, and another one may have told otherwise.
-                self.announced[keys[0]] = since, value.decode()
-                self._put(place, value)
+            self._put(key, fields.text("value"))
             answer({"number": number, "value": True})
-        elif what == "fetch" and place not in self._values:
+        elif what == "fetch" and value is None:
             until_s = now_s + fields.number("timeout_s", least=0.0)
-            self._waits.append(_AwaitedKey(number, generation, keys[0], until_s, answer))
+            self._waits.append(_AwaitedKey(number, key, until_s, answer))
         elif what == "fetch":
-            answer({"number": number, "value": _encode(self._values[place])})
+            answer({"number": number, "value": value})
         elif what == "increase":
-            before = self._values.get(place, b"0")
-            total = int(before) + fields.whole("amount", least=-(2**53))
-            self._put(place, str(total).encode())
+            total = int(value or "0") + fields.whole("amount", least=-(2**53))
+            self._put(key, str(total))
             answer({"number": number, "value": total})
         elif what == "holds":
-            present = all((generation, key) in self._values for key in keys)
-            answer({"number": number, "value": present})
+            answer({"number": number, "value": all(each in self._values for each in keys)})
         elif what == "remove":
-            answer({"number": number, "value": self._remove(place)})
+            answer({"number": number, "value": self._remove(key)})
         else:
             raise ValueError(f"what is {short(what)}, which is no request")
 
-    def _put(self, place: tuple[int, str], value: bytes) -> None:
-        self._remove(place)
-        self._num_bytes += len(value) + len(place[1])
-        if self._num_bytes > _MOST_STORE_BYTES or len(self._values) >= _MOST_KEYS:
-            self._num_bytes -= len(value) + len(place[1])
+    def _put(self, key: str, value: str) -> None:
+        self._remove(key)
+        size = len(value) + len(key)
+        if self._num_bytes + size > _MOST_STORE_BYTES or len(self._values) >= _MOST_KEYS:
             raise ValueError(
                 f"the store holds {len(self._values)} keys and {self._num_bytes} bytes, which is "
                 "as many as it keeps"
             )
-        self._values[place] = value
-        for waiting in [one for one in self._waits if (one.generation, one.key) == place]:
+        self._values[key], self._num_bytes = value, self._num_bytes + size
+        for waiting in [one for one in self._waits if one.key == key]:
             self._waits.remove(waiting)
-            waiting.answer({"number": waiting.number, "value": _encode(value)})
+            waiting.answer({"number": waiting.number, "value": value})
 
-    def _remove(self, place: tuple[int, str]) -> bool:
-        value = self._values.pop(place, None)
-        if value is None:
-            return False
-        self._num_bytes -= len(value) + len(place[1])
-        return True
-
-
-def _encode(value: bytes) -> str:
-    return base64.b64encode(value).decode()
-
-
-def _reads(fields: Fields) -> bool:
-    """Whether a request changes nothing: who is about to join asks where the team is."""
-    return fields.text("what") in ("fetch", "holds")
-
-
-def _decode(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise ValueError(f"value is {short(text)}, not base64") from None
+    def _remove(self, key: str) -> bool:
+        value = self._values.pop(key, None)
+        self._num_bytes -= 0 if value is None else len(value) + len(key)
+        return value is not None

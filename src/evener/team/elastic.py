@@ -1,6 +1,5 @@
 """A worker's link to the coordinator of its team."""
 
-import base64
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +16,6 @@ from evener.parsing import Fields, whole
 from evener.protocol.formation import (
     NO_NUMBER,
     WAITING,
-    WHOLE_RUN,
     Deadlines,
     FixedPlace,
     Formation,
@@ -70,6 +68,7 @@ class CoordinatorLink(CoordinatorConnection):
         self._formed: Formation | None = None  # formed, and not yet returned
         self._asking: Message | None = None
         self._left_out = self._has_left = self._is_compared = False
+        self._team_facts: dict[str, Any] = {}
         self._refusal: TeamRefusedError | None = None
         self._generation, self._is_open = 0, False
         self._number = NO_NUMBER
@@ -81,7 +80,6 @@ class CoordinatorLink(CoordinatorConnection):
         self._answers: dict[int, Fields] = {}
         self._num_asked = 0
         self._put: dict[str, Message] = {}  # keys that were set in the store of this generation
-        self._announced: dict[str, Message] = {}
         # The coordinator was there when the launcher started this worker. If it has ended since,
         # the worker would wait in silence for all of the exchanges' timeout. That of a fixed team
         # may be started last.
@@ -154,12 +152,7 @@ class CoordinatorLink(CoordinatorConnection):
             CoordinatorLostError: The coordinator did not answer for ``patience_s``.
         """
         generation = self._held.generation if self._held else 0
-        message = {
-            "type": "report",
-            "generation": generation,
-            "standing": None if standing is None else asdict(standing),
-            "unreached": list(unreached),
-        }
+        message = _report(generation, standing, unreached)
         with self._changed:
             self._lease_end_s = 0.0
             self._left_out, self._formed, self._asking = False, None, message
@@ -189,12 +182,7 @@ class CoordinatorLink(CoordinatorConnection):
         """
         assert self._place is not None
         with self._changed:
-            self._asking = {
-                "type": "report",
-                "generation": 0,
-                "standing": None,
-                "unreached": [],
-            }
+            self._asking = _report(0)
             self._post(self._asking)
             if not self._changed.wait_for(self._is_answered, timeout_s):
                 self._post({"type": "missing"})
@@ -218,10 +206,13 @@ class CoordinatorLink(CoordinatorConnection):
             "missing, or look at its output"
         )
 
-    def describe(self, facts: Mapping[str, Any]) -> None:
+    def describe(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
         """Say more of what must be the same on all members, and wait until it has been compared.
 
         A coordinator that is away hears of it when it is there again.
+
+        Returns:
+            What members have said, as far as the coordinator has answered.
 
         Raises:
             TeamRefusedError: It differs from what another member has said.
@@ -235,6 +226,7 @@ class CoordinatorLink(CoordinatorConnection):
                 self.deadlines.reconnect_s,
             )
             self.check()
+            return self._team_facts
 
     def check(self) -> None:
         """Raise what has ended the connection for good, or why the coordinator refuses this worker.
@@ -336,17 +328,6 @@ class CoordinatorLink(CoordinatorConnection):
         patience_s = self.deadlines.timeout_s if timeout_s is None else timeout_s
         return GenerationStore(self, generation, patience_s)
 
-    def announce(self, key: str, text: str) -> None:
-        """Leave a text with the coordinator for the whole run; members may, and who ``leads``.
-
-        It is told again in each generation, and to a coordinator that was restarted. Whoever reads
-        the store of generation ``WHOLE_RUN`` finds it.
-        """
-        with self._changed:
-            since = self._held.generation if self._held else 0
-            self._announced[key] = message = _announcement(key, text, since)
-            self._post(message)
-
     def ask_store(self, request: Message, timeout_s: float) -> Any:
         """Send a request to the store, and return the answer.
 
@@ -410,12 +391,9 @@ class CoordinatorLink(CoordinatorConnection):
         )
 
     def _begin(self, welcome: Fields) -> list[Message]:
-        self._generation, self._is_open = welcome.whole("generation"), welcome.flag("open")
-        number = welcome.whole("number", least=NO_NUMBER)
-        self._number = number
         # The coordinator may have carried out an addition before the connection ended.
         asked = [one for one in self._asked.values() if one["what"] != "increase"]
-        told = [*self._announced.values(), *self._put.values(), *asked]
+        told = [*self._put.values(), *asked]
         return told if self._asking is None else [*told, self._asking]
 
     def _beat(self) -> Message:
@@ -453,7 +431,7 @@ class CoordinatorLink(CoordinatorConnection):
         elif kind == "ended":
             self._refusal = RunEndedError(fields.text("why"))
         elif kind == "compared":
-            self._is_compared = True
+            self._is_compared, self._team_facts = True, fields.fields("facts").values
         elif kind == "missing":
             self._missing = [whole(number, "a rank") for number in fields.items("ranks")]
         elif kind == "left":
@@ -472,8 +450,6 @@ class CoordinatorLink(CoordinatorConnection):
         self._put.clear()
         self._number = formation.number_of(self.member)
         self._beat_soon()  # for the lease
-        for message in self._announced.values():  # who told them before may be lost
-            self._post(message)
         return formation
 
     def _is_answered(self) -> bool:
@@ -483,19 +459,13 @@ class CoordinatorLink(CoordinatorConnection):
         return self._held is not None and self._held.generation in self._over
 
 
-def _announcement(key: str, text: str, since: int) -> Message:
-    request = {
-        "generation": WHOLE_RUN,
-        "what": "put",
-        "keys": [key],
-        "value": _encode(text.encode()),
-        "since": since,
-    }
-    return {"type": "store", "number": 0, **request}  # nobody waits for the answer
-
-
-def _encode(value: bytes) -> str:
-    return base64.b64encode(value).decode()
+def _report(
+    generation: int, standing: Standing | None = None, unreached: Sequence[str] = ()
+) -> Message:
+    held = None if standing is None else asdict(standing)
+    return {
+        "type": "report", "generation": generation, "standing": held, "unreached": [*unreached],
+    }  # fmt: skip
 
 
 @final
@@ -519,7 +489,7 @@ class GenerationStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
         content = value.encode() if isinstance(value, str) else bytes(value)
-        self._ask("put", [key], value=_encode(content))
+        self._ask("put", [key], value=content.decode("latin-1"))
 
     def get(self, key: str) -> bytes:
         """Wait until a key is set, and return its value; raise RuntimeError after the timeout."""
@@ -551,7 +521,7 @@ class GenerationStore(Store):
     def _fetch(self, key: str, timeout: timedelta) -> bytes:
         timeout_s = timeout.total_seconds()
         answer: str = self._ask("fetch", [key], timeout_s, timeout_s=timeout_s)
-        return base64.b64decode(answer)
+        return answer.encode("latin-1")
 
     def _ask(self, what: str, keys: list[str], patience_s: float = 5.0, **more: Any) -> Any:
         request = {"generation": self._generation, "what": what, "keys": keys, **more}

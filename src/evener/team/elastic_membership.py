@@ -4,11 +4,11 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, final
 
 from evener import lease_clock
-from evener.comm.addresses import find_unreachable, parse_address
+from evener.comm.addresses import parse_address
 from evener.comm.base import Communicator
 from evener.comm.groups import form_groups
 from evener.comm.messages import first_line
@@ -25,7 +25,6 @@ from evener.errors import (
 )
 from evener.protocol.formation import (
     NO_NUMBER,
-    WHOLE_RUN,
     Formation,
     Standing,
     read_team_limits,
@@ -40,8 +39,6 @@ from evener.team.terminal import warn
 from evener.team.wire import JOINED, JOINING, read_team_token
 
 _PAUSE_S = 0.05
-#: A peer that has announced where it listens answers an attempt to connect within so long.
-_PROBE_S = 2.0
 
 
 @final
@@ -179,19 +176,19 @@ class ElasticMembership(Membership):
         meeting = MeetingPoint(self._store, self._link.reached_at)
         comm: Communicator
         try:
-            self._meet_members(formation, meeting)
             comm = form_groups(
                 meeting,
                 rank=formation.members.index(self.member),
                 numbers=formation.numbers,
                 key=f"evener/{formation.generation}",
-                backend="gloo",
                 timeout_s=self._timeout_s,
                 form_timeout_s=connect_s,
             )
         except RuntimeError as error:
             self._meeting = meeting  # the others try whether they reach this one
-            self._unreached = self._find_unreached(formation)
+            others = [number for number in formation.numbers if number != self.number]
+            missed = meeting.find_unreached(others)
+            self._unreached = [formation.members[formation.numbers.index(n)] for n in missed]
             whom = f"; it does not reach {', '.join(self._unreached)}" if self._unreached else ""
             raise PeerLostError(
                 f"{self.member} could not connect to all members of generation "
@@ -214,31 +211,6 @@ class ElasticMembership(Membership):
             comm.close()
             raise
         return comm
-
-    def _meet_members(self, formation: Formation, meeting: MeetingPoint) -> None:
-        """Tell the other members where this one listens, and wait until all have told it.
-
-        Raises:
-            RuntimeError: One has not come in time.
-        """
-        host, port = next(iter(meeting.listening), ("", 0))
-        self._store.set(_place_of(self.member), f"{host} {port}")
-        self._store.wait([_place_of(member) for member in formation.members])
-
-    def _find_unreached(self, formation: Formation) -> list[str]:
-        """Return the members that listen, and that this one cannot connect to.
-
-        Those that have not come are no matter of the network: the coordinator knows more of them.
-        """
-        places: dict[str, tuple[str, int]] = {}
-        with suppress(RuntimeError):  # the generation is over, because a member is lost
-            for member in formation.members:
-                key = _place_of(member)
-                if member != self.member and self._store.check([key]):
-                    host, _, port = self._store.get(key).decode().rpartition(" ")
-                    if host:  # known on Linux alone
-                        places[member] = host, int(port)
-        return find_unreachable(places, _PROBE_S)
 
     def await_lease(self) -> None:
         """Return when the coordinator has renewed this worker's lease, mostly at once.
@@ -269,24 +241,18 @@ class ElasticMembership(Membership):
             return False
         return True
 
-    def announce(self, key: str, text: str) -> None:
-        """Leave a text with the coordinator."""
-        self._link.announce(key, text)
-
-    def announced(self, key: str, timeout_s: float = 0.0) -> str | None:
-        """Ask the coordinator for what a member has announced."""
-        store = self._link.store(WHOLE_RUN, self._link.deadlines.connect_s)
+    def described(self, name: str, timeout_s: float) -> Any:
+        """Ask the coordinator for what members have said."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._link.check()
             leads, is_late = self._link.leads, time.monotonic() >= deadline
-            with suppress(RuntimeError):  # the coordinator may be restarted meanwhile
-                if store.check([key]):
-                    return store.get(key).decode()
-                if leads:
-                    return None
+            if (told := self._link.describe({}).get(name)) or leads:
+                return told
             if is_late:
-                return ""
+                raise LaunchError(
+                    f"the team has not told its {name} within {timeout_s:g} s (timeout_s); check "
+                    "that its workers run the same command as this one"
+                )
             time.sleep(_PAUSE_S)
 
     def describe(self, facts: Mapping[str, Any]) -> None:
@@ -317,11 +283,6 @@ class ElasticMembership(Membership):
         self._handlers.close()
         if interrupted and sys.exception() is None:
             raise KeyboardInterrupt
-
-
-def _place_of(member: str) -> str:
-    """Return the key under which a member tells where it listens."""
-    return f"place of {member}"
 
 
 def check_team_limits(asked: str, environ: Mapping[str, str]) -> None:

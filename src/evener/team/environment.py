@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from evener.comm.addresses import LOOPBACK, check_port, is_loopback, parse_address
+from evener.comm.addresses import LOOPBACK, is_loopback, join_address, parse_address
 from evener.errors import ConfigError
 from evener.parsing import short
 from evener.team import slurm
@@ -103,8 +103,9 @@ class DistributedTrainConfig:
     Attributes:
         world_size: Ranks in the team.
         rank: Number of this rank, from 0.
-        local_rank: Number of this rank among those on this host; chooses its device.
-        role: Coordinator for rank 0, worker for the others.
+        local_rank: Number of this rank among those on this host; chooses its device. -1 says that
+            it is not known: then ``rank`` where the address is a loopback one, else 0.
+        role: Coordinator for rank 0, worker for the others; follows from the rank if left out.
         coordinator_addr: Host of the coordinator through which ranks find one another (rank 0's): a
             name or an IP address, or ``host:port``. On rank 0 it may be ``0.0.0.0`` or ``::``,
             where the coordinator then listens on every address; the others need one that leads
@@ -127,8 +128,8 @@ class DistributedTrainConfig:
 
     world_size: int = 1
     rank: int = 0
-    local_rank: int = 0
-    role: DistributedRole = DistributedRole.COORDINATOR
+    local_rank: int = -1
+    role: DistributedRole = None  # type: ignore[assignment]  # it never stays so
     coordinator_addr: str = LOOPBACK
     backend: DistributedBackend = DistributedBackend.AUTO
     comm_backend: AverageBackend = AverageBackend.AUTO
@@ -140,45 +141,42 @@ class DistributedTrainConfig:
     launched_by: str = "alone"
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__  # frozen: texts become enums here, and nowhere else
+        set_field = object.__setattr__  # frozen: what was not given is filled in here alone
+        for name in _NUMBERS:
+            if type(getattr(self, name)) is not int:
+                given = short(getattr(self, name))
+                raise ConfigError(f"{name} is {given}; give a whole number")
+        size, rank = self.world_size, self.rank
+        role = DistributedRole.WORKER if rank else DistributedRole.COORDINATOR
+        set_field(self, "role", self.role or role)
         for name, kind in _CHOICES.items():
             set_field(self, name, choose(name, getattr(self, name), kind))
-        host, port = parse_address(
-            self.coordinator_addr, "coordinator_addr", may_bind=self.rank == 0
-        )
-        if port is not None and self.coordinator_port not in (0, port):
+        if self.role is not role:
+            raise ConfigError(
+                f"role is {self.role.value!r} for rank {rank}; rank 0 is the coordinator and all "
+                f"others are workers, so pass role={role.value!r}, or none"
+            )
+        host, port = parse_address(self.coordinator_addr, "coordinator_addr", may_bind=rank == 0)
+        if port is None and self.coordinator_port:
+            given = join_address(host, self.coordinator_port)
+            _, port = parse_address(given, "the coordinator's address", may_bind=True)
+        if self.coordinator_port not in (0, port):
             raise ConfigError(
                 f"coordinator_addr is {self.coordinator_addr!r} and coordinator_port is "
                 f"{self.coordinator_port}; give the port once"
             )
         set_field(self, "coordinator_addr", host)
-        set_field(self, "coordinator_port", port or self.coordinator_port)
-        for name in _NUMBERS:
-            if type(getattr(self, name)) is not int:
-                given = short(getattr(self, name))
-                raise ConfigError(f"{name} is {given}; give a whole number")
-        size, role = self.world_size, _role(self.rank)
+        set_field(self, "coordinator_port", port or 0)
+        if self.local_rank == -1:
+            set_field(self, "local_rank", rank if is_loopback(host) else 0)
         if not self.local_world_size:
             known = size if is_loopback(host) else self.local_rank + 1
             set_field(self, "local_world_size", known)
-        local = self.local_world_size
-        variables = "(RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in the environment)"
-        for is_right, why in (
-            (size >= 1, f"world_size is {size}; a team has at least one rank"),
-            (0 <= self.rank < size, f"rank is {self.rank}, but world_size is {size}"),
-            (
-                0 <= self.local_rank < local,
-                f"local_rank is {self.local_rank}, but local_world_size is {local}",
-            ),
-            (local <= size, f"local_world_size is {local}, but world_size is {size}"),
-        ):
-            if not is_right:
-                raise ConfigError(f"{why}; ranks are numbered from 0, on each host too {variables}")
-        check_port(self.coordinator_port, "coordinator_port", least=0)
-        if self.role is not role:
+        if not (0 <= rank < size and 0 <= self.local_rank < self.local_world_size <= size):
             raise ConfigError(
-                f"role is {self.role.value!r} for rank {self.rank}; rank 0 is the coordinator and "
-                f"all others are workers, so pass role={role.value!r}"
+                f"rank is {rank} and world_size is {size}, local_rank is {self.local_rank} and "
+                f"local_world_size is {self.local_world_size}; ranks are numbered from 0, on each "
+                "host too (RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in the environment)"
             )
 
     @classmethod
@@ -207,7 +205,7 @@ class DistributedTrainConfig:
                 return cls()
             # A batch script may choose the port itself.
             port = _integer(environ, "MASTER_PORT", default=slurm.choose_port(environ))
-            return cls.of_rank(**place, coordinator_port=port, launched_by="slurm")
+            return cls(**place, coordinator_port=port, launched_by="slurm")
         if any(environ.get(name) for name in (*_REQUIRED, "LOCAL_RANK")):
             raise ConfigError(_partial(environ))
         return cls()
@@ -218,15 +216,12 @@ class DistributedTrainConfig:
 
         The keys are ``world_size``, ``rank``, ``local_rank``, ``local_world_size``, ``role``,
         ``coordinator_addr`` (a host, or ``host:port``), ``coordinator_port``, ``backend`` and
-        ``comm_backend``, alone in the file or under ``training: distributed:``. The role follows
-        the rank if none is given. Without local numbers, a loopback address means one host for
-        all ranks, any other one rank per host.
+        ``comm_backend``, alone in the file or under ``training: distributed:``.
 
         Args:
             path: YAML.
             **changes: Take precedence over the file, such as ``rank=1`` if all ranks share it. The
-                file's ``role`` then yields to the rank, and so does its ``local_rank`` if the
-                address is a loopback one.
+                file's ``role`` and ``local_rank`` then yield to the rank.
 
         Raises:
             ConfigError: Names the file, the key, its value and what is allowed.
@@ -234,60 +229,44 @@ class DistributedTrainConfig:
         from evener.yaml_files import read_yaml  # seldom needed
 
         document = _section(read_yaml(Path(path)))
+        if "rank" in changes:  # the file may speak of another one
+            document = {k: v for k, v in document.items() if k not in ("role", "local_rank")}
+        place = {**document, **changes}
+        needed = ("world_size", "rank", "coordinator_addr")
         try:
-            for key in document:
-                if key not in _KEYS:
-                    allowed = ", ".join(_KEYS)
-                    raise ConfigError(f"unknown key {key!r} ({short(document[key])}): {allowed}")
-            place = {**document, **changes}
-            alone = place.get("world_size") == 1
-            for key in ("world_size",) if alone else ("world_size", "rank", "coordinator_addr"):
+            for key in document.keys() - _KEYS:
+                raise ConfigError(
+                    f"unknown key {key!r} ({short(document[key])}): {', '.join(_KEYS)}"
+                )
+            for key in needed[:1] if place.get("world_size") == 1 else needed:
                 if key not in place:
                     raise ConfigError(
                         f"{key} is missing; give it there, or as from_yaml(..., {key}=)"
                     )
-            rank, address = place.setdefault("rank", 0), place.get("coordinator_addr", LOOPBACK)
-            known = {"role": _role(rank), "launched_by": "the user"}
-            host, _ = parse_address(address, "coordinator_addr", may_bind=rank == 0)
-            of_rank = {"role"}
-            if is_loopback(host):
-                known["local_rank"] = rank
-                of_rank.add("local_rank")
-            if "rank" in changes:  # the file speaks of another rank
-                place = {k: v for k, v in place.items() if k in changes or k not in of_rank}
-            return cls(**{**known, **place})
+            return cls(**{"launched_by": "the user", **place})
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
     @classmethod
     def of_rank(cls, rank: int, world_size: int, **changes: Any) -> "DistributedTrainConfig":
         """Return the place of a rank in a team on one host; ``changes`` are further fields."""
-        place = {"local_rank": rank, "local_world_size": world_size, "role": _role(rank), **changes}
-        return cls(world_size, rank, **place)
+        return cls(world_size, rank, **changes)
 
 
 def _from_variables(environ: Mapping[str, str], launched_by: str) -> DistributedTrainConfig:
     if not all(environ.get(name) for name in _REQUIRED):
         raise ConfigError(_partial(environ))
-    rank = _integer(environ, "RANK")
-    address = environ["MASTER_ADDR"]
-    host, _ = parse_address(address, "MASTER_ADDR", may_bind=rank == 0)
-    return DistributedTrainConfig.of_rank(
-        rank,
+    return DistributedTrainConfig(
         _integer(environ, "WORLD_SIZE"),
-        # Some launchers set the four variables only. A loopback address means one host for all
-        # ranks; otherwise one rank per host, as those launchers do.
-        local_rank=_integer(environ, "LOCAL_RANK", default=rank if is_loopback(host) else 0),
+        _integer(environ, "RANK"),
+        # Some launchers set the four variables only.
+        local_rank=_integer(environ, "LOCAL_RANK", default=-1),
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=0),
-        coordinator_addr=address,
+        coordinator_addr=environ["MASTER_ADDR"],
         coordinator_port=_integer(environ, "MASTER_PORT"),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         launched_by=launched_by,
     )
-
-
-def _role(rank: int) -> DistributedRole:
-    return DistributedRole.WORKER if rank else DistributedRole.COORDINATOR
 
 
 def _partial(environ: Mapping[str, str]) -> str:

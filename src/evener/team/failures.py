@@ -202,8 +202,8 @@ def _wrap_hook() -> None:
 
 _LIKELY_CAUSES: dict[int, str] = {
     signal.SIGKILL: (
-        "memory was not seen to run short. `kill -9`, a scheduler at its time limit and the end of "
-        "a container do this; the scheduler's log or `dmesg` may tell"
+        "the kernel has ended nothing here for memory. `kill -9`, a service that guards memory, a "
+        "scheduler at its time limit and the end of a container do this; their logs may tell"
     ),
     signal.SIGBUS: "most likely shared memory is full; `df -h /dev/shm` shows it",
     signal.SIGILL: "most likely this torch was built for another processor",

@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,9 +28,9 @@ from evener.comm.addresses import (
     listens_everywhere,
     open_port,
 )
-from evener.comm.base import DEFAULT_TIMEOUT_S, Communicator, check_timeout
+from evener.comm.base import Communicator, check_timeout
 from evener.comm.c10d import TCPStore
-from evener.comm.existing import close_in_children, find_place
+from evener.comm.existing import find_place
 from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.comm.groups import form_groups
 from evener.comm.messages import first_line
@@ -40,8 +39,7 @@ from evener.comm.wires import close_server
 from evener.errors import ConfigError, CoordinatorLostError, LaunchError, TeamRefusedError
 from evener.protocol.formation import Deadlines, FixedPlace
 from evener.team.child import tell
-from evener.team.coordinator_options import CoordinatorOptions
-from evener.team.coordinator_thread import CoordinatorThread
+from evener.team.coordinator_thread import CoordinatorOptions, CoordinatorThread
 from evener.team.elastic import CoordinatorLink
 from evener.team.environment import ADDRESS, COORDINATOR, ELASTIC, MEMBER, DistributedTrainConfig
 from evener.team.membership import Membership
@@ -73,34 +71,17 @@ def place_in(group: Any) -> DistributedTrainConfig:
         ConfigError: This process is not in it.
         LaunchError: Its ranks cannot meet.
     """
-    found = find_place(group)
-    close_in_children(group)
-    return DistributedTrainConfig.of_rank(**found._asdict(), launched_by="torch.distributed")
+    return DistributedTrainConfig(**find_place(group), launched_by="torch.distributed")
 
 
-def join(
-    environment: DistributedTrainConfig,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    *,
-    backend: str = "gloo",
-) -> Communicator:
-    """Meet the other ranks, and form a communicator; see ``meet``."""
-    comm, _ = meet(environment, timeout_s, backend=backend)
-    return comm
-
-
-def meet(
-    environment: DistributedTrainConfig, timeout_s: float, *, backend: str = "gloo"
-) -> tuple[Communicator, Membership]:
+def meet(environment: DistributedTrainConfig, timeout_s: float) -> tuple[Communicator, Membership]:
     """Meet the other ranks of a fixed team, and form its communicator; all of them call it.
 
-    It works beside a default process group and touches none. With ``"nccl"``, CUDA tensors use the
-    current CUDA device; rows, small tensors and CPU tensors still go over Gloo.
+    It works beside a default process group and touches none. The communicator uses Gloo.
 
     Args:
         environment: This rank's place; with one rank nothing is opened.
         timeout_s: Deadline for this call, and the communicator's default deadline.
-        backend: ``"gloo"`` or ``"nccl"``.
 
     Returns:
         The communicator, and the place in the team.
@@ -126,7 +107,7 @@ def meet(
         meeting = _Meeting(environment, number, deadline)
         try:
             meeting.meet()
-            comm = meeting.form(backend, timeout_s)
+            comm = meeting.form(timeout_s)
         except BaseException:
             meeting.close()
             raise
@@ -219,7 +200,7 @@ class _Meeting(Closing):
         of torchrun's agent, that of ranks that have ended.
 
         Raises:
-            LaunchError: See ``join``.
+            LaunchError: See ``meet``.
         """
         is_lost = False
         while True:
@@ -285,11 +266,10 @@ class _Meeting(Closing):
         address = join_address(environment.coordinator_addr, environment.coordinator_port)
         return Whereabouts(address, _team_token(environment))
 
-    def form(self, backend: str, timeout_s: float) -> Communicator:
+    def form(self, timeout_s: float) -> Communicator:
         """Connect to the other ranks; the communicator closes this with its last group.
 
         Args:
-            backend: ``"gloo"`` or ``"nccl"``.
             timeout_s: Default deadline of the communicator.
 
         Raises:
@@ -305,15 +285,11 @@ class _Meeting(Closing):
             connection=self,
         )
         try:
-            if store.add("ready", 1) == self._place.world_size:
-                store.set("all are ready", b"")
-            store.wait(["all are ready"])
             return form_groups(
                 meeting,
                 rank=self._place.rank,
                 numbers=self._formation.numbers,
                 key="evener",
-                backend=backend,
                 timeout_s=timeout_s,
                 form_timeout_s=min(form_s, _CONNECT_S),
             )
@@ -431,8 +407,9 @@ class _AgentStore:
         self._key = f"evener/coordinator/{attempt}/{team}"
         host, port = environment.coordinator_addr, environment.coordinator_port
         try:
-            self._store = _connect(host, port, max(1.0, timeout_s))
-        except (RuntimeError, TimeoutError) as error:
+            timeout = timedelta(seconds=max(1.0, timeout_s))
+            self._store = TCPStore(host, port, wait_for_workers=False, timeout=timeout)
+        except RuntimeError as error:
             raise LaunchError(
                 f"{host}:{port} does not answer as the store of torchrun's agent "
                 f"({first_line(error)}): is another program using the port, or has the agent ended?"
@@ -475,21 +452,3 @@ class _AgentStore:
             return None
         address, token = json.loads(self._store.get(self._key))
         return Whereabouts(address, token.encode("latin-1") or None, attempt_s=_ATTEMPT_S)
-
-
-def _connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    timeout = timedelta(seconds=timeout_s)
-    answer: Future[TCPStore] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(TCPStore(host, port, wait_for_workers=False, timeout=timeout))
-        except Exception as error:  # raised where it is waited for
-            answer.set_exception(error)
-
-    # A thread, because torch waits without end for a silent server, and ignores Ctrl-C.
-    threading.Thread(target=ask, name="evener-store", daemon=True).start()
-    try:
-        return answer.result(timeout_s)
-    except TimeoutError:
-        raise TimeoutError(f"silent for {timeout_s:.0f} s") from None

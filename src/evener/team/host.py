@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
 from evener.errors import LaunchError
-from evener.files import read_file
 
 if sys.platform != "win32":
     import resource  # at once: later there may be no descriptor left to open it
@@ -99,22 +99,18 @@ class KernelState(StrEnum):
     RUNNING = "running"
     """It runs or sleeps, or nobody can tell."""
     STOPPED = "stopped"
-    TRACED = "held by a debugger"
+    """By a signal, or held by a debugger."""
     GONE = "gone"
-
-    @property
-    def is_halted(self) -> bool:
-        """Whether it does nothing until it is continued."""
-        return self in (KernelState.STOPPED, KernelState.TRACED)
 
 
 _LETTERS: Final = {
     b"T": KernelState.STOPPED,
-    b"t": KernelState.TRACED,
+    b"t": KernelState.STOPPED,
     b"Z": KernelState.GONE,
     b"X": KernelState.GONE,
 }
 _PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def state_of(pid: int) -> KernelState:
@@ -144,22 +140,6 @@ def program_of(pid: int) -> str:
         return ""
 
 
-def describe_halt(who: str, pid: int, state: KernelState, since: float, waiting: str) -> str:
-    """Say that a process is halted, who waits for it, and what continues it.
-
-    Args:
-        who: The rank, in words.
-        pid: Its process.
-        state: ``STOPPED`` or ``TRACED``.
-        since: Unix seconds at which this was seen first.
-        waiting: Who waits for it, such as ``"rank 0 waits for it"``.
-    """
-    remedy = f"`kill -CONT {pid}` continues it"
-    if state is KernelState.TRACED:
-        remedy = "let the debugger continue it, or detach it"
-    return f"evener: {who} is {state} since {clock_time(since)}, and {waiting}; {remedy}"
-
-
 def clock_time(unix_s: float) -> str:
     """Return a moment as people of this host read it, such as ``14:03:22``."""
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
@@ -170,9 +150,6 @@ def clock_time(unix_s: float) -> str:
 
 _NO_THREAD: Final = "can't start new thread"
 """Python's words for EAGAIN."""
-_MOST_BYTES: Final = 1 << 16
-# Part of the memory below which the kernel, or a service that guards it, may end processes.
-_LOW: Final = 0.05
 
 
 def remedy_of_shortage(error: BaseException) -> str:
@@ -211,52 +188,16 @@ def _limit(name: str) -> str:
     return "an unlimited number of" if most == resource.RLIM_INFINITY else str(most)
 
 
-class MemoryWatch:
-    """Tells whether memory was short when a process was killed.
+def count_kills() -> int:
+    """Return how many processes the kernel has killed to get memory back: of our control group.
 
-    Args:
-        root: Where ``proc`` and ``sys`` are.
+    Without such a group, of the machine. A container sees its own group as the top.
     """
-
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._root = root
-        self._kills = self._count_kills()
-        self._is_low = False  # at the last look
-
-    def look(self) -> bool:
-        """Return whether little memory is left now, or was at the look before.
-
-        A process that was killed gives its memory back before anybody can look.
-        """
-        memory = _numbers(self._root / "proc/meminfo")
-        before = self._is_low
-        self._is_low = memory.get("MemAvailable:", 1) < _LOW * memory.get("MemTotal:", 0)
-        return before or self._is_low
-
-    def was_short(self) -> bool:
-        """Return whether little memory is left, or the kernel has killed a process to get some."""
-        return self.look() or self._count_kills() > self._kills
-
-    def _count_kills(self) -> int:
-        """Return the kernel's counter: of our control group, else of the machine."""
-        for line in _text(self._root / "proc/self/cgroup").splitlines():
-            _, controller, path = line.split(":", 2)
-            name = {"": "memory.events", "memory": "memory.oom_control"}.get(controller)
-            tree = self._root / "sys/fs/cgroup" / controller
-            # A container sees its own group as the top, whatever the path says.
-            for group in (tree / path.lstrip("/"), tree) if name else ():
-                if (count := _numbers(group / str(name)).get("oom_kill")) is not None:
-                    return count
-        return _numbers(self._root / "proc/vmstat").get("oom_kill", 0)
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    lines = (line.split() for line in _text(path).splitlines())
-    return {name: int(number) for name, number, *_ in lines}
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_file(path, most_bytes=_MOST_BYTES).decode()
-    except OSError:
-        return ""
+    own = ""
+    with suppress(OSError):
+        own = (_PROC / "self/cgroup").read_text().rpartition("0::/")[2].strip()
+    groups = (f"{own}/memory.events", "memory.events", "memory/memory.oom_control")
+    for path in (*(_GROUPS / name for name in groups), _PROC / "vmstat"):
+        with suppress(OSError, ValueError, KeyError):
+            return int(dict(line.split() for line in path.read_text().splitlines())["oom_kill"])
+    return 0

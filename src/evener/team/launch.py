@@ -11,26 +11,25 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from evener.comm.addresses import LOOPBACK, bind, check_port, is_own, join_address, parse_address
-from evener.errors import ConfigError, LaunchError, RunEndedError
+from evener.comm.addresses import LOOPBACK, bind, is_own, join_address, parse_address
+from evener.errors import LaunchError, RunEndedError
 from evener.protocol.formation import Deadlines, read_team_limits
 from evener.team.agent import MAX_FAILURES, Agent, JoinedTeam, run_has_ended
 from evener.team.child import run_child
 from evener.team.connection import AgentConnection
-from evener.team.coordinator_options import CoordinatorOptions, listen
-from evener.team.coordinator_thread import CoordinatorThread
+from evener.team.coordinator_thread import CoordinatorOptions, CoordinatorThread, listen
 from evener.team.environment import ADDRESS, TOKEN_FILE
-from evener.team.nodes import DEFAULT_TIMEOUT_S, Nodes
+from evener.team.nodes import DEFAULT_TIMEOUT_S, MAX_NPROC, Nodes
 from evener.team.signals import SignalQueue, end_in_silence
 from evener.team.terminal import say
 from evener.team.wire import read_token
-from evener.team.worker_processes import LocalRanks, check_nproc
+from evener.team.worker_processes import LocalRanks
 
 #: Longest wait for the coordinator of a team that runs already.
 _CONNECT_S: Final = 30.0
@@ -52,11 +51,10 @@ class LaunchPlan:
         token_file: Holds what workers must know. ``None`` takes the one that ``EVENER_TOKEN_FILE``
             names; on one machine, it makes one that lives as long as the run.
         address: At which workers of other machines reach those of this one; ``None`` finds it.
-        max_failures: An elastic team's run stops when more workers than this have failed here.
+        max_failures: An elastic team's run stops when more workers than this have failed here;
+            ``None`` for the agent's own.
         join: ``HOST:PORT`` of the coordinator of a team that runs already; empty to begin one.
         program: What a further worker has to run: the script, or a command, with its arguments.
-        environ: What the environment of each worker is made from.
-        handed: Descriptors that every worker inherits, by the variable that names each.
         grace_s: Seconds that workers get to end by themselves; ``None`` for the agent's own.
     """
 
@@ -66,11 +64,9 @@ class LaunchPlan:
     port: int | None = None
     token_file: Path | None = None
     address: str | None = None
-    max_failures: int = MAX_FAILURES
+    max_failures: int | None = None
     join: str = ""
     program: Sequence[str] = ("SCRIPT",)
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    handed: Mapping[str, int] = field(default_factory=dict)
     grace_s: float | None = None
 
 
@@ -111,9 +107,8 @@ def launch(command: Sequence[str], plan: LaunchPlan) -> int:
             command,
             team,
             signals,
-            environ={**plan.environ, **({ADDRESS: plan.address} if plan.address else {})},
-            handed=plan.handed,
-            max_failures=plan.max_failures,
+            environ={**os.environ, **({ADDRESS: plan.address} if plan.address else {})},
+            max_failures=MAX_FAILURES if plan.max_failures is None else plan.max_failures,
             grace_s=plan.grace_s,
         )
         agent.run()
@@ -133,7 +128,6 @@ def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
         TeamRefusedError: The coordinator refuses this host.
         RunEndedError: The run of the team to be joined has ended.
     """
-    _check(plan)
     nodes, token_file = plan.nodes, plan.token_file
     if token_file is None and (nodes is not None or plan.join) and os.environ.get(TOKEN_FILE):
         token_file = Path(os.environ[TOKEN_FILE])
@@ -178,8 +172,7 @@ def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
                 "can reach (`ip address` lists them)"
             ) from None
         stack.enter_context(connection)
-        nproc = plan.nproc or (1 if plan.join else connection.limits[1])
-        check_nproc(nproc)
+        nproc = plan.nproc or (1 if plan.join else min(connection.limits[1], MAX_NPROC))
         team = JoinedTeam(
             address=address,
             token_file=token_file,
@@ -203,17 +196,6 @@ def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
             )
             team = replace(team, ranks=ranks)
         yield team
-
-
-def _check(plan: LaunchPlan) -> None:
-    if plan.nproc is not None:
-        check_nproc(plan.nproc)
-    if plan.max_failures < 0:
-        raise ConfigError(
-            f"--max-failures is {plan.max_failures}; give how many workers may fail, 0 or more"
-        )
-    if plan.port is not None:
-        check_port(plan.port, "--port")
 
 
 def _limits(plan: LaunchPlan, *, is_fixed: bool) -> tuple[int, int]:

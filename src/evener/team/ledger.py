@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 from evener.closing import Closing
 from evener.errors import ConfigError
-from evener.files import flush, open_regular, read_json, write_file
+from evener.files import flush, lock, open_regular, read_json, write_file
 from evener.parsing import Fields
 from evener.protocol.formation import Formation, read_message
 from evener.team.terminal import warn
@@ -25,14 +25,11 @@ class LedgerEntry:
         formation: The newest generation; ``None`` before the first.
         run_has_ended: Whether its run has ended.
         facts: What is the same on all members, such as the fingerprint of the model.
-        announced: Texts of the whole run, such as its folder: the generation that has set it, and
-            the text.
     """
 
     formation: Formation | None = None
     run_has_ended: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
-    announced: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
 @final
@@ -99,13 +96,10 @@ class Ledger(Closing):
                 theirs, ours = (":".join(map(str, each)) for each in (limits, self._limits))
                 raise ValueError(f"it is of a team of {theirs} workers, this one has {ours}")
             formation = fields["formation"]
-            announced = fields.fields("announced")
-            pairs = {key: announced.items(key) for key in announced.values}
             return LedgerEntry(
                 formation=formation and read_message(Formation, fields.fields("formation")),
                 run_has_ended=fields.flag("run_has_ended"),
                 facts=fields.fields("facts").values,
-                announced={key: (int(since), str(text)) for key, (since, text) in pairs.items()},
             )
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
@@ -127,16 +121,10 @@ def _lock(path: Path) -> Any:
             f"the coordinator's ledger {path} cannot be used: {error}; give a file in a folder "
             "that exists and is writable (--ledger)"
         ) from None
-    try:
-        import fcntl
-
-        fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock(stream.fileno()):
         stream.close()
         raise ConfigError(
             f"another coordinator has the ledger {path}, and its team may live: end that one "
             "first, or give each team a ledger of its own (--ledger)"
-        ) from None
-    except (ImportError, OSError):  # Windows, and file systems that know no locks
-        pass
+        )
     return stream

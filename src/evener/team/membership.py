@@ -125,17 +125,17 @@ class Membership(Closing):
         """
         return True
 
-    def announce(self, key: str, text: str) -> None:
-        """Tell workers that join later something of the run; of one key, the last text counts."""
-
-    def announced(self, key: str, timeout_s: float = 0.0) -> str | None:
-        """Wait for what the team announces, and return it.
+    def described(self, name: str, timeout_s: float) -> Any:
+        """Wait for what members have said with ``describe``, and return it.
 
         Returns:
-            An empty text after ``timeout_s``; ``None`` as soon as no member of the team is left
-            that could tell it, and this worker decides with what the team begins.
+            ``None`` as soon as no member of the team is left that could tell it, and this worker
+            decides with what the team begins.
+
+        Raises:
+            LaunchError: They have not said it in ``timeout_s``.
         """
-        return ""
+        return None
 
     def close(self) -> None:
         """Leave the team; idempotent. Ranks of a fixed team leave with their communicator."""

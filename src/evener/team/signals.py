@@ -6,7 +6,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, final
+
+from evener.closing import Closing
 
 #: Ctrl-C, a scheduler's request, and the warning that SLURM sends before the time limit.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -72,24 +74,55 @@ class StopSignals:
         self.requested = self.requested or signal.Signals(signum)
 
 
-class SignalQueue:
-    """Receives signals as data, in order, where a launcher waits for them.
+class Requests(Closing):
+    """What is wanted of an agent, in the form of signals; any thread may put one."""
 
-    While it is entered, stop requests, a closed terminal and ends of child processes do nothing but
-    wake who waits on ``fileno``. Main thread only.
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def fileno(self) -> int:
+        """Return the descriptor, to wait on."""
+        return self._reader
+
+    def take(self) -> list[signal.Signals]:
+        """Return what has arrived, oldest first, without signals of ended children."""
+        try:
+            arrived = [signal.Signals(number) for number in os.read(self._reader, 4096)]
+        except BlockingIOError:
+            return []
+        return [signum for signum in arrived if signum != signal.SIGCHLD]
+
+    def put(self, signum: signal.Signals) -> None:
+        """Ask for something; without effect when the agent has gone."""
+        with self._lock:
+            if self._is_open:
+                os.write(self._writer, bytes([signum]))
+
+    def close(self) -> None:
+        """Close it; idempotent."""
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._reader)
+                os.close(self._writer)
+
+
+@final
+class SignalQueue(Requests):
+    """The signals that this process receives while it is entered, in order; for a launcher.
+
+    Stop requests, a closed terminal and ends of child processes do nothing meanwhile but wake who
+    waits on ``fileno``. Main thread only.
     """
 
     _RECEIVED = (*STOPPING, signal.SIGHUP, signal.SIGCHLD)
 
-    def __init__(self) -> None:
-        self._previous: dict[signal.Signals, Any] = {}
-        self._reader, self._writer = -1, -1
-        self._previous_writer = -1
-
     def __enter__(self) -> Self:
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
+        self._previous: dict[signal.Signals, Any] = {}
         self._previous_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for signum in self._RECEIVED:
             previous = signal.getsignal(signum)
@@ -99,25 +132,12 @@ class SignalQueue:
                 signal.signal(signum, _do_nothing)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Put the handlers back."""
         for signum, previous in self._previous.items():
             signal.signal(signum, signal.SIG_DFL if previous is None else previous)
-        self._previous.clear()
         signal.set_wakeup_fd(self._previous_writer)
-        os.close(self._reader)
-        os.close(self._writer)
-
-    def fileno(self) -> int:
-        """Return the descriptor, to wait on."""
-        return self._reader
-
-    def take(self) -> list[signal.Signals]:
-        """Return the signals that have arrived, oldest first, without those of ended children."""
-        try:
-            arrived = [signal.Signals(number) for number in os.read(self._reader, 4096)]
-        except BlockingIOError:
-            return []
-        return [signum for signum in arrived if signum != signal.SIGCHLD]
+        super().close()
 
 
 def _do_nothing(_signum: int, _frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ host of task 0 is the first one of the first component that takes part.
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from evener.errors import ConfigError
@@ -79,32 +80,23 @@ def hosts_of(compact: str) -> Iterator[str]:
     entry = re.compile(r"(?:[^\[\],\s]|\[[\w,-]+\])+")
     entries = entry.findall(compact)
     if not entries or entries == ["(null)"] or re.search(r"[\[\]]", entry.sub("", compact)):
-        raise ConfigError(_bad_list(compact))
+        raise ConfigError(
+            f"SLURM's host list is {compact!r}, which names no first host; set MASTER_ADDR to the "
+            "host of task 0 (`scontrol show hostnames` lists them)"
+        )
     for one in entries:
-        yield from _expand(one)
+        texts = re.split(r"[\[\]]", one)  # every other one was in brackets
+        choices = [_numbers(text) if place % 2 else [text] for place, text in enumerate(texts)]
+        yield from map("".join, product(*choices))
 
 
-def _expand(entry: str) -> Iterator[str]:
-    start, bracket, rest = entry.partition("[")
-    if not bracket:
-        yield entry
-        return
-    inside, _, rest = rest.partition("]")
-    for part in inside.split(","):
+def _numbers(listed: str) -> Iterator[str]:
+    for part in listed.split(","):
         low, dash, high = part.partition("-")
-        numbers = [low]
         if dash and low.isdecimal() and high.isdecimal():
-            numbers = [str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)]
-        for number in numbers:
-            for end in _expand(rest):
-                yield start + number + end
-
-
-def _bad_list(compact: str) -> str:
-    return (
-        f"SLURM's host list is {compact!r}, which names no first host; set MASTER_ADDR to the host "
-        "of task 0 (`scontrol show hostnames` lists them)"
-    )
+            yield from (str(n).zfill(len(low)) for n in range(int(low), int(high) + 1))
+        else:
+            yield part
 
 
 def _host_of_task_0(environ: Mapping[str, str], rank: int) -> str:
@@ -128,31 +120,24 @@ def _host_of_task_0(environ: Mapping[str, str], rank: int) -> str:
 
 def _first_of_components(environ: Mapping[str, str], own: str) -> str | None:
     """Return the step's first host, in the order of a job's components; ``None`` without any."""
-    # Older releases call a heterogeneous job a pack.
-    components = environ.get("SLURM_HET_SIZE") or environ.get("SLURM_PACK_SIZE") or "1"
-    if not components.isdecimal() or int(components) < 2:
-        return None
     taking_part = set(hosts_of(own))
-    for number in range(int(components)):
-        for kind in ("HET", "PACK"):
-            listed = environ.get(f"SLURM_JOB_NODELIST_{kind}_GROUP_{number}")
-            for host in hosts_of(listed) if listed else ():
-                if host in taking_part:
-                    return host
+    for number in range(int(environ.get("SLURM_HET_SIZE", 0))):
+        for host in hosts_of(environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]):
+            if host in taking_part:
+                return host
     return None
 
 
 def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
     if ids := environ.get("SLURM_GTIDS"):
         return len(ids.split(","))
-    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    by_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    counts = [  # such as "2(x3),1"
+        int(count)
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", by_node)
+        for _ in range(int(times or 1))
+    ]
     node = environ.get("SLURM_NODEID", "0")
-    counts: list[int] = []
-    for part in (per_node or "1").split(","):  # such as "2(x3),1"
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            return 1
-        counts += [int(match[1])] * int(match[2] or 1)
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else 1
 
 

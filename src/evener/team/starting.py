@@ -88,33 +88,28 @@ def how_started() -> list[str]:
     Raises:
         ConfigError: It cannot be started again; says why and what to do.
     """
-    remedy = "put the training into a script and run `python SCRIPT` or `evener launch SCRIPT`"
-    ipython = sys.modules.get("IPython")
-    if ipython is not None and ipython.get_ipython() is not None:
-        raise ConfigError(f"a notebook is one process; to use all devices {remedy}")
-    if multiprocessing.parent_process() is not None:
-        raise ConfigError(
-            "this is a child process, which is not started again; to use all devices call "
-            "Ddp.setup in the script itself, or start it with `evener launch SCRIPT`"
-        )
-    if threading.current_thread() is not threading.main_thread():
-        raise ConfigError(
-            "Ddp.setup was called outside the main thread; to use all devices call it there, or "
-            "start the script with `evener launch SCRIPT`"
-        )
-    main = sys.modules["__main__"]
+    main, ipython = sys.modules["__main__"], sys.modules.get("IPython")
+    script = getattr(main, "__file__", None) or ""  # absolute
+    module = main.__spec__.name if main.__spec__ is not None else ""
     installed = map(sysconfig.get_path, ("stdlib", "purelib", "platlib", "scripts"))
-    if any(Path(getattr(main, "__file__", None) or "").is_relative_to(path) for path in installed):
+    why = ""
+    if ipython is not None and ipython.get_ipython() is not None:
+        why = "a notebook is one process"
+    elif multiprocessing.parent_process() is not None:
+        why = "this is a child process, which is not started again"
+    elif threading.current_thread() is not threading.main_thread():
+        why = "Ddp.setup was called outside the main thread, where it starts no ranks"
+    elif any(Path(script).is_relative_to(path) for path in installed):
+        why = f"the script is run by {script}, such as a test runner, which would do all else again"
+    elif module in ("", "__main__") and not Path(script).is_file():
+        why = "Python was not started with a script"
+    if why:
         raise ConfigError(
-            f"the script is run by {main.__file__}, such as a test runner or a debugger, which "
-            f"would do everything else again, too; to use all devices {remedy}"
+            f"{why}; to use all devices put the training into a script and run `python SCRIPT` or "
+            "`evener launch SCRIPT`"
         )
-    if main.__spec__ is not None and main.__spec__.name != "__main__":
-        return ["-m", main.__spec__.name, *sys.argv[1:]]
-    script = getattr(main, "__file__", None)  # absolute
-    if script is None or not Path(script).is_file():
-        raise ConfigError(f"Python was not started with a script; to use all devices {remedy}")
-    return [script, *sys.argv[1:]]
+    start = [script] if module in ("", "__main__") else ["-m", module]
+    return [*start, *sys.argv[1:]]
 
 
 def _python() -> list[str]:

@@ -17,14 +17,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any, Final
-from weakref import WeakSet
 
+from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.errors import ConfigError
 from evener.files import open_for_reading
 from evener.parsing import Fields, parse_json
@@ -44,7 +44,6 @@ READY: Final = "ready"
 DONE: Final = "done"
 """A worker of a managed run has trained to the end."""
 
-#: A message. The bytes that belong to it are its ``"payload"``, a ``bytearray``.
 Message = dict[str, Any]
 
 #: Longest message in either direction; model fingerprints and formations are far below.
@@ -55,13 +54,10 @@ FROM_COORDINATOR: Final = "from coordinator"
 _SHORTEST_TOKEN: Final = 16
 _LONGEST_TOKEN: Final = 4096
 _CHUNK_BYTES = 1 << 20
-_PAYLOAD_BYTES = "payload_bytes"
 _LOOK_S = 0.5
 
-_ends: "WeakSet[Channel | socket.socket]" = WeakSet()
 
-
-class Channel:
+class Channel(NotInherited):
     """One end of a connection. Any thread may tell; one thread receives. Nothing is unpickled.
 
     It ends with this process, and with ``exec``; a forked child closes its copy, which would hide
@@ -69,7 +65,7 @@ class Channel:
 
     Args:
         end: The socket, which is this object's from now on.
-        limit_bytes: Longest message, without bytes that follow; a longer one ends the connection.
+        limit_bytes: Longest message; a longer one ends the connection.
             For connections that anybody may open; ``None`` for those between one's own processes.
         send_s: The connection ends if the other end takes nothing in for so long while a message is
             sent; ``None`` waits for as long as its process lives.
@@ -88,22 +84,18 @@ class Channel:
         self._limit_bytes = limit_bytes
         self._sending = threading.Lock()
         self._unread = bytearray()
-        self._begun: Message | None = None  # its payload is still to come
         self._waiting: list[Message] = []
-        close_in_children(self)
+        leave_behind_in_children(self)
 
     def fileno(self) -> int:
         """Return the descriptor, to wait on."""
         return self._end.fileno()
 
-    def tell(self, message: Mapping[str, Any], payload: Sequence[memoryview] = ()) -> None:
+    def tell(self, message: Mapping[str, Any]) -> None:
         """Send a message; one that has gone misses nothing."""
-        num_bytes = sum(part.nbytes for part in payload)
-        size = {_PAYLOAD_BYTES: num_bytes} if num_bytes else {}
-        line = json.dumps({**message, **size}).encode() + b"\n"
+        line = json.dumps(message).encode() + b"\n"
         with self._sending, suppress(OSError, ValueError):  # closed by another thread
-            for part in (memoryview(line), *payload):
-                self._send(part.cast("B"))
+            self._send(memoryview(line))
 
     def _send(self, part: memoryview) -> None:
         """Send all of it, whatever timeout the socket has: half a message would damage the next."""
@@ -134,8 +126,8 @@ class Channel:
                 break
             except OSError:
                 chunk = b""
-            self._unread += chunk
-            messages += self._cut()
+            *lines, self._unread = (self._unread + chunk).split(b"\n")
+            messages += map(_parse, lines)
             is_too_long = self._limit_bytes is not None and len(self._unread) > self._limit_bytes
             if is_too_long:
                 messages.append({})
@@ -165,28 +157,14 @@ class Channel:
             wait([self.fileno()], left_s)
         return self._waiting.pop(0) if self._waiting else None
 
+    def leave_behind(self) -> None:
+        """Close a forked child's copy; see ``NotInherited``."""
+        self.close()
+
     def close(self) -> None:
         """Close this end; idempotent."""
         self.has_ended = True
         self._end.close()
-
-    def _cut(self) -> Iterator[Message]:
-        while True:
-            if self._begun is None:
-                line, newline, rest = self._unread.partition(b"\n")
-                if not newline:
-                    return
-                self._unread = rest
-                self._begun = _parse(line)
-            message = self._begun
-            num_bytes = message.get(_PAYLOAD_BYTES, 0) if self._limit_bytes is None else 0
-            if len(self._unread) < num_bytes:
-                return
-            if num_bytes:
-                message["payload"] = self._unread[:num_bytes]
-                del self._unread[:num_bytes]
-            self._begun = None
-            yield message
 
 
 def _parse(line: bytes | bytearray) -> Message:
@@ -195,20 +173,6 @@ def _parse(line: bytes | bytearray) -> Message:
     except (ValueError, RecursionError):  # lists in lists in lists exhaust the parser's stack
         return {}
     return message if isinstance(message, dict) else {}
-
-
-def close_in_children(end: "Channel | socket.socket") -> None:
-    """Have every child that is forked from now on close its copy of an end."""
-    _ends.add(end)
-
-
-def _close_all() -> None:
-    for end in list(_ends):
-        end.close()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_close_all)
 
 
 # ── messages that the token seals ────────────────────────────────────────────────────────────────

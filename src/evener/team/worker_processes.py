@@ -16,14 +16,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Final, Self, final
 
-from evener.errors import ConfigError, LaunchError
+from evener.errors import LaunchError
 from evener.team import lifeline
 from evener.team.child import PARENT_PID
 from evener.team.environment import COORDINATOR, ELASTIC, LAUNCHED, MEMBER, TOKEN_FILE
 from evener.team.failures import FailureReport, RankRecord
 from evener.team.host import (
     KernelState,
-    MemoryWatch,
+    count_kills,
     program_of,
     remedy_of_shortage,
     state_of,
@@ -35,9 +35,6 @@ from evener.team.terminal import TERMINAL_FDS
 from evener.team.wire import CHANNEL_FD, Channel, Message
 
 # ── what ranks are given ─────────────────────────────────────────────────────────────────────────
-
-#: More ranks than this on one host are taken for a typing error.
-MAX_NPROC = 256
 
 # What another launcher may have left in our environment, and would mislead the ranks.
 _FOREIGN_PREFIX = "TORCHELASTIC_"
@@ -75,19 +72,6 @@ class LocalRanks:
     world_size: int
     host: str
     port: int
-
-
-def check_nproc(nproc: int) -> None:
-    """Refuse an impossible number of ranks.
-
-    Raises:
-        ConfigError: It is below 1 or above ``MAX_NPROC``.
-    """
-    if not 1 <= nproc <= MAX_NPROC:
-        raise ConfigError(
-            f"--nproc is {nproc}; give the number of ranks to start on this host, from 1 to "
-            f"{MAX_NPROC} (usually one per device)"
-        )
 
 
 def rank_environment(base: Mapping[str, str], ranks: LocalRanks, local_rank: int) -> dict[str, str]:
@@ -186,9 +170,9 @@ class Child(RankRecord):
         return True
 
     def look_at_state(self) -> KernelState | None:
-        """Return its state, if it was halted for good or continued since the last look."""
+        """Return its state, if it was stopped for good or continued since the last look."""
         state, now = state_of(self.pid), time.time()
-        if not state.is_halted:
+        if state is not KernelState.STOPPED:
             was_halted, self.is_halted, self.halted_since = self.is_halted, False, 0.0
             return state if was_halted else None
         self.halted_since = self.halted_since or now
@@ -239,7 +223,7 @@ class WorkerProcesses:
         self._lifeline: subprocess.Popen[bytes] | None = None
         self._pump = OutputPump()
         self._terminal: tuple[int, ...] = ()  # our output and error, for the main process
-        self._memory = MemoryWatch()
+        self._num_kills = count_kills()
 
     @property
     def alive(self) -> list[Child]:
@@ -256,7 +240,6 @@ class WorkerProcesses:
                     stdin=subprocess.PIPE,
                     start_new_session=True,
                 )
-            self._pump.start()
             with suppress(OSError):  # closed, or too many are open: lines stay marked then
                 self._terminal = (os.dup(1), os.dup(2))
         except (OSError, RuntimeError) as error:
@@ -350,13 +333,12 @@ class WorkerProcesses:
         """Wait until a worker says something, something comes on another descriptor, or a while."""
         channels = [child.channel for child in self.all if not child.channel.has_ended]
         wait([*(channel.fileno() for channel in channels), *others], _LOOK_S)
-        self._memory.look()
 
     def look(self) -> None:
         """Take in which workers have ended."""
         for child in self.alive:
             if child.look():
-                child.memory_was_short = self._memory.was_short()
+                child.memory_was_short = count_kills() > self._num_kills
                 self.guard(child.pid)
 
     def _drain(self) -> None:

@@ -128,36 +128,6 @@ def test_buffers_that_are_not_made_equal_are_not_compared() -> None:
     assert buffer_hashes(empty=torch.zeros(0), complex=torch.zeros(2, dtype=torch.cfloat)) == []
 
 
-def test_ranks_that_agree_go_on_and_one_rank_has_nobody_to_ask() -> None:
-    def program(comm: Communicator) -> None:
-        model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 2, dtype=torch.float64)])
-        for p in model.parameters():
-            nn.init.ones_(p)
-        model.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        check = CheckOfModel(model, comm, comm.world_size)
-        check.name_difference(comm, 0)
-        check.name_difference(comm, 1)
-
-    run_team(3, program)
-    with Communicator() as comm:
-        program(comm)
-
-
-def test_two_that_differ_are_named_with_rank_0_as_the_measure() -> None:
-    def program(comm: Communicator) -> ReplicasDifferError:
-        model = nn.Linear(3, 2)
-        nn.init.ones_(model.weight)
-        nn.init.constant_(model.bias, float(comm.rank))
-        check = CheckOfModel(model, comm)
-        with pytest.raises(ReplicasDifferError) as caught:
-            check.name_difference(comm, 7)
-        return caught.value
-
-    for error in run_team(2, program):
-        assert (error.rank, error.parameter, error.window) == (1, "bias", 7)
-        assert "parameter 'bias' of rank 1 is not that of rank 0" in str(error)
-
-
 class Nested(nn.Module):
     """Holds a buffer, and after it a layer with both kinds."""
 

@@ -4,12 +4,10 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.averaging.weights import power_of_two_near
-
-BOUNDED = settings(deadline=None, derandomize=True, max_examples=200, database=None)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +31,6 @@ def test_power_of_two_by_example(weight, power):
     assert power_of_two_near(weight) == power
 
 
-@BOUNDED
 @given(weight=st.floats(1e-30, 1e30))
 def test_no_other_power_of_two_is_nearer(weight):
     power = power_of_two_near(weight)
@@ -43,7 +40,6 @@ def test_no_other_power_of_two_is_nearer(weight):
     assert distance <= abs(Fraction(power) / 2 - Fraction(weight))
 
 
-@BOUNDED
 @given(
     parts=st.lists(st.tuples(st.floats(0.5, 1e4), st.floats(-10, 10)), min_size=1, max_size=20),
     planned=st.floats(0, 1e6),

@@ -34,10 +34,10 @@ def test_rank_0_can_listen_on_every_network_that_its_address_may_be_of(monkeypat
     monkeypatch.setattr(existing, "_gather", lambda group, payload: [payload, b"another host"])
     monkeypatch.setattr(existing, "own_address", lambda *_: address)
     place = find_place(None)
-    assert (place.rank, place.world_size, place.coordinator_addr) == (0, 2, address)
+    assert (place["rank"], place["world_size"], place["coordinator_addr"]) == (0, 2, address)
     existing._reserved.pop().close()
-    with bind(address, place.coordinator_port, 1) as listener:
+    with bind(address, place["coordinator_port"], 1) as listener:
         both = socket.has_dualstack_ipv6()
         assert listener.family == (socket.AF_INET6 if both else socket.AF_INET)
-        with socket.create_connection(("127.0.0.1", place.coordinator_port), timeout=30):
+        with socket.create_connection(("127.0.0.1", place["coordinator_port"]), timeout=30):
             pass

@@ -155,28 +155,6 @@ def test_parameters_with_holes_and_empty_ones_fit() -> None:
     assert flat.first_non_finite() is None
 
 
-def test_nothing_to_train() -> None:
-    flat = flatten(nn.Linear(2, 2).requires_grad_(False))
-    assert flat.groups == flat.parameters == ()
-    flat.zero_()
-    assert not flat.gather()
-    assert flat.first_non_finite() is None
-    assert bits_of(flat) == bits_of(flatten(nn.Identity()))
-    only_empty = FlatBuffers([("e", nn.Parameter(torch.empty(0)))], 2)
-    assert bits_of(only_empty) == bits_of(flat)
-
-
-def test_flattening_twice_leaves_values_alone(model: Net) -> None:
-    before = flatten(model, 2)
-    digest = bits_of(before)
-    before.close()
-    after = flatten(model, 7)
-    assert bits_of(after) == digest
-    model(*batch(0)).backward()
-    assert after.gather()
-    assert before.groups[0].grad.count_nonzero() == 0
-
-
 def test_memory_tied_without_one_parameter_is_refused() -> None:
     first = nn.Parameter(torch.zeros(4))
     second = nn.Parameter(first.data[2:])
@@ -190,24 +168,11 @@ def test_parameters_without_values_are_refused(make: Callable[[], nn.Module]) ->
         flatten(make())
 
 
-def test_a_world_of_none_is_refused(model: Net) -> None:
-    with pytest.raises(ConfigError, match="world_size is 0"):
-        flatten(model, 0)
-
-
 # ── buckets ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(2, 2, dtype=torch.float64))
-
-
-def test_without_buckets_each_group_is_one() -> None:
-    flat = FlatBuffers(list(layers().named_parameters()), 3)
-    for group, bucket in flat.buckets_of(None):
-        assert (bucket.label, bucket.start, bucket.stop) == ("", 0, group.grad.numel())
-        assert tuple(bucket.sizes) == group.names
-    assert [group for group, _ in flat.buckets_of(None)] == list(flat.groups)
 
 
 def test_buckets_lie_and_are_exchanged_in_their_order_and_hold_all_there_is() -> None:
@@ -293,15 +258,6 @@ def test_gradients_accumulate_as_they_would_outside(model: Net, world_size: int)
         assert all(p.grad is None for p in flat.parameters)
 
 
-def test_the_first_backward_writes_and_adds_nothing(model: Net) -> None:
-    flat = flatten(model, 1)
-    model.scale.register_post_accumulate_grad_hook(lambda p: written.append(p.grad))
-    written: list[Tensor] = []
-    model(*batch(0)).backward()
-    flat.gather()
-    assert model.scale.grad is written[0]
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_zero_grad_to_none_keeps_what_was_accumulated(model: Net, world_size: int) -> None:
     plain = copy.deepcopy(model)
@@ -362,15 +318,6 @@ def test_a_backward_into_no_gradient_is_what_plain_torch_would_have(model: Net) 
         m(*batch(1)).backward()
     flat.gather()
     assert_same(gradients(model), gradients(plain))
-
-
-def test_zeroing_drops_assigned_gradients(model: Net) -> None:
-    flat = flatten(model)
-    model(*batch(0)).backward()
-    model.scale.grad = torch.tensor(9.0)
-    flat.zero_()
-    assert flat.attach_grads() == 0
-    assert model.scale.grad is None
 
 
 def test_second_order_gradients_reach_the_buffer(model: Net) -> None:
@@ -454,66 +401,6 @@ def test_a_parameter_that_only_another_rank_touched_is_updated(model: Net) -> No
     flat.mask_untouched()
     assert model.scale.grad == 5
     assert model.embed.weight.grad is None
-
-
-class Deep(nn.Module):
-    """More than a run of parameters: three layers of 4 MiB, a branch that is not always used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(3))
-        self.branch = nn.Linear(1024, 1)
-
-    def forward(self, x: Tensor, *, branches: bool) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x.square().mean() + (self.branch(x).mean() if branches else 0.0)
-
-
-def test_large_gradients_move_into_the_buffer_run_by_run() -> None:
-    torch.manual_seed(0)
-    model, x = Deep(), torch.randn(2, 1024)
-    plain = copy.deepcopy(model)
-    flat = flatten(model)
-    (group,) = flat.groups
-    assert [i for run in group.runs() for i in run] == list(group.indices)
-    assert len(group.runs()) > 2
-    for branches in (False, True, False):
-        plain.zero_grad()
-        flat.zero_()
-        for factor in (1.0, 3.0):  # the second is added in the buffer
-            for one in (plain, model):
-                one(factor * x, branches=branches).backward()
-            assert flat.attach_grads() == 0
-        assert flat.gather()
-        flat.mask_untouched()
-        for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            if expected.grad is None:
-                assert own.grad is None
-            else:
-                assert own.grad is not None
-                assert lies_in(own.grad, group.grad)
-                torch.testing.assert_close(own.grad, expected.grad)
-        total = sum(p.grad.double().sum() for p in plain.parameters() if p.grad is not None)
-        torch.testing.assert_close(group.grad_values.double().sum(), total)
-
-
-def test_a_rank_that_is_alone_keeps_its_gradients_where_they_are(model: Net) -> None:
-    flat = flatten(model, 1)
-    model(*batch(0)).backward()
-    grads = [p.grad for p in model.parameters()]
-    flat.gather()
-    flat.mask_untouched()
-    assert [id(p.grad) for p in model.parameters()] == [id(grad) for grad in grads]
-
-
-def test_closing_ends_the_moving(model: Net) -> None:
-    flat = flatten(model)
-    flat.close()
-    flat.close()
-    model(*batch(0)).backward()
-    assert model.scale.grad is not None
-    assert not lies_in(model.scale.grad, flat.groups[0].grad)
 
 
 def test_freezing_afterwards_leaves_a_parameter_out_and_thawing_takes_it_in(model: Net) -> None:
@@ -681,13 +568,6 @@ def test_safetensors_see_disjoint_tensors(model: Net, tmp_path: Path) -> None:
     assert (tmp_path / "file.safetensors").stat().st_size < 4096
 
 
-def test_one_parameter_is_saved_alone(model: Net, tmp_path: Path) -> None:
-    flatten(model)
-    torch.save(model.scale, tmp_path / "scale.pt")
-    assert model.scale.untyped_storage().nbytes() == model.scale.element_size()
-    assert torch.load(tmp_path / "scale.pt", weights_only=True) == model.scale
-
-
 def test_buffers_live_as_long_as_a_parameter(model: Net) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     flatten(model).close()
@@ -734,17 +614,6 @@ def test_another_memory_format_is_followed(model: Net) -> None:
     assert flat.attach_grads() == 0
 
 
-def test_data_with_other_strides_keeps_the_gradient(model: Net) -> None:
-    flat = flatten(model)
-    model(*batch(0)).backward()
-    assert model.conv.weight.grad is not None
-    before = model.conv.weight.grad.detach().clone()
-    model.conv.weight.data = model.conv.weight.data.contiguous().clone()
-    flat.gather()
-    assert model.conv.weight.grad.stride() == model.conv.weight.stride() == (18, 9, 3, 1)
-    assert torch.equal(model.conv.weight.grad, before)
-
-
 def test_moving_the_model_afterwards_is_refused_by_name(model: Net) -> None:
     flat = flatten(model)
     model.half()
@@ -757,16 +626,6 @@ def test_another_shape_is_refused_by_name(model: Net) -> None:
     model.unused.data = torch.zeros(6)
     with pytest.raises(UsageError, match=r"'unused' had shape \(5,\) .* has \(6,\) now"):
         flat.gather()
-
-
-def test_user_hooks_see_the_gradient(model: Net) -> None:
-    seen: list[Tensor] = []
-    model.scale.register_hook(lambda grad: seen.append(grad.clone()))
-    model.scale.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
-    flat = flatten(model)
-    model(*batch(0)).backward()
-    assert torch.equal(seen[0], seen[1])
-    assert flat.attach_grads() == 0
 
 
 # ── hash ─────────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evener.comm.threads import ThreadTeam
-from evener.errors import CollectiveTimeoutError, ConfigError, PeerLostError
+from evener.errors import CollectiveTimeoutError, PeerLostError
 
 TIMEOUT_S = 100.0
 
@@ -102,10 +102,3 @@ def test_all_that_are_missing_are_named() -> None:
     with pytest.raises(CollectiveTimeoutError, match="cannot start 'next': rank 0 waited") as again:
         comms[0].barrier(what="next")
     assert again.value.missing == (1, 3)
-
-
-def test_a_team_of_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="world_size is 0"):
-        ThreadTeam(0)
-    with pytest.raises(ConfigError, match="rank 2 is not in a team of 2"):
-        ThreadTeam(2).communicator(2)

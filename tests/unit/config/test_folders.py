@@ -7,12 +7,11 @@ import pytest
 import evener
 from evener.config.folders import (
     FolderLock,
-    check_resumable,
     claim_folder,
     release_folder,
     runs_of,
 )
-from evener.errors import CheckpointError, ConfigError, UserError
+from evener.errors import CheckpointError, UserError
 from evener.tasks.language_model import model_folder
 from evener.tasks.text.bpe import trained_tokenizer
 from evener.tasks.text.corpus import prepare_corpus
@@ -35,12 +34,6 @@ def test_a_new_run_gets_the_next_free_number(tmp_path: Path) -> None:
     make_run(tmp_path / "y-2", checkpoints=False)
     assert claim_folder(tmp_path, "y") == tmp_path / "y-3"
     assert (tmp_path / "y-3").is_dir()
-
-
-def test_a_folder_without_a_run_in_it_is_used(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "notes.txt").touch()
-    assert claim_folder(tmp_path, "x") == tmp_path / "x"
 
 
 def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path: Path) -> None:
@@ -81,32 +74,6 @@ def test_runs_of_a_name_from_the_newest_on(tmp_path: Path) -> None:
     (tmp_path / "x-99").mkdir()  # no run
     assert [folder.name for folder in runs_of(tmp_path, "x")] == ["x-10", "x-2", "x"]
     assert runs_of(tmp_path, "x-2") == [tmp_path / "x-2"]
-
-
-def test_names_are_no_patterns(tmp_path: Path) -> None:
-    make_run(tmp_path / "a+b")
-    make_run(tmp_path / "aab-2")
-    assert runs_of(tmp_path, "a+b") == [tmp_path / "a+b"]
-
-
-def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
-    make_run(tmp_path / "x", checkpoints=False)
-    make_run(tmp_path / "x-2", checkpoints=False)
-    for name, missing in (("x", "x-2"), ("z", "z")):
-        with pytest.raises(CheckpointError, match=f"{tmp_path / missing} is no run to resume: it"):
-            check_resumable(tmp_path, name)
-    with pytest.raises(CheckpointError, match="is no run to resume"):
-        check_resumable(tmp_path / "absent", "x")
-    make_run(tmp_path / "y")
-    make_run(tmp_path / "y-2", checkpoints=False)
-    check_resumable(tmp_path, "y")
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for parent, name in ((tmp_path / "file", "x"), (tmp_path, "file")):
-        with pytest.raises(ConfigError, match=r"cannot be made: .*; choose another with --out"):
-            claim_folder(parent, name)
 
 
 def test_workers_keep_other_runs_out_while_their_run_has_no_main_process(tmp_path: Path) -> None:

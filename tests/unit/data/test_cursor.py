@@ -4,14 +4,11 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.data.cursor import Cursor, RangeSet, Slice, derive_seed
 from evener.errors import CheckpointError, UsageError
-
-BOUNDED = settings(deadline=None, derandomize=True, max_examples=150, database=None)
-
 
 # ── derive_seed ──────────────────────────────────────────────────────────────────────────────────
 
@@ -48,7 +45,6 @@ def test_derived_seeds_tell_their_parts_apart():
 # ── RangeSet ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@BOUNDED
 @given(pairs=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=20))
 def test_range_set_agrees_with_a_set(pairs):
     ranges, model = RangeSet(), set()
@@ -122,7 +118,6 @@ ACTIONS = st.lists(
 )
 
 
-@BOUNDED
 @given(num_samples=st.integers(1, 40), actions=ACTIONS, batch_size=st.integers(1, 9))
 def test_every_position_is_committed_once_whatever_happens(num_samples, actions, batch_size):
     cursor = Cursor(num_samples, seed=5)

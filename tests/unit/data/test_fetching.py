@@ -1,9 +1,7 @@
 """Fetchers that load in this process; worker processes are in tests/processes."""
 
-import gc
 import random
 import threading
-import weakref
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 
 from evener.data.fetching import make_fetcher
 from evener.errors import ConfigError, DataError, UsageError
-from helpers.fetch_cases import Augmented, Squares, masking_collate
+from helpers.fetch_cases import Augmented, Squares, keep_list
 from helpers.limits import PATIENCE_S
 
 LEAVES = ["inline", "thread"]
@@ -27,6 +25,14 @@ def test_batches_come_back_in_whatever_order_they_are_asked_for(leaf):
         assert pending[3].result() is pending[3].result()
 
 
+def test_a_collate_function_of_the_users_gets_the_samples():
+    with make_fetcher(Squares(), keep_list) as fetcher:
+        assert [sample.tolist() for sample in fetcher.submit(0, [1, 2]).result()] == [
+            [1] * 4,
+            [4] * 4,
+        ]
+
+
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_failing_sample_is_named_with_cause_and_place(leaf):
     with make_fetcher(Squares(broken=(7,)), prefetch=leaf) as fetcher:
@@ -38,19 +44,6 @@ def test_failing_sample_is_named_with_cause_and_place(leaf):
         with pytest.raises(DataError, match="sample 7"):  # again
             bad.result()
         assert good.result().shape == (1, 4)
-
-
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_failing_collate_names_the_samples(leaf):
-    class Ragged:
-        def __getitem__(self, index):
-            return torch.zeros(index)
-
-    with (
-        make_fetcher(Ragged(), prefetch=leaf) as fetcher,
-        pytest.raises(DataError, match=r"samples \[2, 3\] of epoch 0 from .*Ragged.* collate"),
-    ):
-        fetcher.submit(0, [2, 3]).result()
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
@@ -84,14 +77,6 @@ def test_augmentation_depends_on_seed_epoch_and_index_only():
     assert draws(1, 1, [4])[4] != whole[4]
     for column in zip(*whole.values(), strict=True):  # each generator is seeded
         assert len(set(column)) == 3
-
-
-def test_random_collate_is_seeded_by_the_first_index():
-    fetcher = make_fetcher(Augmented(), masking_collate)
-    first = fetcher.submit(0, [4, 5]).result()["mask"]
-    torch.rand(10)
-    assert torch.equal(fetcher.submit(0, [4, 5]).result()["mask"], first)
-    assert not torch.equal(fetcher.submit(0, [5, 4]).result()["mask"], first)
 
 
 def test_thread_loads_ahead_of_need_and_in_one_thread():
@@ -133,16 +118,6 @@ def test_thread_deadline_names_the_samples_and_close_drops_the_queue():
     release.set()
     assert running.result(10).tolist() == [1]
     fetcher.close()
-
-
-def test_thread_does_not_keep_the_last_batch():
-    with make_fetcher(Squares(), prefetch="thread") as fetcher:
-        batch = fetcher.submit(0, [1]).result()
-        fetcher.submit(0, [2]).result()  # so the thread is past the first
-        gone = weakref.ref(batch)
-        del batch
-        gc.collect()
-        assert gone() is None
 
 
 @pytest.mark.parametrize("leaf", LEAVES)

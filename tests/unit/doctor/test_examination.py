@@ -17,8 +17,8 @@ def test_facts_are_whole_and_survive_json() -> None:
     assert facts.devices[0].failure == ""
     assert facts.versions["evener"] == __version__
     assert facts.exchange.gloo_failure == ""
-    assert 1 <= facts.processor.usable_cores <= facts.processor.cores
-    assert 0 < facts.processor.free_bytes <= facts.processor.memory_bytes
+    assert 1 <= facts.usable_cores <= facts.cores
+    assert 0 < facts.free_bytes <= facts.memory_bytes
     text = json.dumps(asdict(facts))
     assert TypeAdapter(HostFacts).validate_json(text, strict=True) == facts
     judge_host(facts)

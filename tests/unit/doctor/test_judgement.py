@@ -1,25 +1,27 @@
 """Facts in, problems out: every problem has a value, and a remedy."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from evener.doctor.host_facts import ExchangeTrials
 from evener.doctor.judgement import has_kernels, judge_host, judge_pair
 from helpers.hosts import GIB, GOOD_LINK, HEALTHY, host
 
 CPU, FIRST, SECOND = HEALTHY.devices
-CPU_BUILD = {"runtime": "", "architectures": (), "nccl": ""}
+CPU_BUILD: dict[str, Any] = {"runtime": "", "architectures": (), "nccl": ""}
 
 SICK = {
     "torch without CUDA": (
-        host(devices=(CPU,), build=CPU_BUILD, versions={"torch": "2.9.0"}),
-        "shows 2 GPUs, but torch 2.9.0 was built without",
+        host(devices=(CPU,), **CPU_BUILD, versions={"torch": "2.9.0"}),
+        "shows 2 GPUs, but torch was built without",
         "pytorch.org",
     ),
-    "an old driver": (host(devices=(CPU,)), "torch .CUDA 12.6. finds 0", "nvidia-smi"),
+    "an old driver": (host(devices=(CPU,)), "but torch finds 0", "nvidia-smi"),
     "a hidden card": (host(devices=(CPU, FIRST)), "shows 2 GPUs, but .* finds 1", "driver"),
     "no kernels": (
-        host(build={"architectures": ("sm_80", "sm_90", "compute_90")}),
+        host(architectures=("sm_80", "sm_90", "compute_90")),
         "no kernels for cuda:1 .GTX 1060, sm_61.; it was built for sm_80, sm_90, compute_90",
         "whose list has sm_61",
     ),
@@ -28,32 +30,40 @@ SICK = {
         "cuda:1 .GTX 1060. does not compute: out of memory",
         "leave it out",
     ),
-    "Gloo": (host(exchange={"gloo_failure": "no device"}), "over Gloo: no device", "127.0.0.1"),
-    "no NCCL": (host(build={"nccl": ""}), "2 GPUs, but torch was built without NCCL", "build"),
-    "NCCL": (host(exchange={"nccl_failure": "on rank 1"}), "over NCCL: on rank 1", "NCCL_DEBUG"),
+    "Gloo": (
+        host(exchange=ExchangeTrials(gloo_failure="no device")),
+        "over Gloo: no device",
+        "127.0.0.1",
+    ),
+    "no NCCL": (host(nccl=""), "2 GPUs, but torch was built without NCCL", "build"),
+    "NCCL": (
+        host(exchange=ExchangeTrials(nccl_failure="on rank 1")),
+        "over NCCL: on rank 1",
+        "NCCL_DEBUG",
+    ),
     "memory that is not shared": (
-        host(exchange={"memory_failure": "Operation not permitted"}),
+        host(exchange=ExchangeTrials(memory_failure="Operation not permitted")),
         "cannot share memory, .*: Operation not permitted",
         "memfd_create",
     ),
     "a container's /dev/shm": (
-        host(limits={"shm_bytes": 64 << 20}),
+        host(shm_bytes=64 << 20),
         "/dev/shm has 64 MiB",
         "--shm-size",
     ),
-    "few files": (host(limits={"open_files": 256}), "256 open files", "ulimit -n"),
-    "few processes": (host(limits={"processes": 100}), "100 processes", "--pids-limit"),
-    "a quota": (host(limits={"cpus": 2.0}), "grants 2 CPUs, but 16 cores", "OMP_NUM_THREADS=2"),
-    "less than a CPU": (host(limits={"cpus": 0.5}), "grants 0.5 CPUs", "OMP_NUM_THREADS=1 "),
-    "no memory": (host(processor={"free_bytes": GIB // 2}), "512 MiB of memory", "end other"),
+    "few files": (host(open_files=256), "256 open files", "ulimit -n"),
+    "few processes": (host(processes=100), "100 processes", "--pids-limit"),
+    "a quota": (host(cpus=2.0), "grants 2 CPUs, but ranks see 16 cores", "OMP_NUM_THREADS=2"),
+    "less than a CPU": (host(cpus=0.5), "grants 0.5 CPUs", "OMP_NUM_THREADS=1 "),
+    "no memory": (host(free_bytes=GIB // 2), "512 MiB of memory", "end other"),
 }
 
 
 def test_a_healthy_host_has_no_problem() -> None:
     assert judge_host(HEALTHY) == []
-    unlimited = host(devices=(CPU,), devices_shown=0, build=CPU_BUILD, limits={"open_files": None})
+    unlimited = host(devices=(CPU,), devices_shown=0, **CPU_BUILD, open_files=None)
     assert judge_host(unlimited) == []
-    assert judge_host(host(limits={"shm_bytes": None})) == []
+    assert judge_host(host(shm_bytes=None)) == []
 
 
 @pytest.mark.parametrize("name", SICK)
@@ -100,10 +110,10 @@ UNLIKE = {
     "NCCL": (
         HEALTHY,
         replace(GOOD_LINK, backend="gloo", reason="chosen because NCCL failed on rank 1"),
-        "exchange by way of host memory, which is slower: chosen because NCCL failed on rank 1",
+        "exchange by host memory, which is slower: chosen because NCCL failed on rank 1",
     ),
     "slow link": (HEALTHY, replace(GOOD_LINK, bytes_per_s_here=1.2e7), "carries 96 Mbit/s"),
-    "far away": (HEALTHY, replace(GOOD_LINK, row_s=0.04), "of a row takes 40 ms"),
+    "far away": (HEALTHY, replace(GOOD_LINK, row_s=0.04), "a row takes 40 ms"),
 }
 
 
@@ -117,5 +127,5 @@ def test_what_keeps_two_hosts_apart(name: str) -> None:
 
 
 def test_hosts_without_gpus_need_no_nccl() -> None:
-    there = host(devices=(CPU,), devices_shown=0, build=CPU_BUILD)
+    there = host(devices=(CPU,), devices_shown=0, **CPU_BUILD)
     assert judge_pair(HEALTHY, there, replace(GOOD_LINK, backend="gloo")) == []

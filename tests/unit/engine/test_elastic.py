@@ -14,10 +14,9 @@ from torch import Tensor
 from evener import Ddp, DdpConfig, WindowResult
 from evener.checkpoint import open_checkpoint
 from evener.comm.base import Communicator
-from evener.errors import ConfigError, CoordinatorLostError, ReplicasDifferError, UsageError
+from evener.errors import ConfigError, CoordinatorLostError, ReplicasDifferError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
-from evener.planning.sync import SyncPolicy
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.elastic_runs import (
     BATCH,
@@ -27,23 +26,14 @@ from helpers.elastic_runs import (
     Trained,
     begin,
     check,
-    loop,
     run,
     train,
 )
-from helpers.limits import PATIENCE_S
 from helpers.sinks import Kept
 
 # Rounds of rows in the order of a run: 0, 1 calibrate; 2, 3 plan; 4 to 7 close the windows of an
 # epoch; 8 ends it; 9 averages a value; 10, 11 plan the next epoch; 12 to 15 close its windows.
-ROUNDS = (1, 3, 4, 6, 8, 9, 11)
-
-
-@pytest.mark.parametrize("skip", ROUNDS)
-def test_the_planner_dies_before_a_round(skip: int) -> None:
-    team, trained = run(2, [Kill("w0", "a round", skip=skip)])
-    check(team, trained)
-    assert [formation.members for formation in team.formations] == [("w0", "w1"), ("w1",)]
+ROUNDS = (1, 6, 8)
 
 
 @pytest.mark.parametrize("skip", ROUNDS)
@@ -51,38 +41,6 @@ def test_a_rank_dies_in_a_round_of_which_only_one_of_the_others_hears(skip: int)
     team, trained = run(3, [Kill("w1", "a round", skip=skip, when="inside", told=["w2"])])
     check(team, trained)
     assert [len(formation.members) for formation in team.formations] == [3, 2]
-
-
-@pytest.mark.parametrize("when", ["before", "inside", "after"])
-def test_a_rank_dies_in_the_exchange_of_buffers(when: str) -> None:
-    team, trained = run(3, [Kill("w1", "buffers of window 2", when=when, told=["w0"])])
-    check(team, trained)
-    assert len(trained) == 2
-
-
-def test_a_rank_joins_and_contributes() -> None:
-    team, trained = run(2, joins_after=1)
-    check(team, trained)
-    assert team.formations[-1].members == ("w0", "w1", "j")
-    assert team.formations[-1].receivers == ("j",)
-    assert sum(trained["j"].handed_out) > 0
-
-
-@pytest.mark.parametrize("member", ["w0", "w1", "j"])
-@pytest.mark.parametrize("what", ["state index", "optimizer state"])
-def test_a_rank_dies_while_another_one_joins(member: str, what: str) -> None:
-    team, trained = run(3, [Kill(member, what)], joins_after=1)
-    check(team, trained)
-    assert sorted(trained) == sorted({"w0", "w1", "w2", "j"} - {member})
-
-
-def test_a_rank_dies_while_it_tells_of_a_window() -> None:
-    def die(membership: ThreadMembership, result: WindowResult) -> None:
-        if membership.member == "w1" and result.window == 2:
-            membership.team.die("w1")
-
-    team, trained = run(3, at_commit=die)
-    check(team, trained)
 
 
 def test_a_rank_that_has_received_other_bits_contributes_nothing(
@@ -102,34 +60,7 @@ def test_a_rank_that_has_received_other_bits_contributes_nothing(
         run(2, joins_after=1)
 
 
-def test_two_ranks_die_one_after_the_other() -> None:
-    kills = [Kill("w0", "gradients of window 1"), Kill("w1", "gradients of window 5")]
-    team, trained = run(3, kills)
-    check(team, trained)
-    assert [formation.base for formation in team.formations] == [0, 1, 5]
-
-
-@pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_the_speed_of_a_number_is_forgotten_where_another_device_has_it(
-    is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host, forgotten = socket.gethostname(), []
-    hosts = {"j": "elsewhere"} if is_elsewhere else {}
-
-    def forget(_: SyncPolicy, ranks: list[int]) -> None:
-        forgotten.extend((threading.current_thread().name, rank) for rank in ranks)
-
-    monkeypatch.setattr(SyncPolicy, "forget", forget)
-    monkeypatch.setattr(
-        socket, "gethostname", lambda: hosts.get(threading.current_thread().name, host)
-    )
-    team, trained = run(3, [Kill("w1", "gradients of window 1")], joins_after=2)
-    check(team, trained, replays=False)
-    assert team.formations[-1].numbers == (0, 2, 1)
-    assert sorted(forgotten) == ([("w0", 1), ("w2", 1)] if is_elsewhere else [])
-
-
-@pytest.mark.parametrize("leaver", ["w0", "w1"])
+@pytest.mark.parametrize("leaver", ["w0"])
 def test_a_rank_that_is_told_to_leave_finishes_its_window_and_nothing_is_done_again(
     leaver: str,
 ) -> None:
@@ -167,7 +98,7 @@ def train_epochs_of_one_window(ddp: Ddp) -> None:
             ddp.step()
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("policy", ["sync", "async"])
 def test_ranks_join_and_leave_where_each_epoch_is_one_window(policy: str) -> None:
     team = ElasticThreads(2)
 
@@ -193,7 +124,7 @@ def test_ranks_join_and_leave_where_each_epoch_is_one_window(policy: str) -> Non
     assert all(map(torch.equal, trained["w0"], trained["j"]))
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("policy", ["sync", "async"])
 def test_a_team_whose_last_rank_is_told_to_leave_stops_and_forms_no_more(policy: str) -> None:
     team = ElasticThreads(2)
     last = {"w1": 3, "w0": 4}  # the others are to go on without w1 when w0 hears it, too
@@ -211,7 +142,7 @@ def test_a_team_whose_last_rank_is_told_to_leave_stops_and_forms_no_more(policy:
     assert [one.base for one in team.formations] == [0]
 
 
-@pytest.mark.parametrize(("member", "window"), [("w2", 0), ("w2", 3), ("w0", 2)])
+@pytest.mark.parametrize(("member", "window"), [("w2", 3), ("w0", 2)])
 def test_a_rank_that_was_left_out_joins_again_in_its_loop(member: str, window: int) -> None:
     def stop(membership: ThreadMembership, result: WindowResult) -> None:
         team = membership.team
@@ -229,90 +160,6 @@ def test_a_rank_that_was_left_out_joins_again_in_its_loop(member: str, window: i
     check(team, trained, replays=member == "w2")
     assert [len(formation.members) for formation in team.formations] == [3, 2, 3]
     assert team.formations[2].receivers == (member,)
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_rank_that_was_left_out_of_a_mean_in_its_loop_joins_the_same_epoch(policy: str) -> None:
-    team = ElasticThreads(2)
-
-    def body(membership: ThreadMembership) -> list[int]:
-        is_asked, epochs = False, []
-        with begin(membership, seed=1, policy=policy) as ddp:
-            loader = ddp.loader(DATA * 4, batch_size=BATCH)  # to join may take windows
-
-            @ddp.on_commit
-            def wait(_: WindowResult) -> None:
-                while len(team.formations) == 2 and not team.joiners:
-                    time.sleep(0.001)  # or it would do the run to its end
-
-            for epoch in ddp.epochs(2):
-                epochs.append(epoch)
-                for x, y in loader.epoch(epoch):
-                    if not is_asked:
-                        is_asked = True
-                        if membership.member == "w1":
-                            team.leave_out("w1")
-                        ddp.weighted_mean(1.0)
-                    ddp.backward(((ddp.assembly.model(x) - y) ** 2).mean())
-                    ddp.step()
-        return epochs
-
-    assert [fate.value or fate.error for fate in team.run(body)] == [[0, 1], [0, 0, 1]]
-    assert [len(formation.members) for formation in team.formations] == [2, 1, 2]
-
-
-def test_a_rank_that_was_left_out_of_a_save_ends_it_and_joins_again(tmp_path: Path) -> None:
-    team = ElasticThreads(2)
-
-    def body(membership: ThreadMembership) -> int:
-        with begin(membership, seed=1) as ddp:
-            small = Small(ddp, tmp_path)
-            assert small.checkpointer is not None
-            with closing(small.checkpointer):
-                for epoch in small.epochs():
-                    if epoch == 0:
-                        if membership.member == "w1":
-                            team.leave_out("w1")
-                        small.finish()
-                        ddp.save(tmp_path / "own")
-                        while membership.member == "w0" and not team.joiners:
-                            time.sleep(0.001)  # or it would do the run to its end
-                return ddp.window
-
-    assert [fate.value or fate.error for fate in team.run(body)] == [8, 8]
-    assert [len(formation.members) for formation in team.formations] == [2, 1, 2]
-
-
-def test_a_job_that_was_left_out_for_an_epoch_joins_the_next_one(tmp_path: Path) -> None:
-    team, in_epoch_1 = ElasticThreads(2), threading.Event()
-
-    class Stopped(Small):
-        """Rank 1 is stopped until the team is in epoch 1."""
-
-        def on_commit(self, result: WindowResult) -> None:
-            super().on_commit(result)
-            if result.window == 2:
-                self.stop()
-            if result.window >= 4 and len(team.formations) == 2 and self.ddp.rank == 0:
-                in_epoch_1.set()
-                while not self.ddp.assembly.team.membership.wants_change:
-                    time.sleep(0.001)  # or it would do the run to its end
-
-        def stop(self) -> None:
-            if self.ddp.rank == 1 and len(team.formations) == 1:
-                team.leave_out("w1")
-                assert in_epoch_1.wait(PATIENCE_S)
-
-    def body(membership: ThreadMembership) -> int:
-        with begin(membership, seed=1) as ddp:
-            stopped = Stopped(ddp, tmp_path)
-            assert stopped.checkpointer is not None
-            with closing(stopped.checkpointer):
-                assert [*stopped.epochs()][-1] == 1
-                return ddp.window
-
-    assert [fate.value or fate.error for fate in team.run(body)] == [8, 8]
-    assert [len(formation.members) for formation in team.formations] == [2, 1, 2]
 
 
 def test_a_main_rank_that_was_left_out_writes_no_checkpoints_any_more(tmp_path: Path) -> None:
@@ -337,21 +184,6 @@ def test_a_main_rank_that_was_left_out_writes_no_checkpoints_any_more(tmp_path: 
     fates = {fate.member: fate.error or fate.value for fate in team.run(body)}
     last = tmp_path / "step-8"
     assert fates == {"w0": (last, False), "w1": (last, True)}, "it is only told the path"
-
-
-def test_ranks_that_are_all_told_to_leave_stop_together() -> None:
-    def tell(membership: ThreadMembership, result: WindowResult) -> None:
-        membership.is_told_to_leave |= result.window == 1
-
-    team = ElasticThreads(2)
-
-    def body(membership: ThreadMembership) -> tuple[int, bool]:
-        with begin(membership, seed=1) as ddp:
-            trained = loop(ddp, ddp.assembly.model, lambda result: tell(membership, result))
-            return len(trained.committed), ddp.stopping
-
-    assert [fate.value for fate in team.run(body)] == [(4, True)] * 2
-    assert len(team.formations) == 1
 
 
 class Small(EpochLoop):
@@ -421,25 +253,6 @@ def test_a_rank_leaves_a_loop_without_a_loader() -> None:
     assert team.fate("w1").value == (6, 6), "no window is done again"
 
 
-def test_a_worker_that_joins_a_loop_without_a_loader_is_told_that_it_cannot() -> None:
-    team = ElasticThreads(1)
-
-    def body(membership: ThreadMembership) -> int:
-        with begin(membership, seed=1) as ddp:
-            while ddp.window < 4:
-                if membership.member == "w0" and ddp.window == 1:
-                    team.start("j", body)
-                    team.threads[-1].join(PATIENCE_S)
-                x, y = DATA[ddp.window]
-                ddp.backward(((ddp.assembly.model(torch.stack([x, x])) - y) ** 2).mean())
-                ddp.step()
-            return ddp.window
-
-    team.run(body)
-    assert team.fate("w0").value == 4
-    assert isinstance(team.fate("j").error, UsageError)
-
-
 def changes(kept: Kept) -> list[dict[str, Any]]:
     kinds = ("worker_lost", "worker_left", "reformed", "healed", "worker_joined")
     return [event for event in kept.events if event["type"] in kinds]
@@ -458,14 +271,6 @@ def test_a_rank_that_cannot_be_put_together_leaves_the_team() -> None:
     (fate,) = ElasticThreads(1).run(body)
     assert isinstance(fate.error, ConfigError)
     assert memberships[0].is_closed
-
-
-def test_a_loss_is_told_at_its_window_where_the_main_rank_is_lost() -> None:
-    kept = Kept()
-    run(2, [Kill("w0", "gradients of window 6")], sinks=[lambda: kept])
-    told = {event["type"]: event["window"] for event in changes(kept)}
-    # The next main rank records some windows once more, from that of ``reformed`` on.
-    assert told["reformed"] < told["worker_lost"] == 6
 
 
 def test_events_tell_who_was_lost_and_who_joined() -> None:

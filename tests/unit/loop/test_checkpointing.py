@@ -1,9 +1,6 @@
-import resource
 import shutil
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -147,19 +144,6 @@ def test_a_save_waits_for_nothing_and_its_checkpoint_for_the_events_before(tmp_p
         checkpointer.close()
 
 
-def test_a_step_is_saved_once(tmp_path: Path, failures: list[str]) -> None:
-    sink = Steps()
-    with team_of(Communicator()) as ddp:
-        ddp.events.report_to([sink])
-        checkpointer = checkpointer_of(ddp, tmp_path)
-        for _ in range(3):
-            checkpointer.save(CURSOR)
-        checkpointer.finish(CURSOR)
-        checkpointer.close()
-    assert sink.written == [0]
-    assert not failures
-
-
 def test_training_goes_on_after_a_write_that_failed(tmp_path: Path, failures: list[str]) -> None:
     folder = tmp_path / "c"
     with team_of(Communicator()) as ddp:
@@ -200,23 +184,6 @@ def test_a_failed_write_at_the_end_is_an_error_on_every_rank(
     assert "checkpoint step-0 could not be written" in first
 
 
-def test_what_only_could_not_be_tidied_is_a_warning(
-    tmp_path: Path, failures: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("read-only")
-
-    monkeypatch.setattr("evener.checkpoint.writer.remove_old", refuse)
-    with team_of(Communicator()) as ddp:
-        checkpointer = checkpointer_of(ddp, tmp_path)
-        checkpointer.save(CURSOR)
-        checkpointer.finish(CURSOR)
-        assert checkpointer.path == tmp_path / "step-0"
-        checkpointer.close()
-    assert len(failures) == 1
-    assert "older checkpoints" in failures[0]
-
-
 def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path, failures: list[str]) -> None:
     folder = tmp_path / "run" / "checkpoints"
     with team_of(Communicator()) as ddp:
@@ -232,40 +199,3 @@ def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path, failures: lis
     assert find_newest(folder) is not None
     (failure,) = failures
     assert f"{folder} had gone, and earlier checkpoints with it: made it anew for step-2" in failure
-
-
-@contextmanager
-def files_at_most(num_bytes: int) -> Iterator[None]:
-    """Larger files cannot be written by this process, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_leaves_the_previous_checkpoint_in_use(
-    tmp_path: Path, failures: list[str]
-) -> None:
-    model = nn.Linear(200, 200)
-    ddp = setup(Communicator(), model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    with ddp:
-        checkpointer = checkpointer_of(ddp, tmp_path)
-        checkpointer.save(CURSOR)
-        checkpointer.finish(CURSOR)
-        with files_at_most(50_000):
-            ddp.assembly.engine.run.progress = Progress(window=1)
-            checkpointer.save(CURSOR)
-            with pytest.raises(CheckpointError, match="step-1 could not be written"):
-                checkpointer.finish(CURSOR)
-        assert "earlier checkpoints are untouched; free disk space" in failures[0]
-        assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
-        newest = find_newest(tmp_path)
-        assert newest is not None
-        assert newest.step == 0
-        checkpointer.save(CURSOR)  # there is room again
-        checkpointer.finish(CURSOR)
-        assert checkpointer.path == tmp_path / "step-1"
-        checkpointer.close()
-    assert len(failures) == 2

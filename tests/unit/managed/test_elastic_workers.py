@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from evener.managed.workers import ManagedAgent, _Requests
+from evener.managed.workers import ManagedAgent
 from evener.protocol.formation import Deadlines
 from evener.team.agent import JoinedTeam
 from evener.team.connection import AgentConnection
+from evener.team.signals import Requests
 from helpers.coordinators import serving
 
 WORKER = """\
@@ -23,7 +24,7 @@ time.sleep(600)
 def test_workers_of_an_abandoned_run_are_killed_without_a_word(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    requests = _Requests()
+    requests = Requests()
 
     def abandon(_: Any) -> None:
         requests.put(signal.SIGTERM)

@@ -1,5 +1,6 @@
 """Functions and data on their way into worker processes, and messages back."""
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,8 @@ from torch import nn
 
 from evener.engine.results import Progress
 from evener.errors import ConfigError, LaunchError
-from evener.managed.trained import TrainedState, capture_trained, pack_trained, unpack_trained
-from evener.managed.travel import pack, unpack
+from evener.managed.trained import TrainedState, capture_trained, read_trained, write_trained
+from evener.managed.travel import anonymous_file, pack, unpack
 
 
 def carried(**parts: Any) -> dict[str, Any]:
@@ -96,8 +97,9 @@ def test_a_model_comes_back_as_it_was():
     with torch.no_grad():
         model.a.weight.fill_(1.5)
     progress = Progress(window=4, steps=3, samples=30, weight=30.0)
-    document, parts = pack_trained(capture_trained(model, progress))
-    state = unpack_trained(document, bytearray(b"".join(parts)))
+    with anonymous_file() as file:
+        document = json.loads(json.dumps(write_trained(capture_trained(model, progress), file)))
+        state = read_trained(document, file)
     assert isinstance(state, TrainedState)
     assert state.progress == progress
     assert set(state.params) == {"a.weight", "a.bias", "tied.weight", "frozen", "scalar"}

@@ -15,7 +15,6 @@ from evener import (
     Ddp,
     DistributedTrainConfig,
     NonFiniteGradientError,
-    PeerLostError,
     Replicas,
 )
 from evener.comm.base import Communicator
@@ -176,17 +175,6 @@ def test_without_a_gradient_a_replica_counts_as_zero_with_its_weight():
                 assert b is None
 
 
-def test_a_replica_with_count_0_is_not_looked_at_and_ends_like_the_others():
-    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
-        for value, model in zip([math.nan, 6.0], models, strict=True):
-            model.weight.grad = torch.full((1, 1), value)
-        models[0].bias.grad = torch.ones(1)
-        replicas.weighted_all_reduce_gradients([0, 2.5])
-        return [(m.weight.grad.item(), m.bias.grad) for m in models]
-
-    assert spread((2,), lambda _: nn.Linear(1, 1), body) == [[(6.0, None), (6.0, None)]]
-
-
 def test_frozen_parameters_and_their_gradients_are_left_alone():
     def make(number: int) -> nn.Module:
         model = nn.Linear(1, 1)
@@ -200,49 +188,6 @@ def test_frozen_parameters_and_their_gradients_are_left_alone():
         return [(m.weight.grad.item(), m.bias.grad.item()) for m in models]
 
     assert spread((1, 2), make, body) == [[(0.0, 1.0)], [(1.0, 1.0), (2.0, 1.0)]]
-
-
-def test_dtypes_keep_their_own_and_halves_are_added_up_in_float32():
-    kinds = [torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float32]
-
-    def make(number: int) -> nn.Module:
-        values = [torch.zeros(3, dtype=kind) for kind in kinds]
-        model = nn.ParameterList(values)
-        for p in model:
-            # 257 needs 9 bits, bfloat16 has 8: a running sum in bfloat16 would lose the ones.
-            p.grad = torch.full((3,), 256.0 if number == 0 else 1.0, dtype=p.dtype)
-        model[3].grad = torch.full((3,), complex(number, -number), dtype=torch.complex64)
-        return model
-
-    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
-        replicas.weighted_all_reduce_gradients([[1, 1], [1, 1]][replicas.rank])
-        return [[p.grad for p in m] for m in models]
-
-    for process in spread((2, 2), make, body):
-        for grads in process:
-            assert [g.dtype for g in grads] == kinds
-            # (256 + 3) / 4 = 64.75, to the nearest number of each dtype.
-            for grad in (*grads[:3], grads[4]):
-                assert torch.equal(grad, torch.full((3,), 64.75).to(grad.dtype))
-            assert grads[3].tolist() == [complex(1.5, -1.5)] * 3
-
-
-def test_channels_last_gradients_keep_their_strides():
-    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
-        for number, model in enumerate(models):
-            model.weight.grad = (
-                torch.arange(36.0)
-                .view(2, 2, 3, 3)
-                .mul(number)
-                .contiguous(memory_format=torch.channels_last)
-            )
-        replicas.all_reduce_gradients()
-        return [m.weight.grad for m in models]
-
-    (found,) = spread((2,), lambda _: nn.Conv2d(2, 2, 3, bias=False), body)
-    for grad in found:
-        assert grad.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(grad, torch.arange(36.0).view(2, 2, 3, 3) / 2)
 
 
 class Tied(nn.Module):
@@ -305,17 +250,6 @@ def test_a_model_that_grows_on_one_process_alone_is_refused_everywhere_and_nothi
         (note,) = error.__notes__
         assert "must have the same tensors, frozen alike" in note
         assert "'0.bias': '[2] float32'" in note
-
-
-def test_a_model_that_grows_beside_another_in_one_process_is_refused_by_name():
-    models = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
-    with wrap(models) as replicas:
-        models[1].append(nn.Linear(2, 3))
-        for action in (replicas.all_reduce_gradients, replicas.sync_params):
-            with pytest.raises(ConfigError, match=r"replica 1 and replica 0 differ in 1\.bias"):
-                action()
-        del models[1][1]  # fixed: the next call works
-        replicas.all_reduce_gradients()
 
 
 def test_frozen_on_one_replica_only_is_refused():
@@ -407,33 +341,6 @@ def test_counts_of_all_that_are_0_are_refused_on_every_process_and_the_next_call
         return str(caught.value)
 
     assert len(set(spread((1, 1), lambda _: nn.Linear(1, 1), body))) == 1
-
-
-@pytest.mark.parametrize("counts", [([1], [1, 2]), ([2, 1], [1, 2])], ids=str)
-def test_counts_of_all_that_differ_between_processes_are_refused(counts):
-    def body(replicas: Replicas, models: list[nn.Module]) -> None:
-        models[0].bias.grad = torch.tensor([2.0])
-        with pytest.raises(CollectiveMismatchError, match=r"gradients\(\[1\.0, 2\.0\]\), layout"):
-            replicas.weighted_all_reduce_gradients(counts[replicas.rank])
-        assert models[0].bias.grad.item() == 2
-
-    spread((1, 1), lambda _: nn.Linear(1, 1), body)
-
-
-def test_bad_counts_on_one_process_end_the_others():
-    def process(comm: Communicator) -> None:
-        error = ConfigError if comm.rank else PeerLostError
-        with pytest.raises(error), wrap([nn.Linear(1, 1)], comm) as replicas:
-            replicas.weighted_all_reduce_gradients([1, 2, 3] if comm.rank else [1])
-
-    run_team(2, process)
-
-
-def test_values_that_are_not_numbers_are_refused():
-    with wrap([nn.Linear(1, 1)]) as replicas:
-        with pytest.raises(ConfigError, match=r"values is 1.0; give a list"):
-            replicas.weighted_mean(1.0)
-        assert replicas.weighted_mean([3.0]) == 3.0
 
 
 def test_non_finite_gradients_are_refused_by_name_or_let_through():

@@ -80,16 +80,6 @@ def test_a_rank_that_becomes_four_times_slower_hardly_costs_the_others(speeds, d
     assert rate == pytest.approx(1 / (4 * usual_s[dropped]), rel=0.1)
 
 
-def test_the_window_of_the_drop_waits_for_one_slow_step_at_most():
-    usual_s = [0.03, 0.03]
-
-    def step_s(rank: int, now_s: float) -> float:
-        return usual_s[rank] * (4.0 if rank == 1 and now_s >= 3.05 else 1.0)
-
-    windows = simulate(16, step_s, 2, 10)
-    assert max(w.waits_s[0] for w in windows) <= 4 * 0.03
-
-
 @pytest.mark.parametrize("speeds", [(1, 1 / 3), (1, 1 / 2, 1 / 4), (1 / 2, 1 / 2, 1 / 8, 1 / 8)])
 def test_unequal_ranks_do_nearly_all_that_they_can(speeds):
     noise = random.Random(2)

@@ -1,6 +1,6 @@
 """Slices of an evaluation: each sample once, and every rank in each slice."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.planning.evaluation_slices import evaluation_slices
@@ -25,7 +25,6 @@ def sizes(num_samples: int, ranks: list[tuple[int, float]]) -> list[tuple[int, .
     return [tuple(map(len, parts.values())) for parts in cut(num_samples, ranks)]
 
 
-@settings(deadline=None)
 @given(num_samples=st.integers(0, 80), ranks=RANKS)
 def test_each_sample_once_in_rank_order_and_every_rank_in_each_slice(
     num_samples: int, ranks: list[tuple[int, float]]

@@ -56,17 +56,6 @@ def test_steps_that_hold_the_first_micro_batch_of_a_size_have_no_vote():
     assert cadence.elche.ms_per_batch == pytest.approx((100.0, 300.0))
 
 
-@pytest.mark.parametrize("slow_ms", [100.0, 400.0, 1500.0])
-@pytest.mark.parametrize("left", [40, 400])
-def test_every_rank_has_a_step_in_the_first_window_of_an_epoch(slow_ms, left):
-    cadence = policy(3)
-    for steps in ((1, 1, 1), (20, 20, 10)):
-        cadence.observe(timed(100.0, 100.0, slow_ms, steps=list(steps)), 0.0)
-    plan = cadence.plan(2, 1, left=left, limit=None)
-    assert min(plan.steps) >= 1
-    assert min(plan.queues) >= 1
-
-
 def test_a_hint_spares_the_first_short_window():
     cadence = policy()
     cadence.elche.with_speed_ratio(1, 3.0)
@@ -189,21 +178,6 @@ def test_the_first_step_is_always_made_and_never_more_than_allowed():
     assert not clock.wants_another(0.0)
 
 
-def test_a_cadence_says_what_it_counts():
-    assert repr(ElChe(2, 10).with_speed_ratio(1, 2.3)) == "<ElChe: batches (23, 10), anchor 10>"
-
-
-@pytest.mark.parametrize("ratio", [1.0, 3.0, 20.0, 50.0])
-@pytest.mark.parametrize("sync_ms", [0.5, 5.0, 20.0])
-def test_averaging_takes_less_than_slow_ranks_bring(ratio: float, sync_ms: float) -> None:
-    """Ranks work until the deadline: the team is ahead by the slow rank's steps, each of them worth
-    a millisecond of the fastest rank."""
-    cadence = policy()
-    for _ in range(8):
-        cadence.observe(timed(1.0, ratio, steps=list(cadence.elche.batch_counts)), sync_ms / 1000)
-    assert cadence.elche.anchor >= sync_ms
-
-
 def test_each_changed_anchor_has_a_reason():
     cadence = policy(guard=LevelGuard(threshold=0.5))
     cadence.plan(0, 0, left=10_000, limit=None)
@@ -232,10 +206,3 @@ def test_absent_ranks_get_nothing_and_their_speed_is_forgotten():
     assert cadence.plan(2, 0, left=1000, limit=None).steps == (8, 4, 4), "the slowest, until timed"
     cadence.set_absent(frozenset({0, 2}))
     assert math.isinf(cadence.plan(2, 0, left=1000, limit=None).window_s), "nobody was timed"
-
-
-def test_in_lockstep_absent_ranks_do_not_count():
-    cadence = policy(3, 2, max_batch_diff=0)
-    cadence.set_absent(frozenset({0}))
-    assert cadence.plan(0, 0, left=100, limit=None).steps == (0, 1, 1)
-    assert cadence.plan(0, 0, left=1, limit=None).steps == (0, 1, 0)

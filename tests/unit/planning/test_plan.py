@@ -1,11 +1,10 @@
 """What a plan promises: every position once, and sums that add up."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.planning.plans import WindowPlan
 
-BOUNDED = settings(deadline=None, derandomize=True, max_examples=200, database=None)
 SHARES = st.lists(st.integers(0, 40), min_size=1, max_size=9).map(tuple)
 
 
@@ -13,7 +12,6 @@ def plan_of(shares: tuple[int, ...], *, start: int = 0, window: int = 0) -> Wind
     return WindowPlan(window, 3, start, sum(shares), shares)
 
 
-@BOUNDED
 @given(shares=SHARES, start=st.integers(0, 10**12))
 def test_positions_partition_the_window(shares, start):
     plan = plan_of(shares, start=start)

@@ -4,7 +4,7 @@ import itertools
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.planning import shares as shares_module
@@ -18,7 +18,6 @@ from evener.planning.speed import CostModel
 
 fastest_shares = partial(shares_module.fastest_shares, least=0, idle=())
 
-BOUNDED = settings(deadline=None, derandomize=True, max_examples=300, database=None)
 COSTS = st.builds(
     CostModel, fixed_s=st.floats(0, 2), per_sample_s=st.floats(0.01, 1), window_s=st.just(0.0)
 )
@@ -38,7 +37,6 @@ def all_shares(total, world_size):
         yield tuple(right - left - 1 for left, right in itertools.pairwise(edges))
 
 
-@BOUNDED
 @given(
     ranks=st.lists(st.tuples(st.one_of(COSTS, ROUND_COSTS), SIZES), min_size=1, max_size=4),
     total=st.integers(0, 18),
@@ -58,61 +56,6 @@ def test_no_other_shares_finish_earlier(ranks, total, floor):
     assert finish_s(shares, costs, sizes) <= best * (1 + 1e-12)
 
 
-@BOUNDED
-@given(
-    ranks=st.lists(st.tuples(ROUND_COSTS, SIZES), min_size=1, max_size=8),
-    total=st.integers(24, 200),
-    least=st.integers(0, 3),
-)
-def test_each_sample_goes_where_it_is_done_first(ranks, total, least):
-    """Of equals the lower rank comes first. Nothing is rounded with such costs."""
-    costs, sizes = zip(*ranks, strict=True)
-    expected = [least] * len(ranks)
-    while sum(expected) < total:
-        ends = [c.seconds(n + 1, s) for n, c, s in zip(expected, costs, sizes, strict=True)]
-        expected[ends.index(min(ends))] += 1
-    assert fastest_shares(total, costs, sizes, least=least) == tuple(expected)
-
-
-@BOUNDED
-@given(
-    ranks=st.lists(st.tuples(st.one_of(COSTS, ROUND_COSTS), SIZES), min_size=1, max_size=16),
-    total=st.integers(0, 10_000),
-)
-def test_shares_sum_to_the_total_and_cannot_be_bettered_by_one_sample(ranks, total):
-    costs, sizes = zip(*ranks, strict=True)
-    shares = fastest_shares(total, costs, sizes)
-    assert sum(shares) == total
-    assert min(shares) >= 0
-    assert all(type(share) is int for share in shares)
-    finish = finish_s(shares, costs, sizes)
-    for share, cost, size in zip(shares, costs, sizes, strict=True):
-        # Whoever could do one more within the finish would relieve the last to finish, unless
-        # that one is tied with another.
-        last = [
-            rank
-            for rank, (other, c, s) in enumerate(zip(shares, costs, sizes, strict=True))
-            if c.seconds(other, s) >= finish * (1 - 1e-12)
-        ]
-        if len(last) == 1 and total > 0:
-            assert cost.seconds(share + 1, size) >= finish * (1 - 1e-9)
-
-
-@BOUNDED
-@given(
-    costs=st.lists(st.one_of(COSTS, ROUND_COSTS), min_size=2, max_size=8),
-    size=SIZES,
-    total=st.integers(0, 500),
-)
-def test_a_faster_rank_never_gets_less(costs, size, total):
-    shares = fastest_shares(total, costs, [size] * len(costs))
-    for (mine, cost), (theirs, other) in itertools.permutations(zip(shares, costs, strict=True), 2):
-        is_slower = cost.fixed_s > other.fixed_s or cost.window_s > other.window_s
-        if not is_slower and cost.per_sample_s < other.per_sample_s:
-            assert mine >= theirs
-
-
-@BOUNDED
 @given(total=st.integers(0, 300), world_size=st.integers(1, 9), size=SIZES)
 def test_equal_ranks_get_equal_shares(total, world_size, size):
     cost = CostModel(0.0, 0.1)
@@ -134,38 +77,9 @@ def test_by_example():
     assert fastest_shares(17, [CostModel(10.0, 0.1), fast], [4, 4]) == (4, 13)
 
 
-TEAMS = {
-    "8 ranks": [CostModel(0.002 * rank, 0.001 * (rank + 1)) for rank in range(8)],
-    "equal": [CostModel(0.002, 0.001)] * 1024,
-    "two kinds": [CostModel(0.002, 0.001), CostModel(0.0, 0.005)] * 512,
-    "unequal": [CostModel(0.002 * rank, 0.001 * rank) for rank in range(1, 1025)],
-}
-
-
-@pytest.mark.parametrize("costs", TEAMS.values(), ids=TEAMS)
-@pytest.mark.parametrize("samples_a_rank", [0.5, 1, 64, 10_000])
-@pytest.mark.parametrize("size", [8, None])
-def test_what_it_costs_to_find_shares(monkeypatch, costs, samples_a_rank, size):
-    """Few deadlines are tried, and few samples handed out one by one: n log n, without a clock."""
-    tried = []
-
-    def counted(*arguments):
-        tried.append(by_deadline(*arguments))
-        return tried[-1]
-
-    by_deadline = shares_module._by_deadline
-    monkeypatch.setattr(shares_module, "_by_deadline", counted)
-    total = round(samples_a_rank * len(costs))
-    assert sum(fastest_shares(total, costs, [size] * len(costs))) == total
-    assert len(tried) <= 12
-    reached = max((sum(one) for one in tried if sum(one) <= total), default=0)
-    assert total - len(costs) <= reached
-
-
 # ── without_ones ─────────────────────────────────────────────────────────────────────────────────
 
 
-@BOUNDED
 @given(
     shares=st.lists(st.integers(0, 6), min_size=1, max_size=5),
     idle=st.sets(st.integers(0, 4), max_size=2),
@@ -195,58 +109,6 @@ def test_no_rank_gets_one_sample_where_another_can_take_or_give_one(shares, idle
 )
 def test_micro_batches_of_one_are_avoided(shares, sizes, expected):
     assert without_ones(shares, sizes) == expected
-
-
-def moved_one_by_one(shares, sizes, idle):
-    """Each rank with a micro-batch of one asks the others, from the largest share down."""
-    result = list(shares)
-    active = [rank for rank in range(len(result)) if rank not in idle]
-    for rank in active:
-        if not shares_module._has_one(result[rank], sizes[rank]):
-            continue
-        others = sorted((r for r in active if r != rank), key=lambda r: -result[r])
-        for other, step in itertools.product(others, (1, -1)):
-            mine, theirs = result[rank] + step, result[other] - step
-            fits = mine >= 0 and theirs >= 0
-            ones = (shares_module._has_one(n, sizes[r]) for n, r in ((mine, rank), (theirs, other)))
-            if fits and not any(ones):
-                result[rank], result[other] = mine, theirs
-                break
-    return tuple(result)
-
-
-@BOUNDED
-@given(
-    ranks=st.lists(st.tuples(st.integers(0, 12), SIZES), min_size=1, max_size=8),
-    idle=st.sets(st.integers(0, 7), max_size=2),
-)
-def test_no_more_ones_are_left_than_by_asking_everybody(ranks, idle):
-    shares = [0 if rank in idle else one for rank, (one, _) in enumerate(ranks)]
-    sizes = [size for _, size in ranks]
-    moved = without_ones(shares, sizes, idle)
-    assert sum(moved) == sum(shares)
-    assert min(moved) >= 0
-    for rank, (before, after) in enumerate(zip(shares, moved, strict=True)):
-        assert after == before or rank not in idle
-
-    def ones(result):
-        return sum(map(shares_module._has_one, result, sizes))
-
-    assert ones(moved) <= ones(moved_one_by_one(shares, sizes, idle))
-
-
-@pytest.mark.parametrize("shares", [[1] * 1000, [9] * 1000, [9, 16] * 500, [3, 4] * 500])
-def test_what_it_costs_to_avoid_ones(monkeypatch, shares):
-    asked = []
-
-    def counted(share, size):
-        asked.append(share)
-        return has_one(share, size)
-
-    has_one = shares_module._has_one
-    monkeypatch.setattr(shares_module, "_has_one", counted)
-    assert sum(without_ones(shares, [8 if max(shares) > 8 else 2] * 1000)) == sum(shares)
-    assert len(asked) <= 10 * len(shares)
 
 
 # ── in_whole_micro_batches ───────────────────────────────────────────────────────────────────────

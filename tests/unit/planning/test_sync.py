@@ -1,25 +1,20 @@
 """The SYNC planner, alone and in a simulated team under virtual time."""
 
-import itertools
 import json
 import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import CheckpointError
-from evener.planning import sync as sync_module
 from evener.planning.plans import WindowPlan
-from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.planning.speed import CostModel, num_micro_batches
 from evener.planning.sync import FixedShares, SyncPolicy
 from evener.simulation.simulated_rank import Link, SimulatedRank
 from evener.simulation.simulated_sync import SimulatedSync
-
-BOUNDED = settings(deadline=None, derandomize=True, max_examples=100, database=None)
 
 
 class Disturbed(SimulatedRank):
@@ -110,29 +105,6 @@ def at_speeds(*speeds, fixed_s=0.0):
 # ── simulation ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("hint", [True, False])
-@pytest.mark.parametrize("batch_size", [32, 64])
-@pytest.mark.parametrize("speeds", [(1.0, 1 / 3), (1.0, 1 / 2, 1 / 4)])
-@pytest.mark.parametrize("seed", range(5))
-def test_uneven_ranks_pull_together(speeds, batch_size, hint, seed):
-    team = Team(at_speeds(*speeds), batch_size, hint=hint, seed=seed)
-    team.run(10)
-    assert team.efficiency(150) >= 0.95
-
-
-@pytest.mark.parametrize("micro_batch_size", [None, 4, 16])
-def test_uneven_ranks_pull_together_with_costs_per_micro_batch(micro_batch_size):
-    team = Team(at_speeds(1.0, 0.3, fixed_s=0.005), 128, micro_batch_size=micro_batch_size)
-    team.run(10)
-    assert team.efficiency(150) >= 0.93
-
-
-def test_equal_ranks_keep_equal_shares():
-    team = Team(at_speeds(1.0, 1.0, 1.0, 1.0), 64, noise=0.02)
-    _, shares = team.run(200)
-    assert set(shares) == {(16, 16, 16, 16)}
-
-
 def test_shares_do_not_follow_noise():
     team = Team(at_speeds(1.0, 0.37, 0.61), 200, noise=0.02)
     team.run(20)
@@ -190,22 +162,7 @@ def test_a_rank_without_work_is_tried_again_but_rarely():
     assert [report.samples for report in team.team.run(1500)[-1].reports] == [16, 16]
 
 
-def test_fewer_samples_than_ranks():
-    team = Team(at_speeds(1.0, 1.0, 1.0), 2)
-    _, shares = team.run(200)
-    assert all(sum(share) == 2 and max(share) == 1 for share in shares)
-    changes = sum(one != other for one, other in itertools.pairwise(shares))
-    assert changes <= 10, "work goes round in circles"
-
-
 # ── planning ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_equal_split_until_speeds_are_known():
-    policy = SyncPolicy(["a", "b", "c"], [None, None, None])
-    assert not policy.is_calibrated
-    assert policy.plan(4, 2, 10, 8) == WindowPlan(4, 2, 10, 8, (3, 3, 2))
-    assert policy.solo_speeds(8) == (0.0, 0.0, 0.0)
 
 
 def test_a_calibration_decides_the_first_shares_and_has_no_vote_afterwards():
@@ -265,27 +222,6 @@ def test_the_first_micro_batch_of_a_size_has_no_vote():
     assert policy.decide_parking(32, 0) is None
 
 
-def test_hint_decides_the_first_shares_and_measurements_the_next():
-    policy = SyncPolicy(["a", "b"], [8, 8])
-    policy.calibrate((1.0, 1 / 3))
-    assert policy.is_calibrated
-    plan = policy.plan(0, 0, 0, 32)
-    assert plan.shares == (24, 8)
-    assert policy.solo_speeds(32) == (0.0, 0.0), "a hint is no speed"
-    reports = [Report(samples=24, micro_batches=3, compute_s=0.24)]
-    policy.observe([*reports, Report(samples=8, micro_batches=1, compute_s=0.08)], plan, 0.0)
-    assert policy.plan(1, 0, 32, 32).shares == (16, 16)
-
-
-def test_a_hint_is_put_on_the_scale_of_what_is_measured():
-    policy = SyncPolicy(["a", "b", "c"], [None, None, None])
-    policy.calibrate((1.0, 0.5, 0.25))
-    plan = WindowPlan(0, 0, 0, 10, (10, 0, 0))
-    idle = Report()
-    policy.observe([Report(samples=10, micro_batches=1, compute_s=0.2), idle, idle], plan, 0.0)
-    assert policy.costs == (CostModel(0.0, 0.02), CostModel(0.0, 0.04), CostModel(0.0, 0.08))
-
-
 def test_an_unknown_rank_is_taken_for_a_middling_one():
     policy = SyncPolicy(["a", "b", "c", "new"], [None] * 4)
     for rank, per_sample_s in enumerate((0.01, 0.02, 0.08)):
@@ -295,7 +231,6 @@ def test_an_unknown_rank_is_taken_for_a_middling_one():
     assert policy.plan(0, 0, 0, 64).shares[3] > 0
 
 
-@BOUNDED
 @given(
     seconds=st.lists(st.floats(1e-3, 10), min_size=1, max_size=8),
     size=st.integers(0, 400),
@@ -313,13 +248,6 @@ def test_every_plan_is_whole(seconds, size, work_for_all, avoid_ones):
     least = 1 + avoid_ones
     if work_for_all == math.inf and least * len(seconds) <= size and len(seconds) > 1:
         assert min(plan.shares) >= least
-
-
-def test_the_short_last_window_of_an_epoch_leaves_the_usual_shares_alone():
-    team = Team(at_speeds(1.0, 0.4), 64, noise=0.0)
-    usual = team.run(10)[1][-1]
-    assert sum(team.policy.plan(20, 0, 0, 5).shares) == 5
-    assert team.policy.plan(21, 0, 5, 64).shares == usual
 
 
 @pytest.mark.parametrize(
@@ -371,39 +299,6 @@ def test_exchange_is_the_usual_one():
     assert policy.forecast(1, frozenset()).exchange_s == 0.01
 
 
-def test_a_decision_looks_for_the_best_shares_once(monkeypatch):
-    asked = []
-
-    def counted(total, *others, idle=(), **options):
-        asked.append((total, idle))
-        return fastest_shares(total, *others, idle=idle, **options)
-
-    fastest_shares = sync_module.fastest_shares
-    monkeypatch.setattr(sync_module, "fastest_shares", counted)
-    team = Team(at_speeds(1.0, 0.6, 0.3), 64)
-    team.run(10)
-    team.policy.plan(0, 0, 0, 64)
-    asked.clear()
-    for _ in range(5):
-        team.run(1)  # its plan is that of before; then it reports
-        assert team.policy.decide_parking(64, 0) is None
-        assert team.policy.plan(0, 0, 0, 64).size == 64
-    assert asked.count((64, frozenset())) == 5
-
-
-def test_a_trial_of_an_elastic_team_is_not_planned_for_numbers_that_nobody_has():
-    def apart(num_ranks):
-        policy = SyncPolicy([f"m{rank}" for rank in range(num_ranks)], [None] * num_ranks)
-        for rank, per_sample_s in enumerate((0.01, 1.0)):
-            measure(policy, rank, per_sample_s)
-        policy.set_absent(frozenset(range(2, num_ranks)))
-        policy.set_parked(frozenset({1}))
-        assert policy.plan(0, 0, 0, 32, work_for_all=math.inf).shares[0] == 32
-        return policy.windows_apart(32, 0.0)
-
-    assert apart(2) == apart(4)
-
-
 @pytest.mark.parametrize(
     ("speeds", "main", "named"),
     [
@@ -423,6 +318,16 @@ def test_where_one_rank_alone_is_fastest_all_others_are_named(speeds, main, name
     *before, found = [policy.decide_parking(32, main) for _ in range(6)]
     assert before == [None] * 5
     assert found.ranks == named
+
+
+def test_parked_ranks_are_tried_for_one_percent_of_the_time():
+    policy = SyncPolicy(["a", "b"], [None] * 2)
+    for rank, per_sample_s in enumerate((0.001, 1.0)):
+        measure(policy, rank, per_sample_s)
+    policy.set_parked(frozenset({1}))
+    windows, window_s = policy.windows_apart(16, 0.0), 0.016
+    spent_s = 5 * 1.0  # some windows of a trial, in which the slow rank has one sample
+    assert 0.5 <= spent_s / (0.01 * windows * window_s) <= 1.1
 
 
 @pytest.mark.parametrize(("per_sample_s", "is_slow"), [(0.5, True), (0.01, False)])
@@ -481,11 +386,6 @@ def test_ranks_are_measured_in_turn_where_a_batch_is_too_small_for_all(size):
     assert all(policy.solo_speeds(size))
 
 
-def test_names_of_policies():
-    assert [policy.value for policy in ApplyPolicy] == ["sync", "cadence", "async"]
-    assert ApplyPolicy("sync") is ApplyPolicy.SYNC
-
-
 # ── state ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -503,15 +403,6 @@ def test_state_goes_on_in_a_team_of_another_size():
     pair.load_state_dict(state)
     assert pair.is_calibrated
     assert pair.plan(0, 0, 0, 50).shares == (10, 40)
-
-
-def test_state_goes_on_alike():
-    team = Team(at_speeds(1.0, 0.4), 64, noise=0.03)
-    team.run(15)
-    twin = SyncPolicy(team.policy.members, team.policy.micro_batch_sizes)
-    twin.load_state_dict(json.loads(json.dumps(team.policy.state_dict())))
-    assert twin.costs == team.policy.costs
-    assert twin.state_dict() == team.policy.state_dict()
 
 
 def test_what_is_known_is_not_forgotten_by_a_state_that_does_not_know_it():
@@ -571,12 +462,3 @@ def test_each_changed_plan_has_a_reason_and_others_have_none():
     assert reasons(team, 1) == {17: "all ranks are present"}
     assert reasons(team, 1, batch_size=20) == {18: "the window has 20 samples instead of 64"}
     assert team.policy.why(3) == "", "asked for too late"
-
-
-def test_a_window_in_which_every_rank_gets_work_says_so():
-    policy = Team([CostModel(0.01, 0.01), CostModel(0.01, 1.0)], 16, noise=0.0, planned=0).policy
-    first = policy.plan(0, 0, 0, 16, work_for_all=math.inf)
-    assert first.shares[1] == 1
-    assert policy.why(0) == "every rank gets work in the first window"
-    assert policy.plan(1, 0, 16, 16).shares == (16, 0)
-    assert policy.why(1) == "the exception is over: every rank gets work in the first window"

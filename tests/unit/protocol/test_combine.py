@@ -4,14 +4,13 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import UsageError
 from evener.planning.report import Report
 from evener.protocol.machine import check_weight, combine
 
-BOUNDED = settings(deadline=None, derandomize=True, max_examples=200, database=None)
 BAD_WEIGHTS = [-1.0, -1e-300, math.nan, math.inf, -math.inf]
 
 
@@ -35,7 +34,6 @@ WEIGHTED_LOSSES = st.lists(
 )
 
 
-@BOUNDED
 @given(micro_batches=WEIGHTED_LOSSES, cuts=st.lists(st.integers(0, 24), max_size=5))
 def test_any_partition_gives_the_mean_of_one_process(micro_batches, cuts):
     bounds = [0, *sorted(min(cut, len(micro_batches)) for cut in cuts), len(micro_batches)]

@@ -262,5 +262,5 @@ def test_a_task_may_hold_nothing_out(tmp_path: Path) -> None:
 def test_the_keys_of_a_run_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="batchsize"):
         run_task(Line(), {"batchsize": 3}, out=tmp_path)
-    with pytest.raises(CheckpointError, match="line is no run to resume"):
+    with pytest.raises(CheckpointError, match="no run 'line' in"):
         run_task(Line(), out=tmp_path, resume=True)

@@ -23,7 +23,6 @@ from evener.team.connection import AgentConnection
 from evener.team.elastic import CoordinatorLink
 from evener.team.signals import SignalQueue
 from helpers.coordinators import serving
-from helpers.elastic_ranks import wait_until
 from helpers.limits import PATIENCE_S
 
 #: Lets a worker tell its launcher where it is.
@@ -165,14 +164,6 @@ def test_too_many_failures_of_one_that_has_joined_a_team_end_it_alone(said: list
     assert "2 workers have failed here, and --max-failures is 1" in said[-1]
 
 
-def test_who_has_left_the_team_may_become_another_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(agent, "_UNWIND_S", 0.1)
-    body = "tell('joined'); tell('left'); os.execvp('sleep', ['sleep', '0.4'])"
-    assert launch(body) == 0
-
-
 def test_who_is_in_the_team_may_not(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     monkeypatch.setattr(agent, "_UNWIND_S", 0.1)
     assert launch("tell('joined'); os.execvp('sleep', ['sleep', '600'])") == 1
@@ -188,28 +179,6 @@ def test_the_coordinator_stays_for_workers_of_other_launchers(
     options: Any = {"other": "far/0", "when_served": when_served}
     assert launch("tell('joined')", hosts=True, **options) == 0
     assert "its coordinator serves far/0 until" in said[-1]
-
-
-def test_a_signal_before_that_is_said_is_heard_once(
-    said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launcher then waits on, instead of seeing the same signal in every wait."""
-    woken: list[Any] = []
-    wait = agent.wait
-
-    def signalled(requests: Any, timeout_s: float) -> Any:
-        if not woken:
-            os.kill(os.getpid(), signal.SIGINT)
-        woken.append(wait(requests, timeout_s))
-        if len(woken) == 3:
-            monkeypatch.setattr(AgentConnection, "workers", frozenset())
-        return woken[-1]
-
-    monkeypatch.setattr(agent, "_FAREWELL_S", PATIENCE_S)
-    monkeypatch.setattr(agent, "wait", signalled)
-    assert launch("tell('joined')", hosts=True, other="far/0") == 0
-    assert [bool(ready) for ready in woken] == [True, False, False]
-    assert not any("serves" in line for line in said)
 
 
 def test_a_standby_loads_what_there_is() -> None:
@@ -242,13 +211,3 @@ def test_a_worker_that_has_left_is_not_awaited_while_its_connection_lasts(
         while len(beats) < 5:
             time.sleep(0.005)
         assert not supervisor.workers
-
-
-def test_a_launcher_that_has_lost_the_coordinator_knows_of_no_workers() -> None:
-    with ExitStack() as stack:
-        with serving(1, 1, Deadlines(patience_s=0.2)) as address:
-            supervisor = stack.enter_context(AgentConnection(address, token=None))
-            options: Any = {"token": None, "facts": {}, "timeout_s": PATIENCE_S}
-            stack.enter_context(CoordinatorLink(address, member="far/0", **options))
-            wait_until(lambda: supervisor.workers == {"far/0"})
-        wait_until(lambda: not supervisor.workers)

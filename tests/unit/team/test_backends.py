@@ -63,12 +63,12 @@ OBSTACLES = {
     ),
     "mixed vendors": (
         [ON_GPU, replace(OTHER_GPU, vendor="AMD", nccl="2.26")],
-        "rank 0 has a GPU of NVIDIA and rank 1 one of AMD, which share no collective library",
+        "rank 0 has NCCL 2.29 of NVIDIA and rank 1 has NCCL 2.26 of AMD, which do not exchange",
     ),
-    "no NCCL": ([ON_GPU, replace(OTHER_GPU, nccl="")], "torch of rank 1 was built without NCCL"),
+    "no NCCL": ([ON_GPU, replace(OTHER_GPU, nccl="")], "rank 1 has a torch without NCCL"),
     "unlike NCCL": (
         [ON_GPU, replace(OTHER_GPU, nccl="2.27")],
-        "NCCL 2.29 and rank 1 has NCCL 2.27",
+        "NCCL 2.29 of NVIDIA and rank 1 has NCCL 2.27",
     ),
 }
 

@@ -22,13 +22,11 @@ def ends():
 def test_messages_arrive_whole_however_they_are_cut(ends):
     channel, other = ends
     assert channel.receive() == []
-    payload = memoryview(bytes(range(256)) * 4000)
-    message = {"state": {"a": [1.5, None]}}
-    sender = threading.Thread(target=other.tell, args=(message, [payload]))
+    message = {"state": {"a": [1.5, None]}, "long": "x" * 1_000_000}
+    sender = threading.Thread(target=other.tell, args=(message,))
     sender.start()
-    heard = channel.next(time.monotonic() + PATIENCE_S)
+    assert channel.next(time.monotonic() + PATIENCE_S) == message
     sender.join()
-    assert (heard["state"], bytes(heard["payload"])) == (message["state"], bytes(payload))
     other.tell({"number": 1})
     other.tell({"nan": float("inf")})
     other.close()
@@ -55,7 +53,6 @@ def test_messages_are_taken_one_by_one_and_waited_for_until_a_deadline(ends):
         (b"GET / HTTP/1.1\r\n", [{}], False),
         (b"[]\n", [{}], False),
         (b"[" * 90 + b"\n", [{}], False),
-        (b'{"payload_bytes": 5}\n', [{"payload_bytes": 5}], False),
         (b"x" * 200, [{}], True),
     ],
 )

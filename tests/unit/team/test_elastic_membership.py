@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -184,33 +184,7 @@ def test_a_worker_that_waits_for_an_announcement_notices_that_the_coordinator_is
             membership = stack.enter_context(ElasticMembership(link, address, 1, **limits))
             membership.next_generation(None)
         with pytest.raises(CoordinatorLostError, match="patience_s"):
-            membership.announced("run", PATIENCE_S)
-
-
-def test_what_a_worker_that_was_left_out_had_announced_counts_no_more() -> None:
-    with pair() as team:
-        a, b = team.members
-        for comm in team.form():
-            comm.close()
-        a.announce("place", "old")
-        assert a.announced("place") == "old"
-        for comm in team.form():
-            comm.close()
-        b.announce("place", "new")
-        assert b.announced("place") == "new"
-        team.form()  # both tell again what they have told
-        assert (a.announced("place"), b.announced("place")) == ("new", "new")
-
-
-def test_the_launcher_hears_whether_the_run_had_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    with pair() as team:
-        team.form()
-        monkeypatch.setattr(elastic_membership, "tell", lambda **message: told.append(message))
-        a, b = team.members
-        a.leave(finished=False)
-        b.leave(finished=True)
-    assert told == [{"finished": False}, {"finished": True}]
+            membership.described("run folder", PATIENCE_S)
 
 
 def test_a_member_tells_whom_it_could_not_reach_and_the_newest_is_refused(
@@ -218,9 +192,8 @@ def test_a_member_tells_whom_it_could_not_reach_and_the_newest_is_refused(
 ) -> None:
     """Both reach the coordinator; b announces a port at which nobody answers, as by a firewall."""
 
-    def refuse(meeting: MeetingPoint, **_: object) -> None:
-        for member in "ab":  # who comes has announced where it listens
-            meeting.store.wait([f"place of {member}"])
+    def refuse(meeting: MeetingPoint, *, rank: int, numbers: Sequence[int], **_: object) -> None:
+        meeting.meet(numbers[rank], numbers)
         raise RuntimeError("Connect timeout")
 
     with (
@@ -233,7 +206,7 @@ def test_a_member_tells_whom_it_could_not_reach_and_the_newest_is_refused(
         announce, place = GenerationStore.set, f"127.0.0.1 {silent.getsockname()[1]}"
 
         def misdirect(store: GenerationStore, key: str, value: str | bytes) -> None:
-            announce(store, key, place if key == "place of b" else value)
+            announce(store, key, place if key == "place of 1" else value)
 
         patch.setattr(GenerationStore, "set", misdirect)
         a, b = team.members

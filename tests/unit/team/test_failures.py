@@ -121,19 +121,6 @@ def test_what_the_system_has_no_more_of_is_one_line_with_its_limit(capsys, error
     assert place.startswith(f"evener: raised at {__file__}:")
 
 
-def test_without_a_launcher_other_errors_keep_their_traceback(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    assert report_failure(caught(ValueError("boom"))) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("Traceback")
-    assert error.endswith("ValueError: boom\n")
-
-
-@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (143, 143)])
-def test_the_exit_code_of_the_work_is_the_exit_code(returned, code):
-    assert run_child(lambda: returned) == code
-
-
 def test_a_worker_that_comes_after_the_end_of_the_run_has_not_failed(launcher, capsys):
     def come_late():
         raise RunEndedError("the team has done its run to the end")
@@ -141,19 +128,6 @@ def test_a_worker_that_comes_after_the_end_of_the_run_has_not_failed(launcher, c
     assert run_child(come_late) == 0
     assert launcher.hear() == {}
     assert capsys.readouterr().err == "evener: the team has done its run to the end\n"
-
-
-def test_ctrl_c_needs_no_traceback(capsys):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    assert run_child(interrupted) == 130
-    assert capsys.readouterr() == ("", "")
-
-
-def test_system_exit_passes():
-    with pytest.raises(SystemExit, match="7"):
-        run_child(lambda: sys.exit(7))
 
 
 @pytest.mark.parametrize(("given", "code"), [(7, 7), ("no more data", 1), (0, None), (None, None)])

@@ -1,6 +1,5 @@
 """Cores and devices that a host shows without torch."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from evener.errors import ConfigError, LaunchError
 from evener.team import host
 from evener.team.host import (
     _count_by_torch,
-    available_cores,
     local_devices,
     threads_per_rank,
 )
@@ -24,12 +22,6 @@ from evener.team.placement import check_devices
 def test_threads_per_rank(monkeypatch, cores, ranks, threads):
     monkeypatch.setattr(host, "available_cores", lambda: cores)
     assert threads_per_rank(ranks) == threads
-
-
-def test_cores_are_those_that_this_process_may_use(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
-    assert available_cores() == 3
-    assert threads_per_rank(3) == 1
 
 
 def test_devices_are_counted_without_torch(tmp_path: Path) -> None:
@@ -57,13 +49,6 @@ def test_torch_is_asked_about_several_files_of_other_vendors(tmp_path, files, ex
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert local_devices({}, root=tmp_path, ask_torch=lambda: 7) == expected
-
-
-def test_torch_counts_in_a_process_of_its_own(tmp_path):
-    for name in ("renderD128", "renderD129"):
-        (tmp_path / "dri").mkdir(exist_ok=True)
-        (tmp_path / "dri" / name).touch()
-    assert local_devices({}, root=tmp_path) == torch.accelerator.device_count()
 
 
 def test_torch_may_take_forever_and_what_loads_with_it_may_print(monkeypatch):

@@ -3,30 +3,18 @@ import socket
 
 import pytest
 
-from evener.errors import ConfigError, LaunchError
+from evener.errors import LaunchError
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import threads_per_rank
 from evener.team.launch import LaunchPlan, launch
 from evener.team.lifeline import watch
-from evener.team.worker_processes import MAX_NPROC, LocalRanks, check_nproc, rank_environment
+from evener.team.worker_processes import LocalRanks, rank_environment
 
 
 def environment_of(rank, base=None):
     base = {} if base is None else base
     ranks = LocalRanks(count=3, world_size=3, host="127.0.0.1", port=1234)
     return rank_environment(base, ranks, rank)
-
-
-@pytest.mark.parametrize("nproc", [0, -1, MAX_NPROC + 1])
-def test_impossible_numbers_of_ranks(nproc):
-    with pytest.raises(ConfigError, match=f"--nproc is {nproc};.*from 1 to {MAX_NPROC}"):
-        check_nproc(nproc)
-
-
-@pytest.mark.parametrize("port", [0, -1, 65_536])
-def test_impossible_ports(port):
-    with pytest.raises(ConfigError, match=f"--port is {port}"):
-        launch(["true"], LaunchPlan(nproc=1, port=port))
 
 
 def test_a_port_in_use_is_named_with_the_remedy():

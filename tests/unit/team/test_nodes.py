@@ -8,7 +8,7 @@ import pytest
 from evener.errors import ConfigError, EvenerError
 from evener.team.environment import DistributedTrainConfig
 from evener.team.launch import LaunchPlan, open_team
-from evener.team.nodes import DEFAULT_PORT, NodeOptions, Nodes, choose_nodes
+from evener.team.nodes import DEFAULT_PORT, Nodes, choose_nodes
 from evener.team.worker_processes import LocalRanks, rank_environment
 from helpers.limits import PATIENCE_S
 from helpers.ports import free_port
@@ -17,8 +17,7 @@ from helpers.ports import free_port
 
 
 def choose(nnodes="2", node_rank=0, master_addr="10.0.0.1", port=None):
-    options = NodeOptions(nnodes=nnodes, node_rank=node_rank, master_addr=master_addr, port=port)
-    return choose_nodes(options, 600.0)
+    return choose_nodes(nnodes, node_rank, master_addr, port, timeout_s=600.0)
 
 
 def test_without_options_the_run_is_on_this_machine():
@@ -66,7 +65,6 @@ def test_where_machines_meet(address, port, expected):
         ({"master_addr": "a:x"}, "'a:x'; give a port"),
         ({"master_addr": "a:70000"}, "'a:70000'; give a port"),
         ({"master_addr": "a:1", "port": 2}, "'a:1', but --port is 2; name one port"),
-        ({"port": 70_000}, "--port is 70000"),
     ],
 )
 def test_options_that_do_not_fit_are_named(given, named):

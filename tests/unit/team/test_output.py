@@ -16,10 +16,9 @@ def pumped(tmp_path):
     def run(chunks):
         path = tmp_path / "target"
         source = os.pipe()
-        with os.fdopen(source[0], "rb", buffering=0) as reader, path.open("wb") as target:
+        with os.fdopen(source[0], "rb") as reader, path.open("wb") as target:
             pump = OutputPump()
             pump.carry(b"[rank 1] ", reader, target.fileno())
-            pump.start()
             for chunk in chunks:
                 os.write(source[1], chunk)
             os.close(source[1])
@@ -55,10 +54,9 @@ def test_a_line_without_end_is_cut_and_nothing_is_lost(pumped):
 def test_a_closed_target_does_not_stop_the_reading():
     source, target = os.pipe(), os.pipe()
     os.close(target[0])
-    with os.fdopen(source[0], "rb", buffering=0) as reader:
+    with os.fdopen(source[0], "rb") as reader:
         pump = OutputPump()
         pump.carry(b"", reader, target[1])
-        pump.start()
         for _ in range(64):  # far more than a pipe holds
             os.write(source[1], b"line\n" * 8_000)
         os.close(source[1])
@@ -69,7 +67,7 @@ def test_a_closed_target_does_not_stop_the_reading():
 def test_a_reader_that_pauses_is_waited_for():
     ours, theirs = socket.socketpair()
     source = os.pipe()
-    with ours, theirs, os.fdopen(source[0], "rb", buffering=0) as reader:
+    with ours, theirs, os.fdopen(source[0], "rb") as reader:
         theirs.setblocking(False)
         full = 0
         with suppress(BlockingIOError):
@@ -77,7 +75,6 @@ def test_a_reader_that_pauses_is_waited_for():
                 full += theirs.send(b"x" * 4096)
         pump = OutputPump()
         pump.carry(b"", reader, theirs.fileno())
-        pump.start()
         os.write(source[1], b"the end\n")
         os.close(source[1])
         deadline = time.monotonic() + PATIENCE_S

@@ -130,7 +130,7 @@ def _run(
     signals: StopSignals,
     environment: DistributedTrainConfig,
 ) -> ClassifyResult:
-    config = resolve_classify(options, holds_runs=environment.rank < environment.local_world_size)
+    config = resolve_classify(options)
     if needs_demo_base(config):
         base = find_demo_base(options.out)
         if base is None:

@@ -48,7 +48,7 @@ class TransformerTrainer:
         model: Takes ``input_ids`` and returns an object with ``logits``, as causal language models
             of transformers do.
         optimizer: Keys of a run's ``optimizer`` section, such as ``{"lr": 3e-4}``; fused AdamW with
-            weight decay on matrices. ``max_grad_norm`` may be among them, as in earlier versions.
+            weight decay on matrices.
         max_steps: Optimizer steps of the run; ``None`` for no end.
         total_tokens: Tokens of the run, over all ranks, by which the learning rate rises and
             falls. Without it, by steps up to ``max_steps``; without either it is constant.
@@ -91,9 +91,12 @@ class TransformerTrainer:
         self.model = model
         self.max_steps = max_steps
         self.total_tokens = total_tokens
-        given = {"max_steps": max_steps, "total_tokens": total_tokens, "optimizer": optimizer or {}}
-        if max_grad_norm != 1.0:  # the default, and then ``optimizer`` may hold it
-            given["max_grad_norm"] = max_grad_norm
+        given = {
+            "max_steps": max_steps,
+            "total_tokens": total_tokens,
+            "optimizer": optimizer or {},
+            "max_grad_norm": max_grad_norm,
+        }
         chosen = load_config(_Options, given, owner="TransformerTrainer")
         self.settings, self._max_grad_norm = chosen.optimizer, chosen.max_grad_norm
         self.optimizer: AdamW = make_optimizer(model, self.settings)

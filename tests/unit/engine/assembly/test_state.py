@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator
-from evener.errors import CheckpointError, ConfigError
+from evener.errors import ConfigError
 from helpers.teams import run_team, setup
 
 LOCK = threading.Lock()
@@ -75,52 +75,10 @@ def test_a_run_goes_on_where_it_was_saved_on_another_number_of_ranks(tmp_path: P
         assert float((parameters - whole).norm() / whole.norm()) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD"],
-)
-def test_optimizers_give_what_one_rank_gives(name: str) -> None:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        arguments = {"lr": 0.01} | ({"momentum": 0.9} if name == "SGD" else {})
-        return getattr(torch.optim, name)(parameters, **arguments)
-
-    whole, _, _ = train(Communicator(), 8, make=make)
-    for parameters, _, _ in run_team(3, lambda c: train(c, 8, make=make)):
-        assert float((parameters - whole).norm() / whole.norm()) < 1e-9
-
-
 def test_an_optimizer_that_repeats_the_loss_is_refused_by_name() -> None:
     model = network()
     with pytest.raises(ConfigError, match="LBFGS"):
         setup(Communicator(), model, torch.optim.LBFGS(model.parameters()))
-
-
-def test_loading_another_model_or_optimizer_names_the_difference(tmp_path: Path) -> None:
-    train(Communicator(), 2, save=tmp_path)
-    wider = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1)).double()
-    with (
-        setup(Communicator(), wider, torch.optim.AdamW(wider.parameters())) as ddp,
-        pytest.raises(CheckpointError, match=r"'0.weight' is of shape \(8, 4\) there and"),
-    ):
-        ddp.load(tmp_path)
-    model = network()
-    groups = [{"params": [p]} for p in model.parameters()]
-    with (
-        setup(Communicator(), model, torch.optim.AdamW(groups)) as ddp,
-        pytest.raises(
-            CheckpointError, match=r"optimizer 0 is one with groups of \[4\] parameters there"
-        ),
-    ):
-        ddp.load(tmp_path)
-
-
-def test_loading_from_nowhere_is_an_error(tmp_path: Path) -> None:
-    model = network()
-    with (
-        setup(Communicator(), model, torch.optim.AdamW(model.parameters())) as ddp,
-        pytest.raises(CheckpointError, match="nothing-here"),
-    ):
-        ddp.load(tmp_path / "nothing-here")
 
 
 def test_bf16_runs_the_forward_pass_under_autocast_and_keeps_float32_elsewhere() -> None:
@@ -147,21 +105,6 @@ def test_bf16_runs_the_forward_pass_under_autocast_and_keeps_float32_elsewhere()
     inner.clear()
     model(torch.ones(2, 4))
     assert inner == [torch.float32]  # hooks are gone
-
-
-def test_autocast_ends_when_the_forward_pass_raises() -> None:
-    from evener.loop.precision import AutocastForward
-
-    class Broken(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise RuntimeError("no")
-
-    model = Broken()
-    hooks = AutocastForward(model, torch.device("cpu"), torch.bfloat16)
-    with pytest.raises(RuntimeError, match="no"):
-        model(torch.ones(1))
-    assert not torch.is_autocast_enabled("cpu")
-    hooks.remove()
 
 
 def test_an_unknown_precision_backend_policy_or_device_is_named() -> None:

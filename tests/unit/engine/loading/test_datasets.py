@@ -76,17 +76,6 @@ def test_a_hugging_face_dataset_is_a_map_style_data_set(
         torch.testing.assert_close(parameters, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_a_chosen_and_filtered_dataset_is_one_too() -> None:
-    dataset = table("torch").filter(lambda row: row["id"] % 2 == 0).select(range(10))
-    with setup(Communicator(), (model := network()), torch.optim.SGD(model.parameters())) as ddp:
-        seen: list[int] = []
-        for batch in ddp.loader(dataset, batch_size=4).epoch(0):
-            seen += batch["id"].tolist()
-            ddp.backward(model(batch["x"]).mean())
-            ddp.step()
-    assert sorted(seen) == list(range(0, 20, 2))
-
-
 # ── going on with other data ─────────────────────────────────────────────────────────────────────
 
 

@@ -144,81 +144,6 @@ def test_break_in_mid_window_then_the_rest_of_the_epoch(
 
 
 @pytest.mark.parametrize("policy", LOCAL)
-def test_break_then_the_next_epoch_and_the_end(policy: str) -> None:
-    """Each rank leaves by a count of its own; the end of the team is one consensus, too."""
-
-    def body(comm: Communicator) -> tuple[float, int, list[int], Counter[int]]:
-        walk = Walk(comm, policy)
-        epochs: list[int] = []
-        times: Counter[int] = Counter()
-        with walk.ddp:
-            for epoch in range(3):
-                walk.seen.clear()
-                for number, (ids, x) in enumerate(walk.loader.epoch(epoch)):
-                    if number == 3 + 2 * comm.rank + epoch:
-                        break
-                    walk.step(ids, x)
-                epochs.append(walk.loader.state_dict()["epoch"])
-                times.update(f"{epoch}/{i}" for i in walk.seen)  # type: ignore[arg-type]
-        return (*walk.check(), epochs, times)
-
-    (weight, steps, epochs, first), (same, number, others, second) = run_team(2, body)
-    assert (weight, steps) == (same, number)
-    assert epochs == others == [0, 1, 2]
-    assert set((first + second).values()) == {1}
-    assert (first + second).total() == 4 * steps
-
-
-@pytest.mark.parametrize("policy", LOCAL)
-def test_break_in_the_last_window(policy: str, tmp_path: Path) -> None:
-    """A rank without a batch in it ends its loop in the usual way; both save at the commit."""
-
-    def body(comm: Communicator) -> list[int]:
-        walk = Walk(comm, policy)
-        walk.ddp.on_commit(
-            lambda result: walk.ddp.save(tmp_path) if result.window % 10 == 0 else None
-        )
-        with walk.ddp as ddp:
-            for epoch in range(2):
-                for ids, x in walk.loader.epoch(epoch):
-                    walk.step(ids, x)
-                    if ddp.progress.samples == (epoch + 1) * SIZE:
-                        break
-                assert list(walk.loader.epoch(epoch)) == []
-                assert ddp.weighted_mean(1.0) == 1.0
-            walk.check()
-        return walk.seen
-
-    first, second = run_team(2, body)
-    assert Counter(first + second) == dict.fromkeys(range(SIZE), 2)
-
-
-@pytest.mark.parametrize("then", ["the epoch again", "a value"])
-@pytest.mark.parametrize("policy", LOCAL)
-def test_break_in_a_last_window_in_which_the_other_rank_has_no_batch(
-    policy: str, then: str
-) -> None:
-    def body(comm: Communicator) -> list[int]:
-        walk, size = Walk(comm, policy), 4
-        with walk.ddp as ddp:
-            loader = ddp.loader(Counted(size), batch_size=4)
-            for epoch in range(3):
-                for ids, x in loader.epoch(epoch):
-                    walk.step(ids, x)
-                    if ddp.progress.samples == (epoch + 1) * size:
-                        break
-                if then == "the epoch again":
-                    assert list(loader.epoch(epoch)) == []
-                assert ddp.weighted_mean(1.0) == 1.0
-            walk.check()
-        assert any(0 in steps for steps in walk.windows), "a rank has no batch in a window"
-        return walk.seen
-
-    first, second = run_team(2, body)
-    assert Counter(first + second) == dict.fromkeys(range(4), 3)
-
-
-@pytest.mark.parametrize("policy", LOCAL)
 def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(
     policy: str, tmp_path: Path, rank_clocks: RankClocks
 ) -> None:
@@ -265,21 +190,6 @@ def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(
     assert Counter(seen + others) == dict.fromkeys(range(SIZE), 1)
 
 
-def test_closing_inside_the_loop_is_leaving_it() -> None:
-    def body(comm: Communicator) -> tuple[float, int]:
-        walk = Walk(comm, "async")
-        for number, (ids, x) in enumerate(walk.loader.epoch(0)):
-            if number == 6 + comm.rank:
-                walk.ddp.close()
-                break
-            walk.step(ids, x)
-        walk.ddp.close()  # a rank may have been led out of its loop before
-        return walk.check()
-
-    first, second = run_team(2, body)
-    assert first == second
-
-
 @pytest.mark.parametrize("policy", LOCAL)
 def test_a_stop_and_a_break_at_once(policy: str) -> None:
     def body(comm: Communicator) -> tuple[float, int, bool]:
@@ -313,26 +223,3 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_the_buffers(policy: str) -> 
             return finite, int(walk.model.norm.num_batches_tracked), ddp.progress.skipped
 
     assert run_team(2, body) == [(True, SIZE // 4 - 1, 1)] * 2
-
-
-@pytest.mark.parametrize("rank_1", ["breaks later", "goes on"])
-@pytest.mark.parametrize("policy", LOCAL)
-def test_saving_at_the_commits_that_follow_a_break(
-    policy: str, rank_1: str, tmp_path: Path
-) -> None:
-    def body(comm: Communicator) -> tuple[list[int], float, int]:
-        walk = Walk(comm, policy)
-        with walk.ddp as ddp:
-            ddp.on_commit(lambda _: ddp.save(tmp_path))
-            for number, (ids, x) in enumerate(walk.loader.epoch(0)):
-                if number == (3 if comm.rank == 0 else 6 if rank_1 == "breaks later" else SIZE):
-                    break
-                walk.step(ids, x)
-            assert ddp.weighted_mean(1.0) == 1.0
-            for ids, x in walk.loader.epoch(0):
-                walk.step(ids, x)
-        return (walk.seen, *walk.check())
-
-    (seen, weight, steps), (others_seen, same, number) = run_team(2, body)
-    assert (weight, steps) == (same, number)
-    assert Counter(seen + others_seen) == dict.fromkeys(range(SIZE), 1)

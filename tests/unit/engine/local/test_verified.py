@@ -1,21 +1,14 @@
 """``verify_every`` where ranks make steps of their own: the consensus is compared."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
-from evener.ddp import Ddp
-from evener.engine.consensus import Replica
 from evener.engine.results import WindowResult
 from evener.errors import ReplicasDifferError
-from helpers.models import mlp, regression_data, seeded
+from helpers.models import mlp, regression_data
 from helpers.teams import run_team, setup
 
 X, Y = regression_data(120)
@@ -54,161 +47,3 @@ def test_working_copies_may_differ_and_the_consensus_may_not(policy: str) -> Non
 
     # The first elements of the buffer are those of the last parameter.
     assert run_team(2, program) == [(1, "2.bias")] * 2
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))
-
-
-def replica_of(ddp: Ddp) -> Replica:
-    replica = ddp.assembly.engine.consensus  # type: ignore[attr-defined]
-    assert isinstance(replica, Replica)
-    return replica
-
-
-def walk(
-    comm: Communicator, policy: str, on_commit: Callable[[Ddp, WindowResult], Any], every: int
-) -> None:
-    model = seeded(normed, 0, torch.float32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with setup(comm, model, optimizer, policy=policy, verify_every=every, **SHORT) as ddp:
-        ddp.on_commit(lambda result: on_commit(ddp, result))
-        loader = ddp.loader(TensorDataset(X, Y), batch_size=2, max_steps=30)
-        for epoch in range(2):
-            for x, y in loader.epoch(epoch):
-                ddp.backward(F.mse_loss(model(x), y))
-                ddp.step()
-
-
-def spoil_parameter(ddp: Ddp) -> None:
-    replica_of(ddp).consensus[0][0] += 1e-3
-
-
-def spoil_buffer(ddp: Ddp) -> None:
-    replica_of(ddp)._buffers.agreed[1][0] += 1e-3
-
-
-SPOILS = [
-    pytest.param(spoil_parameter, "parameter '1.bias'", id="parameter"),
-    pytest.param(spoil_buffer, "buffer '0.running_var'", id="buffer"),
-]
-
-
-@pytest.mark.parametrize(("spoil", "named"), SPOILS)
-@pytest.mark.parametrize("every", [1, 1000])
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_the_consensus_of_parameters_and_buffers_is_compared_at_the_end_if_not_before(
-    policy: str, every: int, spoil: Callable[[Ddp], None], named: str
-) -> None:
-    def program(comm: Communicator) -> tuple[str, int, list[int]]:
-        committed: list[int] = []
-
-        def note(ddp: Ddp, result: WindowResult) -> None:
-            committed.append(result.window)
-            if result.window == 0 and comm.rank == 1:
-                spoil(ddp)
-
-        with pytest.raises(ReplicasDifferError) as caught:
-            walk(comm, policy, note, every)
-        error = caught.value
-        assert f"{named} of rank 1 is not that of rank 0" in str(error)
-        assert error.window == committed[-1] + 1  # what is found to differ is not committed
-        return error.parameter, error.window, committed
-
-    (name, window, committed), other = run_team(2, program)
-    assert (name, window, committed) == other
-    assert name in named
-    # It is spoilt while window 1 lands. Windows have a few steps, so the last one comes later.
-    assert window == 1 if every == 1 else window > 3
-
-
-def spoil_model(ddp: Ddp) -> None:
-    """Without a mark, as faulty memory does."""
-    ddp.assembly.model.get_buffer("0.running_mean").data[2] += 1e-3
-
-
-@pytest.mark.parametrize(
-    ("spoil", "named"),
-    [
-        pytest.param(spoil_parameter, "parameter '1.bias'", id="parameter"),
-        pytest.param(spoil_model, "buffer '0.running_mean'", id="buffer"),
-    ],
-)
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_the_average_that_ends_a_run_is_compared(
-    policy: str, spoil: Callable[[Ddp], None], named: str
-) -> None:
-    """The run is its first window, one step of each rank; what lands on rank 1 is spoilt."""
-
-    def program(comm: Communicator) -> tuple[int, list[int]]:
-        committed: list[int] = []
-        model = seeded(normed, 0, torch.float32)
-        ddp = setup(comm, model, sgd(model), policy=policy, verify_every=1, **SHORT)
-        ddp.on_commit(lambda result: committed.append(result.window))
-        if comm.rank == 1:
-            spoil_when_it_lands(ddp, spoil)
-        with pytest.raises(ReplicasDifferError, match=f"{named} of rank 1") as caught:
-            train_two_steps(ddp, model)
-        return caught.value.window, committed
-
-    assert run_team(2, program) == [(0, [])] * 2
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def spoil_when_it_lands(ddp: Ddp, spoil: Callable[[Ddp], None]) -> None:
-    replica = replica_of(ddp)
-    agree = replica.agree
-
-    def agree_and_spoil(*args: Any, **options: Any) -> float:
-        divergence = agree(*args, **options)
-        spoil(ddp)
-        return divergence
-
-    replica.agree = agree_and_spoil  # type: ignore[method-assign]
-
-
-def train_two_steps(ddp: Ddp, model: nn.Module) -> None:
-    with ddp:
-        for x, y in ddp.loader(TensorDataset(X, Y), batch_size=2, max_steps=2).epoch(0):
-            ddp.backward(F.mse_loss(model(x), y))
-            ddp.step()
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_checkpoint_is_not_written_of_a_consensus_that_differs(
-    policy: str, tmp_path: Path
-) -> None:
-    def program(comm: Communicator) -> None:
-        def save(ddp: Ddp, result: WindowResult) -> None:
-            if result.window == 1 and comm.rank == 1:
-                spoil_parameter(ddp)
-            if result.window < 2:
-                ddp.save(tmp_path / f"window-{result.window}")
-
-        with pytest.raises(ReplicasDifferError, match=r"after window 1, parameter '1\.bias'"):
-            walk(comm, policy, save, 1000)
-
-    run_team(2, program)
-    assert [path.name for path in tmp_path.iterdir()] == ["window-0"]
-
-
-@pytest.mark.parametrize("every", [1, 1000])
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_statistics_that_ranks_gather_by_themselves_are_no_difference(
-    policy: str, every: int
-) -> None:
-    def program(comm: Communicator) -> int:
-        committed: list[int] = []
-
-        def note(ddp: Ddp, result: WindowResult) -> None:
-            committed.append(result.window)
-            ddp.assembly.model(X[: 2 + comm.rank])  # moves statistics, in training mode
-
-        walk(comm, policy, note, every)
-        return len(committed)
-
-    counts = run_team(2, program)
-    assert counts[0] == counts[1] > 1

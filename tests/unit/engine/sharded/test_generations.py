@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator
 from evener.planning.plans import WindowPlan
 from evener.planning.policies import Parking
-from evener.team.environment import DistributedTrainConfig
 from helpers.limits import PATIENCE_S
 from helpers.models import mlp, regression_data
 from helpers.teams import ScriptedPolicy, run_team, setup
@@ -71,7 +69,7 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize(("world_size", "misfits"), [(3, (2,)), (4, (1,)), (3, (1, 2)), (2, (1,))])
+@pytest.mark.parametrize(("world_size", "misfits"), [(4, (1,)), (3, (1, 2))])
 def test_states_are_divided_anew_among_those_who_are_present(
     world_size: int, misfits: tuple[int, ...]
 ) -> None:
@@ -89,40 +87,6 @@ def test_states_are_divided_anew_among_those_who_are_present(
                 torch.testing.assert_close(value, other, **NEAR)
         lonely = {window for window, is_on in divided.items() if not is_on}
         assert bool(lonely) == (alone and rank not in misfits)
-
-
-def test_an_overflow_of_fp16_leaves_the_window_out_on_all_ranks() -> None:
-    def body(comm: Communicator, mode: str) -> tuple[Tensor, list[bool], float]:
-        model = mlp()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        config = DdpConfig(quiet=True, timeout_s=PATIENCE_S, sharded_update=mode, verify_every=1)
-        with Ddp.setup(
-            model,
-            optimizer,
-            devices="cpu",
-            precision="fp16",
-            environment=DistributedTrainConfig(),
-            communicator=comm,
-            config=config,
-        ) as ddp:
-            ddp.assembly.engine.lookahead.stale_policy = ScriptedPolicy(2, [1, 1])
-            skipped = []
-            loader = ddp.loader(TensorDataset(X.float(), Y.float()), batch_size=24, shuffle=False)
-            for x, y in loader.epoch(0):
-                factor = 3e4 if ddp.window == 2 and comm.rank else 1.0
-                ddp.backward(F.mse_loss(model(x).float(), y) * factor)
-                if result := ddp.step():
-                    skipped.append(result.skipped)
-        return flat(model), skipped, ddp.assembly.engine.run.loss_scale.value
-
-    replicated = run_team(2, lambda comm: body(comm, "off"))
-    for rank, (own, skipped, scale) in enumerate(run_team(2, lambda comm: body(comm, "on"))):
-        theirs, also, same = replicated[rank]
-        assert skipped == also
-        assert skipped[2]
-        assert scale == same
-        # Twelve updates in float32, whose gradients differ in the last bit.
-        torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_a_rank_that_does_not_come_to_close_costs_the_others_no_error(

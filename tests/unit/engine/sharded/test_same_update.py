@@ -16,19 +16,8 @@ from helpers.teams import run_team, setup
 
 X, Y = (t.double() for t in regression_data(48))
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "adamw by number": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
-    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
-    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
-    "adagrad": lambda p: torch.optim.Adagrad(p),
-    "adamax": lambda p: torch.optim.Adamax(p),
-    "nadam": lambda p: torch.optim.NAdam(p),
-    "radam": lambda p: torch.optim.RAdam(p),
     "rmsprop": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
     "rprop": lambda p: torch.optim.Rprop(p),
 }

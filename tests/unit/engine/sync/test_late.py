@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator
 from evener.devices import Cpu
-from evener.engine.device_update import LateResult
 from evener.engine.results import WindowResult
 from evener.errors import NonFiniteGradientError
 from helpers.models import mlp
@@ -91,12 +90,15 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     return give_milestones(monkeypatch, Cpu)
 
 
-@pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize(
-    ("bad", "non_finite"), [((), "raise"), ((0,), "skip"), ((2, 3, 5, 7), "skip")]
+    ("normalised", "bad", "non_finite", "reduction", "max_grad_norm"),
+    [
+        (False, (), "raise", "mean", None),
+        (True, (0,), "skip", "sum", None),
+        (True, (2, 3, 5, 7), "skip", "mean", 0.1),
+        (False, (2, 3, 5, 7), "skip", "sum", 0.1),
+    ],
 )
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 def test_it_trains_as_where_the_host_decides(
     monkeypatch: pytest.MonkeyPatch,
     normalised: bool,
@@ -156,7 +158,7 @@ def test_reading_a_result_waits_for_the_device(queue: Queue) -> None:
             assert pickle.loads(pickle.dumps(result)) == replace(result)
 
 
-@pytest.mark.parametrize("bad", [0, 2, WINDOWS - 1, 2 * WINDOWS - 1])
+@pytest.mark.parametrize("bad", [0, WINDOWS - 1, 2 * WINDOWS - 1])
 def test_an_error_comes_a_window_late_and_before_the_commit(queue: Queue, bad: int) -> None:
     training = Training(bad=(bad,))
     with pytest.raises(NonFiniteGradientError) as caught:
@@ -171,37 +173,10 @@ def test_an_error_comes_a_window_late_and_before_the_commit(queue: Queue, bad: i
     assert all(parameter.isnan().any() for parameter in training.model.parameters())
 
 
-def test_the_error_names_the_parameter(queue: Queue) -> None:
-    training = Training()
-    weight = training.model[0][0].weight
-    weight.register_hook(lambda grad: grad * math.inf)
-    with pytest.raises(NonFiniteGradientError, match=r"gradient of parameter '0\.0\.weight'"):
-        training.run()
-
-
 def test_a_window_without_weight_is_known_at_once(queue: Queue) -> None:
     training = Training(weight=0.0, epochs=1).run()
     assert all(result.skipped and math.isnan(result.loss) for result in training.results)
     assert training.ddp.progress.skipped == WINDOWS
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda p: torch.optim.AdamW(p),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-        lambda p: torch.optim.RMSprop(p),
-    ],
-)
-def test_it_makes_no_difference_which_optimizer_it_is(queue: Queue, optimizer: Any) -> None:
-    model = mlp(4, 8, 1)
-    ddp = setup(Communicator(), model, optimizer(model.parameters()))
-    with ddp:
-        for _, x in ddp.loader(Rows(), batch_size=BATCH).epoch(0):
-            ddp.backward(model(x).square().mean())
-            result = ddp.step()
-            assert result is not None
-            assert type(result) is LateResult
 
 
 @pytest.mark.gpu

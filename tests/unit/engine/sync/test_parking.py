@@ -12,7 +12,6 @@ from torch.utils.data import TensorDataset
 from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.engine import lookahead as module
-from evener.engine.memory import MicroBatchTooLarge
 from evener.planning.plans import WindowPlan
 from evener.planning.policies import Forecast, Parking
 from helpers.models import seeded
@@ -93,20 +92,6 @@ def test_a_parked_rank_is_named_and_tried_again_in_mid_epoch(
     ]
 
 
-def test_a_rank_that_is_parked_for_a_moment_is_not_worth_a_warning() -> None:
-    def body(comm: Communicator) -> list[str]:
-        ddp, model, _ = begin(comm)
-        told: list[str] = []
-        ddp.assembly.engine.options.guards.notice = told.append  # type: ignore[method-assign]
-        with ddp:
-            for (x,) in ddp.loader(DATA, batch_size=6).epoch(0):
-                ddp.backward(model(x).square().mean())
-                ddp.step()
-        return told
-
-    assert run_team(3, body) == [[]] * 3
-
-
 def test_the_rank_that_plans_is_parked_while_another_one_is_already() -> None:
     class ParksTwice(ParksOnce):
         """Rank 2 is parked first, then rank 0, which has planned that."""
@@ -150,27 +135,3 @@ def test_a_rank_that_is_called_back_trains_what_others_have_thawed() -> None:
     first, *others = run_team(3, body)
     assert others == [first] * 2
     assert first[1] is False
-
-
-def test_memory_that_runs_out_while_a_rank_is_parked_limits_its_rank_alone() -> None:
-    def body(comm: Communicator) -> tuple[list[int | None], int]:
-        ddp, model, policy = begin(comm)
-        with ddp:
-            batches = ddp.loader(DATA, batch_size=12).epoch(0)
-            has_failed = False
-            batch = next(batches, None)
-            while batch is not None:
-                if comm.rank == 1 and ddp.window == 6 and not has_failed:
-                    has_failed = True
-                    batch = batches.throw(MicroBatchTooLarge())
-                    continue
-                ddp.backward(model(batch[0]).square().mean())
-                ddp.step()
-                batch = next(batches, None)
-            return policy.sizes, ddp.progress.samples
-
-    found = run_team(3, body)
-    assert [samples for _, samples in found] == [SAMPLES] * 3
-    # The equal share is 4 at first, then 6: half of it fits.
-    assert [sizes[1] for sizes, _ in found[:2]] == [2, 2]
-    assert [(sizes[0], sizes[2]) for sizes, _ in found[:2]] == [(4, 4)] * 2

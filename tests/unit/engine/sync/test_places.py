@@ -1,11 +1,9 @@
 """Where ranks are in their data: agreed on before anything is computed, and told in results."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
 from evener.errors import EvenerError, UsageError
@@ -35,25 +33,3 @@ def test_ranks_at_other_places_of_the_data_are_refused_before_anything_is_comput
     assert "rank 0 plans (window, epoch, start, size) (0, 0, 0, 8), rank 1 is at" in said
     assert "(0, 0, 8, 8)" in said
     assert "resume from the same checkpoint" in said
-
-
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.ones(6, 3))
-
-
-def test_windows_of_a_stream_say_which_samples_of_which_epoch_they_took() -> None:
-    def body(comm: Communicator) -> list[tuple[int, int, int, int]]:
-        model, optimizer = line()
-        took = []
-        with setup(comm, model, optimizer) as ddp:
-            ddp.on_commit(lambda r: took.append((r.window, r.epoch, r.start, r.size)))
-            loader = ddp.loader(Stream(), batch_size=8)
-            for epoch in range(2):
-                for x in loader.epoch(epoch):
-                    ddp.backward(model(x).square().mean())
-                    ddp.step()
-        return took
-
-    of_one = [(0, 0, 8), (0, 8, 4), (1, 0, 8), (1, 8, 4)]
-    assert run_team(2, body) == [[(window, *place) for window, place in enumerate(of_one)]] * 2

@@ -1,16 +1,14 @@
 """``verify_every`` and ``gradient_buckets`` in a loop of one's own."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
-from evener.engine.results import WindowResult
 from evener.errors import ConfigError, ReplicasDifferError
 from helpers.models import mlp, regression_data, seeded
 from helpers.teams import run_team, setup
@@ -54,7 +52,7 @@ def test_a_window_after_which_replicas_differ_is_not_committed() -> None:
     assert run_team(3, program) == [[0], [0], [0]]
 
 
-@pytest.mark.parametrize("every", [1, 2, 1000])
+@pytest.mark.parametrize("every", [1, 1000])
 def test_what_is_written_after_the_last_window_of_an_epoch_is_found(every: int) -> None:
     """Where that window was due, and compared before; or was not."""
 
@@ -72,19 +70,6 @@ def test_what_is_written_after_the_last_window_of_an_epoch_is_found(every: int) 
     assert run_team(3, program) == [[0, 1]] * 3
 
 
-def test_a_parameter_that_was_assigned_anew_is_looked_at() -> None:
-    def program(comm: Communicator) -> None:
-        def spoil(window: int, model: nn.Module) -> None:
-            if window == 2 and comm.rank == 1:
-                bias = model.get_parameter("2.bias")
-                bias.data = bias.data + 1e-3
-
-        with pytest.raises(ReplicasDifferError, match=r"parameter '2\.bias' of rank 1"):
-            train(comm, [], spoil, verify_every=1000)
-
-    run_team(2, program)
-
-
 def test_a_loop_without_a_loader_is_compared_when_it_is_closed() -> None:
     def program(comm: Communicator) -> int:
         model = mlp()
@@ -99,22 +84,6 @@ def test_a_loop_without_a_loader_is_compared_when_it_is_closed() -> None:
         return caught.value.window
 
     assert run_team(2, program) == [3, 3]
-
-
-def test_a_checkpoint_is_not_written_of_replicas_that_differ(tmp_path: Path) -> None:
-    def program(comm: Communicator) -> None:
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with setup(comm, model, optimizer, verify_every=1000) as ddp:
-            ddp.save(tmp_path / "first")
-            if comm.rank == 1:
-                model.get_parameter("0.bias").data[0] += 1e-3
-            said = r"before the first window, parameter '0\.bias' of rank 1"
-            with pytest.raises(ReplicasDifferError, match=said):
-                ddp.save(tmp_path / "second")
-
-    run_team(2, program)
-    assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 class Keeper(nn.Module):
@@ -165,14 +134,12 @@ def keep(
     return model
 
 
-@pytest.mark.parametrize("every", [1, 1000])
+@pytest.mark.parametrize("every", [1000])
 def test_what_is_made_equal_is_found_equal(every: int) -> None:
     run_team(3, lambda comm: keep(comm, every))
 
 
-@pytest.mark.parametrize(
-    "name", ["norm.running_mean", "norm.num_batches_tracked", "sums", "calls", "scale"]
-)
+@pytest.mark.parametrize("name", ["norm.running_mean", "calls"])
 def test_a_buffer_that_is_written_without_a_mark_halts_all_ranks(name: str) -> None:
     """Where nothing else has written since, so that nothing makes it equal again."""
 
@@ -191,115 +158,6 @@ def test_a_buffer_that_is_written_without_a_mark_halts_all_ranks(name: str) -> N
         return caught.value.parameter
 
     assert run_team(3, program) == [name] * 3
-
-
-def take_turns(
-    comm: Communicator,
-    every: int,
-    spoil: Callable[[int, nn.Module], None] = lambda *_: None,
-    weight: float | None = None,
-) -> Tensor:
-    """As a GAN does; inside a window the first model's statistics are each rank's own."""
-    models = [seeded(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4)), 0, X.dtype), mlp()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
-    with setup(comm, models, optimizers, shares=[2, 2, 0], verify_every=every) as ddp:
-        for x, y in ddp.loader(TensorDataset(X, Y), batch_size=8).epoch(0):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                ddp.backward(F.mse_loss(model(x), y), weight, optimizer=optimizer)
-                ddp.step(optimizer)
-            spoil(ddp.window, models[0])
-    return models[0].get_buffer("0.running_mean")
-
-
-def test_between_turns_ranks_have_buffers_of_their_own() -> None:
-    means = run_team(3, lambda comm: take_turns(comm, 1))
-    assert means[0].any()
-    for mean in means:
-        assert torch.equal(mean, means[0])
-
-
-def test_turns_without_weight_leave_buffers_as_they_were() -> None:
-    for mean in run_team(3, lambda comm: take_turns(comm, 1, weight=0.0)):
-        assert not mean.any()
-
-
-def test_a_window_of_turns_is_compared_as_any() -> None:
-    def program(comm: Communicator) -> None:
-        def spoil(window: int, model: nn.Module) -> None:
-            if window == 0 and comm.rank == 1:
-                model.get_parameter("1.bias").data[2] += 1e-3
-
-        with pytest.raises(ReplicasDifferError, match=r"after window 0, parameter '0\.1\.bias'"):
-            take_turns(comm, 1, spoil)
-
-    run_team(3, program)
-
-
-class Stream(IterableDataset[Tensor]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(X[: self.count])
-
-
-def flow(comm: Communicator, leave: bool, spoil: Callable[[int, nn.Module], None]) -> None:
-    """Ranks have streams of 2, 4 and 6 batches."""
-    model = seeded(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1)), 0, X.dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with setup(comm, model, optimizer, verify_every=1000) as ddp:
-        for x in ddp.loader(Stream(8 + 8 * comm.rank), batch_size=12).epoch(0):
-            ddp.backward(model(x).square().mean())
-            if result := ddp.step():
-                spoil(result.window, model)
-            if leave and ddp.window == 3:
-                break
-        ddp.weighted_mean(1.0)
-
-
-@pytest.mark.parametrize("leave", [False, True])
-def test_ranks_whose_streams_have_run_out_are_compared_too(leave: bool) -> None:
-    """Also where they wait in their loaders until the others leave the loop."""
-    run_team(3, lambda comm: flow(comm, leave, lambda *_: None))
-
-    def program(comm: Communicator) -> None:
-        def spoil(window: int, model: nn.Module) -> None:
-            if window == 1 and comm.rank == 0:
-                model.get_parameter("1.bias").data += 1e-3
-
-        said = rf"after window {2 if leave else 3}, parameter '1\.bias' of rank 0"
-        with pytest.raises(ReplicasDifferError, match=said):
-            flow(comm, leave, spoil)
-
-    run_team(3, program)
-
-
-def leave_early(comm: Communicator) -> None:
-    """Two windows in which rank 2, whose weights change behind everybody's back, has no share."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def spoil(result: WindowResult) -> None:
-        if result.window == 0 and comm.rank == 2:
-            model.get_parameter("0.bias").data[1] += 1e-3
-
-    with setup(comm, model, optimizer, shares=[1, 1, 0], verify_every=1000) as ddp:
-        ddp.on_commit(spoil)
-        for x, y in ddp.loader(TensorDataset(X, Y), batch_size=4).epoch(0):
-            if ddp.window == 2:
-                break
-            ddp.backward(F.mse_loss(model(x), y))
-            ddp.step()
-        ddp.weighted_mean(1.0)
-
-
-def test_a_rank_without_a_share_takes_part_when_the_others_leave_the_loop() -> None:
-    def program(comm: Communicator) -> tuple[int, str, int]:
-        with pytest.raises(ReplicasDifferError) as caught:
-            leave_early(comm)
-        return caught.value.rank, caught.value.parameter, caught.value.window
-
-    assert run_team(3, program) == [(2, "0.bias", 1)] * 3
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])

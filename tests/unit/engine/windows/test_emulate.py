@@ -56,14 +56,6 @@ def test_the_clock_of_compute_is_processor_time_on_a_cpu():
     assert compute_clock("cuda:0") is time.perf_counter
 
 
-def test_factor_1_never_sleeps(monkeypatch):
-    slept = []
-    slowdown = Slowdown(1.0, clock=iter([0.0, 10.0]).__next__)
-    monkeypatch.setattr(slowdown, "_sleep", slept.append)
-    assert slowdown.after(slowdown.start()) == 0.0
-    assert slept == []
-
-
 def test_a_long_sleep_ends_when_a_stop_is_requested(monkeypatch):
     slept = []
     monkeypatch.setattr(emulate.time, "sleep", slept.append)
@@ -72,10 +64,3 @@ def test_a_long_sleep_ends_when_a_stop_is_requested(monkeypatch):
     )
     slowdown.after(slowdown.start())
     assert slept == [emulate.SLICE_S] * 3
-
-
-def test_without_a_stop_it_sleeps_as_long_as_asked():
-    slowdown = Slowdown(1.5, clock=iter([0.0, 0.1]).__next__, stop_requested=lambda: False)
-    started_s = time.monotonic()
-    slowdown.after(slowdown.start())
-    assert time.monotonic() - started_s >= 0.149

@@ -52,12 +52,3 @@ def test_a_torch_scheduler_steps_after_each_update_and_keeps_its_state() -> None
     other.step()
     restored.after_update()
     assert rates(other) == pytest.approx([0.001, 0.002])
-
-
-def test_without_a_scheduler_the_rate_stays() -> None:
-    optimizer = two_groups()
-    schedule = Schedule([optimizer], None)
-    schedule.before_update(Progress(samples=9))
-    schedule.after_update()
-    assert rates(optimizer) == [0.1, 0.2]
-    assert schedule.state_dict() == []
