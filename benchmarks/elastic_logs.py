@@ -5,6 +5,7 @@ import os
 import signal
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -80,9 +81,13 @@ def window_s(logs: Sequence[WorkerLog], until_t: float = float("inf")) -> float:
     return statistics.median(b - a for a, b in pairwise(times[-12:]))
 
 
-def commit_times(logs: Sequence[WorkerLog]) -> dict[int, float]:
-    """Return by window when the first worker saw it committed."""
-    return _earliest(logs, "t")
+def commit_times(logs: Sequence[WorkerLog], key: str = "t") -> dict[int, float]:
+    """Return by window when the first worker saw it committed, or with another key applied it."""
+    times: dict[int, float] = {}
+    for log in logs:
+        for line in log.commits:
+            times[line["window"]] = min(times.get(line["window"], float("inf")), line[key])
+    return times
 
 
 def first_commit(logs: Sequence[WorkerLog], moment_t: float) -> float:
@@ -90,21 +95,8 @@ def first_commit(logs: Sequence[WorkerLog], moment_t: float) -> float:
 
     A window that was applied before is often committed soon after: only its last message lacked.
     """
-    applied = _earliest(logs, "applied_t")
+    applied = commit_times(logs, "applied_t")
     return commit_times(logs)[min(window for window, t in applied.items() if t > moment_t)]
-
-
-def last_applied(logs: Sequence[WorkerLog], moment_t: float) -> float:
-    """Return when a worker last applied a window before a moment."""
-    return max(t for t in _earliest(logs, "applied_t").values() if t <= moment_t)
-
-
-def _earliest(logs: Sequence[WorkerLog], key: str) -> dict[int, float]:
-    times: dict[int, float] = {}
-    for log in logs:
-        for line in log.commits:
-            times[line["window"]] = min(times.get(line["window"], float("inf")), line[key])
-    return times
 
 
 def committed(logs: Sequence[WorkerLog]) -> dict[int, Line]:
@@ -136,28 +128,25 @@ def verdict(logs: Sequence[WorkerLog], samples: int, policy: str) -> Line:
 
     ``times_trained`` is the number of ids of whole epochs by how often they were committed.
     """
-    told: Line = {"sound": False, "times_trained": {}}
     try:
         windows = committed(logs)
     except AssertionError as error:
-        return told | {"verdict": str(error)}
+        return {"sound": False, "times_trained": {}, "verdict": str(error)}
     times = times_trained(logs, windows, samples, policy)
-    told["times_trained"] = {str(count): ids for count, ids in sorted(times.items())}
+    told = {"sound": set(times) == {1}, "times_trained": {str(n): times[n] for n in sorted(times)}}
     if not times:
         return told | {"verdict": "no epoch was completed: let it train for longer"}
-    if set(times) != {1}:
-        return told | {"verdict": f"ids by how often they were trained on: {times}"}
-    states = sum(bool(line["bits"]) for log in logs for line in (*log.commits, *log.handed))
-    words = (
-        f"{len(windows)} windows, none is missing; {times[1]} ids of whole epochs, each exactly "
-        f"once; {states} states of {len(logs)} processes, alike in each window"
-    )
-    return told | {"sound": True, "verdict": words}
+    if not told["sound"]:
+        return told | {"verdict": f"ids by how often they were trained on: {dict(times)}"}
+    return told | {
+        "verdict": f"{len(windows)} windows, none is missing, with the same bits on all of "
+        f"{len(logs)} processes; {times[1]} ids of whole epochs, each exactly once"
+    }
 
 
 def times_trained(
     logs: Sequence[WorkerLog], windows: dict[int, Line], samples: int, policy: str
-) -> dict[int, int]:
+) -> Counter[int]:
     """Return how many samples of whole epochs were committed how often.
 
     A rank's share of a committed window are the last ids that it was handed for it: those of a try
@@ -165,7 +154,7 @@ def times_trained(
     positions that windows report are counted.
     """
     whole = max(line["epoch"] for line in windows.values())
-    counts = [[0] * samples for _ in range(whole)]
+    counts = Counter({(epoch, index): 0 for epoch in range(whole) for index in range(samples)})
     handed = _handed(logs)
     for number, line in windows.items():
         if policy == "async":
@@ -173,12 +162,9 @@ def times_trained(
         else:
             shares = [(rank, size) for rank, size in enumerate(line["shares"]) if size]
             parts = [handed.get((number, rank), [])[-size:] for rank, size in shares]
-        for index in (index for part in parts for index in part if line["epoch"] < whole):
-            counts[line["epoch"]][index] += 1
-    times: dict[int, int] = {}
-    for count in (count for epoch in counts for count in epoch):
-        times[count] = times.get(count, 0) + 1
-    return times
+        if line["epoch"] < whole:
+            counts.update((line["epoch"], index) for part in parts for index in part)
+    return Counter(counts.values())
 
 
 def _handed(logs: Sequence[WorkerLog]) -> dict[tuple[int, int], list[int]]:
@@ -199,13 +185,10 @@ def _handed(logs: Sequence[WorkerLog]) -> dict[tuple[int, int], list[int]]:
 
 def redone(logs: Sequence[WorkerLog], from_t: float, to_t: float) -> float:
     """Return the work on windows of a span that was done more than once, in windows."""
-    handed: dict[int, int] = {}
+    handed: Counter[int] = Counter()
     for log in logs:
         for line in log.handed:
-            handed[line["at"]] = handed.get(line["at"], 0) + len(line["ids"])
+            handed[line["at"]] += len(line["ids"])
     sizes = {line["window"]: line["size"] for log in logs for line in log.commits}
-    return sum(
-        handed.get(window, 0) / sizes[window] - 1
-        for window, t in commit_times(logs).items()
-        if from_t < t <= to_t
-    )
+    times = commit_times(logs)
+    return sum(handed[w] / sizes[w] - 1 for w, t in times.items() if from_t < t <= to_t)

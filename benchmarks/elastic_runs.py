@@ -1,9 +1,7 @@
 """Runs ``evener launch --elastic`` on ``elastic_worker.py``, and disturbs it."""
 
 import os
-import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -86,34 +84,6 @@ class ElasticTeam:
         for _ in self._looks("a window is committed"):
             if any(log.commits_since(since_t) >= windows for log in self.alive()):
                 return
-
-    def coordinator(self) -> int:
-        """Return the coordinator's process; 0 while it has none."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        for pid in map(int, children.read_text().split()):
-            with suppress(OSError):
-                if b"coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                    return pid
-        return 0
-
-    def port(self) -> int:
-        """Return the coordinator's port, which stays the same."""
-        found = re.search(r"`evener join 127.0.0.1:(\d+)", self.said())
-        assert found is not None
-        return int(found[1])
-
-    def wait_for_coordinator(self, ended: int) -> float:
-        """Wait until another coordinator than one that has ended accepts connections; return when.
-
-        Args:
-            ended: Its process.
-        """
-        for _ in self._looks("the coordinator is back"):
-            with suppress(OSError):
-                if self.coordinator() not in (0, ended):
-                    socket.create_connection(("127.0.0.1", self.port()), 1.0).close()
-                    return time.time()
-        raise AssertionError
 
     def said(self) -> str:
         """What launcher and workers have printed."""

@@ -5,8 +5,6 @@ it is ready to join, one for each micro-batch that it is handed, with the ids of
 one for each window that it sees committed, with a hash of the parameters after it. With each
 micro-batch that begins a window also goes a hash of the parameters with which this worker computes
 it; in ASYNC only with its first one: averages come later while a window is under way.
-
-A file ``slow-MEMBER`` in the folder slows a worker: it holds a number of seconds per micro-batch.
 """
 
 import argparse
@@ -18,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_model import FEATURES, make_small_model
+from models import make_small_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from evener import Ddp, DdpConfig, WindowResult
+
+FEATURES = 16
 
 
 class Samples(Dataset[tuple[Tensor, Tensor, int]]):
@@ -39,25 +39,6 @@ class Samples(Dataset[tuple[Tensor, Tensor, int]]):
         return self._inputs[number], self._sums[number], number
 
 
-class Log:
-    """The file of one worker."""
-
-    def __init__(self, folder: Path, member: str) -> None:
-        self._file = (folder / f"{member.replace('/', '-')}.jsonl").open("w", buffering=1)
-        self._slow = folder / f"slow-{member.replace('/', '-')}"
-
-    def write(self, **line: Any) -> None:
-        """Write a line, with the time."""
-        self._file.write(json.dumps({"t": time.time(), **line}) + "\n")
-
-    def slow_s(self) -> float:
-        """Return the seconds by which each micro-batch is to take longer."""
-        try:
-            return float(self._slow.read_text() or 0.0)
-        except FileNotFoundError:
-            return 0.0
-
-
 def hash_of(model: nn.Module) -> str:
     """Return a hash of the parameters' bits."""
     state = hashlib.blake2b(digest_size=8)
@@ -70,17 +51,22 @@ def main() -> None:
     """Train until the epochs are over, or until it is ended."""
     arguments = parse_arguments()
     torch.manual_seed(0)
-    model = make_small_model(arguments.width)
+    model = make_small_model(FEATURES, arguments.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = Samples(arguments.samples)
-    log = Log(arguments.log, os.environ.get("EVENER_MEMBER", f"rank/{os.environ.get('RANK', '0')}"))
-    log.write(pid=os.getpid(), member=os.environ.get("EVENER_MEMBER", ""))
+    member = os.environ["EVENER_MEMBER"]
+    file = (arguments.log / f"{member.replace('/', '-')}.jsonl").open("w", buffering=1)
+
+    def write(**line: Any) -> None:
+        file.write(json.dumps({"t": time.time(), **line}) + "\n")
+
+    write(pid=os.getpid(), member=member)
     config = DdpConfig(quiet=True)
     ddp = Ddp.setup(model, optimizer, devices="cpu", policy=arguments.policy, config=config)
 
     @ddp.on_commit
     def note(result: WindowResult) -> None:
-        log.write(
+        write(
             window=result.window,
             epoch=result.epoch,
             start=result.start,
@@ -94,14 +80,14 @@ def main() -> None:
     begins_alike, begun = arguments.policy != "async", -1
     with ddp:
         loader = ddp.loader(data, batch_size=arguments.batch_size)
-        log.write(ready=True)
+        write(ready=True)
         for epoch in ddp.epochs(arguments.epochs):
             for x, y, ids in loader.epoch(epoch):
                 is_alike = begun < 0 or (begins_alike and ddp.window != begun)
                 bits, begun = hash_of(model) if is_alike else "", ddp.window
-                log.write(at=begun, rank=ddp.rank, ids=ids.tolist(), bits=bits)
+                write(at=begun, rank=ddp.rank, ids=ids.tolist(), bits=bits)
                 # A device that computes, at no cost here.
-                time.sleep(arguments.sleep * len(x) + log.slow_s())
+                time.sleep(arguments.sleep * len(x))
                 ddp.backward(nn.functional.mse_loss(model(x), y))
                 ddp.step()
 

@@ -1,4 +1,4 @@
-"""The model and the data that throughput benchmarks share."""
+"""The models and the data of the benchmarks."""
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,14 @@ def mean_loss(model: nn.Module, ids: Tensor) -> Tensor:
     """Mean cross-entropy of the next token; ``ids`` has one column more than the model sees."""
     logits = model(ids[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def make_small_model(features: int, width: int) -> nn.Module:
+    """Return the perceptron of the benchmarks of elastic teams."""
+    return nn.Sequential(
+        *(nn.Linear(features, width), nn.ReLU()),
+        *(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)),
+    )
 
 
 class Tokens(torch.utils.data.Dataset[Tensor]):

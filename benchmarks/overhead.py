@@ -1,29 +1,23 @@
 """What evener costs on one rank: its loop against a plain PyTorch loop.
 
     python benchmarks/overhead.py --json overhead.json
-    python benchmarks/overhead.py --dataloader
+    python benchmarks/overhead.py --quick
 
-Both loops train copies of one model in one process: same samples a step, same fused AdamW, with
-and without clipping. They take short turns, each going first in every other one, so that a machine
-whose speed drifts favours none. ``ratio`` is evener's time over that of the plain loop in the same
-round of several turns: median, and 5th to 95th percentile. ``cpu_ratio`` is the same in processor
-time, and ``best_ratio`` compares the fastest turn of each: other programs on the machine disturb
-these less. Everything runs on one thread.
+Both loops train copies of one model in one process on one thread: same samples a step, same fused
+AdamW, with and without clipping. They take short turns, each going first in every other one.
+``ratio`` is evener's time over that of the plain loop in the same round of several turns, and
+``cpu_ratio`` the same in processor time.
 """
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import torch
-from machine import load_before, write_report
 from models import GPT, Tokens, mean_loss
-from options import make_parser, some_of
-from tables import ratios, spread, text_of
+from report import load_before, make_parser, ratios, some_of, spread, text_of, write_report
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator
@@ -32,176 +26,119 @@ NUM_SAMPLES = 50_000
 TURNS_A_ROUND = 4
 MAX_GRAD_NORM = 1.0
 
-
-@dataclass(frozen=True)
-class Case:
-    """A model and a batch."""
-
-    name: str
-    width: int
-    layers: int
-    seq_len: int
-    batch_size: int
-
-
-#: From steps that are nearly all Python to steps that are nearly all arithmetic.
+#: Width, layers, sequence length, samples of a step: from nearly all Python to nearly none.
 CASES = {
-    case.name: case
-    for case in (
-        Case("0.1M", width=64, layers=2, seq_len=64, batch_size=8),
-        Case("0.8M", width=128, layers=4, seq_len=128, batch_size=4),
-        Case("3.3M", width=256, layers=4, seq_len=128, batch_size=2),
-        Case("10.8M", width=384, layers=6, seq_len=128, batch_size=1),
-    )
+    "0.1M": (64, 2, 64, 8),
+    "0.8M": (128, 4, 128, 4),
+    "3.3M": (256, 4, 128, 2),
+    "10.8M": (384, 6, 128, 1),
 }
 
 
-class Plain:
-    """A loop as one writes it without any library."""
-
-    def __init__(self, case: Case, clip: bool, dataloader: bool) -> None:
-        self.model, self.optimizer = make_model(case)
-        self.data = Tokens(NUM_SAMPLES, case.seq_len)
-        self.clip = clip
-        self.batches = self._batches(case.batch_size)
-        if dataloader:
-            self.batches = iter(DataLoader(self.data, case.batch_size, shuffle=True))
-
-    def run(self, steps: int) -> None:
-        """Trains on."""
-        for _ in range(steps):
-            loss = mean_loss(self.model, next(self.batches))
-            self.optimizer.zero_grad()
-            loss.backward()
-            if self.clip:
-                nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
-            self.optimizer.step()
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-    def _batches(self, batch_size: int) -> Iterator[Tensor]:
-        order = torch.randperm(NUM_SAMPLES).tolist()
-        for first in range(0, NUM_SAMPLES, batch_size):
-            yield torch.stack([self.data[i] for i in order[first : first + batch_size]])
-
-
-class Evener:
-    """The same with ``Ddp`` on one rank."""
-
-    def __init__(self, case: Case, clip: bool, dataloader: bool) -> None:
-        self.model, optimizer = make_model(case)
-        data = Tokens(NUM_SAMPLES, case.seq_len)
-        self.ddp = Ddp.setup(
-            self.model,
-            optimizer,
-            devices="cpu",
-            precision="fp32",
-            config=DdpConfig(max_grad_norm=MAX_GRAD_NORM if clip else None, quiet=True),
-            communicator=Communicator(),
-        )
-        if dataloader:
-            loader = self.ddp.loader(DataLoader(data, case.batch_size, shuffle=True))
-        else:
-            loader = self.ddp.loader(data, batch_size=case.batch_size)
-        self.batches = loader.epoch(0)
-
-    def run(self, steps: int) -> None:
-        """Trains on."""
-        for _ in range(steps):
-            self.ddp.backward(mean_loss(self.model, next(self.batches)))
-            self.ddp.step()
-
-    def close(self) -> None:
-        """Leaves the team."""
-        self.ddp.close()
-
-
 def main() -> None:
-    """Measures every case with and without clipping."""
+    """Measure every case with and without clipping."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     before = load_before()
     rows = []
     for name in arguments.cases:
-        rows += [measure(CASES[name], clip, arguments) for clip in (False, True)]
+        rows += [measure(name, arguments, clip=clip) for clip in (False, True)]
         print(f"{name}: measured", flush=True)
     print(text_of(rows))
     write_report(arguments, before, rows, threads=1)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-s", type=float, default=1.2, help="length of a round")
     parser.add_argument("--cases", type=some_of(CASES), default=list(CASES), help=",".join(CASES))
-    parser.add_argument(
-        "--batch-size", type=int, help="samples a step, in place of each case's own"
-    )
-    parser.add_argument(
-        "--dataloader", action="store_true", help="both loops read through a torch DataLoader"
-    )
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="3 rounds of the two small models")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.cases = 3, ["0.1M", "0.8M"]
+    return arguments
 
 
-def measure(case: Case, clip: bool, arguments: argparse.Namespace) -> dict[str, object]:
-    """One row: both loops, taking turns."""
-    case = replace(case, batch_size=arguments.batch_size or case.batch_size)
-    rounds, round_s, dataloader = arguments.rounds, arguments.round_s, arguments.dataloader
-    plain, evener = Plain(case, clip, dataloader), Evener(case, clip, dataloader)
-    # Caches, lazily made optimizer state, and how many steps fit into a turn.
-    for way in (plain, evener):
-        timed(way.run, 3)
-    wall_s, _ = timed(plain.run, 3)
-    steps = max(1, round(round_s / (2 * TURNS_A_ROUND) / (wall_s / 3)))
-    turns: dict[str, list[tuple[float, float]]] = {"plain": [], "evener": []}
-    for number in range(rounds * TURNS_A_ROUND):
-        pair = [("plain", plain), ("evener", evener)]
-        for name, way in pair if number % 2 else reversed(pair):
-            turns[name].append(timed(way.run, steps))
-    evener.close()
+def measure(name: str, arguments: argparse.Namespace, *, clip: bool) -> dict[str, object]:
+    """Let both loops take turns; return the row."""
+    *_, seq_len, batch_size = CASES[name]
+    data = Tokens(NUM_SAMPLES, seq_len)
+    model, optimizer = make_model(name)
+    batches = plain_batches(data, batch_size)
+
+    def plain(steps: int) -> None:
+        for _ in range(steps):
+            loss = mean_loss(model, next(batches))
+            optimizer.zero_grad()
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+
+    own_model, own_optimizer = make_model(name)
+    ddp = Ddp.setup(
+        own_model,
+        own_optimizer,
+        devices="cpu",
+        precision="fp32",
+        config=DdpConfig(max_grad_norm=MAX_GRAD_NORM if clip else None, quiet=True),
+        communicator=Communicator(),
+    )
+    own_batches = ddp.loader(data, batch_size=batch_size).epoch(0)
+
+    def evener(steps: int) -> None:
+        for _ in range(steps):
+            ddp.backward(mean_loss(own_model, next(own_batches)))
+            ddp.step()
+
+    with closing(ddp):
+        for loop in (plain, evener):  # caches, and state of optimizers that is made lazily
+            timed(loop, 3)
+        wall_s, _ = timed(plain, 3)
+        steps = max(1, round(arguments.round_s / (2 * TURNS_A_ROUND) / (wall_s / 3)))
+        rounds = [[[0.0, 0.0], [0.0, 0.0]] for _ in range(arguments.rounds)]
+        for times in rounds:
+            for turn in range(TURNS_A_ROUND):
+                for which in (0, 1) if turn % 2 else (1, 0):
+                    wall_s, cpu_s = timed((plain, evener)[which], steps)
+                    times[which][0] += wall_s
+                    times[which][1] += cpu_s
+    of_plain, of_evener = zip(*rounds, strict=True)
     walls, cpus = (
-        ratios(per_round(turns["evener"], kind), per_round(turns["plain"], kind)) for kind in (0, 1)
+        ratios([one[kind] for one in of_evener], [one[kind] for one in of_plain]) for kind in (0, 1)
     )
-    best = {name: 1000 * min(wall_s for wall_s, _ in turns[name]) / steps for name in turns}
-    middle = {
-        name: 1000 * statistics.median(wall_s for wall_s, _ in turns[name]) / steps
-        for name in turns
-    }
     return {
-        "name": case.name,
+        "name": name,
         "clip": clip,
-        "params": sum(p.numel() for p in plain.model.parameters()),
-        "batch_size": case.batch_size,
-        "seq_len": case.seq_len,
-        "steps_a_turn": steps,
-        "plain_ms": round(middle["plain"], 4),
-        "evener_ms": round(middle["evener"], 4),
+        "params": sum(p.numel() for p in model.parameters()),
+        "batch_size": batch_size,
+        **spread("plain_ms", [1000 * one[0] / steps / TURNS_A_ROUND for one in of_plain]),
         **spread("ratio", walls),
         **spread("cpu_ratio", cpus),
-        "best_ratio": round(best["evener"] / best["plain"], 4),
-        "best_plain_ms": round(best["plain"], 4),
     }
 
 
-def per_round(turns: Sequence[tuple[float, float]], kind: int) -> list[float]:
-    """Seconds of each round; ``kind`` 0 for wall time, 1 for processor time."""
-    seconds = [turn[kind] for turn in turns]
-    return [sum(seconds[k : k + TURNS_A_ROUND]) for k in range(0, len(seconds), TURNS_A_ROUND)]
+def plain_batches(data: Tokens, batch_size: int) -> Iterator[Tensor]:
+    """Yield batches of a plain loop."""
+    order = torch.randperm(NUM_SAMPLES).tolist()
+    for first in range(0, NUM_SAMPLES, batch_size):
+        yield torch.stack([data[i] for i in order[first : first + batch_size]])
 
 
 def timed(run: Callable[[int], None], steps: int) -> tuple[float, float]:
-    """Seconds of wall and of processor time."""
+    """Return seconds of wall and of processor time."""
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     run(steps)
     return time.perf_counter() - wall_s, time.process_time() - cpu_s
 
 
-def make_model(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same model for both loops."""
+def make_model(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the same model for both loops."""
     torch.manual_seed(0)
-    model = GPT(width=case.width, layers=case.layers, seq_len=case.seq_len)
+    width, layers, seq_len, _ = CASES[name]
+    model = GPT(width=width, layers=layers, seq_len=seq_len)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 

@@ -20,18 +20,14 @@ after each pair.
 """
 
 import argparse
-import json
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from lost import lost_time, over_ranks
-from machine import load_before, write_report
+from report import load_before, spread, text_of, write_report
 from rounds import Team, is_rank, run_ranks
-from tables import spread, text_of
-from unequal import TEAMS, make_unequal_parser, sizes_of, spread_cores
-from ways import Evener, Setting, Window, speed_of
+from unequal import TEAMS, make_unequal_parser, pin, sizes_of
+from ways import Evener, Setting, Window, lost_time, speed_of
 
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.measured_team import measured_team
@@ -44,48 +40,30 @@ CASES = ((SYNC, SYNC), (SYNC, CADENCE), (CADENCE, CADENCE))
 LEARNING = 4
 #: What is aimed at: of the throughput, and in points of lost time.
 ERROR_AIM, LOST_AIM = 0.05, 0.03
-_SPEEDS = "EVENER_BENCHMARK_SPEEDS"
 
 Case = tuple[ApplyPolicy, ApplyPolicy]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A run, the speed of the one before it of the same policy, and what was predicted of it."""
+class Pair(NamedTuple):
+    """A run and the speed of the run before it, and what was predicted of it."""
 
     samples_per_s: float
     lost: float
     before: float
     predicted: TeamPrediction
 
-    def __str__(self) -> str:
-        return (
-            f"{self.samples_per_s:.1f} samples/s measured, {self.predicted.samples_per_s:.1f} "
-            f"predicted; lost {self.lost:.3f} measured, {self.predicted.lost:.3f} predicted"
-        )
-
     @property
     def bias(self) -> float:
-        """By which part the prediction is above the measured throughput."""
+        """Return by which part the prediction is above the measured throughput."""
         return self.predicted.samples_per_s / self.samples_per_s - 1.0
 
-    @property
-    def drift(self) -> float:
-        """By which part the run before was faster."""
-        return self.before / self.samples_per_s - 1.0
 
-    @property
-    def lost_bias(self) -> float:
-        """By how much of the time the prediction of what is lost is too high."""
-        return self.predicted.lost - self.lost
-
-
-def main() -> int:
-    """Starts the runs; prints and writes how far predictions are off."""
+def main() -> None:
+    """Start the runs; print and write how far predictions are off."""
     arguments = parse_arguments()
     if is_rank():
         run_rank(Team(), arguments)
-        return 0
+        return
     before = load_before()
     rows: list[dict[str, Any]] = []
     for speeds in arguments.speeds:
@@ -98,39 +76,37 @@ def main() -> int:
                 predicted = predicted_from(earlier[told_by], of, arguments)
                 before_per_s, _ = measured(earlier[of])
                 known.append(pair := Pair(*measured(runs[of]), before_per_s, predicted))
-                print(f"run {number} of {of}, told by {told_by}: {pair}", flush=True)
+                print(f"run {number} of {of}, told by {told_by}: {pair.bias:+.1%}", flush=True)
             earlier = runs
             found = [describe(case, known, speeds) for case, known in pairs.items()]
             write_report(arguments, before, [*rows, *found])
         rows += found
     print(text_of(rows))
-    return 0
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = make_unequal_parser(__doc__, windows=20, local_windows=11)
     parser.add_argument("--runs", type=int, default=7, help="predicted runs of each policy")
-    parser.add_argument("--quick", action="store_true", help="one team of two; 2 runs")
+    parser.add_argument("--quick", action="store_true", help="one team of two, one run")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.runs = 2
+        arguments.runs = 1
     if arguments.speeds is None:
         arguments.speeds = [TEAMS[0]] if arguments.quick else list(TEAMS)
     return arguments
 
 
 def run_both(speeds: Sequence[float]) -> dict[ApplyPolicy, list[Window]]:
-    """The windows of a run of each policy, by ranks that are started for them."""
-    os.environ[_SPEEDS] = json.dumps(list(speeds))
-    rows = run_ranks(len(speeds), threads=1)
+    """Return the windows of a run of each policy, by ranks that are started for them."""
+    rows = run_ranks(len(speeds), case=speeds)
     return {ApplyPolicy(row["policy"]): row["windows"] for row in rows}
 
 
 def run_rank(team: Team, arguments: argparse.Namespace) -> None:
-    """One rank of the runs; leaves their windows."""
-    speeds = tuple(json.loads(os.environ[_SPEEDS]))
-    os.sched_setaffinity(0, {spread_cores(speeds)[team.rank]})
+    """Be one rank of the runs, and leave their windows."""
+    speeds = tuple(team.case)
+    pin(team.rank, speeds)
     # An anchor that grew would make later windows longer than earlier ones.
     setting = Setting(speeds=speeds, max_anchor=arguments.anchor, **sizes_of(arguments))
     rows = []
@@ -144,15 +120,15 @@ def run_rank(team: Team, arguments: argparse.Namespace) -> None:
 
 
 def measured(windows: Sequence[Window]) -> tuple[float, float]:
-    """Samples per second of a run, and the part of the time that it lost."""
+    """Return the samples per second of a run, and the part of the time that it lost."""
     inner = windows[LEARNING:]
-    return speed_of(inner), over_ranks(lost_time(inner)).total
+    return speed_of(inner), sum(lost_time(inner).values())
 
 
 def predicted_from(
     earlier: Sequence[Window], policy: ApplyPolicy, arguments: argparse.Namespace
 ) -> TeamPrediction:
-    """What a run of a policy would do, from the windows of an earlier run."""
+    """Return what a run of a policy would do, from the windows of an earlier run."""
     team = measured_team(earlier, "the earlier run")
     anchor = arguments.anchor
     size = arguments.micro_batch_size
@@ -161,23 +137,22 @@ def predicted_from(
 
 
 def describe(case: Case, pairs: Sequence[Pair], speeds: Sequence[float]) -> dict[str, Any]:
-    """The row of a policy."""
+    """Return the row of a policy."""
     told_by, policy = case
-    predictions = [pair.predicted for pair in pairs]
     row = {
         "name": f"evener.{policy}",
         "speeds": [round(s, 4) for s in speeds],
         "told_by": str(told_by),
         "runs": len(pairs),
         **spread("samples_per_s", [pair.samples_per_s for pair in pairs]),
-        **spread("predicted", [one.samples_per_s for one in predictions]),
+        **spread("predicted", [pair.predicted.samples_per_s for pair in pairs]),
         **spread("error", [abs(pair.bias) for pair in pairs]),
         "error_aim": ERROR_AIM,
         **spread("bias", [pair.bias for pair in pairs]),
-        **spread("drift", [abs(pair.drift) for pair in pairs]),
+        **spread("drift", [abs(pair.before / pair.samples_per_s - 1.0) for pair in pairs]),
         **spread("lost", [pair.lost for pair in pairs]),
-        **spread("predicted_lost", [one.lost for one in predictions]),
-        **spread("lost_error", [abs(pair.lost_bias) for pair in pairs]),
+        **spread("predicted_lost", [pair.predicted.lost for pair in pairs]),
+        **spread("lost_error", [abs(pair.predicted.lost - pair.lost) for pair in pairs]),
         "lost_error_aim": LOST_AIM,
     }
     is_met = row["error"] <= ERROR_AIM and row["lost_error"] <= LOST_AIM
@@ -185,4 +160,4 @@ def describe(case: Case, pairs: Sequence[Pair], speeds: Sequence[float]) -> dict
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -28,36 +28,48 @@ _LOOPBACK = "127.0.0.1"
 
 
 def is_rank() -> bool:
-    """Whether this process is a rank that ``run_ranks`` has started."""
+    """Return whether this process is a rank that ``run_ranks`` has started."""
     return _FOLDER in os.environ
 
 
-def run_ranks(count: int, *, threads: int) -> list[dict[str, Any]]:
-    """Runs this script again as ``count`` ranks, and returns the rows that they leave.
+def run_ranks(count: int, *, threads: int = 1, case: Any = None) -> list[dict[str, Any]]:
+    """Run this script again as ``count`` ranks, and return the rows that they leave.
 
-    ``threads`` is the number of threads on which each rank computes. Ends this process where a rank
-    fails.
+    Ends this process if a rank fails.
+
+    Args:
+        count: How many ranks.
+        threads: On how many threads each rank computes.
+        case: What they measure (JSON), as ``Team.case``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {_FOLDER: folder, "OMP_NUM_THREADS": str(threads)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "case.json").write_text(json.dumps(case), encoding="utf-8")
+        os.environ |= {_FOLDER: name, "OMP_NUM_THREADS": str(threads)}
         try:
             status = launch([sys.executable, *sys.argv], LaunchPlan(nproc=count))
         finally:
             del os.environ[_FOLDER]
         if status:
             raise SystemExit(status)
-        return json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
+        return json.loads((folder / "rows.json").read_text(encoding="utf-8"))
 
 
 class Team:
     """This rank among the ranks of a benchmark, and how they wait for one another between turns.
 
     They meet in torch's default process group, over Gloo, so a rank that waits takes no core.
+
+    Attributes:
+        rank: This rank.
+        world_size: How many there are.
+        case: What was given to ``run_ranks``.
     """
 
     def __init__(self) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._folder = Path(os.environ[_FOLDER])
+        self.case = json.loads((self._folder / "case.json").read_text(encoding="utf-8"))
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         dist.init_process_group(
             "gloo",
@@ -68,48 +80,47 @@ class Team:
         )
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Wait for all ranks."""
         dist.barrier()
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of every rank; each gives as many."""
+        """Return the values of every rank; each gives as many."""
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(rows, mine)
         return [row.tolist() for row in rows]
 
     def first(self, value: int) -> int:
-        """The value that rank 0 gives, on all ranks."""
+        """Return the value that rank 0 gives, on all ranks."""
         return int(self.gather([value])[0][0])
 
     def environment(self) -> DistributedTrainConfig:
-        """Where the same ranks meet as a team of evener's own, each time on another port."""
-        port = str(self.first(free_port() if self.rank == 0 else 0))
+        """Return where the same ranks meet as a team of evener, each time on another port."""
+        port = str(self.first(_free_port() if self.rank == 0 else 0))
         place = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": port}
         return DistributedTrainConfig.from_env(os.environ | place)
 
     def tell(self, text: str) -> None:
-        """Prints a line, once."""
+        """Print a line, once."""
         if self.rank == 0:
             print(text, flush=True)
 
     def finish(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Leaves rank 0's rows for the process that started the ranks."""
+        """Leave rank 0's rows for the process that started the ranks."""
         if self.rank == 0:
             (self._folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
         self.barrier()
         dist.destroy_process_group()
 
 
-def free_port() -> int:
-    """A port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
 def shuffled(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
-    """An order of the names for each round, the same on every rank."""
+    """Yield an order of the names for each round, the same on every rank."""
     generator = random.Random(0)
     for _ in range(rounds):
         yield generator.sample(list(names), len(names))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])

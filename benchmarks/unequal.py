@@ -1,10 +1,10 @@
-"""Teams of unequal ranks: which there are, on what cores, and the options of benchmarks of them."""
+"""Teams of unequal ranks: the options of benchmarks of them, and their cores."""
 
 import argparse
 import os
 from collections.abc import Sequence
 
-from options import make_parser
+from report import make_parser
 
 #: Speeds of ranks, relative to the fastest.
 TEAMS = ((1.0, 1 / 3), (1.0, 0.5, 0.25))
@@ -13,11 +13,11 @@ TEAMS = ((1.0, 1 / 3), (1.0, 0.5, 0.25))
 def make_unequal_parser(
     description: str, *, windows: int, local_windows: int
 ) -> argparse.ArgumentParser:
-    """A command line with the sizes of a run; its help begins as the description does.
+    """Return a command line with the sizes of a run.
 
     Args:
         description: Of the benchmark.
-        windows: Of a run of SYNC, unless told otherwise.
+        windows: Of a turn of SYNC, unless told otherwise.
         local_windows: Of one of CADENCE or ASYNC.
     """
     parser = make_parser(description)
@@ -28,10 +28,8 @@ def make_unequal_parser(
         metavar="1,SPEED,...",
         help="of the ranks, relative to the fastest; several times for several teams",
     )
-    parser.add_argument("--windows", type=int, default=windows, help="of a run of sync")
-    parser.add_argument(
-        "--local-windows", type=int, default=local_windows, help="of cadence and async, about"
-    )
+    parser.add_argument("--windows", type=int, default=windows, help="of a turn of sync")
+    parser.add_argument("--local-windows", type=int, default=local_windows)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--micro-batch-size", type=int, default=4, help="also of a local step")
     parser.add_argument("--anchor", type=int, default=8, help="of cadence and async")
@@ -41,13 +39,13 @@ def make_unequal_parser(
 
 
 def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
-    """The sizes of a run, as ``ways.Setting`` takes them."""
+    """Return the sizes of a run, as ``ways.Setting`` takes them."""
     names = ("batch_size", "micro_batch_size", "windows", "anchor", "local_windows")
     return {name: getattr(arguments, name) for name in (*names, "width", "layers")}
 
 
 def read_speeds(text: str) -> tuple[float, ...]:
-    """``1,0.5`` as numbers."""
+    """Read ``1,0.5`` as numbers."""
     try:
         values = tuple(float(t) for t in text.split(","))
     except ValueError:
@@ -59,11 +57,11 @@ def read_speeds(text: str) -> tuple[float, ...]:
     return values
 
 
-def spread_cores(speeds: Sequence[float]) -> list[int]:
-    """A core for each rank, the fastest first, each on the core that has least to do so far."""
+def pin(rank: int, speeds: Sequence[float]) -> None:
+    """Give this rank a core: the fastest first, each the core that has least to do so far."""
     load = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0.0)
-    cores = [0] * len(speeds)
-    for rank in sorted(range(len(speeds)), key=lambda r: -speeds[r]):
-        cores[rank] = min(load, key=lambda core: load[core])
-        load[cores[rank]] += speeds[rank]
-    return cores
+    cores = {}
+    for each in sorted(range(len(speeds)), key=lambda r: -speeds[r]):
+        cores[each] = min(load, key=lambda core: load[core])
+        load[cores[each]] += speeds[each]
+    os.sched_setaffinity(0, {cores[rank]})

@@ -1,27 +1,25 @@
-"""The ways of training that benchmarks compare: one model, one rank's part of each.
+"""The ways of training that benchmarks compare, and how they take turns: one rank's part of each.
 
 Every way makes a model and an optimizer of its own, of the same sizes, and trains on random tokens.
-``run`` trains some global batches and returns the team's samples per second; all ranks call it
-together.
 
-A rank is slow by sleeping (``Setting.sleeps``), or by what the process is under, such as a quota of
-processor time. Who sleeps does so until the compute that was just measured (in processor time, the
-update included) has lasted as many times longer as the rank is slower, before the exchange that
-needs it. torch's DDP exchanges inside backward, so there the delay comes before the exchange of
-each bucket, and overlap with the rest stays possible.
+A slow rank sleeps until the compute that was just measured (in processor time, the update included)
+has lasted as many times longer as the rank is slower, before the exchange that needs it. torch's
+DDP exchanges inside backward, so there the delay comes before the exchange of each bucket, and
+overlap with the rest stays possible.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from models import GPT, Tokens, mean_loss
-from rounds import TIMEOUT_S, Team
-from torch import Tensor, nn
+from report import ratios, spread
+from rounds import TIMEOUT_S, Team, shuffled
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +31,9 @@ from evener.planning.shares import apportion
 Window = Mapping[str, Any]
 #: Learning rate of every way; what is learnt does not matter for speed.
 LR = 1e-4
+POLICIES = ("sync", "cadence", "async")
+#: What a way may lose of its ranks' time.
+LOST_AIMS = {"evener.sync": 0.06, "evener.cadence": 0.03, "evener.async": 0.02}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,29 +44,25 @@ class Setting:
         speeds: Of each rank, relative to the fastest.
         batch_size: Samples of an optimizer step over all ranks.
         micro_batch_size: Samples that are computed at once, by ways that may choose.
-        windows: Global batches of a turn of evener's; an epoch.
+        windows: Global batches of a turn; those of evener that count.
         anchor: Local steps of the slowest rank in a window of evener's, at the beginning.
         max_anchor: The most that evener may make of it; ``None`` for its own limit.
-        local_windows: Windows of a turn with such steps, about.
-        sleeps: Whether slow ranks sleep; else something outside of them makes them slow.
+        local_windows: Windows of a turn with such steps that count, about.
         width: Width of the model.
         layers: Its blocks.
         seq_len: Tokens of a sample.
-        sample_sleep_s: How long a rank sleeps for each sample, as it would wait for a device.
     """
 
     speeds: tuple[float, ...]
     batch_size: int = 64
     micro_batch_size: int = 4
-    windows: int = 8
+    windows: int = 6
     anchor: int = 8
     max_anchor: int | None = None
-    local_windows: int = 6
-    sleeps: bool = True
+    local_windows: int = 4
     width: int = 128
     layers: int = 4
     seq_len: int = 128
-    sample_sleep_s: float = 0.0
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -74,28 +71,8 @@ class Setting:
 
     @property
     def slow(self) -> dict[int, float]:
-        """By how much ranks are to be slowed by sleeping."""
-        return {r: 1 / s for r, s in enumerate(self.speeds) if self.sleeps and s < 1}
-
-    @property
-    def local_turn(self) -> int:
-        """Samples of some windows in which the slowest rank makes ``anchor`` local steps."""
-        steps = sum(self.anchor * s / min(self.speeds) for s in self.speeds)
-        return self.local_windows * round(steps) * self.micro_batch_size
-
-
-class SleepingGPT(GPT):
-    """The model, which waits for each sample as long as the setting says."""
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(width=setting.width, layers=setting.layers, seq_len=setting.seq_len)
-        self.sample_sleep_s = setting.sample_sleep_s
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """See ``GPT``."""
-        if self.sample_sleep_s:
-            time.sleep(self.sample_sleep_s * len(ids_BT))
-        return super().forward(ids_BT)
+        """By how much ranks are to be slowed."""
+        return {r: 1 / s for r, s in enumerate(self.speeds) if s < 1}
 
 
 class Way:
@@ -119,69 +96,56 @@ class Way:
         self.rank, self.world_size = team.rank, team.world_size
         self.slowdown = Slowdown(setting.slow.get(self.rank, 1.0))
         self.data = Tokens(4096, setting.seq_len)
-        self.model: nn.Module = SleepingGPT(setting)
+        self.model = GPT(width=setting.width, layers=setting.layers, seq_len=setting.seq_len)
         self.optimizer = self.make_optimizer()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The fastest one on every device."""
+        """Return the fastest one on every device."""
         return torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
 
     def run(self, steps: int) -> float:
-        """Trains on ``steps`` global batches; the team's samples per second."""
+        """Train on ``steps`` global batches; return the team's samples per second.
+
+        All ranks call it together. The first step is not timed: other ways have just had caches
+        and cores.
+        """
+        done, elapsed_s = self.timed(steps)
+        return done / max(s for [s] in self.team.gather([elapsed_s]))
+
+    def timed(self, steps: int) -> tuple[int, float]:
+        """Return samples and seconds of some steps on this rank, from when all ranks are there."""
         self.warm_up()
-        with self.clock() as clock:
-            for step in range(steps):
-                self.step(step)
-        return (
-            steps * self.samples_of_step() / max(s for [s] in self.team.gather([clock.elapsed_s]))
-        )
+        self.team.barrier()
+        started_s = time.perf_counter()
+        done = sum(self.step(step) for step in range(steps))
+        return done, time.perf_counter() - started_s
 
     def warm_up(self) -> None:
-        """Trains a step that is not timed: other ways have just had caches and cores."""
+        """Train a step that is not timed."""
         self.step(0)
 
-    def step(self, number: int) -> None:
-        """This rank's part of a global batch."""
+    def step(self, number: int) -> int:
+        """Do this rank's part of a global batch; return the samples that count."""
         raise NotImplementedError
 
-    def samples_of_step(self) -> int:
-        """Samples of ``step`` over all ranks."""
-        return self.setting.batch_size
-
     def close(self) -> None:
-        """Gives back what it holds."""
-
-    @contextmanager
-    def clock(self) -> "Iterator[Clock]":
-        """Measures what follows, from when all ranks are there."""
-        self.team.barrier()
-        clock, started_s = Clock(), time.perf_counter()
-        yield clock
-        clock.elapsed_s = time.perf_counter() - started_s
+        """Give back what it holds."""
 
     def batch(self, step: int, size: int) -> Tensor:
-        """Some samples."""
+        """Return some samples."""
         return torch.stack([self.data[step * size + i] for i in range(size)])
 
-    def accumulate(self, step: int, size: int) -> None:
-        """Computes the gradient of ``size`` samples, in micro-batches."""
+    def local_step(self, number: int, size: int) -> None:
+        """Make an optimizer step on samples of this rank alone, in micro-batches."""
+        started = self.slowdown.start()
         micro = self.setting.micro_batch_size
         for first in range(0, size, micro):
             part = min(micro, size - first)
-            loss = mean_loss(self.model, self.batch(step, part))
+            loss = mean_loss(self.model, self.batch(number, part))
             (loss * (part / size)).backward()
-
-    def update(self) -> None:
-        """Steps the optimizer on the gradients that are there."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-@dataclass
-class Clock:
-    """The seconds of a turn on this rank, when it is over."""
-
-    elapsed_s: float = 0.0
+        self.slowdown.after(started)
 
 
 class Solo(Way):
@@ -192,16 +156,18 @@ class Solo(Way):
         self.name = f"solo.{alone}"
         self.alone = alone
 
-    def warm_up(self) -> None:
-        """Does nothing: a global batch of a slow rank takes long, and has many micro-batches."""
+    def run(self, steps: int) -> float:
+        """See ``Way``; a slow rank gets fewer steps."""
+        return super().run(max(1, round(steps * self.setting.speeds[self.alone] / 2)))
 
-    def step(self, number: int) -> None:
+    def warm_up(self) -> None:
+        """Do nothing: a global batch of a slow rank takes long, and has many micro-batches."""
+
+    def step(self, number: int) -> int:
         """See ``Way``."""
         if self.rank == self.alone:
-            started = self.slowdown.start()
-            self.accumulate(number, self.setting.batch_size)
-            self.update()
-            self.slowdown.after(started)
+            self.local_step(number, self.setting.batch_size)
+        return self.setting.batch_size
 
 
 class Ceiling(Way):
@@ -214,27 +180,14 @@ class Ceiling(Way):
 
     def run(self, steps: int) -> float:
         """See ``Way``; the sum of what each rank did in its own time."""
-        self.warm_up()
-        with self.clock() as clock:
-            done = sum(self.own_part(step) for step in range(steps))
-        return sum(speed for [speed] in self.team.gather([done / clock.elapsed_s]))
+        done, elapsed_s = self.timed(steps)
+        return sum(speed for [speed] in self.team.gather([done / elapsed_s]))
 
-    def step(self, number: int) -> None:
-        """See ``Way``."""
-        self.own_part(number)
-
-    def own_part(self, number: int) -> int:
-        """Samples of this rank's part of a global batch, which it has trained on."""
+    def step(self, number: int) -> int:
+        """See ``Way``; samples of this rank alone."""
         share = self.setting.shares[self.rank]
         self.local_step(number, share)
         return share
-
-    def local_step(self, number: int, size: int) -> None:
-        """An optimizer step on samples of this rank alone."""
-        started = self.slowdown.start()
-        self.accumulate(number, size)
-        self.update()
-        self.slowdown.after(started)
 
 
 class LocalCeiling(Ceiling):
@@ -242,7 +195,7 @@ class LocalCeiling(Ceiling):
 
     name = ceiling = "ceiling.local"
 
-    def own_part(self, number: int) -> int:
+    def step(self, number: int) -> int:
         """See ``Ceiling``; whole micro-batches."""
         size = self.setting.micro_batch_size
         steps = max(1, round(self.setting.shares[self.rank] / size))
@@ -259,36 +212,33 @@ class TorchDdp(Way):
     def __init__(self, team: Team, setting: Setting) -> None:
         super().__init__(team, setting)
         self.share = setting.batch_size // self.world_size
-        self.ddp = self.wrap(self.model)
-        self.delay = Delay(self.slowdown)
+        self.ddp = self.wrap()
         if self.slowdown.factor > 1:
-            # Libraries wrap the model that is wrapped in DDP.
-            [ddp] = [m for m in self.ddp.modules() if isinstance(m, DistributedDataParallel)]
-            ddp.register_comm_hook(None, self.delay.before_exchange)
+            self.ddp.register_comm_hook(None, self.before_exchange)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """See ``Way``."""
         return torch.optim.AdamW(self.model.parameters(), lr=LR)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model that exchanges its gradients; may replace ``optimizer``."""
-        return DistributedDataParallel(model)
+    def wrap(self) -> DistributedDataParallel:
+        """Return the model that exchanges its gradients."""
+        return DistributedDataParallel(self.model)
 
-    def samples_of_step(self) -> int:
+    def step(self, number: int) -> int:
         """See ``Way``."""
+        self.since = self.slowdown.start()
+        mean_loss(self.ddp, self.batch(number, self.share)).backward()
+        started = self.slowdown.start()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.slowdown.after(started)
         return self.share * self.world_size
 
-    def step(self, number: int) -> None:
-        """See ``Way``."""
-        self.delay.start()
-        self.backward(mean_loss(self.ddp, self.batch(number, self.share)))
-        started = self.slowdown.start()
-        self.update()
-        self.slowdown.after(started)
-
-    def backward(self, loss: Tensor) -> None:
-        """Computes gradients and exchanges them."""
-        loss.backward()
+    def before_exchange(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Make buckets of a slow rank ready as late as its compute so far would have been."""
+        self.slowdown.after(self.since)
+        self.since = self.slowdown.start()
+        return allreduce_hook(dist.group.WORLD, bucket)
 
 
 class TunedDdp(TorchDdp):
@@ -300,29 +250,11 @@ class TunedDdp(TorchDdp):
         """See ``Way``."""
         return Way.make_optimizer(self)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self) -> DistributedDataParallel:
         """See ``TorchDdp``."""
         return DistributedDataParallel(
-            model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=100
+            self.model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=100
         )
-
-
-class Delay:
-    """Makes buckets of a slow rank ready as late as its compute so far would have been."""
-
-    def __init__(self, slowdown: Slowdown) -> None:
-        self.slowdown = slowdown
-        self.since = slowdown.start()
-
-    def start(self) -> None:
-        """Compute begins."""
-        self.since = self.slowdown.start()
-
-    def before_exchange(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """A communication hook of DDP."""
-        self.slowdown.after(self.since)
-        self.since = self.slowdown.start()
-        return allreduce_hook(dist.group.WORLD, bucket)
 
 
 class Evener(Way):
@@ -330,12 +262,10 @@ class Evener(Way):
 
     Its speed is that of the windows after the first, by their events, without the tail of an epoch,
     in which ranks that make local steps run out of samples one by one. A turn is an epoch here, and
-    short; elsewhere an epoch has hundreds of windows. (A loop cannot be left after some windows
-    instead: a rank without a share does not come out of the loader for them.)
+    short; elsewhere an epoch has hundreds of windows.
 
     Attributes:
         turns: The events of the windows of each turn; on the rank that records them.
-        walls_s: How long each turn took this rank, by its own clock around the loop.
     """
 
     def __init__(
@@ -346,9 +276,7 @@ class Evener(Way):
         self.is_local = policy != "sync"
         self.ceiling = "ceiling.local" if self.is_local else "ceiling"
         self.turns: list[list[Window]] = []
-        self.walls_s: list[float] = []
         self.windows = Windows()
-        ranks = len(setting.speeds)
         self.ddp = Ddp.setup(
             self.model,
             self.optimizer,
@@ -358,7 +286,7 @@ class Evener(Way):
             sinks=[self.windows],
             config=DdpConfig(
                 emulate_slow=setting.slow,
-                partition_ratios=[1.0] * ranks if equal else None,
+                partition_ratios=[1.0] * team.world_size if equal else None,
                 anchor=setting.anchor if self.is_local else None,
                 max_anchor=setting.max_anchor if self.is_local else None,
                 timeout_s=TIMEOUT_S,
@@ -366,34 +294,35 @@ class Evener(Way):
             ),
             environment=team.environment(),
         )
-        samples = setting.windows * setting.batch_size
+        # A local step takes a micro-batch: what a rank computes at once is the same everywhere.
+        steps = round(sum(setting.anchor * s / min(setting.speeds) for s in setting.speeds))
+        local_turn = (setting.local_windows + 2) * steps * setting.micro_batch_size
+        turn = (setting.windows + 1) * setting.batch_size
         self.loader = self.ddp.loader(
-            Tokens(setting.local_turn if self.is_local else samples, setting.seq_len),
-            # A local step takes a micro-batch: what a rank computes at once is the same everywhere.
+            Tokens(local_turn if self.is_local else turn, setting.seq_len),
             batch_size=setting.micro_batch_size if self.is_local else setting.batch_size,
             micro_batch_size=setting.micro_batch_size,
         )
 
     def run(self, steps: int) -> float:
-        """Trains for an epoch, however many steps that has."""
+        """Train for an epoch, however many steps that has."""
         self.windows.taken = []
-        with self.clock() as clock:
-            for ids in self.loader.epoch(len(self.walls_s)):
-                self.ddp.backward(mean_loss(self.model, ids))
-                self.ddp.step()
-        self.walls_s.append(clock.elapsed_s)
+        self.team.barrier()
+        for ids in self.loader.epoch(len(self.turns)):
+            self.ddp.backward(mean_loss(self.model, ids))
+            self.ddp.step()
         self.turns.append(self.windows.taken)
         # Events are on one rank, the lowest that takes part.
         [speed] = max(self.team.gather([speed_of(self.inner(self.windows.taken))]))
         return speed
 
     def inner(self, windows: Sequence[Window]) -> Sequence[Window]:
-        """The windows of a turn that count, as far as there are others than at its edges."""
+        """Return the windows of a turn that count, if there are others than at its edges."""
         full = [w for w in windows if not self.is_tail(w, windows)]
         return full[1:] or full or windows
 
     def is_tail(self, window: Window, windows: Sequence[Window]) -> bool:
-        """Whether ranks ran out of samples in a window of local steps."""
+        """Return whether ranks ran out of samples in a window of local steps."""
         if not self.is_local:
             return False
         samples = [sum(row["samples"] for row in w["ranks"]) for w in windows]
@@ -402,7 +331,7 @@ class Evener(Way):
         )
 
     def close(self) -> None:
-        """Leaves the team."""
+        """Leave the team."""
         self.ddp.close()
 
 
@@ -413,16 +342,16 @@ class Windows(Sink):
         self.taken: list[Window] = []
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """Takes an event."""
+        """Take an event."""
         if event["type"] == "window":
             self.taken.append(event)
 
     def close(self) -> None:
-        """Holds nothing back."""
+        """Hold nothing back."""
 
 
 def speed_of(windows: Sequence[Window]) -> float:
-    """Samples per second of some windows in a row; 0 where none is given."""
+    """Return the samples per second of some windows in a row; 0 if there are none."""
     times_s: dict[int, float] = {}
     for window in windows:
         for row in window["ranks"]:
@@ -430,3 +359,80 @@ def speed_of(windows: Sequence[Window]) -> float:
     samples = sum(row["samples"] for window in windows for row in window["ranks"])
     # A rank that was parked was not there for all of it.
     return samples / max(times_s.values()) if times_s else 0.0
+
+
+def lost_time(windows: Sequence[Window]) -> dict[str, float]:
+    """Return the parts of ranks' time that were not compute, from 0 to 1: the mean over ranks.
+
+    What is neither compute nor waiting nor exchange is bookkeeping: fetching data, copying and
+    checking gradients, planning, events, the loop.
+    """
+    keys = ("elapsed_s", "compute_s", "wait_s", "sync_s")
+    rows = [(row["rank"], [row[key] for key in keys]) for w in windows for row in w["ranks"]]
+    ranks = {rank for rank, times in rows if times[0]}  # others were parked throughout
+    sums = np.array([np.sum([t for rank, t in rows if rank == one], axis=0) for one in ranks])
+    _, compute, wait, exchange = (sums / sums[:, :1]).mean(axis=0).tolist()
+    return {"wait": wait, "exchange": exchange, "bookkeeping": 1.0 - compute - wait - exchange}
+
+
+class Comparison:
+    """All ways of one team, interleaved; one rank's part.
+
+    Args:
+        team: This rank among the others.
+        ways: What takes turns: each rank alone, ceilings, the rest.
+        windows: Global batches of a turn.
+    """
+
+    def __init__(self, team: Team, ways: Sequence[Way], windows: int) -> None:
+        self._team, self._windows = team, windows
+        self._ways = {way.name: way for way in ways}
+        self._figures: dict[str, list[float]] = {name: [] for name in self._ways}
+
+    def run(self, rounds: int) -> None:
+        """Take a warm-up and so many rounds, in an order that changes."""
+        for number, names in enumerate(shuffled(list(self._ways), rounds + 1)):
+            for name in names:
+                self._figures[name].append(self._ways[name].run(self._windows if number else 1))
+            shown = ", ".join(f"{n} {v[-1]:.1f}" for n, v in self._figures.items())
+            self._team.tell(f"{f'round {number}' if number else 'warm-up'}: samples/s {shown}")
+
+    def rows(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return a row for each way, which begins with its name and the facts."""
+        figures = {name: values[1:] for name, values in self._figures.items()}
+        alone = [figures[way.name] for way in self._ways.values() if isinstance(way, Solo)]
+        ideal = [sum(speeds) for speeds in zip(*alone, strict=True)]
+        rows = []
+        for name, way in self._ways.items():
+            beside = {
+                "of_ideal": ideal,
+                "of_ceiling": figures.get(way.ceiling, figures["ceiling"]),
+                "of_tuned_ddp": figures.get(TunedDdp.name),
+            }
+            row: dict[str, Any] = {"name": name, **facts, **spread("samples_per_s", figures[name])}
+            for key, others in beside.items():
+                row |= spread(key, ratios(figures[name], others)) if others else {}
+            if isinstance(way, Evener) and way.turns[-1]:  # only one rank has the events
+                row |= _describe(way)
+            rows.append(row)
+        return rows
+
+    def close(self) -> None:
+        """Give back what ways hold."""
+        for way in self._ways.values():
+            way.close()
+
+
+def _describe(way: Evener) -> dict[str, Any]:
+    """Return what a way of evener lost, and what its windows were."""
+    lost = [lost_time(way.inner(turn)) for turn in way.turns[1:]]
+    windows = [window for turn in way.turns[1:] for window in turn]
+    anchors = [window["anchor"] for window in windows if "anchor" in window]
+    return {
+        **spread("lost", [sum(parts.values()) for parts in lost]),
+        "lost_aim": LOST_AIMS.get(way.name),
+        **{f"lost_{p}": round(float(np.median([one[p] for one in lost])), 4) for p in lost[0]},
+        "shares": [row["samples"] for row in windows[-1]["ranks"]],
+        "anchor": max(anchors, default=None),
+        "parked": round(sum(bool(w["parked"]) for w in windows) / len(windows), 3),
+    }

@@ -24,11 +24,11 @@ from typer import Argument, Option
 
 import evener
 from evener.comm.addresses import parse_address
+from evener.config.keys import Keys
 from evener.config.options import (
     BenchOptions,
     ClassifyOptions,
     Json,
-    Keys,
     LaunchOptions,
     PlanOptions,
     PretrainOptions,
@@ -196,8 +196,7 @@ def pretrain(context: typer.Context, options: PretrainOptions) -> int:
 def bench(options: BenchOptions) -> int:
     """Compare policies and backends on your configuration, and recommend one."""
     options = replace(options, policies=_split(options.policies), backends=_split(options.backends))
-    from evener.config.presets import resolve_config
-    from evener.tasks.bench import run_bench
+    from evener.tasks.bench import check_options, run_bench
 
     place = DistributedTrainConfig.from_env()
     if place.launched_by != "alone":
@@ -206,9 +205,7 @@ def bench(options: BenchOptions) -> int:
             f"process as rank {place.rank} of {place.world_size}; run it alone, with --nproc"
         )
     parse_emulation(options.emulate_slow, _count_ranks(options.nproc))
-    resolve_config(
-        PretrainOptions(config=options.config, overrides=options.overrides, name="bench")
-    )
+    check_options(options)
     return 0 if run_bench(options).recommended else 1
 
 
@@ -244,7 +241,7 @@ def classify(context: typer.Context, options: ClassifyOptions) -> int:
                 check_devices(checked.devices)
             if not options.quiet:
                 print("there is no base model yet: pretraining the demo's first", file=sys.stderr)
-            demo = ["pretrain", "--demo", "--set", "measure=false", "--out", str(options.out)]
+            demo = ["pretrain", "--demo", "--out", str(options.out)]
             demo += ["--quiet"] if options.quiet else []
             if code := launch_here([*_PYTHON, "evener", *demo], LaunchPlan(nproc=DEMO_NPROC)):
                 return code
@@ -335,25 +332,10 @@ def dashboard(
 @_command()
 def plan(options: PlanOptions) -> int:
     """Predict a team's speed under each policy, and which devices are worth adding."""
-    from evener.simulation.question import answer_plan, calibrated_team, check_options
+    from evener.simulation.question import answer_plan
     from evener.simulation.telling import document, text
 
-    check_options(options)
-    if options.picture is not None:
-        from evener.simulation.chart import check_picture
-
-        check_picture(options.picture)
-    calibrated = None
-    if options.calibrate:
-        with loading_libraries():
-            from evener.simulation.calibrated import time_devices
-        calibrated = calibrated_team(options, time_devices())
-    advice = answer_plan(options, calibrated)
-    if options.picture is not None:
-        from evener.simulation.chart import draw
-
-        draw(advice, options.picture)
-        print(f"{options.picture}: written", file=sys.stderr)
+    advice = answer_plan(options)
     if options.numbers:
         print(json.dumps(document(advice), allow_nan=False))
     else:
@@ -459,7 +441,7 @@ def coordinator(
 ) -> int:
     """Decide who is in an elastic team; evener launch starts one by itself."""
     from evener.team.coordinator import coordinate
-    from evener.team.coordinator_thread import CoordinatorOptions
+    from evener.team.coordinator_options import CoordinatorOptions
     from evener.team.wire import read_token
 
     least, most = read_team_limits(team, "MIN:MAX")

@@ -73,6 +73,30 @@ def test_survivors_of_a_death_lose_a_peer(
             assert_ended(seen)
 
 
+def reduce_alone(comm: Communicator, line: Line) -> Seen | None:
+    gradient = torch.zeros(500_000)
+    comm.all_reduce(gradient, what="first gradients")
+    line.send("ready")
+    if comm.rank != 3:
+        line.receive()
+        return None
+    return watch(comm, line, lambda: comm.all_reduce(gradient, what="gradients"))
+
+
+@leaves
+def test_a_death_is_noticed_while_others_are_busy(leaf: str) -> None:
+    with LEAVES[leaf](reduce_alone, 4) as stage:
+        for rank in range(4):
+            assert stage.receive(rank) == "ready"
+        stage.kill(1)
+        (seen,) = stage.all_seen([3])
+        assert seen.kind == "PeerLostError", seen
+        assert "lost a peer in 'gradients'" in seen.message
+        assert_ended(seen)
+        for rank in (0, 2):
+            stage.send(rank, "go")
+
+
 def leave_early(comm: Communicator, line: Line) -> Seen | None:
     comm.barrier(what="start")
     if comm.rank == 0:

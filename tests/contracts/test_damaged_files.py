@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.config.folders import FolderLock
-from evener.config.runs import ModelConfig
+from evener.config.runs import ClassifyDataConfig, ModelConfig
 from evener.errors import ConfigError, EvenerError
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
-from evener.observe.tally import EventTally
-from evener.tasks.classification.label_files import read_labelled
+from evener.observe.table import RunTable
+from evener.tasks.classification.labelled_data import read_records
 from evener.tasks.language_model import build_model
 from evener.tasks.text.tokenizer import load_tokenizer
 from evener.team.environment import DistributedTrainConfig
 from helpers.configurations import load_run_config
 from helpers.event_cases import committed_window, started, to_line
-from helpers.lineage import check_exactly_once, effective_events, lineage
+from helpers.lineage import check_exactly_once, lineage
 from helpers.tampering import NESTED, changed, damaged, read_or_refuse
 
 # ── YAML ─────────────────────────────────────────────────────────────────────────────────────────
@@ -86,7 +86,7 @@ BAD_LINES = {
 def read_all(path: Path) -> None:
     """What a resume and a report do with the events of a run."""
     events = read_events(path)
-    EventTally.of(effective_events(events))
+    RunTable.of(events)
     lineage(events)
     check_exactly_once(events, 10)
 
@@ -150,14 +150,14 @@ def test_whatever_is_in_a_labelled_file_it_is_read_or_refused_by_name(
     @given(damaged(content))
     def check(data: bytes) -> None:
         path.write_bytes(data)
-        read_or_refuse(path, lambda: read_labelled(path, text_key="text", label_key="label"))
+        read_or_refuse(path, lambda: read_records(path, ClassifyDataConfig()))
 
     check()
     path.write_bytes(b'{"text": ' + NESTED + b"}\n")
-    assert read_or_refuse(path, lambda: read_labelled(path, text_key="text", label_key="label"))
+    assert read_or_refuse(path, lambda: read_records(path, ClassifyDataConfig()))
     path.unlink()
     os.mkfifo(path)
-    assert read_or_refuse(path, lambda: read_labelled(path, text_key="text", label_key="label"))
+    assert read_or_refuse(path, lambda: read_records(path, ClassifyDataConfig()))
 
 
 def test_a_fifo_among_the_files_of_a_model_or_tokenizer_is_not_waited_for(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
 """dev.py: when it makes .venv, what it runs, and that a failure is a failure."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -14,83 +12,85 @@ from helpers.source import ROOT
 
 FILES = ("dev.py", "pyproject.toml", "constraints.txt", ".ci/run")
 
-# Stands for every program of .venv: notes how it was called; a file FAIL.<name> makes it fail.
-PROGRAM = """#!{python}
-import pathlib, sys
-name, arguments = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
-root = pathlib.Path({root!r})
-with (root / "calls").open("a") as calls:
-    calls.write(" ".join([name, *arguments]) + "\\n")
-failing = (root / f"FAIL.{{name}}").exists()
-for argument in arguments:
-    if argument.startswith("--junitxml="):
-        broken = '<testcase name="b"><failure/></testcase>' if failing else '<testcase name="b"/>'
-        left_out = '<testcase name="c"><skipped message="needs a GPU"/></testcase>'
-        cases = '<testcase name="a"/>' + broken + left_out
-        pathlib.Path(argument.split("=", 1)[1]).write_text(f"<testsuite>{{cases}}</testsuite>")
-print(f"{{name}} says something")
-sys.exit(int(failing))
+# Stands for every program of .venv: notes how it was called, and fails if the file `failing` holds
+# a part of that.
+PROGRAM = """#!{python} -IS
+import os, sys
+call = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+with open({root!r} + "/calls", "a") as calls:
+    calls.write(call + "\\n")
+failing = {root!r} + "/failing"
+sys.exit(3 if os.path.exists(failing) and open(failing).read() in call else 0)
 """
+
+# Stands for the module venv.
+VENV = """
+import pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+for name in ("python", "evener"):
+    program = folder / "bin" / name
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text({program!r})
+    program.chmod(0o755)
+with open({root!r} + "/calls", "a") as calls:
+    calls.write("venv\\n")
+"""
+
+
+class Clone:
+    """A copy of the repository's scripts, in which .venv is made of stand-ins."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / ".ci").mkdir()
+        for name in FILES:
+            shutil.copy(ROOT / name, folder / name)
+        program = PROGRAM.format(python=sys.executable, root=str(folder))
+        (folder / "modules").mkdir()
+        (folder / "modules" / "venv.py").write_text(VENV.format(program=program, root=str(folder)))
+
+    def run(self, *command, frozen=False):
+        """What was called, and how the command ended."""
+        (self.folder / "calls").unlink(missing_ok=True)
+        environment = {k: v for k, v in os.environ.items() if k != "EVENER_DEV_FROZEN"}
+        environment |= {"PYTHONPATH": str(self.folder / "modules")}
+        environment |= {"EVENER_DEV_FROZEN": "1"} if frozen else {}
+        done = subprocess.run(
+            command if command[0] == ".ci/run" else [sys.executable, "dev.py", *command],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_S,
+            env=environment,
+        )
+        calls = self.folder / "calls"
+        return calls.read_text().splitlines() if calls.exists() else [], done
+
+    def fail(self, part):
+        """From now on every call that contains this fails."""
+        (self.folder / "failing").write_text(part)
 
 
 @pytest.fixture
 def clone(tmp_path):
-    """A copy of the repository's scripts."""
-    (tmp_path / ".ci").mkdir()
-    for name in FILES:
-        shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "tests" / "conformance").mkdir(parents=True)
-    return tmp_path
+    return Clone(tmp_path)
 
 
 @pytest.fixture
-def dev(clone, monkeypatch):
-    """dev.py of that copy, as a module, which makes .venv out of stand-ins."""
-    monkeypatch.delenv("EVENER_DEV_FROZEN", raising=False)
-    spec = importlib.util.spec_from_file_location("dev", clone / "dev.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.made = []
-
-    def follow(command, *, may_fail=False):
-        module.made.append(" ".join(map(str, command)))
-        module.BIN.mkdir(parents=True, exist_ok=True)
-        for name in ("python", "ruff", "mypy", "lint-imports", "evener"):
-            program = module.BIN / name
-            program.write_text(PROGRAM.format(python=sys.executable, root=str(clone)))
-            program.chmod(0o755)
-
-    module.follow = follow
-    return module
+def made(clone):
+    """A clone whose .venv has been made."""
+    calls, done = clone.run("setup")
+    assert done.returncode == 0, done.stderr
+    assert calls[0] == "venv"
+    assert f"-e {clone.folder}[hf,data,tensorboard,dashboard,dev" in calls[1]
+    assert calls[1].endswith(f" -c {clone.folder}/constraints.txt")
+    return clone
 
 
-def run(clone, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "dev.py", *arguments] if arguments[0] != ".ci/run" else list(arguments),
-        cwd=clone,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-        env=os.environ | {"EVENER_DEV_FROZEN": "1"} | environment,
-    )
-
-
-def calls(clone):
-    return (clone / "calls").read_text().splitlines()
-
-
-def test_the_environment_is_made_once(dev):
-    dev.setup()
-    assert any("venv" in command for command in dev.made)
-    install = next(command for command in dev.made if "install" in command)
-    assert (
-        f"-e {dev.ROOT}[hf,data,plot,tensorboard,dashboard,dev] -c {dev.ROOT}/constraints.txt"
-        in install
-    )
-    done = list(dev.made)
-    dev.setup()
-    assert dev.made == done
+def test_the_environment_is_made_once(made):
+    calls, done = made.run("setup")
+    assert (calls, done.returncode) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -101,84 +101,62 @@ def test_the_environment_is_made_once(dev):
         ("pyproject.toml", "line-length = 100", "line-length = 99", False),
     ],
 )
-def test_it_is_made_anew_when_dependencies_change_and_only_then(dev, file, before, after, again):
-    dev.setup()
-    dev.made.clear()
-    path = dev.ROOT / file
+def test_it_is_made_again_when_dependencies_change_and_only_then(made, file, before, after, again):
+    path = made.folder / file
     path.write_text(path.read_text().replace(before, after, 1))
-    (dev.VENV / "old").touch()
-    dev.setup()
-    assert bool(dev.made) is again
-    assert (dev.VENV / "old").exists() is not again
+    (made.folder / ".venv" / "old").touch()
+    calls, _ = made.run("setup")
+    assert ("venv" in calls) is again
+    assert (made.folder / ".venv" / "old").exists() is not again
 
 
-def test_of_two_at_once_one_makes_it_and_the_other_waits(dev, monkeypatch):
-    whole, inside, go_on = dev.follow, threading.Event(), threading.Event()
-
-    def slowly(command, *, may_fail=False):
-        inside.set()
-        assert go_on.wait(PATIENCE_S)
-        whole(command)
-
-    monkeypatch.setattr(dev, "follow", slowly)
-    waits = threading.Event()
-    monkeypatch.setattr(dev, "say", lambda text: waits.set() if "waiting" in text else None)
-    first = threading.Thread(target=dev.setup)
-    second = threading.Thread(target=dev.setup)
-    first.start()
-    assert inside.wait(PATIENCE_S)
-    second.start()
-    assert waits.wait(PATIENCE_S)
-    go_on.set()
-    first.join()
-    second.join()
-    assert sum("install" in command for command in dev.made) == 1
+def test_a_failed_setup_is_an_error_and_is_made_again(clone):
+    clone.fail("pip install")
+    calls, done = clone.run("demo")
+    assert done.returncode == 3
+    assert "pip install" in done.stderr
+    assert "evener" not in calls[-1].split()
+    clone.fail("nothing")
+    calls, done = clone.run("setup")
+    assert (calls[0], done.returncode) == ("venv", 0)
 
 
 def test_a_frozen_environment_is_never_made(clone):
-    done = run(clone, "setup")
-    assert done.returncode != 0
-    assert "missing or out of date" in done.stderr
-    assert not (clone / ".venv").exists()
+    calls, done = clone.run("setup", frozen=True)
+    assert (calls, done.returncode) == ([], 1)
+    assert ".venv is out of date" in done.stderr
 
 
-def test_test_runs_everything_and_sums_up_in_one_line(dev, clone):
-    dev.setup()
-    done = run(clone, ".ci/run")
+def test_demo_passes_its_arguments_on(made):
+    calls, done = made.run("demo", "--nproc", "3")
+    assert (calls, done.returncode) == (["evener pretrain --demo --nproc 3"], 0)
+
+
+@pytest.mark.parametrize("options", [[], ["--all"]])
+def test_ci_runs_every_test_those_with_deadlines_last(made, options):
+    calls, done = made.run(".ci/run", *options)
     assert done.returncode == 0, done.stderr
-    ran = calls(clone)
-    assert {"ruff check .", "ruff format --check .", "mypy", "lint-imports --no-logo"} <= set(ran)
-    side_by_side, last = [line for line in ran if "-m pytest" in line]
-    assert "--ignore=tests/conformance tests" in side_by_side
-    assert last.endswith(" -n 2 --dist worksteal tests/conformance")
-    lines = done.stdout.splitlines()
-    assert "not run, needs a GPU: c" in lines
-    assert lines[-1].startswith("==== static checks passed; 4 passed, 0 failed, 2 skipped in ")
+    first, last = calls
+    assert first.startswith("python -m pytest ")
+    assert first.endswith(" --ignore=tests/conformance tests")
+    assert last.endswith(" -n 2 tests/conformance")
+    assert all(("--all" in call) is bool(options) for call in calls)
 
 
-@pytest.mark.parametrize("broken", ["ruff", "mypy", "lint-imports", "python"])
-def test_whatever_fails_makes_the_whole_fail_and_the_rest_run_all_the_same(dev, clone, broken):
-    dev.setup()
-    (clone / f"FAIL.{broken}").touch()
-    done = run(clone, ".ci/run")
-    assert done.returncode == 1
-    assert len(calls(clone)) == 7
-    closing = done.stdout.splitlines()[-1]
-    if broken == "python":
-        assert "2 passed, 2 failed" in closing
-    else:
-        assert "FAILED: " in closing
-        assert f"{broken} says something" in done.stdout
+@pytest.mark.parametrize("part", ["--ignore", "-n 2 tests/conformance"])
+def test_a_failure_is_a_failure_and_the_rest_runs_all_the_same(made, part):
+    made.fail(part)
+    calls, done = made.run(".ci/run")
+    assert (len(calls), done.returncode) == (2, 3)
 
 
-def test_arguments_go_to_pytest_alone(dev, clone):
-    dev.setup()
-    run(clone, "test", "--all", "tests/unit", "-k", "cursor")
-    assert calls(clone) == ["python -m pytest --all tests/unit -k cursor"]
+def test_arguments_are_those_of_pytest(made):
+    calls, _ = made.run("test", "--all", "tests/unit", "-k", "cursor")
+    assert calls == ["python -m pytest --all tests/unit -k cursor"]
 
 
-def test_an_old_python_is_told_what_to_do(dev, monkeypatch):
-    monkeypatch.setattr(sys, "version_info", (3, 9, 2))
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(SystemExit, match=r"needs Python 3\.11 or newer"):
-        dev.use_supported_python()
+def test_an_unknown_task_shows_the_tasks(clone):
+    _, done = clone.run("tset")
+    assert done.returncode == 2
+    assert done.stdout == clone.run("--help")[1].stdout
+    assert "python3 dev.py demo" in done.stdout

@@ -34,7 +34,7 @@ def relative(path: Path) -> str:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("document", WITH_CODE, ids=relative)
 def test_code_blocks_run(document, tmp_path):
-    """Those that train in a loop run in ``tests/recipes``: on one, two and three ranks."""
+    """Those that train in a loop run in ``tests/recipes``, on three ranks."""
     for entry in {ROOT / path.relative_to(ROOT).parts[0] for path in tracked_files()}:
         (tmp_path / entry.name).symlink_to(entry)
     run_blocks(document, tmp_path, timeout_s=PATIENCE_S, leave_out=is_example_of_a_loop)

@@ -13,7 +13,7 @@ TESTS = Path(__file__).resolve().parent.parent
 LEAKS = {
     "process": (
         'subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])',
-        r"process \d+ \(\w+\): .*python.*sleep\(600\)",
+        r"process \d+: .*python.*sleep\(600\)",
     ),
     "thread": ("threading.Thread(target=forever.wait, name='left').start()", "thread 'left': in "),
     "daemon": (

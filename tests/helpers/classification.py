@@ -3,6 +3,8 @@
 import random
 from typing import Any
 
+import sklearn  # noqa: F401  # sets environment variables for good, so before any test
+
 from evener.config.runs import ClassifyConfig
 from evener.tasks.classification.samples import Sample
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from evener.comm.background import BackgroundJob
-from evener.comm.base import Communicator
 from helpers.limits import PATIENCE_S
 
 
@@ -33,16 +32,6 @@ class RankClocks:
     def spend(self, seconds: float) -> None:
         """Lets time pass for the rank of this thread, and stops its clock if that still runs."""
         self._own.now_s = self._now_s() + seconds
-
-    def let_sums_take(self, seconds: float) -> None:
-        """From now on every ``all_reduce`` takes so long on each rank."""
-        original = Communicator.all_reduce_each
-
-        def slowly(comm: Any, tensors: Any, **options: Any) -> None:
-            original(comm, tensors, **options)
-            self.spend(seconds * len(tensors))
-
-        self._monkeypatch.setattr(Communicator, "all_reduce_each", slowly)
 
     def land_after(self, steps: int) -> None:
         """From now on an ASYNC average lands when its rank has made so many steps meanwhile.

@@ -10,7 +10,7 @@ from typing import Any
 from evener.comm.addresses import LOOPBACK
 from evener.protocol.formation import Deadlines
 from evener.team.coordinator import Coordinator
-from evener.team.coordinator_thread import CoordinatorOptions, listen
+from evener.team.coordinator_options import CoordinatorOptions, listen
 from helpers.limits import PATIENCE_S
 
 

@@ -3,10 +3,11 @@
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -33,25 +34,22 @@ class Served:
         kind = answer.headers.get_content_type()
         return answer.status, answer.headers, json.loads(body) if "json" in kind else body
 
-    @contextmanager
-    def documents(self, name: str, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
-        """What a reader of a run is sent."""
-        with closing(HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)) as connection:
-            connection.request("GET", f"/runs/{quote(name)}/events", headers=headers)
-            answer = connection.getresponse()
-            assert answer.status == 200, answer.read()
-            yield events_of(answer)
+    def documents(self, name: str, **headers: str) -> Iterator[dict[str, Any]]:
+        """The documents of a run, whenever there is a new one."""
+        tag = ""
+        while True:
+            asked = {**headers, "If-None-Match": tag}
+            status, found, body = self.request(f"/runs/{quote(name)}", **asked)
+            assert status in (200, 304), body
+            if status == 200:
+                tag = found["ETag"]
+                yield body["runs"][0]
+            time.sleep(0.1)
 
     def end(self) -> None:
         """Ends it as Ctrl-C does."""
         self.running.press_ctrl_c()
         self.running.process.communicate(timeout=PATIENCE_S)
-
-
-def events_of(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
-    for line in answer:
-        if line.startswith(b"data: "):
-            yield json.loads(line.removeprefix(b"data: "))
 
 
 def serve(sandbox: Sandbox, folder: Path, *options: object) -> Served:

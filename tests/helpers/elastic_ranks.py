@@ -10,9 +10,6 @@ The points, and where they are in a window:
     before publishing   the window is applied here, and the others do not know it yet
     mid-heal            state is sent: by the donor, to the receiver, or past a third member
     ==================  ==========================================================================
-
-Threads have the same points (``elastic.Kill``), and a further one: an exchange of which some
-members have the result and others do not.
 """
 
 import os
@@ -26,22 +23,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
-from evener import Ddp
+from evener import Ddp, DdpConfig, WindowResult
 from evener.comm.base import Communicator
 from evener.team.host import KernelState, state_of
-from helpers.elastic_runs import (
-    BATCH,
-    EPOCHS,
-    NUM_SAMPLES,
-    Trained,
-    config_for,
-    make_model,
-    park_nobody,
-)
-from helpers.limits import PATIENCE_S
+from helpers.limits import PATIENCE_S, wait_until
 from helpers.ranks import Rank
+
+NUM_SAMPLES, BATCH, EPOCHS = 32, 8, 2
+DATA = [(torch.tensor([k / 32, 1.0, k * k / 1024]), torch.tensor([k / 16])) for k in range(32)]
 
 #: Every window of a run in SYNC: its number, its epoch, and the ranges of positions in that.
 WINDOWS = [
@@ -52,11 +43,7 @@ Windows = list[tuple[int, int, tuple[tuple[int, int], ...]]]
 
 
 def set_up(
-    rank: Rank,
-    address: str,
-    limits: str,
-    policy: str = "sync",
-    make: Callable[[int], tuple[nn.Module, Optimizer]] = make_model,
+    rank: Rank, address: str, limits: str, policy: str = "sync", **options: Any
 ) -> tuple[Ddp, nn.Module]:
     """Joins the team as member ``w`` and the rank's number; weights differ before."""
     os.environ |= {
@@ -64,10 +51,44 @@ def set_up(
         "EVENER_MEMBER": f"w{rank.rank}",
         "EVENER_ELASTIC": limits,
     }
-    model, optimizer = make(1 + rank.rank)
-    ddp = Ddp.setup(model, optimizer, policy=policy, devices="cpu", config=config_for(policy))
-    park_nobody(ddp)
+    torch.manual_seed(1 + rank.rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = AdamW(model.parameters(), lr=0.05)
+    # Two local steps of the slowest rank in each window, where there are local steps.
+    anchors = {} if policy == "sync" else {"anchor": 2, "max_anchor": 2}
+    config = DdpConfig(quiet=True, timeout_s=PATIENCE_S, **anchors, **options)
+    ddp = Ddp.setup(model, optimizer, policy=policy, devices="cpu", config=config)
+    # What is worth parking rests on measured times: here nothing does.
+    ddp.assembly.engine.policy.decide_parking = lambda batch_size, main: None  # type: ignore[method-assign]
     return ddp, model
+
+
+def train(
+    ddp: Ddp,
+    model: nn.Module,
+    at_commit: Callable[[WindowResult], None],
+    *,
+    batch_size: int = BATCH,
+) -> tuple[Windows, list[list[float]]]:
+    """Trains two epochs.
+
+    Returns:
+        What a test compares: windows, as in ``WINDOWS``, and all numbers of the state.
+    """
+    windows: Windows = []
+
+    def commit(result: WindowResult) -> None:
+        windows.append((result.window, result.epoch, result.ranges or (result.committed,)))
+        at_commit(result)
+
+    ddp.on_commit(commit)
+    sizes = {"batch_size": batch_size, "micro_batch_size": min(batch_size, 4)}
+    loader = ddp.loader(DATA, seed=3, **sizes)
+    for epoch in ddp.epochs(EPOCHS):
+        for x, y in loader.epoch(epoch):
+            ddp.backward(((model(x) - y) ** 2).mean())
+            ddp.step()
+    return windows, [tensor.double().flatten().tolist() for tensor in model.state_dict().values()]
 
 
 def let_steps_last_alike() -> None:
@@ -77,12 +98,6 @@ def let_steps_last_alike() -> None:
     """
     looks = count()
     time.perf_counter = lambda: next(looks) / 1000
-
-
-def summary(trained: Trained) -> tuple[Windows, list[list[float]]]:
-    """What a test compares: windows, as in ``WINDOWS``, and all numbers of the state."""
-    windows = [(r.window, r.epoch, r.ranges or (r.committed,)) for r in trained.committed]
-    return windows, [tensor.double().flatten().tolist() for tensor in trained.state]
 
 
 def covers_each_once(windows: Windows) -> bool:
@@ -148,14 +163,6 @@ def come_late(what: str, pid: int) -> None:
         return begin(self, kind, words, *given)
 
     Communicator._begin = run  # type: ignore[method-assign]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    """Waits for what has to come."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def die_in_update(number: int) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evener.observe.event_lines import LineWriter
-from evener.observe.events import Event, RankRow, make_event
+from evener.observe.event_lines import to_line as to_line
+from evener.observe.events import RankRow, make_event
 
 #: What the fields of events may be, in whatever type of event they stand; the others are numbers.
 WHOLE = [
@@ -135,8 +135,3 @@ def committed_window(
         committed=[list(part) for part in parts],
         ranks=rows,
     )
-
-
-def to_line(event: Event) -> bytes:
-    """An event as a line that needs no earlier one."""
-    return LineWriter().line(event)

@@ -57,13 +57,6 @@ def unreadable_collate(samples: list[torch.Tensor]) -> Any:
     return Unreadable() if 9 in numbers else numbers
 
 
-class Threads(Dataset[Any]):
-    """How the worker is set up: its torch threads and its process id."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([torch.get_num_threads(), os.getpid()])
-
-
 class Stuck(Dataset[Any]):
     """Says that it was reached, then never returns."""
 
@@ -97,11 +90,6 @@ class Unpicklable(Dataset[Any]):
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-class WithGradient(Dataset[Any]):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(2, requires_grad=True) * 2
 
 
 def keep_list(samples: list[Any]) -> list[Any]:

@@ -149,6 +149,19 @@ class Sandbox:
         """Lets that many ``pass_gate()`` calls through."""
         os.write(self._gate, b"." * num_passes)
 
+    def install(self, code: str) -> Path:
+        """Has every further Python process run some code first; returns the folder that it is in.
+
+        Python runs one ``sitecustomize``, so this one runs that of ``QUICK``, too.
+        """
+        folder = self.folder / "site"
+        folder.mkdir(exist_ok=True)
+        quick = QUICK / "sitecustomize.py"
+        first = f"exec(compile(open({str(quick)!r}).read(), {str(quick)!r}, 'exec'))\n"
+        (folder / "sitecustomize.py").write_text(first + code)
+        self.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{self.environ['PYTHONPATH']}"
+        return folder
+
     def forbid(self, module: str) -> None:
         """Makes every further command fail loudly when it imports the module."""
         folder = self.folder / "forbidden"

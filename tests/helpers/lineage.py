@@ -3,21 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from evener.observe.events import Event
-from evener.observe.lineage import VOIDING, Voids
-
-
-def effective_events(events: Iterable[Event]) -> list[Event]:
-    """Drop ``window`` events that a later ``run_resumed`` or ``reformed`` made void.
-
-    Args:
-        events: All events of a run, in the order they were written.
-
-    Returns:
-        All others, in the same order.
-    """
-    events = list(events)
-    voids = Voids([event for event in events if event["type"] in VOIDING])
-    return [event for event in events if voids.counts(event)]
+from evener.observe.lineage import effective
 
 
 def lineage(events: Iterable[Event]) -> dict[int, list[tuple[int, int]]]:
@@ -30,7 +16,7 @@ def lineage(events: Iterable[Event]) -> dict[int, list[tuple[int, int]]]:
         merged. What is committed twice shows in :func:`check_exactly_once`, not here.
     """
     merged: dict[int, list[tuple[int, int]]] = {}
-    for epoch, ranges in sorted(_ranges_by_epoch(effective_events(events)).items()):
+    for epoch, ranges in sorted(_ranges_by_epoch(effective(events)).items()):
         parts: list[tuple[int, int]] = []
         for start, stop, _ in sorted(ranges):
             if parts and start <= parts[-1][1]:
@@ -58,10 +44,17 @@ def check_exactly_once(
         that are missing or there twice, or that name a generation in which other members were.
         Empty when every sample was seen exactly once.
     """
-    effective = effective_events(events)
-    problems = _window_problems([e["window"] for e in effective if e["type"] == "window"])
-    problems += _member_problems(effective)
-    by_epoch = _ranges_by_epoch(effective)
+    counted = effective(events)
+    problems = _window_problems(
+        [
+            number
+            for event in counted
+            if event["type"] == "window"
+            for number in range(event["window"] - event.get("windows", 1) + 1, event["window"] + 1)
+        ]
+    )
+    problems += _member_problems(counted)
+    by_epoch = _ranges_by_epoch(counted)
     if whole_epochs is None:
         whole_epochs = max(by_epoch, default=0)
     expected = 0

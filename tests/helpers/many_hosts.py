@@ -8,9 +8,8 @@ import json
 import os
 import signal
 import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +19,7 @@ from typing import Any, final
 import psutil
 
 from helpers.launched import Running, Sandbox
-from helpers.limits import PATIENCE_S
+from helpers.limits import PATIENCE_S, wait_until
 from helpers.machines import ADDRESSES, Machines
 from helpers.ports import free_port
 
@@ -58,6 +57,15 @@ with Ddp.setup(model, optimizer, devices="cpu", policy=os.environ.get("POLICY", 
             ddp.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
             ddp.step()
     note(end=digest())
+"""
+
+
+#: Each agent would have a standby import torch, for which these tests would wait.
+NO_STANDBYS = """
+import sys
+if {"join", "launch"} & {*sys.orig_argv}:
+    from evener.team import agent
+    agent.LIBRARIES = dict.fromkeys(agent.LIBRARIES, ("json",))
 """
 
 
@@ -115,6 +123,7 @@ class Hosts(ABC):
 
     def __post_init__(self) -> None:
         self.script = self.sandbox.script(SCRIPT)
+        self.sandbox.install(NO_STANDBYS)
         self.token = self.sandbox.token_file("one token that all of these hosts know")
 
     @abstractmethod
@@ -192,7 +201,7 @@ class Hosts(ABC):
                 found[:] = [j for j in self.journals if j.pid in pids and j.windows]
             return bool(found)
 
-        wait_for(look, wait_s)
+        wait_until(look, wait_s)
         return found[-1]
 
     def stop(self) -> None:
@@ -246,14 +255,6 @@ class LoopbackAliases(Hosts):
                 os.kill(process.pid, signum)
 
 
-def wait_for(condition: Callable[[], object], wait_s: float = PATIENCE_S) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + wait_s
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not come within {wait_s:g} s"
-        time.sleep(0.02)
-
-
 def wait_for_more(journal: Journal, count: int = 5, size: int = 0) -> None:
     """Wait until a worker has seen that many further windows, all in a team of this size."""
     last = journal.windows[-1]["window"] if journal.windows else -1
@@ -262,7 +263,7 @@ def wait_for_more(journal: Journal, count: int = 5, size: int = 0) -> None:
         rows = [row for row in journal.windows if row["window"] > last]
         return len([row for row in rows if not size or row["size"] == size]) >= count
 
-    wait_for(have_come)
+    wait_until(have_come)
 
 
 def longest_gap_s(journal: Journal, since_s: float, until_s: float) -> float:

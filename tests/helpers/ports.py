@@ -2,6 +2,9 @@
 
 import random
 import socket
+from contextlib import suppress
+
+from helpers.limits import PATIENCE_S, wait_until
 
 # Below those that the system hands out to whoever connects or asks for any.
 PORTS = range(15_000, 30_000)
@@ -17,3 +20,16 @@ def free_port() -> int:
                 return port
         except OSError:
             continue
+
+
+def connect_soon(port: int) -> socket.socket:
+    """Connects as soon as somebody listens."""
+    found: list[socket.socket] = []
+
+    def connect() -> bool:
+        with suppress(ConnectionRefusedError):
+            found.append(socket.create_connection(("127.0.0.1", port), PATIENCE_S))
+        return bool(found)
+
+    wait_until(connect)
+    return found[0]

@@ -5,11 +5,8 @@ as users do, in processes of its own. ``lab.run(...)`` runs the same command lin
 which saves the seconds that importing transformers takes: for all that is not about processes.
 """
 
-import ctypes
 import os
 import random
-import select
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +18,11 @@ import yaml
 from evener.data.order import Permutation
 from evener.observe.events import FIELDS
 from evener.observe.following import read_events
+from evener.observe.lineage import effective
 from helpers.event_cases import check_kinds
 from helpers.forking import Zygote
 from helpers.launched import Running, Sandbox
-from helpers.lineage import effective_events
+from helpers.limits import wait_until
 from helpers.ranks import Rank, RankTeam
 
 #: Hard limit for a whole run; it takes seconds, but others may use the same cores.
@@ -173,14 +171,6 @@ class Lab:
         """Ends what still runs."""
         self.sandbox.close()
 
-    def install(self, sitecustomize: str) -> None:
-        """Code that every further Python process of the sandbox runs first."""
-        folder = self.folder / "site"
-        folder.mkdir(exist_ok=True)
-        (folder / "sitecustomize.py").write_text(sitecustomize)
-        before = self.sandbox.environ["PYTHONPATH"]
-        self.sandbox.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{before}"
-
 
 def be_evener(rank: Rank, folder: str, command: Sequence[str]) -> int:
     """What a rank's process does when evener's launcher has started it; returns its exit code."""
@@ -193,55 +183,24 @@ def be_evener(rank: Rank, folder: str, command: Sequence[str]) -> int:
 
 # ── waiting ──────────────────────────────────────────────────────────────────────────────────────
 
-_IN_MODIFY, _IN_CREATE, _IN_MOVED_TO = 0x2, 0x100, 0x80
 
-
-class FolderWatch:
-    """Wakes up when something changes in a folder (inotify)."""
-
-    def __init__(self, folder: Path) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        self.descriptor = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
-        mask = _IN_MODIFY | _IN_CREATE | _IN_MOVED_TO
-        assert libc.inotify_add_watch(self.descriptor, os.fsencode(folder), mask) >= 0
-
-    def __enter__(self) -> "FolderWatch":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
-
-    def forget(self) -> None:
-        """Takes out what has been told so far."""
-        while select.select([self.descriptor], [], [], 0)[0]:
-            os.read(self.descriptor, 65_536)
-
-
-def wait_for_events(
-    running: Running, run: RunFolder, condition: Callable[[list[dict[str, Any]]], bool]
-) -> list[dict[str, Any]]:
-    """Waits until the events of a run fulfil a condition, while a command runs."""
-    deadline_s = time.monotonic() + RUN_TIMEOUT_S
-    run.path.mkdir(parents=True, exist_ok=True)
-    process = os.pidfd_open(running.process.pid)
-    try:
-        with FolderWatch(run.path) as watch:
-            while True:
-                watch.forget()
-                has_ended = bool(select.select([process], [], [], 0)[0])
-                file = run.path / "events.jsonl"
-                events = read_events(file) if file.exists() else []
-                if condition(events):
-                    return events
-                assert not has_ended, f"it ended too early\n{running.end().err}"
-                left_s = deadline_s - time.monotonic()
-                ready = select.select([watch.descriptor, process], [], [], max(0.0, left_s))[0]
-                assert ready, f"nothing came in {RUN_TIMEOUT_S} s; events so far: {events}"
-    finally:
-        os.close(process)
+def wait_for_events(run: RunFolder, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+    """Waits until the events of a run fulfil a condition."""
+    file = run.path / "events.jsonl"
+    wait_until(lambda: file.exists() and condition(read_events(file)), RUN_TIMEOUT_S)
 
 
 # ── judging ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def refused(lab: Lab, *arguments: object, code: int = 1, nproc: int = 1) -> str:
+    """What rank 0 says when it refuses to run: one line, without a traceback."""
+    finished = lab.run(*arguments, nproc=nproc, expected=None)
+    assert finished.codes[0] == code, finished.said
+    assert "Traceback" not in finished.said
+    (error,) = [line for line in finished.said.splitlines() if line.startswith("error: ")]
+    assert error == finished.said.splitlines()[-1]
+    return error
 
 
 def seen_samples(events: Sequence[dict[str, Any]], epoch: int) -> Counter[int]:
@@ -249,7 +208,7 @@ def seen_samples(events: Sequence[dict[str, Any]], epoch: int) -> Counter[int]:
     permutation = Permutation(NUM_SAMPLES, 0, epoch)
     return Counter(
         permutation[position]
-        for event in effective_events(events)
+        for event in effective(events)
         if event["type"] == "window" and event["epoch"] == epoch
         for start, stop in event["committed"]
         for position in range(start, stop)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from evener.data.order import Permutation
 from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.lineage import check_exactly_once
@@ -76,13 +75,8 @@ def classify_in_a_script(rank: Rank, folder: str) -> list[Any]:
     results.append(evener.classify({**keys, "data": data}, rows, resume=True, quiet=True))
     with pytest.raises(evener.CheckpointError, match="was trained with other data"):
         evener.classify(keys, given[1:], resume=True, quiet=True)
-    for bad, message in (
-        ([*given, {"text": "of no class"}], f"sample {NUM_TRAIN} lacks 'label'"),
-        ([evener.Sample("x", 1.5)], "sample 0: label 1.5 is a float"),  # type: ignore[arg-type]
-        ([], "there are no samples"),
-    ):
-        with pytest.raises(evener.DataError, match=message):
-            evener.classify(keys, bad, quiet=True)
+    with pytest.raises(evener.DataError, match=f"sample {NUM_TRAIN} lacks 'label'"):
+        evener.classify(keys, [*given, {"text": "of no class"}], quiet=True)
     with pytest.raises(evener.ConfigError, match=r"'train\.jsonl', but samples are given"):
         evener.classify(TINY, given, quiet=True)
     with pytest.raises(evener.ConfigError, match=r"model\.path is missing"):
@@ -133,17 +127,7 @@ def test_a_run_on_two_unequal_ranks_leaves_an_adapter_and_a_report(folder: Path)
     for key in ("macro_f1", "linear_accuracy", "frozen_accuracy", "probe_accuracy"):
         assert 0 <= summary[key] <= 1
     assert sum(map(sum, summary["confusion"])) == summary["num_heldout"] == 20
-    windows = result.of_type("window")
-    for epoch in range(2):
-        permutation = Permutation(NUM_TRAIN, 0, epoch)
-        seen = [
-            permutation[position]
-            for event in windows
-            if event["epoch"] == epoch
-            for start, stop in event["committed"]
-            for position in range(start, stop)
-        ]
-        assert sorted(seen) == list(range(NUM_TRAIN))
+    assert check_exactly_once(result.events, NUM_TRAIN, whole_epochs=2) == []
     assert "<svg" in (result.path / "report.html").read_text()
     # The same on one rank: the same samples in the same windows, sums in another order.
     run(folder, "run.yaml", "--name", "alone")
@@ -213,7 +197,7 @@ def without_memory(rank: Rank, folder: str, command: Sequence[str]) -> int:
     loss = ClassifyPipeline.loss
 
     def small_loss(self: ClassifyPipeline, batch: Any) -> Any:
-        if rank.rank == 0 and len(batch.labels) > 1:
+        if rank.rank == 0 and len(batch["labels"]) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return loss(self, batch)
 
@@ -258,18 +242,8 @@ def test_patience_ends_a_run_and_keeps_the_best_adapter(folder: Path) -> None:
     assert "nothing to do" in run(folder, "run.yaml", "--resume")
 
 
-def test_predictions_for_a_file(folder: Path) -> None:
+def test_a_finished_run_predicts_and_its_adapter_may_be_trained_on(folder: Path) -> None:
     run(folder, configure(folder, epochs=8))
-    (folder / "texts.jsonl").write_text('{"text": "1 alpha beta"}\n"2 gamma delta"\n')
-    (folder / "train.jsonl").unlink()  # what it was trained on is needed no more
-    said = run(folder, "run.yaml", "--predict", "texts.jsonl", "--quiet")
-    rows = [json.loads(line) for line in said.splitlines()]
-    assert [row["label"] for row in rows] == ["first", "second"]
-    assert all(0 < row["probability"] <= 1 for row in rows)
-
-
-def test_a_run_may_go_on_with_the_adapter_of_another(folder: Path) -> None:
-    run(folder, configure(folder, epochs=6))
     first = RunFolder(folder / "runs" / "run").summary
     assert first["start_accuracy"] is None
     model = {"path": "runs/run/base", "adapter": "runs/run/adapter"}
@@ -279,13 +253,18 @@ def test_a_run_may_go_on_with_the_adapter_of_another(folder: Path) -> None:
     assert more["frozen_accuracy"] is None
     assert more["start_accuracy"] == more["accuracy"] == first["accuracy"]
     assert more["best_step"] == 0
+    (folder / "texts.jsonl").write_text('{"text": "1 alpha beta"}\n"2 gamma delta"\n')
+    (folder / "train.jsonl").unlink()  # what it was trained on is needed no more
+    said = run(folder, "run.yaml", "--predict", "texts.jsonl", "--quiet")
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert [row["label"] for row in rows] == ["first", "second"]
+    assert all(0 < row["probability"] <= 1 for row in rows)
 
 
 def test_a_checkpoint_of_another_base_or_adapter_is_refused(folder: Path) -> None:
     run(folder, configure(folder, max_steps=2))
-    for setting, what in (("lora.alpha=9", "adapter"), ("seq_len=20", "tokenizer or length")):
-        said = run(folder, "run.yaml", "--resume", "--set", setting, fails=True)
-        assert f"trained with another {what}; put " in said
+    said = run(folder, "run.yaml", "--resume", "--set", "seq_len=20", fails=True)
+    assert "trained with another tokenizer or length; put " in said
     other = {**TINY_LLAMA, "config": {**TINY_LLAMA["config"], "initializer_range": 0.3}}
     configure(folder, max_steps=4, model=other)
     assert "trained with another base model" in run(folder, "run.yaml", "--resume", fails=True)
@@ -294,10 +273,8 @@ def test_a_checkpoint_of_another_base_or_adapter_is_refused(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"labels": ["first", "second"]}, "train.jsonl:"),
         ({"labels": [*NAMES, "fourth"]}, "no sample of 'fourth' in the training data"),
         ({"model": {"path": "nowhere"}}, "model.path is 'nowhere', which does not exist"),
-        ({"lora": {"rank": 0}}, "lora.rank is 0: Input should be greater than or equal to 1"),
         ({"epoch": 3}, "epoch is 3: unknown key; allowed are "),
     ],
 )
@@ -305,14 +282,6 @@ def test_bad_input_is_named(folder: Path, changes: dict[str, Any], words: str) -
     configure(folder, **changes)
     assert words in run(folder, "run.yaml", fails=True)
     assert not (folder / "runs").exists()
-
-
-def test_data_of_ones_own_needs_a_model(folder: Path) -> None:
-    configure(folder)
-    document = yaml.safe_load((folder / "run.yaml").read_text())
-    del document["model"]
-    (folder / "run.yaml").write_text(yaml.safe_dump(document))
-    assert "model.path is missing" in run(folder, "run.yaml", fails=True)
 
 
 def test_a_rank_of_another_launcher_is_told_where_the_base_comes_from(folder: Path) -> None:

@@ -76,7 +76,7 @@ def train(
     # others trace and differentiate as it does.
     [
         pytest.param(1, POLICIES[:1], "inductor", marks=pytest.mark.long),
-        (1, POLICIES, "aot_eager"),
+        pytest.param(1, POLICIES, "aot_eager", marks=pytest.mark.long),
         (2, POLICIES, "aot_eager"),
     ],
 )

@@ -20,6 +20,7 @@ from helpers.pretraining import RUN_TIMEOUT_S, Lab
 pytestmark = pytest.mark.browser
 
 MARKUP = "<img src=x onerror=alert(1)>"
+RANKS, EVENTS = "[aria-label=Ranks]", "[aria-label=Events]"
 #: What a browser says of a request that fails, which a page cannot keep it from saying.
 FAILED = "Failed to load resource"
 
@@ -57,19 +58,19 @@ def test_live_updates_and_who_is_gone(sandbox: Sandbox, scheme: str) -> None:
             tab.wait_for_selector("html[data-drawn]")
             has(tab, "connected", "header")
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
-            assert tab.locator(".chart canvas").count() == 4
+            assert tab.locator(".chart canvas").count() == 5
             before = tab.locator("#line").inner_text()
             count = int(re.search(r"step (\d+)", before)[1])  # type: ignore[index]
             append(root / "run", committed_window(count), committed_window(count + 1))
             has(tab, f"step {count + 2}/100")
             lost = {"rank": 1, "member": "b", "window": count + 2, "reason": MARKUP}
             append(root / "run", make_event("worker_lost", t=count + 2.0, **lost))
-            has(tab, "gone", "#ranks")
-            has(tab, f"lost rank 1 (b): {MARKUP}", "#log")
+            has(tab, "gone", RANKS)
+            has(tab, f"lost rank 1 (b): {MARKUP}", EVENTS)
             assert tab.locator("main img").count() == 0
             append(root / "run", committed_window(count + 2, t=count + 3.0))
             tab.wait_for_function(
-                "() => !document.querySelector('#ranks').innerText.includes('gone')"
+                f"() => !document.querySelector('{RANKS}').innerText.includes('gone')"
             )
     served.end()
 
@@ -115,7 +116,7 @@ def test_keyboard_zoom_survives_updates_and_runs_can_be_chosen(sandbox: Sandbox)
         append(root / "run", committed_window(200, samples=(9, 1)))
         has(tab, "step 201")
         assert chart.locator("canvas").evaluate("canvas => canvas.toDataURL()") == zoomed
-        tab.select_option("#runs", "other")
+        tab.select_option("#choice", "other")
         has(tab, "step 5")
         assert tab.locator("h1").inner_text() == "other"
         tab.reload()
@@ -205,7 +206,7 @@ def test_a_rank_that_is_killed_is_gone_until_another_takes_its_place(
     running = sandbox.evener("launch", *options, script)
     with browsing(url_of(running.process.stderr), allowed=FAILED) as tab:
         tab.wait_for_function(  # both have contributed
-            "() => document.querySelectorAll('#ranks tbody tr').length === 2"
+            "() => document.querySelectorAll('[aria-label=Ranks] tbody tr').length === 2"
         )
         *_, own = (
             event
@@ -213,12 +214,12 @@ def test_a_rank_that_is_killed_is_gone_until_another_takes_its_place(
             if event["type"] == "worker_started" and event["rank"] == rank
         )
         os.kill(own["pid"], signal.SIGKILL)
-        has(tab, "gone", "#ranks")
-        has(tab, f"lost rank {rank} ({own['member']})", "#log")
+        has(tab, "gone", RANKS)
+        has(tab, f"lost rank {rank} ({own['member']})", EVENTS)
         sandbox.open_gate(1)  # for the one that takes its place
-        has(tab, f"rank {rank} ({own['member']}.2) joined", "#log")
-        has(tab, "replaced", "#ranks")
-        rows = tab.locator("#ranks tbody tr").all_inner_texts()
+        has(tab, f"rank {rank} ({own['member']}.2) joined", EVENTS)
+        has(tab, "replaced", RANKS)
+        rows = tab.locator(f"{RANKS} tbody tr").all_inner_texts()
         told = [row.split()[1] for row in rows]
         assert (len(told), told.count("replaced")) == (3, 1)
         assert {"replaced"} < set(told) <= {"replaced", "here", "parked"}

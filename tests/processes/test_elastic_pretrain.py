@@ -2,8 +2,7 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from evener.protocol.formation import Deadlines
 from evener.run_report.writing import report
 from helpers.coordinators import serving
 from helpers.forking import Zygote
-from helpers.limits import PATIENCE_S
+from helpers.limits import wait_until
 from helpers.lineage import check_exactly_once
 from helpers.pretraining import NEEDED, NUM_SAMPLES, RUN_TIMEOUT_S, Lab, be_evener
 from helpers.ranks import Rank, RankTeam
@@ -49,20 +48,20 @@ def test_a_late_worker_takes_the_run_over_from_those_that_are_killed(
 ) -> None:
     lab.configure(epochs=9999, checkpoint={"every": 20, "keep_last": 2}, eval={"every": 20})
     Zygote.get().preload(*NEEDED)
-    command = ["pretrain", "run.yaml", "--set", "measure=false", "--quiet"]
+    command = ["pretrain", "run.yaml", "--quiet"]
     run = lab.path_of()
     with RankTeam(be_worker, 3, coordinator, str(lab.folder), command) as team:
         pids = [team.receive(rank) for rank in range(3)]
         team.send(0, "begin")
-        wait_for(lambda: (run.path / "events.jsonl").exists() and run.of_type("window"))
+        wait_until(lambda: (run.path / "events.jsonl").exists() and run.of_type("window"))
         team.send(1, "begin")
-        wait_for(lambda: run.of_type("worker_joined"))
+        wait_until(lambda: run.of_type("worker_joined"))
         os.kill(pids[0], signal.SIGKILL)
-        wait_for(lambda: find_holder(run.path) == pids[1])
+        wait_until(lambda: find_holder(run.path) == pids[1])
         team.send(2, "begin")
-        wait_for(lambda: len(run.of_type("worker_joined")) == 2)
+        wait_until(lambda: len(run.of_type("worker_joined")) == 2)
         os.kill(pids[1], signal.SIGKILL)
-        wait_for(lambda: len(run.of_type("worker_lost")) == 2)
+        wait_until(lambda: len(run.of_type("worker_lost")) == 2)
         os.kill(pids[2], signal.SIGTERM)
         outcomes = team.wait(RUN_TIMEOUT_S)
     assert outcomes[2].value == 128 + signal.SIGTERM, outcomes[2].story()
@@ -74,15 +73,16 @@ def test_a_late_worker_takes_the_run_over_from_those_that_are_killed(
     (page,) = report([run.path])["runs"]
     changes = [event["type"] for event in page["events"] if event["type"].startswith("worker")]
     assert changes == ["worker_joined", "worker_lost", "worker_joined", "worker_lost"]
-    lab.run("run.yaml", "--resume", "--set", f"max_steps={last + 2}", "--set", "measure=false")
+    lab.run("run.yaml", "--resume", "--set", f"max_steps={last + 2}")
     assert run.checkpoints[-1].name == f"step-{last + 2}"
 
 
+@pytest.mark.long
 def test_a_run_that_dies_before_it_was_due_to_save_continues_in_its_folder(lab: Lab) -> None:
     """Elastic teams do so by themselves, fixed ones with ``--resume``."""
     lab.configure(epochs=9999, policy="cadence", checkpoint={"every": 10**6}, eval={"every": 0})
     Zygote.get().preload(*NEEDED)
-    command = ["pretrain", "run.yaml", "--set", "measure=false", "--quiet"]
+    command = ["pretrain", "run.yaml", "--quiet"]
     run = lab.path_of()
     for began in ("run_started", "run_resumed"):
         with (
@@ -91,17 +91,10 @@ def test_a_run_that_dies_before_it_was_due_to_save_continues_in_its_folder(lab: 
         ):
             pid = team.receive(0)
             team.send(0, "begin")
-            wait_for(lambda: (run.path / "events.jsonl").exists() and run.of_type("checkpoint"))
-            wait_for(lambda kind=began: run.of_type(kind) and run.events[-1]["type"] == "window")
+            wait_until(lambda: (run.path / "events.jsonl").exists() and run.of_type("checkpoint"))
+            wait_until(lambda kind=began: run.of_type(kind) and run.events[-1]["type"] == "window")
             os.kill(pid, signal.SIGKILL)
-    lab.run("run.yaml", "--resume", "--set", "max_steps=5", "--set", "measure=false")
+    lab.run("run.yaml", "--resume", "--set", "max_steps=5")
     assert [path.name for path in run.path.parent.iterdir() if path.name[0] != "."] == ["run"]
     assert [event["window"] for event in run.of_type("run_resumed")] == [0, 0]
     assert check_exactly_once(run.events, NUM_SAMPLES) == []
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

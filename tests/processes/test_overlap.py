@@ -2,7 +2,6 @@
 
 import signal
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,26 +10,21 @@ from torch import Tensor, nn
 
 from evener import Ddp, DdpConfig, PeerLostError
 from evener.protocol.formation import Deadlines
-from helpers import elastic_ranks
 from helpers.coordinators import serving
-from helpers.elastic_ranks import WINDOWS, come_late, die_at, set_up, summary
-from helpers.elastic_runs import loop
+from helpers.elastic_ranks import WINDOWS, come_late, die_at, set_up, train
 from helpers.limits import PATIENCE_S
 from helpers.ranks import Rank, RankTeam, run_ranks_to_end
 
 
 def train_elastic(rank: Rank, address: str, point: str) -> Any:
-    pids = rank.receive()
-    plain = elastic_ranks.config_for
-    elastic_ranks.config_for = lambda policy: replace(plain(policy), overlap="on")  # type: ignore[attr-defined]
-    what = "gradients of window 2, piece"
+    pids, what = rank.receive(), "gradients of window 2, piece"
     if rank.rank == 1:
         die_at(point, what)
     elif rank.rank == 0 and point == "inside":
         come_late(what, pids[1])
-    ddp, model = set_up(rank, address, "1:3")
+    ddp, model = set_up(rank, address, "1:3", overlap="on")
     with ddp:
-        return summary(loop(ddp, model, lambda result: None))
+        return train(ddp, model, lambda result: None)
 
 
 @pytest.mark.parametrize("point", ["before", "inside", "after"])

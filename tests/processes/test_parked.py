@@ -2,8 +2,6 @@
 
 import re
 import signal
-import sys
-import textwrap
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -15,8 +13,6 @@ import torch
 from evener import Ddp, DdpConfig, EvenerError
 from evener.planning.policies import Parking
 from evener.team.signals import StopSignals
-from helpers.launched import Sandbox
-from helpers.machines import ADDRESSES, Machines
 from helpers.ranks import Rank, RankTeam
 
 PARKED = 1
@@ -94,7 +90,8 @@ def test_errors_name_ranks_of_the_team_while_one_is_parked() -> None:
         for rank in (0, 2):
             kind, text, _ = team.receive(rank)
             assert kind == "CollectiveMismatchError"
-            assert "rank 0 is closing a window" in text
+            # With or without a share of the window.
+            assert re.search("rank 0 is (closing a window|waiting in the loader)", text)
             assert "rank 2 is averaging a value" in text
             assert "rank 1" not in text
     with RankTeam(get_into_trouble, 3, "writes") as team:
@@ -132,128 +129,16 @@ def stop_when_told(rank: Rank, folder: str) -> tuple[list[float], bool]:
             return model.weight.flatten().tolist(), ddp.stopping
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_parked_rank_that_is_told_to_stop_stops_the_team(signum: int, tmp_path: Path) -> None:
+def test_a_parked_rank_that_is_told_to_stop_stops_the_team(tmp_path: Path) -> None:
     with RankTeam(stop_when_told, 3, str(tmp_path / "checkpoint")) as team:
         for rank in range(3):
             team.receive(rank)
         for rank in (0, 2):
             assert team.receive(rank) == "parked"
-        team.send_signal(PARKED, signum)
+        team.send_signal(PARKED, signal.SIGTERM)
         outcomes = team.wait()
     assert all(o.returned for o in outcomes), "\n".join(o.story() for o in outcomes)
     weights, stopping = zip(*(outcome.value for outcome in outcomes), strict=True)
     assert stopping == (True, True, True)
     assert weights[0] == weights[1] == weights[2]
     assert (tmp_path / "checkpoint").is_dir()
-
-
-def leave_the_loop(rank: Rank) -> tuple[int, list[float]]:
-    model, ddp = set_up()
-    with ddp:
-        loader = ddp.loader(torch.ones(1_000, 3), batch_size=8)
-        for epoch in range(2):
-            for x in loader.epoch(epoch):
-                if ddp.window >= 20 * (epoch + 1):
-                    assert is_anyone_parked(ddp)
-                    break
-                ddp.backward(model(x).mean())
-                ddp.step()
-    return ddp.window, model.weight.flatten().tolist()
-
-
-def test_a_break_calls_a_parked_rank_back() -> None:
-    with RankTeam(leave_the_loop, 3) as team:
-        outcomes = team.wait()
-    assert all(o.returned for o in outcomes), "\n".join(o.story() for o in outcomes)
-    values = [outcome.value for outcome in outcomes]
-    assert values[0][0] == 40
-    assert values[0] == values[1] == values[2]
-
-
-# ── rank 0 ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def park_rank_0(rank: Rank, ending: str) -> tuple[list[int], list[float], list[float]]:
-    """Rank 0 is away from window 3 on: rank 1 plans, and brings it up to date when it is back."""
-    model, ddp = set_up()
-    ddp.assembly.engine.policy.decide_parking = (  # type: ignore[method-assign]
-        lambda batch_size, main: (
-            Parking({0: 1.0}) if ddp.window >= 3 and not is_anyone_parked(ddp) else None
-        )
-    )
-    seen: list[int] = []
-    data = torch.arange(600.0).unsqueeze(1).repeat(1, 3) / 600
-    with ddp:
-        for x in ddp.loader(data, batch_size=8).epoch(0):
-            if ending == "break" and ddp.window == 30:
-                break
-            seen += (x[:, 0] * 600).round().int().tolist()
-            ddp.backward(model(x).mean())
-            ddp.step()
-        mean = [ddp.weighted_mean(model.weight[0, k].item()) for k in range(3)]
-    return seen, mean, model.weight.flatten().tolist()
-
-
-@pytest.mark.parametrize("ending", ["the epoch's end", "break"])
-def test_rank_0_is_parked_and_called_back_like_any_other(ending: str) -> None:
-    with RankTeam(park_rank_0, 3, ending) as team:
-        outcomes = team.wait()
-    assert all(o.returned for o in outcomes), "\n".join(o.story() for o in outcomes)
-    seen, means, weights = zip(*(outcome.value for outcome in outcomes), strict=True)
-    assert weights[0] == weights[1] == weights[2]
-    assert means[0] == means[1] == means[2] == pytest.approx(weights[0])
-    assert 0 < len(seen[0]) < 8 * 8  # its first windows
-    if ending == "break":
-        assert sum(map(len, seen)) == 30 * 8
-    else:
-        assert sorted([*seen[0], *seen[1], *seen[2]]) == list(range(600))
-
-
-# ── a network that is cut ────────────────────────────────────────────────────────────────────────
-
-TRAIN = """
-import torch
-from evener import Ddp, DdpConfig, EvenerError
-from evener.planning.policies import Parking
-torch.manual_seed(0)
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-config = DdpConfig(speed_hint=(1.0, 1.0), quiet=True, timeout_s=6.0)
-with Ddp.setup(model, optimizer, devices="cpu", config=config) as ddp:
-    team = ddp.assembly.engine.team
-    parking = Parking({1: 1.0})
-    ddp.assembly.engine.policy.decide_parking = lambda *_: None if team.parked else parking
-    told = False
-    for x in ddp.loader(torch.ones(1_000_000, 3), batch_size=8).epoch(0):
-        ddp.backward(model(x).mean())
-        ddp.step()
-        if team.parked and not told:
-            told = True
-            tell("parked")
-        if team.parked:
-            time.sleep(0.02)  # it is called back after 500 windows
-"""
-
-
-@pytest.mark.root
-def test_a_parked_rank_notices_that_the_network_is_cut(tmp_path: Path) -> None:
-    sandbox = Sandbox(tmp_path)
-    script = sandbox.script(textwrap.dedent(TRAIN))
-    try:
-        with Machines() as machines:
-            running = []
-            for node in range(2):
-                nodes = ("--nnodes", 2, "--node-rank", node, "--master-addr", ADDRESSES[0])
-                launch = (sys.executable, "-m", "evener", "launch", "--nproc", 1, *nodes)
-                running.append(sandbox.start(*machines.command(node, *launch, script)))
-            assert sandbox.mailbox.read(1)[0] in ("0 parked", "1 parked")
-            machines.run(0, "ip", "link", "set", "eth0", "down")
-            ended = [each.end() for each in running]
-    finally:
-        sandbox.close()
-    assert [each.code for each in ended] == [1, 1]
-    for rank, each in enumerate(ended):
-        # The kernel ends a connection to a machine that does not answer, perhaps before a deadline.
-        ends = rf"rank {rank} (waited \S+ s in .* for rank {1 - rank}|lost a peer in )"
-        assert re.search(ends, each.err), each.err

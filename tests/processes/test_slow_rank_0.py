@@ -1,20 +1,11 @@
 """Rank 0 is far too slow (emulated) and is parked like any other; whatever it did, rank 1 does."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import pytest
-import yaml
-
-from helpers.classification import NEEDED, TINY_LLAMA, samples
-from helpers.forking import Zygote
 from helpers.launched import Sandbox
 from helpers.lineage import check_exactly_once
-from helpers.managed import describe_job
-from helpers.pretraining import NUM_SAMPLES, RUN_TIMEOUT_S, Lab, RunFolder, be_evener
-from helpers.ranks import RankTeam
+from helpers.pretraining import NUM_SAMPLES, RUN_TIMEOUT_S, Lab, RunFolder
 
 SLOW = ("--emulate-slow", "0:50")
 
@@ -81,41 +72,6 @@ def test_pretraining(tmp_path: Path) -> None:
         lab.close()
 
 
-def classify(folder: Path, *arguments: object) -> Sequence[Any]:
-    Zygote.get().preload(*NEEDED)
-    with RankTeam(be_evener, 2, str(folder), ["classify", *map(str, arguments)]) as team:
-        outcomes = team.wait(RUN_TIMEOUT_S)
-    assert {o.value for o in outcomes if o.returned} == {0}, "\n".join(o.story() for o in outcomes)
-    return outcomes
-
-
-def test_classification(tmp_path: Path) -> None:
-    names = ["first", "second", "third"]
-    rows = [{"text": s.text, "label": names[int(s.label)]} for s in samples(48)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held = [{"text": s.text, "label": names[int(s.label)]} for s in samples(20, first=900)]
-    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
-    keys = {
-        "data": {"path": "train.jsonl", "heldout_path": "held.jsonl"},
-        "model": TINY_LLAMA,
-        "seq_len": 24,
-        "precision": "fp32",
-        "lora": {"rank": 4, "dropout": 0.0},
-        "batch_size": 2,
-        "epochs": 2,
-        "eval": {"every": 16},
-        "checkpoint": {"every": 12, "keep_last": 2},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(keys))
-    outcomes = classify(tmp_path, "run.yaml", *SLOW)
-    run = RunFolder(tmp_path / "runs" / "run")
-    check_events(run, 48, windows=48, epochs=2)
-    check_checkpoints(run, 48, 12, 2)
-    assert (run.path / "adapter" / "adapter_model.safetensors").exists()
-    assert sum(map(sum, run.summary["confusion"])) == 20
-    assert "held-out accuracy" in outcomes[1].output, "rank 1 says how the run has ended"
-
-
 SCRIPT = """
 import json
 import torch
@@ -179,35 +135,3 @@ def test_a_script(tmp_path: Path) -> None:
     assert said[0, "sink"] == [1, first_led]
     assert said[1, "sink"] == [1, led], "the next one is told of the start, too"
     assert said[0, "loaded"] == said[1, "loaded"] == [60, weights]
-
-
-def test_a_managed_run(tmp_path: Path) -> None:
-    saved: Path = tmp_path / "saved"
-    saved.mkdir()
-
-    def save(window: int, model: Any) -> None:
-        (saved / str(window)).write_text(str(float(model[0].weight.sum())))
-
-    handle = describe_job(
-        batch_size=2,
-        devices=2,
-        emulate_slow={0: 50.0},
-        eval_fn=lambda model: float(model[0].weight.sum()),
-        checkpoint_every=10,
-        checkpoint_fn=save,
-        checkpoint_dir=str(tmp_path / "checkpoints"),
-    ).run()
-    metrics = list(handle.metrics())
-    state = handle.join()
-    assert [m.epoch for m in metrics] == [0, 1]
-    for m in metrics:
-        assert m.complete
-        assert m.samples == 46
-        assert sum(m.per_rank_batch_share) == pytest.approx(1.0)
-        assert m.eval["eval"] == pytest.approx(m.eval["eval"])
-    assert metrics[1].per_rank_batch_share == (0.0, 1.0)
-    assert metrics[0].scalars.keys() == {"loss", "first", "count", "newest"}
-    assert sorted(int(path.name) for path in saved.iterdir()) == [10, 20, 30, 40]
-    weight = next(value for name, value in state.params.items() if name.startswith("0."))
-    assert metrics[-1].eval["eval"] == pytest.approx(float(weight.sum()))
-    assert (tmp_path / "checkpoints" / "step-46").is_dir()

@@ -1,9 +1,5 @@
 """A rank for which others wait is named at the terminal; nothing ends for it."""
 
-import os
-import signal
-from typing import Any
-
 import pytest
 
 from evener.planning import silence
@@ -11,7 +7,6 @@ from evener.team import coordinator
 from evener.team.backends import connect_team
 from evener.team.environment import DistributedTrainConfig
 from evener.team.membership import WaitWatch
-from helpers.launched import Sandbox
 from helpers.limits import PATIENCE_S
 from helpers.ranks import Rank, RankTeam
 
@@ -33,7 +28,7 @@ def wait_for_rank_1(rank: Rank, backend: str) -> None:
     rank.send("the end")
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gloo"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gloo", marks=pytest.mark.long)])
 def test_the_coordinator_names_who_is_late(backend: str) -> None:
     with RankTeam(wait_for_rank_1, 3, backend) as team:
         for _ in range(2):
@@ -44,25 +39,3 @@ def test_the_coordinator_names_who_is_late(backend: str) -> None:
             team.send(1, "go on")
         assert [team.receive(rank) for rank in range(3)] == ["the end"] * 3
         team.wait()
-
-
-def test_the_launcher_names_a_stopped_rank_at_once_and_ends_nothing(tmp_path: Any) -> None:
-    sandbox = Sandbox(tmp_path)
-    try:
-        script = sandbox.script("tell(os.getpid())\nif RANK == 1: pass_gate()\n")
-        running = sandbox.evener("launch", "--nproc", 2, script)
-        pid = int(sandbox.mailbox.read(2)[1].split()[1])
-        os.kill(pid, signal.SIGSTOP)
-        assert running.process.stderr is not None
-        said = running.process.stderr.readline().decode()
-        assert said.startswith(f"evener: rank 1 (pid {pid}) is stopped since ")
-        assert "the other ranks wait for it" in said
-        assert f"`kill -CONT {pid}` continues it" in said
-        os.kill(pid, signal.SIGCONT)
-        assert (
-            running.process.stderr.readline() == f"evener: rank 1 (pid {pid}) runs again\n".encode()
-        )
-        sandbox.open_gate(1)
-        assert running.end().code == 0
-    finally:
-        sandbox.close()

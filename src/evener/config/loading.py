@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from evener.config.checks import explain
-from evener.config.options import Keys
+from evener.config.keys import Keys
 from evener.errors import ConfigError
 from evener.parsing import short
 from evener.yaml_files import parse_yaml, read_yaml

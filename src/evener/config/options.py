@@ -3,23 +3,16 @@
 ``cli.py`` makes commands of these classes; functions that do the same from Python fill them in.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Final
 
 from typer import Argument, Option
 
 from evener.comm.addresses import LARGEST_PORT
+from evener.config.keys import Allowed, Keys
 from evener.team.nodes import DEFAULT_PORT, MAX_NPROC
-
-Allowed = Literal["data", "precision"]
-"""What a resume may change when the user says so."""
-
-ALLOWED: tuple[Allowed, ...] = get_args(Allowed)
-
-Keys = Mapping[str, Any] | str | Path | None
-"""What ``pretrain`` and ``classify`` take: keys of a run, or a YAML file that holds them."""
 
 _CONFIG: Final = Argument(metavar="RUN.YAML", help="Keys of the run.")
 _Nproc = Annotated[
@@ -96,7 +89,7 @@ class TaskOptions(LaunchOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifyOptions(TaskOptions):
-    """Options of ``evener classify``; without a file and keys, the standard library's functions.
+    """Options of ``evener classify``; without a file and keys, names in the standard library.
 
     Attributes:
         has_samples: Samples are given from Python, instead of ``data.path``.
@@ -130,8 +123,10 @@ class BenchOptions:
     backends: Annotated[
         Sequence[str], Option(metavar="NAMES", help="Averaging backends; auto.")
     ] = ("auto",)
-    minutes: Annotated[float, Option(help="Training time of each combination.")] = 2.0
-    rounds: Annotated[int, Option(help="Rounds into which that time is divided.")] = 2
+    minutes: Annotated[
+        float, Option(min=0.001, max=1e6, help="Training time of each combination.")
+    ] = 2.0
+    rounds: Annotated[int, Option(min=1, help="Rounds into which that time is divided.")] = 2
     nproc: _Nproc = None
     emulate_slow: _EmulateSlow = ()
     overrides: _Overrides = ()
@@ -149,17 +144,27 @@ class PlanOptions:
     speeds: Annotated[
         str | None, Option(metavar="S,S", help="Samples per second of each rank alone.")
     ] = None
-    calibrate: Annotated[bool, Option("--calibrate", help="Time this machine's devices.")] = False
     add: Annotated[str | None, Option(metavar="S,S", help="Samples/s of further ranks.")] = None
-    params: Annotated[str | None, Option(help="Parameters that are trained, such as 350M.")] = None
-    tokens: Annotated[int | None, Option(help="Tokens of a sample, for --calibrate.")] = None
-    bandwidth: Annotated[str | None, Option(help="Bandwidth between ranks, such as 1Gbit.")] = None
-    latency: Annotated[str | None, Option(help="Delay of a message, such as 0.1ms.")] = None
-    batch_size: Annotated[int | None, Option(help="Samples of an optimizer step.")] = None
-    local_batch_size: Annotated[
-        int | None, Option(help="Samples of a local step in cadence and async; as --batch-size.")
+    params: Annotated[
+        float | None, Option(min=1, max=1e15, help="Parameters that are trained, such as 350e6.")
     ] = None
-    micro_batch_size: Annotated[int | None, Option(help="Most samples computed at once.")] = None
-    anchor: Annotated[int | None, Option(help="First local steps of the slowest rank.")] = None
-    picture: Annotated[Path | None, Option(help="Draw a picture: FILE.png or FILE.svg.")] = None
+    bandwidth: Annotated[
+        float | None, Option(metavar="GBIT", min=1e-6, help="Gbit/s between ranks.")
+    ] = None
+    latency: Annotated[
+        float | None, Option(metavar="MS", min=0, help="Milliseconds of a message; 0.1.")
+    ] = None
+    batch_size: Annotated[
+        int | None, Option(min=1, max=10**9, help="Samples of an optimizer step.")
+    ] = None
+    local_batch_size: Annotated[
+        int | None,
+        Option(min=1, max=10**9, help="Of a local step in cadence and async; as --batch-size."),
+    ] = None
+    micro_batch_size: Annotated[
+        int | None, Option(min=1, help="Most samples computed at once.")
+    ] = None
+    anchor: Annotated[
+        int | None, Option(min=1, max=10_000, help="First local steps of the slowest rank.")
+    ] = None
     numbers: Json = False

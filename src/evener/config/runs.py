@@ -139,10 +139,8 @@ class JobConfig(TaskConfig, TrainingOptions):
         policy: When ranks average, and what; see ``ApplyPolicy``.
         backend: How ranks exchange; see ``AverageBackend``.
         devices: What ranks compute on.
-        measure: Measure each rank alone, all side by side, and an equal split, at the end.
         precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         tensorboard: Write TensorBoard files.
-        events_mb: Most MB of the run's event files together; then the oldest but the first goes.
         sinks: Import paths of functions that make a ``Sink``, such as ``tracking:make_sink``.
     """
 
@@ -155,10 +153,8 @@ class JobConfig(TaskConfig, TrainingOptions):
     policy: Literal["sync", "cadence", "async"] = "sync"
     backend: Literal["auto", "gloo", "nccl", "cpu"] = "auto"
     devices: Literal["auto", "cpu", "cuda", "xpu", "mps", "accelerator"] = "auto"
-    measure: bool = False
     precision: Precision = "auto"
     tensorboard: bool = False
-    events_mb: Positive = 1024
     sinks: list[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = Field(default_factory=list)
 
     @field_validator("anchor", "max_anchor", "max_batch_diff", "verify_every", mode="before")
@@ -297,13 +293,14 @@ class LoraConfig(Section):
         rank: Its rank.
         alpha: The adapter is scaled by ``alpha / rank``.
         dropout: Part of its inputs that is dropped in training.
-        target_modules: Names of linear layers; those usual for the model's family.
+        target_modules: Names of linear layers, or ``"all-linear"``; those that peft takes for the
+            model's family.
     """
 
     rank: Positive = 8
     alpha: AboveZero = 16.0
     dropout: Beta = 0.05
-    target_modules: list[str] | None = None
+    target_modules: list[str] | Literal["all-linear"] | None = None
 
 
 class AdapterOptimizerConfig(OptimizerConfig):
@@ -375,7 +372,7 @@ class ClassifyDataConfig(Section):
     """Labelled texts, and what of them is held out.
 
     Attributes:
-        path: JSON Lines or CSV; functions of the standard library without one.
+        path: JSON Lines or CSV; names in the standard library without one.
         heldout_path: Held-out texts; a part of ``path``.
         heldout_fraction: Part of the training file that is held out.
         text_key: Key or column of the text.

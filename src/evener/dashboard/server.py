@@ -1,7 +1,8 @@
-"""The dashboard's server: the page, what happens in a run as it comes, and the wish to stop it.
+"""The dashboard's server: the page, the document of each run, and requests to stop one.
 
 Nothing of a run is put into HTML: the page is the same for all, and its script sets names, messages
-and numbers as text. A content security policy lets the page run that script and ask this server.
+and numbers as text. It asks for the document of a run again and again, and is answered that nothing
+has changed by its ETag.
 """
 
 import asyncio
@@ -9,24 +10,23 @@ import hmac
 import secrets
 import socket
 import time
-from functools import cache
-from importlib.resources import files
-from pathlib import PurePath
+from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from evener.comm.addresses import LOOPBACK, is_loopback, open_port, parse_address
-from evener.dashboard.broadcasts import Broadcasts
 from evener.dashboard.holders import ask_to_stop
 from evener.dashboard.shelf import Shelf
+from evener.dashboard.watching import RunWatch
 from evener.errors import LaunchError, UsageError
+from evener.run_report.page import page, policy
 from evener.team.terminal import say
 from evener.version import __version__
 
@@ -36,23 +36,10 @@ DEFAULT_PORT: Final = 8380
 _MOST_CONNECTIONS: Final = 512
 #: Most connections without an authorised request; the oldest is closed for a new one.
 _MOST_STRANGERS: Final = 64
-_PAGE: Final = "dashboard.html"
-#: What browsers may ask for, and the package that it lies in.
-_ASSETS: Final = {
-    "uPlot.iife.min.js": "run_report",
-    "uPlot.min.css": "run_report",
-    "charts.js": "run_report",
-    "page.css": "run_report",
-    "dashboard.js": "dashboard",
-    "dashboard.css": "dashboard",
-}
-_KINDS: Final = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
+#: Runs that are kept in memory; the one that was asked for longest ago goes first.
+_MOST_KEPT: Final = 16
 _HEADERS: Final = [
-    (
-        "Content-Security-Policy",
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    ),
+    ("Content-Security-Policy", f"{policy(is_live=True)}; frame-ancestors 'none'"),
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
@@ -133,26 +120,21 @@ class Dashboard:
         self._shelf = shelf
         self._token = token
         self._is_open = is_open
-        self._broadcasts = Broadcasts()
+        self._watches: dict[Path, RunWatch] = {}
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
         return Starlette(
             routes=[
                 Route("/", self._page),
-                Route("/assets/{name}", self._asset),
                 Route("/runs", self._list),
-                Route("/runs/{name}/events", self._events),
+                Route("/runs/{name}", self._run),
                 Route("/runs/{name}/stop", self._stop, methods=["POST"]),
             ]
         )
 
     async def _page(self, _request: Request) -> Response:
-        return _file("dashboard", _PAGE)
-
-    async def _asset(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        return _file(_ASSETS[name], name) if name in _ASSETS else _refuse(404, "no such file")
+        return HTMLResponse(page())
 
     async def _list(self, request: Request) -> Response:
         if not self._may_look(request):
@@ -160,16 +142,24 @@ class Dashboard:
         names = await asyncio.to_thread(self._shelf.names)
         return JSONResponse({"runs": names, "version": __version__})
 
-    async def _events(self, request: Request) -> Response:
+    async def _run(self, request: Request) -> Response:
         if not self._may_look(request):
             return _refuse(401, "the token is missing or wrong")
         folder = await asyncio.to_thread(self._shelf.find, request.path_params["name"])
         if folder is None:
             return _refuse(404, "there is no such run here")
-        if not self._broadcasts.has_room(folder):
-            return _refuse(503, "too many are looking already; try again later")
-        messages = self._broadcasts.messages(folder)
-        return StreamingResponse(messages, media_type="text/event-stream")
+        watch = self._watches.pop(folder, None) or RunWatch(folder)
+        self._watches[folder] = watch  # as the newest one
+        for oldest in list(self._watches)[:-_MOST_KEPT]:
+            del self._watches[oldest]
+        answer = await asyncio.to_thread(watch.answer)
+        headers = {"ETag": answer.tag}
+        if request.headers.get("if-none-match") == answer.tag:
+            return Response(status_code=304, headers=headers)
+        body = answer.document
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["Content-Encoding"], body = "gzip", answer.packed
+        return Response(body, headers=headers, media_type="application/json")
 
     async def _stop(self, request: Request) -> Response:
         if not self._has_token(request):
@@ -208,12 +198,3 @@ def _listen(host: str, port: int | None, *, is_guarded: bool) -> socket.socket:
 
 def _refuse(code: int, why: str) -> Response:
     return JSONResponse({"error": why}, status_code=code)
-
-
-def _file(package: str, name: str) -> Response:
-    return Response(_read(package, name), media_type=_KINDS[PurePath(name).suffix])
-
-
-@cache
-def _read(package: str, name: str) -> bytes:
-    return files(f"evener.{package}").joinpath("assets", name).read_bytes()

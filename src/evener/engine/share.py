@@ -346,8 +346,10 @@ class Share:
         """Return the error of a loop that continues without ``ddp.step()``."""
         return UsageError(
             "the loop asked for the next batch without ddp.step() on this one; call "
-            "ddp.backward(loss) and ddp.step() once for every batch of the loader. To evaluate, "
-            "use ddp.eval_loader, which asks for neither"
+            "ddp.backward(loss) and ddp.step() once for every batch of the loader. To accumulate "
+            "gradients, give ddp.loader the batch_size of an optimizer step and the "
+            "micro_batch_size of a backward, and do not divide the loss. To evaluate, use "
+            "ddp.eval_loader, which asks for neither"
         )
 
     def start_turn(self, part: int) -> None:

@@ -16,7 +16,7 @@ from evener.checkpoint import write_checkpoint
 from evener.comm.base import Communicator
 from evener.comm.existing import default_group
 from evener.config.checks import whole_number
-from evener.config.options import Allowed
+from evener.config.keys import Allowed
 from evener.config.settings import DdpConfig
 from evener.data.fetching import Prefetch
 from evener.devices import count_accelerators

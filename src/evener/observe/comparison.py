@@ -1,12 +1,14 @@
 """Compares trials of one configuration that differ in how the team averages. Pure."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from evener.observe.events import mean_loss
+import numpy as np
+
+from evener.observe.events import Event
 from evener.observe.numbers import aligned, human_count, human_duration
+from evener.observe.table import Floats, RunTable, add_up
 
 # Loss is averaged over this last part of what a trial has done: single windows are noise.
 _TAIL = 0.2
@@ -41,19 +43,19 @@ class Trial:
     policy: str
     backend: str
     unit: str
-    elapsed_s: Sequence[float]
-    units: Sequence[float]
-    losses: Sequence[float]
+    elapsed_s: Floats
+    units: Floats
+    losses: Floats
     heldout_loss: float | None = None
     completed: bool = False
 
     def speed(self) -> float:
         """Return units per second, after the warm-up if the run is long enough for that."""
-        start = next(i for i, t in enumerate(self.elapsed_s) if t >= _WARM_UP * self.elapsed_s[-1])
+        start = int(np.argmax(self.elapsed_s >= _WARM_UP * self.elapsed_s[-1]))
         if start == len(self.units) - 1:
-            return self.units[-1] / max(self.elapsed_s[-1], 1e-9)
+            return float(self.units[-1] / max(self.elapsed_s[-1], 1e-9))
         seconds = self.elapsed_s[-1] - self.elapsed_s[start]
-        return (self.units[-1] - self.units[start]) / max(seconds, 1e-9)
+        return float((self.units[-1] - self.units[start]) / max(seconds, 1e-9))
 
     def loss_by_time(self, seconds: float) -> float:
         """Return the mean loss of the last windows before a time."""
@@ -63,46 +65,41 @@ class Trial:
         """Return the mean loss of the last windows before so many units were committed."""
         return self._loss(self.units, units)
 
-    def _loss(self, axis: Sequence[float], end: float) -> float:
-        last = max((i for i, x in enumerate(axis) if x <= end), default=0)
-        first = next(i for i, x in enumerate(axis) if x >= (1 - _TAIL) * axis[last])
-        total = weight = 0.0
-        for i in range(first, last + 1):
-            amount = self.units[i] - (self.units[i - 1] if i else 0.0)
-            total += amount * self.losses[i]
-            weight += amount
-        return total / weight if weight else self.losses[last]
+    def _loss(self, axis: Floats, end: float) -> float:
+        last = max(0, int(np.searchsorted(axis, end, side="right")) - 1)
+        first = int(np.argmax(axis >= (1 - _TAIL) * axis[last]))
+        tail = slice(first, last + 1)
+        amounts = np.diff(self.units, prepend=0.0)[tail]
+        if not amounts.any():
+            return float(self.losses[last])
+        return float(np.average(self.losses[tail], weights=amounts))
 
 
-def read_trial(events: Sequence[Mapping[str, Any]], policy: str, backend: str) -> Trial | None:
+def read_trial(events: Iterable[Event], policy: str, backend: str) -> Trial | None:
     """Return a trial from the events of its run; ``None`` where no window was committed."""
-    started = next((e for e in events if e["type"] == "run_started"), None)
-    elapsed_s, units, losses = [], [], []
-    done = paused_s = 0.0
+    table, unit, heldout, completed = RunTable(), "", None, False
     for event in events:
-        if event["type"] == "eval":
-            paused_s += float(event.get("elapsed_s") or 0.0)
-        if event["type"] != "window":
-            continue
-        loss = mean_loss(event)
-        if started is None or loss is None:
-            continue
-        done += sum(row["weight"] for row in event["ranks"])
-        elapsed_s.append(float(event["t"]) - float(started["t"]) - paused_s)
-        units.append(done)
-        losses.append(loss)
-    if started is None or not units:
+        table.add(event)
+        if event["type"] == "run_started":
+            unit = event["unit"]
+        elif event["type"] == "eval" and event["loss"] is not None:
+            heldout = event["loss"]
+        elif event["type"] == "run_finished":
+            completed = event["reason"] == "completed"
+    rows, parts = table.rows(), table.parts()
+    weight = add_up(parts["row"], parts["weight"], len(table))
+    known = np.isfinite(rows["loss"])
+    if not known.any():
         return None
-    heldout = [e["loss"] for e in events if e["type"] == "eval" and e["loss"] is not None]
     return Trial(
         policy=policy,
         backend=backend,
-        unit=str(started["unit"]),
-        elapsed_s=elapsed_s,
-        units=units,
-        losses=losses,
-        heldout_loss=heldout[-1] if heldout else None,
-        completed=any(e["type"] == "run_finished" and e["reason"] == "completed" for e in events),
+        unit=unit,
+        elapsed_s=np.cumsum(rows["end_s"] - rows["begin_s"])[known],
+        units=np.cumsum(weight * known)[known],
+        losses=rows["loss"][known],
+        heldout_loss=heldout,
+        completed=completed,
     )
 
 
@@ -167,9 +164,9 @@ def compare(trials: Sequence[Trial], skipped: Mapping[str, str]) -> Comparison:
     """
     if not trials:
         return Comparison(skipped=skipped, reason="no combination could be measured")
-    ends = [t.elapsed_s[-1] for t in trials if not t.completed]
-    seconds = min(ends) if ends else max(t.elapsed_s[-1] for t in trials)
-    units = min(t.units[-1] for t in trials)
+    ends = [float(t.elapsed_s[-1]) for t in trials if not t.completed]
+    seconds = min(ends) if ends else max(float(t.elapsed_s[-1]) for t in trials)
+    units = min(float(t.units[-1]) for t in trials)
     rounds: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
         rounds.setdefault((trial.policy, trial.backend), []).append(trial)
@@ -225,7 +222,9 @@ def _candidate(trials: Sequence[Trial], seconds: float, units: float) -> Candida
     heldout = [t.heldout_loss for t in trials if t.heldout_loss is not None]
     first = trials[0]
     step = -(-len(first.units) // _MAX_POINTS)
-    points = list(zip(first.elapsed_s, first.units, first.losses, strict=True))
+    points = list(
+        zip(first.elapsed_s.tolist(), first.units.tolist(), first.losses.tolist(), strict=True)
+    )
     return Candidate(
         policy=first.policy,
         backend=first.backend,

@@ -8,11 +8,9 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NotRequired, Self, TypedDict, final
+from typing import Any, ClassVar, Final, NotRequired, TypedDict, final
 
 from evener.closing import Closing
-from evener.parsing import Fields, short, whole
 
 Event = Mapping[str, Any]
 
@@ -33,7 +31,8 @@ FIELDS: Final = {
     # ``ranks`` has a ``RankRow`` for each rank. Further fields: ``loss``, ``lr``, ``grad_norm``,
     # whether it was ``skipped``, into how many ``update_parts`` ranks divided the update, and which
     # are ``parked``; of local steps also ``turns``, ``anchor``, ``window_s``, ``divergence`` and
-    # ``guard``. Readers that skip windows add ``stands_for``: how many windows it represents.
+    # ``guard``. In a file, the event of a long run may be of several windows (``thinning``): then
+    # ``windows`` is how many, and ``window`` the last of them.
     "window": "window generation epoch committed ranks",
     # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``:
     # ``heldout``, or ``heldout_all`` where that is a part, and all is evaluated at the end.
@@ -114,56 +113,20 @@ def make_event(kind: str, *, t: float, **fields: Any) -> dict[str, Any]:
     Raises:
         ValueError: A field of its type is missing.
     """
-    if missing := [name for name in FIELDS[kind].split() if name not in fields]:
-        raise ValueError(f"the event {kind} lacks {', '.join(missing)}")
-    return {"t": t, "type": kind, **fields}
+    event = {"t": t, "type": kind, **fields}
+    check_complete(event)
+    return event
 
 
-#: Types of events that belong to a window.
-_AT_A_WINDOW: Final = frozenset(
-    (
-        *("checkpoint", "checkpoint_missed", "epoch", "eval", "reformed", "window"),
-        *("run_started", "run_resumed", "run_finished"),
-    )
-)
-
-
-def check_fields(value: Any) -> None:
-    """Check the fields that readers of events rely on; types and fields that are new pass.
+def check_complete(event: Event) -> None:
+    """Check that an event has the fields of its type; types that are new pass.
 
     Raises:
-        ValueError: It is not an event, or a field is missing or of the wrong kind.
+        ValueError: One is missing.
     """
-    event = Fields(value)
-    kind = event.text("type")
-    event.number("t")
-    if kind in _AT_A_WINDOW:
-        event.whole("window")
-    if kind == "window":
-        _check_window(event)
-    elif kind == "eval":
-        event.number("elapsed_s")
-        _check_loss(event)
-    elif kind in ("run_started", "reformed"):
-        event.texts("members")
-    elif kind == "run_finished":
-        event.text("reason")
-
-
-def _check_window(event: Fields) -> None:
-    event.whole("epoch")
-    if "stands_for" in event:
-        event.whole("stands_for", least=1)
-    for part in event.items("committed"):
-        if not isinstance(part, list) or len(part) != 2:
-            raise ValueError(f"committed holds {short(part)}, not two positions")
-        for bound in part:
-            whole(bound, "a position of committed")
-
-
-def _check_loss(fields: Fields) -> None:
-    if fields["loss"] is not None:  # what is not finite is written as null
-        fields.number("loss")
+    needed = FIELDS.get(event["type"], "").split()
+    if missing := [name for name in needed if name not in event]:
+        raise ValueError(f"the event {event['type']} lacks {', '.join(missing)}")
 
 
 @final
@@ -272,42 +235,13 @@ class RankRow(TypedDict):
     update_s: NotRequired[float]
 
 
-@dataclass(slots=True)
-class Totals:
-    """Sums over rows of committed windows.
-
-    Attributes:
-        windows: Windows.
-        samples: Samples done.
-        weight: Their weight (tokens, or samples).
-        compute_s: Seconds of compute.
-        wait_s: Seconds of waiting for other ranks.
-        sync_s: Seconds of exchange.
-    """
-
-    windows: int = 0
-    samples: int = 0
-    weight: float = 0.0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    sync_s: float = 0.0
-
-    def add(self, rows: Iterable[RankRow]) -> Self:
-        """Add rows of one window."""
-        self.windows += 1
-        for row in rows:
-            self.samples += row["samples"]
-            self.weight += row["weight"]
-            self.compute_s += row["compute_s"]
-            self.wait_s += row["wait_s"]
-            self.sync_s += row["sync_s"]
-        return self
-
-    @property
-    def wait_fraction(self) -> float:
-        """Return the part of the time that was spent waiting, from 0 to 1."""
-        total_s = self.compute_s + self.wait_s + self.sync_s
-        return self.wait_s / total_s if total_s > 0 else 0.0
+def wait_fraction(rows: Iterable[Mapping[str, Any]]) -> float:
+    """Return the part of the time of these rows that was spent waiting, from 0 to 1."""
+    wait_s = total_s = 0.0
+    for row in rows:
+        wait_s += row["wait_s"]
+        total_s += row["compute_s"] + row["wait_s"] + row["sync_s"]
+    return wait_s / total_s if total_s > 0 else 0.0
 
 
 def mean_loss(event: Event) -> float | None:

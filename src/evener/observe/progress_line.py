@@ -5,10 +5,12 @@ import os
 import shutil
 from collections import deque
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TextIO
+from typing import Final, TextIO
 
-from evener.observe.events import Event, Sink, Totals, mean_loss
-from evener.observe.numbers import human_bytes, human_count, human_duration
+from evener.observe.events import Event, Sink, mean_loss
+from evener.observe.numbers import human_count, human_duration
+from evener.observe.sentences import terminal_line
+from evener.observe.table import RunTable, wait_parts
 
 _LIVE_INTERVAL_S = 0.25  # of event time, between updates of the live line
 _PLAIN_INTERVAL_S = 10.0  # of event time, between plain lines
@@ -57,18 +59,13 @@ class ProgressSink(Sink):
 
     def _take(self, event: Event) -> None:
         kind = event["type"]
-        if kind == "run_started":
-            self._state.start(event["total_windows"], event["unit"])
-        elif kind == "window":
-            self._state.add(event)
+        self._state.add(event)
+        if kind == "window":
             self._show_window(event["t"])
         else:
-            if kind in {"run_resumed", "reformed"}:
-                self._state.restart()
-            elif kind == "run_finished":
+            if kind == "run_finished":
                 self._end_live()
-            # The engine itself warns of stragglers, even if this line is not shown.
-            text = None if kind in {"straggler", "straggler_over"} else describe(event)
+            text = terminal_line(event)
             if text is not None:
                 self._print_above(text)
             if kind == "eval" and not self._live and self._state.windows:
@@ -120,17 +117,8 @@ class ProgressSink(Sink):
         self._shown = False
 
 
-class _Window(NamedTuple):
-    """A window that was seen not long ago."""
-
-    t: float
-    step: int
-    rows: list[Any]
-    done: Totals
-
-
 class ProgressFigures:
-    """The figures of the line, kept up window by window.
+    """The figures of the line, from the newest windows.
 
     Attributes:
         windows: Windows that were seen.
@@ -144,28 +132,26 @@ class ProgressFigures:
         self._step = 0
         self.windows = 0
         self._loss: float | None = None
-        self._recent: deque[_Window] = deque(maxlen=SPEED_WINDOWS)
-
-    def start(self, total: int | None, unit: str) -> None:
-        """Record the number of planned windows, and the unit of weights."""
-        self._total, self._unit = total, unit
+        self._recent: deque[Event] = deque(maxlen=SPEED_WINDOWS)
 
     def add(self, event: Event) -> None:
-        """Add a ``window`` event."""
-        rows = event["ranks"]
-        # A window of local steps says how many optimizer steps there have been.
-        self._step = event.get("turns", event["window"] + 1)
-        self.windows += 1
-        self._recent.append(_Window(event["t"], self._step, rows, Totals().add(rows)))
-        loss = mean_loss(event)
-        if loss is not None:
-            # Show a loss that is not finite once, and do not keep it in the smoothed loss.
-            smooth = self._loss is not None and math.isfinite(self._loss) and math.isfinite(loss)
-            self._loss = loss + _LOSS_KEPT * ((self._loss or 0.0) - loss) if smooth else loss
-
-    def restart(self) -> None:
-        """Forget speeds: the time until the next window is not that of a window."""
-        self._recent.clear()
+        """Take an event."""
+        kind = event["type"]
+        if kind == "run_started":
+            self._total, self._unit = event["total_windows"], event["unit"]
+        elif kind in {"run_resumed", "reformed"}:
+            # The time until the next window is not that of a window.
+            self._recent.clear()
+        elif kind == "window":
+            self.windows += 1
+            self._step = _steps(event)
+            self._recent.append(event)
+            loss = mean_loss(event)
+            if loss is not None:
+                # Show a loss that is not finite once, and do not keep it in the smoothed loss.
+                known = loss if self._loss is None else self._loss
+                smooth = math.isfinite(known) and math.isfinite(loss)
+                self._loss = loss + _LOSS_KEPT * (known - loss) if smooth else loss
 
     def line(self, *, bar: bool = False, brief: bool = False) -> str:
         """Return the line, with a bar, or with as little as a narrow terminal has room for."""
@@ -178,34 +164,34 @@ class ProgressFigures:
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4g}")
         # Speed is measured from the oldest remembered commit to the newest.
-        recent = list(self._recent)
-        seconds, later = recent[-1].t - recent[0].t if recent else 0.0, recent[1:]
+        seconds = self._recent[-1]["t"] - self._recent[0]["t"] if self._recent else 0.0
         if seconds > 0:
+            work = RunTable.of(self._recent).parts()
+            later = work["row"] > 0
             if unit != "samples":
-                weight = sum(window.done.weight for window in later)
+                weight = float(work["weight"][later].sum())
                 parts.append(f"{human_count(weight / seconds)} {unit}/s")
             if unit == "samples" or not brief:
-                samples = sum(window.done.samples for window in later)
+                samples = float(work["samples"][later].sum())
                 parts.append(f"{human_count(samples / seconds)} samples/s")
             if total is not None and total > self._step:
-                num_steps = max(1, self._step - recent[0].step)
+                num_steps = max(1, self._step - _steps(self._recent[0]))
                 left_s = (total - self._step) * seconds / num_steps
                 parts.append(f"ETA {human_duration(left_s)}")
         return "  ".join(parts) + self._ranks(brief=brief)
 
     def _ranks(self, *, brief: bool) -> str:
         """Share of the newest window and part of recent time spent waiting, for each rank."""
-        newest = self._recent[-1] if self._recent else None
-        if newest is None or len(newest.rows) < 2:
+        rows = self._recent[-1]["ranks"] if self._recent else []
+        if len(rows) < 2:
             return ""
-        by_member: dict[str, Totals] = {}
-        for window in self._recent:
-            for row in window.rows:
-                by_member.setdefault(row["member"], Totals()).add([row])
-        size = newest.done.samples or 1
-        shares = [100 * row["samples"] / size for row in newest.rows]
-        waits = [100 * by_member[row["member"]].wait_fraction for row in newest.rows]
-        ranks = [row["rank"] for row in newest.rows]
+        table = RunTable.of(self._recent)
+        spent = table.lane_sums()
+        wait_of = dict(zip(table.members, 100 * wait_parts(spent), strict=True))
+        size = sum(row["samples"] for row in rows) or 1
+        shares = [100 * row["samples"] / size for row in rows]
+        waits = [wait_of[row["member"]] for row in rows]
+        ranks = [row["rank"] for row in rows]
         if len(ranks) > _MAX_RANKS_IN_LINE:
             wait = max(waits)
             return (
@@ -220,53 +206,10 @@ class ProgressFigures:
         )
 
 
-def describe(event: Event) -> str | None:
-    """Return the line for a person about an event; ``None`` for those that get no line."""
-    kind = event["type"]
-    if kind == "eval":
-        return f"eval {after_windows(event)}: {event['name']} loss {_loss(event['loss'])}"
-    if kind == "checkpoint":
-        return (
-            f"checkpoint {event['path']} ({human_bytes(event['num_bytes'])}, "
-            f"written in {human_duration(event['write_s'])})"
-        )
-    if kind == "straggler":
-        since = f", since window {event['since']:,}" if "since" in event else ""
-        cause = f": {event['cause']}" if event.get("cause") else ""
-        return (
-            f"straggler: rank {event['rank']} ({event['member']}) took "
-            f"{human_duration(event['compute_s'])} for window {event['window']:,} "
-            f"instead of {human_duration(event['expected_s'])}{since}{cause}"
-        )
-    if kind == "straggler_over":
-        return (
-            f"rank {event['rank']} ({event['member']}) is as fast as before window "
-            f"{event['since']:,} again; windows would have ended "
-            f"{human_duration(event['delay_s'])} sooner"
-        )
-    if kind == "worker_lost":
-        return f"lost rank {event['rank']} ({event['member']}): {event['reason']}"
-    if kind == "worker_left":
-        return f"rank {event['rank']} ({event['member']}) left"
-    if kind == "worker_joined":
-        return f"rank {event['rank']} ({event['member']}) joined"
-    if kind == "run_resumed":
-        source = f" from {event['path']}" if event["path"] is not None else ""
-        return f"resumed {after_windows(event)}{source}"
-    # The supervisor reports a failure with its cause; a failure seen here might be a consequence.
-    if kind == "run_finished" and event["reason"] != "failed":
-        message = f": {event['message']}" if event["message"] else ""
-        return f"{event['reason']} {after_windows(event)}{message}"
-    return None
-
-
-def after_windows(event: Event) -> str:
-    """Return after how many windows an event happened; a local policy has more steps."""
-    return f"after {event['window']:,} window{'s' if event['window'] != 1 else ''}"
-
-
-def _loss(loss: float | None) -> str:
-    return f"{loss:.4g}" if loss is not None else "not finite"
+def _steps(window: Event) -> int:
+    """Return the optimizer steps so far; a window of local steps has several."""
+    steps: int = window.get("turns", window["window"] + 1)
+    return steps
 
 
 def _width(stream: TextIO) -> int:

@@ -126,6 +126,11 @@ class RunSummary:
         return {r: solo for r, solo in enumerate(self.solo_tokens_per_s) if solo is not None}
 
     @property
+    def active(self) -> dict[int, float]:
+        """Return those of ranks that are not parked."""
+        return {r: solo for r, solo in self.solos.items() if r not in self.parked}
+
+    @property
     def multiples(self) -> Multiples:
         """Return how many times as fast the team was as its ranks alone."""
         if not self.has_all_solos:
@@ -173,22 +178,19 @@ class RunSummary:
 def best_speed_without(summary: RunSummary, rank: int) -> float | None:
     """Return the speed of the best team that the other ranks could have formed.
 
-    One other rank alone does its solo speed. Several together do the sum of their solo speeds times
-    what this team reached of the sum of its own, unless the fastest of them alone does more. Parked
-    ranks are on neither side.
+    Other ranks together do the sum of their solo speeds times what this team reached of the sum of
+    its own, unless the fastest of them alone does more. Parked ranks are on neither side.
 
     Returns:
         Tokens (or samples) per second; ``None`` when there is no other rank or speeds are unknown.
     """
-    active = {r: solo for r, solo in summary.solos.items() if r not in summary.parked}
-    total = sum(active.values())
-    others = [speed for other, speed in active.items() if other != rank]
+    total = sum(summary.active.values())
+    others = [speed for other, speed in summary.active.items() if other != rank]
     team = summary.beside_solo_tokens_per_s
-    if summary.multiples.of_ideal is None or team is None or not others or total <= 0:
+    if summary.multiples.of_ideal is None or team is None or not others:
         return None
-    if len(others) == 1:
-        return others[0]
-    return max(max(others), team / total * sum(others))
+    together = min(1.0, team / total) * sum(others)
+    return max(*others, together)
 
 
 def contribution(summary: RunSummary, rank: int) -> float | None:
@@ -205,7 +207,7 @@ def contribution(summary: RunSummary, rank: int) -> float | None:
         unknown, or nobody else is there to do the work.
     """
     without, team = best_speed_without(summary, rank), summary.beside_solo_tokens_per_s
-    if without is None or without <= 0 or team is None or team <= 0:
+    if not without or not team:
         return None
     return 1.0 - without / team if without <= team else team / without - 1.0
 
@@ -294,7 +296,7 @@ def _team(summary: RunSummary) -> list[str]:
     if summary.solo_source != "measured":
         line += " (by what each rank did per second of its own compute time)"
     lines = [line]
-    words = {r: _contribution(summary, r) for r in solos if r not in summary.parked}
+    words = {r: _contribution(summary, r) for r in summary.active}
     costly = [str(r) for r, told in words.items() if told.startswith("cost") and r != best]
     if costly:
         lines.append(f"leave out rank {' or '.join(costly)}: the others are faster by themselves")
@@ -322,7 +324,7 @@ def _contribution(summary: RunSummary, rank: int) -> str:
 
 def _is_equal(summary: RunSummary, rank: int) -> bool:
     """Return whether a rank alone is about as fast as the fastest other: both are useful."""
-    active = {r: solo for r, solo in summary.solos.items() if r not in summary.parked}
-    own = active.pop(rank, 0.0)
-    best = max(active.values(), default=0.0)
+    speeds = summary.active
+    own = speeds.pop(rank, 0.0)
+    best = max(speeds.values(), default=0.0)
     return min(best, own) >= _EQUAL * max(best, own)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from evener.errors import ConfigError
-from evener.observe.events import Event, Sink, Totals, mean_loss
+from evener.observe.events import Event, Sink, mean_loss, wait_fraction
 
 _MOST_WAITING: Final = 100_000  # scalars
 
@@ -68,7 +68,8 @@ class TensorBoardSink(Sink):
 
     def _write_window(self, event: Event) -> None:
         t, rows, step = event["t"], event["ranks"], event["window"] + 1
-        done = Totals().add(rows)
+        samples = sum(row["samples"] for row in rows)
+        weight = sum(row["weight"] for row in rows)
         if (loss := mean_loss(event)) is not None:
             self._scalar("train/loss", loss, step, t)
         self._scalar("train/epoch", event["epoch"], step, t)
@@ -77,15 +78,15 @@ class TensorBoardSink(Sink):
             if value is not None and math.isfinite(value):
                 self._scalar(f"train/{name}", value, step, t)
         if self._last_t is not None and t > self._last_t:
-            speeds = {"samples": done.samples, self._unit: done.weight}
+            speeds = {"samples": samples, self._unit: weight}
             for unit, amount in speeds.items():
                 self._scalar(f"train/{unit}_per_second", amount / (t - self._last_t), step, t)
         self._last_t = t
         for row in rows:
             name = f"rank_{row['rank']}"
-            self._scalar(f"share/{name}", row["samples"] / (done.samples or 1), step, t)
+            self._scalar(f"share/{name}", row["samples"] / (samples or 1), step, t)
             self._scalar(f"compute_s/{name}", row["compute_s"], step, t)
-            self._scalar(f"wait/{name}", Totals().add([row]).wait_fraction, step, t)
+            self._scalar(f"wait/{name}", wait_fraction([row]), step, t)
             if "data_s" in row:
                 self._scalar(f"data_s/{name}", row["data_s"], step, t)
                 self._scalar(f"sent_mb/{name}", row["sent_bytes"] / 1e6, step, t)

@@ -33,10 +33,11 @@ def mismatch(rows: Mapping[int, Row], told: Mapping[int, str]) -> str:
         )
     else:
         why = (
-            "Ranks run different numbers of loop iterations, so a local counter must not "
-            "decide about a collective. Remedy: call it in ddp.on_commit(fn), which runs on every "
-            "rank, or after the epoch; to end an epoch early, use ddp.loader(max_steps=...), as "
-            "`break` does not reach a rank without a share of the window"
+            "All ranks must join a collective: neither `if ddp.rank == 0` nor a counter of the "
+            "loop, which differs between ranks, may decide about it. Remedy: call it on every rank "
+            "after the epoch, or in ddp.on_commit(fn); to end an epoch early, use "
+            "ddp.loader(max_steps=...), as `break` does not reach a rank without a share of the "
+            "window"
         )
     return f"ranks joined different collectives {where}: {'; '.join(deeds)}. {why}"
 

@@ -6,14 +6,14 @@ microseconds, instants (``i``), counters (``C``) and names of processes and thre
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from itertools import pairwise
 from typing import Any, Final
 
-from evener.observe.events import SPANS, Event, RankRow
-from evener.observe.lineage import Voids
-from evener.run_report.history import CommittedWindow, RunHistory
+import numpy as np
+
+from evener.observe.events import SPANS
+from evener.run_report.history import RunHistory
 
 _TEAM: Final = 1  # process id; those of the ranks follow. Viewers take 0 for the idle process.
 _WINDOWS, _EVALUATIONS, _CHECKPOINTS = 1, 2, 3  # tracks of a process
@@ -21,7 +21,7 @@ _EVENTS: Final = _WINDOWS  # of the team
 Trace = Iterator[dict[str, Any]]
 
 
-def trace_events(name: str, events: Iterable[Event], voids: Voids | None = None) -> Trace:
+def trace_events(name: str, history: RunHistory) -> Trace:
     """Yield the events of a trace.
 
     Each rank is a process of its own with one track: a slice for each window, and in it waiting for
@@ -32,27 +32,20 @@ def trace_events(name: str, events: Iterable[Event], voids: Voids | None = None)
 
     Args:
         name: What the run is called.
-        events: Its events; those that cannot be are left out.
-        voids: Which windows are void.
+        history: Its events.
     """
-    history = RunHistory(voids, most_kept=0, most_listed=sys.maxsize)
-    newest = None
-    for event in events:
-        with suppress(ValueError):
-            history.add(event)
-        if history.newest is not None and history.newest is not newest:
-            newest = history.newest
-            yield from _window(newest, list(history.lanes))
     yield from _named(_TEAM, 0, f"team of {name}", "events")
-    for track, name in ((_EVALUATIONS, "evaluations"), (_CHECKPOINTS, "checkpoints")):
-        yield _meta(_TEAM, track, "thread_name", name=name)
+    for track, title in ((_EVALUATIONS, "evaluations"), (_CHECKPOINTS, "checkpoints")):
+        yield _meta(_TEAM, track, "thread_name", name=title)
+    table = history.table
+    order = sorted(range(len(table.members)), key=lambda i: (table.ranks[i], table.members[i]))
+    for place, lane in enumerate(order, start=1):
+        member = table.members[lane]
+        _, device = history.workers.get(member, ("", ""))
+        process = f"rank {table.ranks[lane]} ({member}{f', {device}' if device else ''})"
+        yield from _named(_TEAM + 1 + lane, place, process, "windows")
     yield from _team(history)
-    lanes = list(history.lanes.values())
-    by_rank = sorted(lanes, key=lambda lane: (lane.rank, lane.member))
-    for order, lane in enumerate(by_rank, start=1):
-        device = f", {lane.device}" if lane.device else ""
-        process = f"rank {lane.rank} ({lane.member}{device})"
-        yield from _named(_TEAM + 1 + lanes.index(lane), order, process, "windows")
+    yield from _windows(history)
 
 
 def trace_text(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -84,7 +77,7 @@ def _team(history: RunHistory) -> Trace:
     yield from _tracked(
         _EVALUATIONS,
         [
-            (f"evaluation {one.name}", one.begin_s, one.end_s, {"loss": _finite(one.loss)})
+            (f"evaluation {one['name']}", one["begin_s"], one["t_s"], {"loss": one["loss"]})
             for one in history.evals
         ],
     )
@@ -92,27 +85,27 @@ def _team(history: RunHistory) -> Trace:
         _CHECKPOINTS,
         [
             (
-                f"{what} after window {one.window}",
-                max(0.0, one.t_s - before_s),
-                max(0.0, one.t_s - before_s + length_s),
-                {"path": one.path, "num_bytes": one.num_bytes, "rank": one.rank},
+                f"{what} after window {one['window']}",
+                max(0.0, one["t_s"] - before_s),
+                max(0.0, one["t_s"] - before_s + length_s),
+                {name: one[name] for name in ("path", "num_bytes", "rank")},
             )
             for one in history.checkpoints
             for what, before_s, length_s in (
-                ("copy for a checkpoint", one.write_s + one.copy_s, one.copy_s),
-                ("checkpoint", one.write_s, one.write_s),
+                ("copy for a checkpoint", one["write_s"] + one["copy_s"], one["copy_s"]),
+                ("checkpoint", one["write_s"], one["write_s"]),
             )
             if length_s > 0
         ],
     )
-    for one in [*history.incidents, *history.reasons]:
+    for one in [*history.incidents, *history.plans]:
         yield {
             "ph": "i",
             "s": "t",
             **_place(_TEAM, _EVENTS),
-            "ts": _us(one.t_s),
-            "name": one.kind,
-            "args": {"text": one.text, "window": one.window},
+            "ts": _us(one["t_s"]),
+            "name": one["type"],
+            "args": {"text": one["text"], "window": one["window"]},
         }
 
 
@@ -125,47 +118,54 @@ def _tracked(track: int, spans: Sequence[tuple[str, float, float, dict[str, Any]
         free_us = end_us
 
 
-def _window(window: CommittedWindow, members: Sequence[str]) -> Trace:
-    begin_us, end_us = _us(window.begin_s), _us(window.end_s)
-    for pid, member in enumerate(members, start=_TEAM + 1):
-        if member in window.rows:
-            yield from _part(pid, window.rows[member], f"window {window.number}", begin_us, end_us)
-    length_s = window.end_s - window.begin_s
-    weight = sum(row["weight"] for row in window.rows.values())
-    sent = sum(row.get("sent_bytes", 0) for row in window.rows.values())
-    speed = weight / length_s if length_s > 0 else math.nan
-    # Perfetto calls them by name and key, such as "loss mean".
-    counters = (
-        ("loss", "mean", window.loss),
-        ("units", "per second", speed),
-        ("bytes", "sent", sent or math.nan),
-    )
-    for name, key, value in counters:
-        if math.isfinite(value):
-            place = {**_place(_TEAM, _EVENTS), "ts": end_us}
-            yield {"ph": "C", **place, "name": name, "args": {key: value}}
+def _windows(history: RunHistory) -> Trace:
+    rows, parts = history.table.rows(), history.table.parts()
+    bounds = np.searchsorted(parts["row"], np.arange(len(history.table) + 1)).tolist()
+    for row, (first, last) in enumerate(pairwise(bounds)):
+        window = {name: float(values[row]) for name, values in rows.items()}
+        begin_us, end_us = _us(window["begin_s"]), _us(window["end_s"])
+        for i in range(first, last):
+            part = {name: float(values[i]) for name, values in parts.items()}
+            yield from _part(part, _title(window), begin_us, end_us)
+        length_s = window["end_s"] - window["begin_s"]
+        weight, sent = (float(parts[name][first:last].sum()) for name in ("weight", "sent_bytes"))
+        # Perfetto calls them by name and key, such as "loss mean".
+        counters = (
+            ("loss", "mean", window["loss"]),
+            ("units", "per second", weight / length_s if length_s > 0 else math.nan),
+            ("bytes", "sent", sent or math.nan),
+        )
+        for name, key, value in counters:
+            if math.isfinite(value):
+                place = {**_place(_TEAM, _EVENTS), "ts": end_us}
+                yield {"ph": "C", **place, "name": name, "args": {key: value}}
 
 
-def _part(pid: int, row: RankRow, name: str, begin_us: int, end_us: int) -> Trace:
-    spent_s = [row.get("data_s", 0.0), row["compute_s"], row["wait_s"], row["sync_s"]]
-    if not any(spent_s) and not row["samples"]:
+def _title(window: Mapping[str, float]) -> str:
+    last, count = int(window["window"]), int(window["windows"])
+    return f"window {last}" if count == 1 else f"windows {last - count + 1} to {last}"
+
+
+def _part(part: Mapping[str, float], name: str, begin_us: int, end_us: int) -> Trace:
+    spent_s = [part[f"{span}_s"] for span in SPANS]
+    if not any(spent_s) and not part["samples"]:
         return  # it was parked
-    args = {"samples": row["samples"], "weight": row["weight"]}
-    args |= {"sent_bytes": row.get("sent_bytes", 0)}
+    pid = _TEAM + 1 + int(part["lane"])
+    args = {key: part[key] for key in ("samples", "weight", "sent_bytes")}
     args |= {f"{span}_s": value for span, value in zip(SPANS, spent_s, strict=True)}
     yield _slice(pid, _WINDOWS, name, begin_us, end_us, args)
-    work, wait, sync = row.get("work_ago_s"), row.get("wait_ago_s"), row.get("sync_ago_s")
-    if work is None or wait is None or sync is None:
-        return  # a damaged line does not say when the spans began
+    work, wait, sync = (part[f"{key}_ago_s"] for key in ("work", "wait", "sync"))
+    if not all(map(math.isfinite, (work, wait, sync))):
+        return  # of several windows, no moment is known at which the spans began
     ago_s = work, max(0.0, work - spent_s[0]), wait, sync
     for span, (start_us, stop_us) in zip(
-        SPANS, laid_out(begin_us, end_us, spent_s, ago_s), strict=True
+        SPANS, _laid_out(begin_us, end_us, spent_s, ago_s), strict=True
     ):
         if stop_us > start_us:
             yield _slice(pid, _WINDOWS, span, start_us, stop_us, {})
 
 
-def laid_out(
+def _laid_out(
     begin_us: int, end_us: int, spent_s: Sequence[float], ago_s: Sequence[float]
 ) -> list[tuple[int, int]]:
     """Return begin and end of the parts of a window, in their order and without overlap.
@@ -194,7 +194,3 @@ def _slice(
 
 def _us(seconds: float) -> int:
     return round(seconds * 1e6)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -1,20 +1,18 @@
 """The figures of a run as one JSON document, for the page and for programs. Pure."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from evener.observe.events import SPANS
 from evener.observe.multiples import SPEEDS_CHANGED, multiples
 from evener.observe.numbers import human_duration
-from evener.observe.tally import WARM_UP_WINDOWS
-from evener.run_report.history import Lane, RunHistory, SavedCheckpoint
-from evener.run_report.sampling import Floats, band, bucket_starts, number, numbers, ratio
+from evener.observe.table import SUMS, RunTable, add_up, ratio, wait_parts
+from evener.run_report.curves import number, series, timeline
+from evener.run_report.history import MOST_LISTED, RunHistory
 from evener.run_report.summary_facts import SummaryFacts
-from evener.run_report.timeline import timeline
 from evener.run_report.waiting import Waits
-from evener.run_report.windows import LANE_NUMBERS, Cells, merge_at
 
 MOST_POINTS: Final = 1500
 """The most points of a curve: as many as a wide screen has columns of pixels for it."""
@@ -22,8 +20,11 @@ MOST_POINTS: Final = 1500
 MOST_NUMBERS: Final = 250_000
 """The most numbers in all curves of a page; each takes about 7 bytes of it."""
 
-MOST_TIMELINE_BYTES: Final = 6_000_000
-"""The most bytes of all timelines of a page; windows are merged where they would take more."""
+MOST_TIMELINE_NUMBERS: Final = 850_000
+"""The most numbers in all timelines of a page; windows are merged where there would be more."""
+
+Presence = Literal["here", "gone", "replaced", "parked", "ended"]
+"""Whether a member of the team takes part; one that is gone may be replaced by another."""
 
 
 # Sums of absurd values become infinite, and null in the document.
@@ -34,9 +35,8 @@ def figures(
     facts: SummaryFacts,
     notes: Sequence[str],
     *,
-    runs: int = 1,
-    most_numbers: int = MOST_NUMBERS,
-    has_timeline: bool = True,
+    divisor: int = 1,
+    is_running: bool | None = None,
 ) -> dict[str, Any]:
     """Return the document of a run.
 
@@ -45,235 +45,184 @@ def figures(
         history: Its events.
         facts: What its summary says.
         notes: What was left out while reading.
-        runs: Runs in the same report, which share the room.
-        most_numbers: The most numbers in all curves of that report.
-        has_timeline: Whether the timeline is wanted, by far the largest part.
+        divisor: Divides the room of a page, such as by the runs that share it.
+        is_running: Whether its processes are there; ``None`` where that is not known.
     """
-    lanes, cells = in_order(history)
-    parked = [lane.member in history.parked for lane in lanes]
-    speed, solo = _speeds(lanes, cells, facts, history.team_since)
-    waits = Waits.of(cells)
-    ranks = _ranks(history, lanes, cells, solo, waits)
-    if history.num_omitted:
-        notes = [*notes, f"{history.num_omitted:,} rows of further members are left out"]
+    table = history.table
+    order = sorted(range(len(table.members)), key=lambda i: (table.ranks[i], table.members[i]))
+    lanes = np.array(order, dtype=np.intp)
+    speed, alone, source = _speeds(table, facts)
+    waits = Waits.of(table)
+    ranks = _ranks(history, order, alone, waits, is_running=is_running)
+    most = MOST_NUMBERS // divisor // (3 * (4 + 2 * len(order)))
+    parked = [lane for lane in order if _is_parked(history, table.members[lane])]
     return {
         "name": name,
         "notes": list(notes),
-        "run": _run(history, facts),
-        "team": _team(history, cells, facts, speed, solo),
+        "run": _run(history, facts, is_running=is_running),
+        "is_running": bool(is_running) and history.ending is None,
+        "line": history.progress.line() if len(table) else "",
+        "team": _team(history, facts, speed, alone, source),
         "ranks": ranks,
-        "straggler": _straggler(ranks, waits, history, float(cells["length_s"].sum())),
-        "series": _series(cells, parked, most_numbers // runs),
-        **_lists(history, cells),
-        "num_events": history.incidents.count,
-        "num_checkpoints": history.checkpoints.count,
-        "timeline": timeline(cells, MOST_TIMELINE_BYTES // runs) if has_timeline else None,
+        "straggler": _straggler(ranks, waits, order, history),
+        "series": series(table, lanes, parked, max(20, min(MOST_POINTS, most))),
+        "evals": _evals(history),
+        "events": history.incidents,
+        "checkpoints": history.checkpoints,
+        "reasons": history.plans,
+        "counts": dict(history.counts),
+        "timeline": timeline(table, lanes, MOST_TIMELINE_NUMBERS // divisor),
         "confusion": None
         if facts.confusion is None
-        else {
-            "labels": list(facts.confusion.labels),
-            "counts": [list(row) for row in facts.confusion.counts],
-        },
-        "machine": facts.machine,
-        "versions": facts.versions,
+        else {"labels": facts.labels, "counts": facts.confusion},
+        "machine": {key: str(value) for key, value in facts.machine.items()},
+        "versions": {key: str(value) for key, value in facts.versions.items()},
     }
 
 
-def in_order(history: RunHistory) -> tuple[list[Lane], Cells]:
-    """Return the lanes by rank, and the windows with their rows in that order."""
-    lanes = list(history.lanes.values())
-    order = sorted(range(len(lanes)), key=lambda i: (lanes[i].rank, lanes[i].member))
-    cells = history.windows.cells().items()
-    by_rank = {name: values[order] if values.ndim == 2 else values for name, values in cells}
-    return [lanes[i] for i in order], by_rank
-
-
-def _lists(history: RunHistory, cells: Cells) -> dict[str, Any]:
-    samples = _samples_before(cells, [one.window for one in history.evals])
+def _run(history: RunHistory, facts: SummaryFacts, *, is_running: bool | None) -> dict[str, Any]:
+    ending = history.ending
+    names = ("run", "policy", "backend", "backend_reason", "num_samples", "total_windows")
+    elapsed_s = facts.elapsed_s
     return {
-        "evals": [
-            {
-                "name": one.name,
-                "window": one.window,
-                "loss": number(one.loss),
-                "t_s": number(one.end_s),
-                "samples": number(before),
-            }
-            for one, before in zip(history.evals, samples, strict=True)
-        ],
-        "events": [
-            {"t_s": number(one.t_s), "window": one.window, "type": one.kind, "text": one.text}
-            for one in history.incidents
-        ],
-        "checkpoints": [_checkpoint(one) for one in history.checkpoints],
-        "reasons": [
-            {"t_s": number(one.t_s), "window": one.window, "text": one.text}
-            for one in history.reasons
-        ],
-    }
-
-
-def _checkpoint(one: SavedCheckpoint) -> dict[str, Any]:
-    return {
-        "window": one.window,
-        "path": one.path,
-        "num_bytes": number(one.num_bytes),
-        "rank": one.rank if one.rank >= 0 else None,
-        "copy_s": number(one.copy_s),
-        "write_s": number(one.write_s),
-        "t_s": number(one.t_s),
-    }
-
-
-def _run(history: RunHistory, facts: SummaryFacts) -> dict[str, Any]:
-    known, ending = history.facts, history.ending
-    return {
-        **{
-            key: known.get(key)
-            for key in ("run", "policy", "backend", "backend_reason", "num_samples")
-        },
-        "total_windows": known.get("total_windows"),
-        "unit": _unit(history),
-        "state": ending["reason"] if ending else "no end recorded",
+        **{name: history.facts.get(name) for name in names},
+        "unit": history.facts.get("unit") or "samples",
+        "state": ending["reason"] if ending else _UNENDED[is_running],
         "message": ending.get("message") if ending else None,
         "sessions": history.sessions,
-        "windows": len(history.windows),
-        "void_windows": history.void_windows,
+        "windows": int(history.table.rows()["windows"].sum()),
+        "void_windows": history.table.void_windows,
         "steps": facts.steps,
-        "plans": history.plans,
-        "elapsed_s": number(history.elapsed_s if facts.elapsed_s is None else facts.elapsed_s),
+        "plans": history.counts["plan"],
+        "elapsed_s": number(history.table.elapsed_s if elapsed_s is None else elapsed_s),
     }
 
 
-def _unit(history: RunHistory) -> str:
-    return str(history.facts.get("unit") or "samples")
+_UNENDED: Final = {True: "running", False: "ended unexpectedly", None: "no end recorded"}
 
 
-def _speeds(
-    lanes: Sequence[Lane], cells: Cells, facts: SummaryFacts, since: int
-) -> tuple[float | None, tuple[Floats, str]]:
-    """Return the team's units per second, those of each rank alone, and where these come from.
+def _speeds(table: RunTable, facts: SummaryFacts) -> tuple[float | None, dict[str, float], str]:
+    """Return the team's units per second, those of members alone, and where these come from.
 
     The team's are those of the windows, or the rounds, from which the others come; ``None`` where
-    it was not measured there. Ranks without work there have NaN.
-
-    Args:
-        lanes: The ranks.
-        cells: Their windows.
-        facts: What the summary says.
-        since: The window in which the present team began; earlier ones do not count.
+    it was not measured there.
     """
     if facts.solo:  # of the members at the end
-        solo = np.array([facts.solo.get(lane.member, np.nan) for lane in lanes])
-        return facts.beside_solo, (solo, facts.solo_source)
-    counts = _counted(cells, since)
-    weight = cells["weight"][:, counts].sum(axis=1)
-    solo = ratio(weight, cells["compute_s"][:, counts].sum(axis=1))
-    return _speed(cells, since), (np.where(weight > 0, solo, np.nan), "compute time")
+        return facts.beside_solo_tokens_per_s, facts.solo, facts.solo_source
+    return table.speed(), table.speeds_alone(), "compute time"
 
 
 def _team(
     history: RunHistory,
-    cells: Cells,
     facts: SummaryFacts,
     beside: float | None,
-    solo: tuple[Floats, str],
+    alone: dict[str, float],
+    source: str,
 ) -> dict[str, Any]:
-    speed = facts.speed
-    if speed is None:
-        speed = _speed(cells, history.team_since)
-    known_solos = [float(one) for one in solo[0] if one > 0]
-    times = multiples(beside, known_solos)
-    spent = {f"{span}_s": float(cells[f"{span}_s"].sum()) for span in SPANS}
-    sent = float(cells["sent_bytes"].sum())
-    total_s = sum(spent.values())
-    losses = ratio(cells["loss_over"], cells["loss_under"])
+    table = history.table
+    speed = table.speed() if facts.tokens_per_s is None else facts.tokens_per_s
+    times = multiples(beside, alone.values())
+    sums = {name: float(values.sum()) for name, values in table.lane_sums().items()}
+    total_s = sum(sums[f"{span}_s"] for span in SPANS)
+    losses = table.rows()["loss"]
     known = losses[np.isfinite(losses)]
-    evals = [one.loss for one in history.evals if np.isfinite(one.loss)]
-    heldout = facts.heldout_loss
-    if heldout is None and evals:
-        heldout = evals[-1]
+    evals = [one["loss"] for one in history.evals if one["loss"] is not None]
+    heldout = evals[-1] if facts.heldout_loss is None and evals else facts.heldout_loss
     return {
-        "samples": number(float(cells["samples"].sum())),
-        "weight": number(float(cells["weight"].sum())),
+        "samples": number(sums["samples"]),
+        "weight": number(sums["weight"]),
         "speed": number(speed),
-        "solo_source": solo[1],
-        "best_alone": number(max(known_solos)) if known_solos else None,
+        "solo_source": source,
+        "best_alone": number(max(alone.values(), default=None)),
         "ideal": number(times.ideal),
         "of_best_alone": number(times.of_best),
         "of_ideal": number(times.of_ideal),
         "no_multiple": SPEEDS_CHANGED if times.speeds_changed else None,
-        "equal_split": number(facts.equal_split),
+        "equal_split": number(facts.equal_split_tokens_per_s),
         "last_loss": number(float(known[-1])) if len(known) else None,
         "heldout_loss": number(heldout),
         **{
-            f"{key.removesuffix('_s')}_fraction": number(value / total_s) if total_s > 0 else None
-            for key, value in spent.items()
+            f"{span}_fraction": number(sums[f"{span}_s"] / total_s) if total_s > 0 else None
+            for span in SPANS
         },
-        "sent_bytes": number(sent) if sent else None,
+        "sent_bytes": number(sums["sent_bytes"] or None),
     }
-
-
-def _speed(cells: Cells, since: int) -> float | None:
-    """Return units per second after the warm-up from a window on, without evaluations."""
-    counts = _counted(cells, since)
-    length_s = float(cells["length_s"][counts].sum())
-    return float(cells["weight"][:, counts].sum() / length_s) if length_s > 0 else None
-
-
-def _counted(cells: Cells, since: int) -> Any:
-    """Return which cells count as speed: those after the warm-up from a window on."""
-    done = np.cumsum(np.where(cells["first"] >= since, cells["windows"], 0.0))
-    first = min(WARM_UP_WINDOWS, (int(done[-1]) - 1) // 2) + 1 if len(done) else 0
-    return done > first
 
 
 def _ranks(
     history: RunHistory,
-    lanes: Sequence[Lane],
-    cells: Cells,
-    solo: tuple[Floats, str],
+    order: Sequence[int],
+    alone: dict[str, float],
     waits: Waits,
+    *,
+    is_running: bool | None,
 ) -> list[dict[str, Any]]:
+    table = history.table
     slowed = history.facts.get("emulated", {})
-    weight = float(cells["weight"].sum())
+    sums = table.lane_sums()
+    shares = ratio(sums["weight"], np.full(len(order), sums["weight"].sum()))
+    waited = wait_parts(sums)
     rows = []
-    for i, lane in enumerate(lanes):
-        own = {key: float(cells[key][i].sum()) for key in LANE_NUMBERS}
-        spent_s = own["compute_s"] + own["wait_s"] + own["sync_s"]
+    for lane in order:
+        member = table.members[lane]
+        host, device = history.workers.get(member, ("", ""))
+        own = {name: number(float(sums[name][lane])) for name in SUMS}
         rows.append(
             {
-                "rank": lane.rank,
-                "member": lane.member,
-                "host": lane.host,
-                "device": lane.device,
-                "emulated": slowed.get(str(lane.rank)),
-                "parked": lane.member in history.parked,
-                **{key: number(value) for key, value in own.items()},
-                "sent_bytes": number(own["sent_bytes"]) if own["sent_bytes"] else None,
-                "share": number(own["weight"] / weight) if weight > 0 else None,
-                "wait_fraction": number(own["wait_s"] / spent_s) if spent_s > 0 else None,
-                "alone": number(float(solo[0][i])),
-                "windows_last": int(waits.windows_last[i]),
-                "waited_for_s": number(float(waits.waited_s[i])),
-                "delay_s": number(float(waits.delay_s[i])),
+                "rank": table.ranks[lane],
+                "member": member,
+                "host": host,
+                "device": device,
+                "emulated": slowed.get(str(table.ranks[lane])),
+                "parked": _is_parked(history, member),
+                "presence": _presence(history, lane, is_running=is_running),
+                "why_gone": history.gone.get(member, (None,))[0],
+                **own,
+                "sent_bytes": own["sent_bytes"] or None,
+                "share": number(float(shares[lane])),
+                "wait_fraction": number(float(waited[lane])),
+                "alone": number(alone.get(member)),
+                "windows_last": int(waits.windows_last[lane]),
+                "waited_for_s": number(float(waits.waited_s[lane])),
+                "delay_s": number(float(waits.delay_s[lane])),
             }
         )
     return rows
 
 
+def _newest_rows(history: RunHistory) -> list[Any]:
+    newest = history.table.newest
+    return newest["ranks"] if newest else []
+
+
+def _is_parked(history: RunHistory, member: str) -> bool:
+    newest = history.table.newest or {}
+    parked = newest.get("parked", ())
+    return any(row["member"] == member and row["rank"] in parked for row in _newest_rows(history))
+
+
+def _presence(history: RunHistory, lane: int, *, is_running: bool | None) -> Presence:
+    member, rank = history.table.members[lane], history.table.ranks[lane]
+    if history.ending is not None or is_running is False:
+        return "ended"
+    if member in history.gone:
+        at_work = {row["rank"]: row["member"] for row in _newest_rows(history)}
+        return "replaced" if at_work.get(rank, member) != member else "gone"
+    return "parked" if _is_parked(history, member) else "here"
+
+
 def _straggler(
-    ranks: Sequence[dict[str, Any]], waits: Waits, history: RunHistory, whole_s: float
+    ranks: Sequence[dict[str, Any]], waits: Waits, order: Sequence[int], history: RunHistory
 ) -> dict[str, Any]:
     """Return the rank that the others waited for most, and a sentence about it."""
-    named = [one.text for one in history.incidents if one.kind.startswith("straggler")]
+    named = [one["text"] for one in history.incidents if one["type"].startswith("straggler")]
     told = f" Named during the run: {'; '.join(named[:3])}." if named else ""
     if waits.straggler is None:
         text = "No rank keeps the others waiting for a noteworthy part of the time."
         if waits.shared_windows == 0:
             text = "There is no window in which two ranks worked together."
         return {"rank": None, "text": text + told}
-    row = ranks[waits.straggler]
+    row = ranks[order.index(waits.straggler)]
     waited_s, delay_s = waits.waited_s[waits.straggler], waits.delay_s[waits.straggler]
     part = float(waited_s / waits.team_s)
     device = f", {row['device']}" if row["device"] else ""
@@ -283,6 +232,8 @@ def _straggler(
         f"{human_duration(waited_s)} for it, {part:.1%} of the team's time. Had it arrived with "
         f"the next one, windows would have ended {human_duration(delay_s)} sooner"
     )
+    rows = history.table.rows()
+    whole_s = float((rows["end_s"] - rows["begin_s"]).sum())
     text += f" ({delay_s / whole_s:.1%} of the run)." if whole_s > 0 else "."
     return {
         "rank": row["rank"],
@@ -294,44 +245,22 @@ def _straggler(
     }
 
 
-def _series(cells: Cells, parked: Sequence[bool], most_numbers: int) -> dict[str, Any]:
-    each = 3 * (4 + 2 * len(cells["weight"]))
-    most = max(20, min(MOST_POINTS, most_numbers // each))
-    points = merge_at(cells, bucket_starts(cells["windows"], most))
-    count, num_points = int(cells["windows"].sum()), len(points["windows"])
+def _evals(history: RunHistory) -> list[dict[str, Any]]:
+    """Return the evaluations, each with the samples before it; of very many, some of them.
 
-    def curve(name: str, lane: Any = ...) -> dict[str, Any]:
-        parts = [points[f"{name}_{part}"][lane] for part in ("over", "under", "low", "high")]
-        return band(*parts, is_single=num_points == count)
-
-    lanes = range(len(cells["weight"]))
-    for lane, worked in enumerate(points["weight"] > 0):
-        # Outside of its time in the team a member has no share; a share of 0 would be wrong.
-        is_there = np.maximum.accumulate(worked)
-        if not parked[lane]:
-            is_there &= np.maximum.accumulate(worked[::-1])[::-1]
-        points["shares_under"][lane, ~is_there] = np.nan
-        points["shares_low"][lane, ~is_there] = points["shares_high"][lane, ~is_there] = np.nan
-    return {
-        "windows_per_point": number(count / num_points) if count else 0,
-        "end_s": numbers(points["end_s"]),
-        "samples": numbers(np.cumsum(points["samples"].sum(axis=0))),
-        "window": numbers(points["last"]),
-        "loss": curve("loss"),
-        "speed": curve("speed"),
-        "anchor": curve("anchor") if points["anchor_under"].any() else None,
-        "sent_bytes": curve("sent") if points["sent_over"].any() else None,
-        "shares": [curve("shares", lane) for lane in lanes],
-        "waits": [curve("waits", lane) for lane in lanes],
-    }
-
-
-def _samples_before(cells: Cells, windows: Sequence[int]) -> list[float]:
-    """Return the samples before each of these windows; in a merged cell all have as many."""
-    if not len(cells["windows"]):
-        return [0.0] * len(windows)
-    done = np.cumsum(cells["samples"].sum(axis=0))
-    begins, ends = (cells["first"], np.append(0, done)[:-1]), (cells["last"] + 1, done)
-    at, samples = (np.stack(pair, axis=1).ravel() for pair in zip(begins, ends, strict=True))
-    found: list[float] = np.interp(windows, at, samples).tolist()
-    return found
+    In a row all windows are taken to have as many samples.
+    """
+    step = -(-len(history.evals) // MOST_LISTED) or 1
+    evals = history.evals[::-step][::-1]  # with the newest
+    rows, parts = history.table.rows(), history.table.parts()
+    own = add_up(parts["row"], parts["samples"], len(history.table))
+    done = np.cumsum(own)
+    at = np.stack([rows["window"] - rows["windows"] + 1, rows["window"] + 1], axis=1).ravel()
+    samples = np.stack([done - own, done], axis=1).ravel()
+    windows = [one["window"] for one in evals]
+    before = np.interp(windows, at, samples) if len(at) else np.zeros(len(windows))
+    fields = ("name", "window", "loss", "t_s")
+    return [
+        {**{name: one[name] for name in fields}, "samples": number(float(so_far))}
+        for one, so_far in zip(evals, before, strict=True)
+    ]

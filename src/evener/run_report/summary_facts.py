@@ -1,105 +1,66 @@
 """Facts of a report from ``summary.json``, which may be of another version or damaged. Pure."""
 
-import math
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Self
 
-from evener.parsing import Fields, short, whole
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Confusion:
-    """Counts of held-out samples by true class (row) and predicted class (column)."""
-
-    labels: tuple[str, ...]
-    counts: tuple[tuple[int, ...], ...]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Whole = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SummaryFacts:
-    """The figures of a report that events lack.
+class _Facts(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
 
-    Attributes:
-        speed: Units per second of the team after the warm-up.
-        solo: Units per second of members alone, as far as known.
-        solo_source: How those were found.
-        beside_solo: Units per second of the team in the windows from which those come.
-        equal_split: Units per second of the team with equal shares.
-        heldout_loss: At the end.
-        steps: Optimizer steps.
-        elapsed_s: Seconds of training.
-        machine: Facts about the machine.
-        versions: By name.
-        confusion: Of a classification.
+
+class _Rank(_Facts):
+    rank: _Whole
+    member: str
+
+
+class SummaryFacts(_Facts):
+    """The figures of a report that events lack, by their keys in ``summary.json``.
+
+    ``confusion`` counts held-out samples by true class (row) and predicted class (column).
     """
 
-    speed: float | None = None
-    solo: dict[str, float] = field(default_factory=dict)
+    tokens_per_s: _Amount | None = None
+    solo_tokens_per_s: list[_Amount | None] = []
+    ranks: list[_Rank] = []
     solo_source: str = ""
-    beside_solo: float | None = None
-    equal_split: float | None = None
-    heldout_loss: float | None = None
-    steps: int | None = None
-    elapsed_s: float | None = None
-    machine: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    confusion: Confusion | None = None
+    beside_solo_tokens_per_s: _Amount | None = None
+    equal_split_tokens_per_s: _Amount | None = None
+    heldout_loss: _Number | None = None
+    steps: _Whole | None = None
+    elapsed_s: _Amount | None = None
+    machine: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
+    labels: list[str] = []
+    confusion: list[list[_Whole]] | None = None
+
+    @model_validator(mode="after")
+    def _check_confusion(self) -> Self:
+        sizes = [len(row) for row in self.confusion or []]
+        if self.confusion is not None and sizes != [len(self.labels)] * len(self.labels):
+            raise ValueError("confusion does not have a count for each pair of labels")
+        return self
+
+    @property
+    def solo(self) -> dict[str, float]:
+        """Return units per second of members alone, as far as known."""
+        speeds = dict(enumerate(self.solo_tokens_per_s))
+        found = {one.member: speeds.get(one.rank) for one in self.ranks}
+        return {member: speed for member, speed in found.items() if speed is not None}
 
 
 def read_facts(document: Any) -> SummaryFacts:
     """Take what a report shows from the document of a ``summary.json``.
 
     Raises:
-        ValueError: It is not such a document; says which key has which value.
+        ValueError: It is not such a document; says which key has which problem.
     """
-    fields = Fields(document)
-    return SummaryFacts(
-        speed=_number(fields, "tokens_per_s", least=0.0),
-        solo=_solo(fields),
-        solo_source=fields.text("solo_source") if "solo_source" in fields else "",
-        beside_solo=_number(fields, "beside_solo_tokens_per_s", least=0.0),
-        equal_split=_number(fields, "equal_split_tokens_per_s", least=0.0),
-        heldout_loss=_number(fields, "heldout_loss"),
-        steps=fields.whole("steps") if "steps" in fields else None,
-        elapsed_s=_number(fields, "elapsed_s", least=0.0),
-        machine=_texts(fields, "machine"),
-        versions=_texts(fields, "versions"),
-        confusion=_confusion(fields),
-    )
-
-
-def _solo(fields: Fields) -> dict[str, float]:
-    if "solo_tokens_per_s" not in fields or "ranks" not in fields:
-        return {}
-    speeds = fields.items("solo_tokens_per_s")
-    found = {}
-    for row in fields.tables("ranks"):
-        rank = row.whole("rank")
-        if rank < len(speeds) and speeds[rank] is not None:
-            value = Fields({"solo_tokens_per_s": speeds[rank]})
-            found[row.text("member")] = value.number("solo_tokens_per_s", least=0.0)
-    return found
-
-
-def _confusion(fields: Fields) -> Confusion | None:
-    if "confusion" not in fields or "labels" not in fields or fields["confusion"] is None:
-        return None
-    labels = tuple(fields.texts("labels"))
-    counts = []
-    for row in fields.items("confusion"):
-        if not isinstance(row, list) or len(row) != len(labels):
-            raise ValueError(f"confusion holds {short(row)}, not a count for each of the labels")
-        counts.append(tuple(whole(count, "a count of confusion") for count in row))
-    if len(counts) != len(labels):
-        raise ValueError(f"confusion has {len(counts)} rows for {len(labels)} labels")
-    return Confusion(labels=labels, counts=tuple(counts))
-
-
-def _number(fields: Fields, key: str, least: float = -math.inf) -> float | None:
-    return fields.number(key, least=least) if fields.values.get(key) is not None else None
-
-
-def _texts(fields: Fields, key: str) -> dict[str, str]:
-    if key not in fields:
-        return {}
-    return {name: str(value) for name, value in fields.fields(key).values.items()}
+    try:
+        return SummaryFacts.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

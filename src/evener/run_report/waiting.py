@@ -1,12 +1,11 @@
 """Which rank the others wait for, from the waits of committed windows. Pure."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Self
 
 import numpy as np
 
-from evener.run_report.sampling import Floats
+from evener.observe.table import Floats, RunTable, add_up
 
 NOTEWORTHY: Final = 0.02
 """Below this part of the team's time, waiting is what differences between two windows make."""
@@ -35,14 +34,27 @@ class Waits:
     team_s: float
 
     @classmethod
-    def of(cls, cells: Mapping[str, Floats]) -> Self:
-        """Sum up the cells of windows."""
+    def of(cls, table: RunTable) -> Self:
+        """Tell who was last in each window, and what that cost."""
+        rows, parts = table.rows(), table.parts()
+        team_s = sum(float(parts[name].sum()) for name in ("compute_s", "wait_s", "sync_s"))
+        order = np.lexsort((parts["wait_s"], parts["row"]))
+        order = order[parts["compute_s"][order] > 0]
+        row, wait_s = parts["row"][order].astype(np.intp), parts["wait_s"][order]
+        lane = parts["lane"][order].astype(np.intp)
+        # Of each window the rank that waited least comes first, then the one after it.
+        _, first, count = np.unique(row, return_index=True, return_counts=True)
+        first, count = first[count >= 2], count[count >= 2]
+        last = lane[first]
+        waits = np.concatenate([[0.0], np.cumsum(wait_s)])
+        waited_s = waits[first + count] - waits[first] - count * wait_s[first]
+        windows, lanes = rows["windows"][row[first]], len(table.members)
         return cls(
-            windows_last=cells["windows_last"].sum(axis=1),
-            waited_s=cells["waited_s"].sum(axis=1),
-            delay_s=cells["delay_s"].sum(axis=1),
-            shared_windows=int(cells["shared_windows"].sum()),
-            team_s=sum(float(cells[name].sum()) for name in ("compute_s", "wait_s", "sync_s")),
+            windows_last=add_up(last, windows, lanes),
+            waited_s=add_up(last, waited_s, lanes),
+            delay_s=add_up(last, wait_s[first + 1] - wait_s[first], lanes),
+            shared_windows=int(windows.sum()),
+            team_s=team_s,
         )
 
     @property
@@ -52,30 +64,3 @@ class Waits:
             return None
         lane = int(np.argmax(self.waited_s))
         return lane if self.waited_s[lane] >= NOTEWORTHY * self.team_s else None
-
-
-def attribute_waits(compute_s: Floats, wait_s: Floats) -> dict[str, Floats]:
-    """Tell who was last in each window and what that cost.
-
-    Args:
-        compute_s: Seconds of compute by lane (row) and window (column).
-        wait_s: Seconds of waiting for others.
-
-    Returns:
-        ``windows_last``, ``waited_s`` and ``delay_s`` of ``Waits`` by lane and window, and
-        ``shared_windows`` by window.
-    """
-    names = ("windows_last", "waited_s", "delay_s")
-    last, waited_s, delay_s = (np.zeros(compute_s.shape) for _ in names)
-    working = compute_s > 0
-    shared = working.sum(axis=0) >= 2
-    if shared.any():
-        (windows,) = np.nonzero(shared)
-        waits = np.where(working, wait_s, np.inf)[:, shared]
-        lanes = np.argmin(waits, axis=0)
-        least, second = np.partition(waits, 1, axis=0)[:2]
-        last[lanes, windows] = 1.0
-        waited_s[lanes, windows] = np.where(np.isfinite(waits), waits - least, 0.0).sum(axis=0)
-        delay_s[lanes, windows] = second - least
-    found = dict(zip(names, (last, waited_s, delay_s), strict=True))
-    return {**found, "shared_windows": shared.astype(np.float64)}

@@ -8,8 +8,7 @@ from typing import Any, Final
 from evener.config.folders import EVENTS, SUMMARY, find_events
 from evener.errors import ConfigError
 from evener.files import read_json, write_pieces
-from evener.observe.event_lines import SUMMED
-from evener.observe.following import each_event, find_voids
+from evener.observe.following import each_event
 from evener.run_report.chrome_trace import trace_events, trace_text
 from evener.run_report.document import figures
 from evener.run_report.history import RunHistory
@@ -18,8 +17,6 @@ from evener.run_report.summary_facts import SummaryFacts, read_facts
 from evener.version import __version__
 
 DEFAULT_PAGE: Final = Path("report.html")
-
-_MOST_READINGS: Final = 3
 
 _MOST_NOTES: Final = 3
 """The most lines that are named because they are not events; further ones are counted."""
@@ -39,9 +36,11 @@ def report(runs: Sequence[Path]) -> dict[str, Any]:
     documents = []
     for folder in folders:
         name = folder.name if names.count(folder.name) == 1 else str(folder)
-        history, notes = read_history(folder)
-        facts = _read_summary(folder, history, notes)
-        documents.append(figures(name, history, facts, notes, runs=len(runs)))
+        skipped = SkippedLines()
+        history = read_history(folder, skipped)
+        facts, note = read_summary(folder, history)
+        notes = [*skipped.notes(), *([note] if note else [])]
+        documents.append(figures(name, history, facts, notes, divisor=len(runs)))
     return {"version": __version__, "runs": documents}
 
 
@@ -81,31 +80,42 @@ def write_trace(run: Path, path: Path) -> None:
         ConfigError: The run does not exist, its events cannot be read, or the file cannot be
                 written.
     """
-    source = find_events(run)
-    voids, events = find_voids(source), each_event(source)
-    _write(path, trace_text(trace_events(source.parent.name, events, voids)))
+    folder = find_events(run).parent
+    _write(path, trace_text(trace_events(folder.name, read_history(folder))))
 
 
-def read_history(folder: Path) -> tuple[RunHistory, list[str]]:
+def read_history(folder: Path, skipped: "SkippedLines | None" = None) -> RunHistory:
     """Read the events of a run.
 
-    Returns:
-        Its history, and sentences about lines that were left out.
+    Args:
+        folder: Its folder.
+        skipped: Takes note of lines that are left out.
 
     Raises:
         ConfigError: The events cannot be read.
     """
-    for _ in range(_MOST_READINGS):
-        history, skipped = RunHistory(find_voids(folder / EVENTS)), SkippedLines()
-        for event in each_event(folder / EVENTS, skipped.add, columns=SUMMED):
-            try:
-                history.add(event)
-            except ValueError as error:
-                skipped.add(None, str(error))
-        # Between the two reads of the files, one may have been removed, or the run resumed.
-        if not (history.is_blurred or history.voids.are_left):
-            break
-    return history, skipped.notes()
+    history = RunHistory()
+    for event in each_event(folder / EVENTS, (skipped or SkippedLines()).add):
+        history.add(event)
+    return history
+
+
+def read_summary(folder: Path, history: RunHistory) -> tuple[SummaryFacts, str]:
+    """Read the summary of a run; return also why there is none, for people."""
+    path = folder / SUMMARY
+    try:
+        facts = read_facts(read_json(path, follow=False))
+        if history.has_summary:
+            return facts, ""
+        why = (
+            f"{SUMMARY} is left out: it is of an earlier session, as the newest one has not ended "
+            "yet, or has failed"
+        )
+    except FileNotFoundError:
+        why = f"there is no {SUMMARY}: the run has not ended, or is a loop of your own"
+    except (OSError, ValueError) as error:
+        why = f"{SUMMARY} is left out: {error}"
+    return SummaryFacts(), why
 
 
 class SkippedLines:
@@ -115,39 +125,16 @@ class SkippedLines:
         self._count = 0
         self._named: list[str] = []
 
-    def add(self, line: int | None, why: str) -> None:
-        """Take note of one; without a number it was an event with a value that cannot be."""
+    def add(self, line: int, why: str) -> None:
+        """Take note of one."""
         self._count += 1
         if len(self._named) < _MOST_NOTES:
-            where = f"line {line:,} of {EVENTS}" if line is not None else "an event"
-            self._named.append(f"{where} is left out: {why}")
-
-    def forget(self) -> None:
-        """Begin anew, with another file."""
-        self._count = 0
-        self._named.clear()
+            self._named.append(f"line {line:,} of {EVENTS} is left out: {why}")
 
     def notes(self) -> list[str]:
         """Return sentences about them."""
         further = self._count - len(self._named)
         return [*self._named, *([f"{further:,} further lines are left out"] if further else [])]
-
-
-def _read_summary(folder: Path, history: RunHistory, notes: list[str]) -> SummaryFacts:
-    path = folder / SUMMARY
-    try:
-        facts = read_facts(read_json(path))
-        if history.has_summary:
-            return facts
-        notes.append(
-            f"{SUMMARY} is left out: it is of an earlier session, as the newest one has not ended "
-            "yet, or has failed"
-        )
-    except FileNotFoundError:
-        notes.append(f"there is no {SUMMARY}: the run has not ended, or is a loop of your own")
-    except (OSError, ValueError) as error:
-        notes.append(f"{SUMMARY} is left out: {error}")
-    return SummaryFacts()
 
 
 def _is_report(path: Path) -> bool:

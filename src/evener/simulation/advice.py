@@ -1,10 +1,10 @@
 """Advice from predictions: which policy to choose, and which devices are worth adding. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from evener.observe.numbers import human_duration
+from evener.observe.numbers import human_count
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.prediction import TeamPrediction, TeamSpec, predict
 
@@ -27,17 +27,16 @@ class Worth:
         name: For people.
         samples_per_s: Throughput of the team with it, under the policy that is best then.
         without: The same of the team without it.
+        gain: By which part the rank raises the throughput; below 0 if it lowers it.
+        verdict: Whether the rank is worth having, in a sentence.
     """
 
     rank: int
     name: str
     samples_per_s: float
     without: float
-
-    @property
-    def gain(self) -> float:
-        """Return by which part the rank raises the throughput; below 0 if it lowers it."""
-        return self.samples_per_s / self.without - 1.0
+    gain: float
+    verdict: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +47,8 @@ class Advice:
         team: The team.
         predictions: By policy.
         best: The policy to choose.
-        reason: Why.
+        reason: Why, as a clause.
         worth: By rank; empty for a team of one.
-        kept: Ranks of the fastest known team: the others cost more than they contribute.
-        samples_per_s: Its throughput.
     """
 
     team: TeamSpec
@@ -59,35 +56,25 @@ class Advice:
     best: ApplyPolicy
     reason: str
     worth: tuple[Worth, ...]
-    kept: tuple[int, ...]
-    samples_per_s: float
 
 
 def advise(team: TeamSpec) -> Advice:
     """Predict every policy for a team, and for the team without each of its ranks."""
     predictions = predict_all(team)
     best = best_policy(predictions)
+    kinds = [replace(rank, name="") for rank in team.ranks]
+    without: dict[int, float] = {}
+    for first in {*map(kinds.index, kinds)} if len(kinds) > 1 else ():
+        others = predict_all(team.without(first))
+        without[first] = others[best_policy(others)].samples_per_s
     whole = predictions[best].samples_per_s
-    others = _without_each(team)
-    worth = tuple(
-        Worth(
-            rank=rank,
-            name=team.ranks[rank].name,
-            samples_per_s=whole,
-            without=speed,
-        )
-        for rank, speed in enumerate(others)
-    )
-    kept, speed = _drop_costly(team, whole, others)
-    return Advice(
-        team=team,
-        predictions=predictions,
-        best=best,
-        reason=_reason(team, predictions, best),
-        worth=worth,
-        kept=kept,
-        samples_per_s=speed,
-    )
+    worth = [
+        _worth(rank, team.ranks[rank].name, whole, without[kinds.index(kind)])
+        for rank, kind in enumerate(kinds)
+        if without
+    ]
+    reason = _reason(predictions, best)
+    return Advice(team=team, predictions=predictions, best=best, reason=reason, worth=tuple(worth))
 
 
 def predict_all(team: TeamSpec) -> Predictions:
@@ -103,55 +90,35 @@ def best_policy(predictions: Predictions) -> ApplyPolicy:
     )
 
 
-def _speed(team: TeamSpec) -> float:
-    predictions = predict_all(team)
-    return predictions[best_policy(predictions)].samples_per_s
+def _worth(rank: int, name: str, samples_per_s: float, without: float) -> Worth:
+    gain = samples_per_s / without - 1.0
+    verdict = (
+        f"the team does {human_count(samples_per_s)} samples/s with it and "
+        f"{human_count(without)} without ({gain:+.0%})"
+    )
+    kind = "worth having" if gain >= NOTEWORTHY else "not worth having"
+    return Worth(
+        rank=rank,
+        name=name,
+        samples_per_s=samples_per_s,
+        without=without,
+        gain=gain,
+        verdict=f"{kind if gain > -NOTEWORTHY else 'leave it out'}: {verdict}",
+    )
 
 
-def _without_each(team: TeamSpec) -> list[float]:
-    """Return the throughput without each rank; equal ranks are simulated once."""
-    if len(team.ranks) < 2:
-        return []
-    kinds = [replace(rank, name="") for rank in team.ranks]
-    known = {first: _speed(team.without(first)) for first in {*map(kinds.index, kinds)}}
-    return [known[kinds.index(kind)] for kind in kinds]
-
-
-def _drop_costly(
-    team: TeamSpec, whole: float, others: Sequence[float]
-) -> tuple[tuple[int, ...], float]:
-    """Leave ranks out, the most costly one first, for as long as that helps."""
-    kept = tuple(range(len(team.ranks)))
-    while others and max(others) > (1.0 + NOTEWORTHY) * whole:
-        dropped = max(range(len(others)), key=lambda rank: others[rank])
-        whole, kept = others[dropped], (*kept[:dropped], *kept[dropped + 1 :])
-        team = team.without(dropped)
-        others = _without_each(team)
-    return kept, whole
-
-
-def _reason(team: TeamSpec, predictions: Predictions, best: ApplyPolicy) -> str:
+def _reason(predictions: Predictions, best: ApplyPolicy) -> str:
     chosen, sync = predictions[best], predictions[ApplyPolicy.SYNC]
     fastest = max(predictions.values(), key=lambda one: one.samples_per_s)
     ahead = fastest.samples_per_s / chosen.samples_per_s - 1.0
     faster = f"only {ahead:.1%} faster" if ahead >= NOTEWORTHY else "no faster"
+    beside = "" if fastest is chosen else f", and {fastest.policy} is {faster}"
     if chosen is sync:
-        told = "its result is that of one machine with the same batch"
-        if fastest is chosen:
-            return f"nothing is faster, and {told}"
-        return f"{told}, and {fastest.policy} is {faster}"
-    told = f"it is {chosen.samples_per_s / sync.samples_per_s - 1.0:.0%} faster than sync, which "
+        return f"its result is that of one machine with the same batch{beside}"
+    losses = {"waiting": sync.wait, "exchanges": sync.exchange, "bookkeeping": sync.bookkeeping}
+    largest = max(losses, key=lambda name: losses[name])
+    lost = f"loses {losses[largest]:.0%} of its time to {largest}"
     if sync.parked:
-        parked = " and ".join(map(str, sync.parked))
-        exchange_s = team.link.exchange_s(len(team.ranks))
-        why = f"all ranks would exchange for {human_duration(exchange_s)} in each step"
-        if not exchange_s:
-            why = f"a batch of {team.batch_size} has too few samples for all"
-        told += f"parks rank {parked}, as {why}"
-    else:
-        parts = {"waiting": sync.wait, "exchanges": sync.exchange, "bookkeeping": sync.bookkeeping}
-        largest = max(parts, key=lambda name: parts[name])
-        told += f"loses {parts[largest]:.0%} of its time to {largest}"
-    if fastest is not chosen:
-        told += f"; {fastest.policy} is {faster}, and averages late"
-    return told
+        lost = f"parks rank {' and '.join(map(str, sync.parked))}"
+    gain = chosen.samples_per_s / sync.samples_per_s - 1.0
+    return f"it is {gain:.0%} faster than sync, which {lost}{beside}"

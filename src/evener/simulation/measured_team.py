@@ -1,19 +1,20 @@
 """A team as a run has measured it: costs, disturbances, exchanges, from its ``window`` events."""
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median, median_high
-from typing import Any, Final
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from evener.config.folders import find_events
 from evener.errors import ConfigError
 from evener.observe.events import Event
-from evener.observe.following import each_effective_event
-from evener.observe.tally import WARM_UP_WINDOWS
-from evener.parsing import MOST_WHOLE
+from evener.observe.following import each_event
+from evener.observe.lineage import effective
+from evener.observe.table import WARM_UP_WINDOWS
+from evener.observe.thinning import mean_window
 from evener.planning.elche import ANCHOR
 from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel, SpeedModel
@@ -27,14 +28,22 @@ _MOST_EVENTS: Final = 20_000
 """The newest events of a run that are read: it may have been at work for weeks."""
 
 _MOST_TIMES: Final = 100
-"""A window with so many times the usual time or samples does not count: the run was suspended in
-it, or its line is damaged."""
+"""A window that took so many times the usual time does not count: the run was suspended in it."""
 
 _USUAL_FIXED: Final = 0.1
 """Part of a micro-batch's time that is usually fixed."""
 
 _PAUSES: Final = ("eval", "checkpoint", "checkpoint_missed")
 """Events whose time is in the window that follows, and is not the loop's."""
+
+_FIELDS: Final = (
+    *("samples", "micro_batches", "compute_s", "update_s"),
+    *("wait_s", "sync_s", "elapsed_s"),
+)
+
+Table = NDArray[np.float64]
+Rows = Mapping[str, Table]
+"""The rows of all windows, by field: ``(windows, ranks)``, in the newest order of ranks."""
 
 
 def read_team(run: Path) -> TeamSpec:
@@ -47,244 +56,171 @@ def read_team(run: Path) -> TeamSpec:
         ConfigError: It is not a run, cannot be read, or has too few windows.
     """
     starts: list[Event] = []
-    newest: deque[Event] = deque(maxlen=_MOST_EVENTS)
-    for event in each_effective_event(find_events(run)):
-        (starts if event["type"] == "run_started" else newest).append(event)
-    return measured_team([*starts[-1:], *newest], str(run))
+
+    def others() -> Iterator[Event]:
+        for event in each_event(find_events(run)):
+            if event["type"] == "run_started":
+                starts[:] = [event]
+            elif event["type"] == "window":
+                yield mean_window(event)
+            else:
+                yield event
+
+    newest = effective(others(), _MOST_EVENTS)
+    return measured_team([*starts, *newest], str(run))
 
 
 def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
     """Return what a run has measured of the team that it had at its end.
 
     Args:
-        events: Those of the run that count; see ``each_effective_event``.
+        events: Those of the run that count; see ``effective``.
         run: Its name, for people.
 
     Raises:
-        ConfigError: There are too few windows.
+        ConfigError: There are too few windows, or no rank has computed anything in them.
     """
     kept = list(events)
-    starts = [event for event in kept if event["type"] == "run_started"]
-    start: Event = starts[-1] if starts else {}
-    windows = _of_last_team([event for event in kept if event["type"] == "window"])
-    paused = {event["window"] for event in kept if event["type"] in _PAUSES}
-    windows = [one for one in windows if one["window"] not in paused]
-    for measure in (_longest_s, _most_samples):
-        most = _MOST_TIMES * median(map(measure, windows)) if windows else 0.0
-        windows = [one for one in windows if measure(one) <= most]
+    windows = _windows_that_count(kept)
     if len(windows) < LEAST_WINDOWS:
         raise ConfigError(
             f"{run} has {len(windows)} windows after its warm-up of {WARM_UP_WINDOWS}, at least "
             f"{LEAST_WINDOWS} are needed to tell how fast its ranks are; let it run for longer, "
             "name another run, or give speeds by hand with --speeds"
         )
-    return _MeasuredWindows(windows, start, run).result()
+    rows = {name: _table(windows, name) for name in _FIELDS}
+    computed: NDArray[np.bool_] = np.logical_or.reduce(_computed(rows))
+    if not computed.any():
+        raise ConfigError(
+            f"no rank has computed anything in {run}, so no speed is known; name another run, or "
+            "give speeds by hand with --speeds"
+        )
+    names = [f"rank {row['rank']} ({row['member']})" for row in windows[-1]["ranks"]]
+    notes = [
+        f"{name} has computed nothing in these windows, so it is left out: give its speed with "
+        "--add"
+        for rank, name in enumerate(names)
+        if not computed[rank]
+    ]
+    start = next((event for event in kept[::-1] if event["type"] == "run_started"), {})
+    policy = ApplyPolicy(start.get("policy", ApplyPolicy.SYNC))
+    parts = max(1, windows[-1]["update_parts"])
+    sizes, anchor = rows["samples"].sum(axis=1), ANCHOR
+    if policy is not ApplyPolicy.SYNC:
+        steps = _table(windows, "steps")
+        sizes = np.ceil(rows["samples"][steps > 0] / steps[steps > 0])
+        anchor = min(window["anchor"] for window in windows)
+        notes.append(
+            "the run made local steps, in which updates are not timed by themselves: sync is "
+            "predicted with an update for each step's samples, and so as rather too slow"
+        )
+    if "params" not in start:
+        notes.append("the run does not say how many parameters it trains: give --params")
+    link = Link(BYTES_PER_PARAMETER * start.get("params", 0))
+    if policy.in_background or (rows["samples"] > 0).sum(axis=1).max() < 2:
+        why = "averaged in the background" if policy.in_background else "had one rank at work"
+        notes.append(f"the run {why}, so what an exchange takes is not known: give --bandwidth")
+    else:
+        link = _link(rows, link.num_bytes)
+    # Windows at the end of an epoch have fewer samples.
+    batch_size = int(np.quantile(sizes, 0.5, method="higher"))
+    return TeamSpec(
+        ranks=tuple(
+            _rank(rows, rank, name, parts) for rank, name in enumerate(names) if computed[rank]
+        ),
+        link=link,
+        batch_size=batch_size,
+        local_batch_size=batch_size,
+        anchor=anchor,
+        divides_updates=parts > 1,
+        source=f"{run}: {len(windows):,} windows of policy {policy}",
+        notes=tuple(notes),
+    )
 
 
-def _of_last_team(windows: list[Event]) -> list[Event]:
-    """Return the windows of the members of the newest one, after the warm-up of each team."""
+def _windows_that_count(events: Sequence[Event]) -> list[Event]:
+    """Return the windows of the members of the newest one, after the warm-up of each team.
+
+    Those in which the run paused or was suspended do not count.
+    """
+    paused = {event["window"] for event in events if event["type"] in _PAUSES}
     kept: list[Event] = []
     former: set[str] = set()
     age = 0
-    for window in windows:
+    for window in (event for event in events if event["type"] == "window"):
         members = {row["member"] for row in window["ranks"]}
         age = age + 1 if members == former else 1
         former = members
-        if age > WARM_UP_WINDOWS:
+        if age > WARM_UP_WINDOWS and window["window"] not in paused:
             kept.append(window)
-    return [one for one in kept if {row["member"] for row in one["ranks"]} == former]
+    kept = [one for one in kept if {row["member"] for row in one["ranks"]} == former]
+    lengths_s = [max(row["elapsed_s"] for row in window["ranks"]) for window in kept]
+    most_s = _MOST_TIMES * float(np.median(lengths_s)) if kept else 0.0
+    return [one for one, length_s in zip(kept, lengths_s, strict=True) if length_s <= most_s]
 
 
-class _MeasuredWindows:
-    """The windows of a run, summed up."""
-
-    def __init__(self, windows: Sequence[Event], start: Mapping[str, Any], run: str) -> None:
-        self._windows = windows
-        self._run = run
-        self._policy = _policy_of(windows, start)
-        self._is_local = self._policy is not ApplyPolicy.SYNC
-        self._parts = _whole(windows[-1], "update_parts") or 1
-        self._params = _whole(start, "params")
-        #: Members keep their ids when ranks get new numbers; they are in the newest order here.
-        self._by_member: dict[str, list[Mapping[str, Any]]] = {
-            row["member"]: [] for row in windows[-1]["ranks"]
-        }
-        for window in windows:
-            for row in window["ranks"]:
-                self._by_member[row["member"]].append(row)
-        self._ends_s = tuple(accumulate(map(_longest_s, windows)))
-        self._notes: list[str] = []
-
-    def result(self) -> TeamSpec:
-        """Return the team."""
-        micro_batch_size = self._micro_batch_size()
-        ranks = [
-            rank
-            for rows in self._by_member.values()
-            if (rank := self._rank(rows, micro_batch_size)) is not None
-        ]
-        if not ranks:
-            raise ConfigError(
-                f"no rank has computed anything in {self._run}, so no speed is known; name another "
-                "run, or give speeds by hand with --speeds"
-            )
-        self._notes_of_policy()
-        batch_size = self._batch_size()
-        return TeamSpec(
-            ranks=tuple(ranks),
-            link=self._link(),
-            batch_size=batch_size,
-            local_batch_size=batch_size,
-            anchor=self._anchor(),
-            divides_updates=self._parts > 1,
-            source=f"{self._run}: {len(self._windows):,} windows of policy {self._policy}",
-            notes=tuple(self._notes),
-        )
-
-    def _rank(
-        self, rows: Sequence[Mapping[str, Any]], micro_batch_size: int | None
-    ) -> SimulatedRank | None:
-        """Return a rank as it was measured; ``None`` for one that has computed nothing."""
-        speed = SpeedModel()
-        worked = [row for row in rows if row["samples"] > 0 and row["compute_s"] > 0]
-        for row in worked:
-            update_s = min(_seconds(row, "update_s"), row["compute_s"])
-            speed.observe(
-                row["samples"],
-                _micro_batches(row),
-                row["compute_s"] - update_s,
-                update_s * self._parts,
-            )
-        name = f"rank {rows[-1]['rank']} ({rows[-1]['member']})"
-        if (cost := speed.cost) is None:
-            self._notes.append(
-                f"{name} has computed nothing in these windows, so it is left out: give its speed "
-                "with --add"
-            )
-            return None
-        if micro_batch_size and not cost.fixed_s:
-            size = min(micro_batch_size, max(row["samples"] for row in worked))
-            cost = _with_usual_fixed(cost, worked, size)
-        told = [row for row in worked if "elapsed_s" in row]
-        beside_s = math.fsum(map(_beside_s, told))
-        return SimulatedRank(
-            name=name,
-            cost=cost,
-            micro_batch_size=micro_batch_size,
-            overhead_s=max(0.0, beside_s) / (sum(map(_micro_batches, told)) or 1),
-            noise=Noise(tuple(self._factor(row, cost) for row in rows), self._ends_s),
-        )
-
-    def _factor(self, row: Mapping[str, Any], cost: CostModel) -> float:
-        """Return how many times as long as usual a rank took, within limits; 1 without work."""
-        samples: int = row["samples"]
-        expected_s = cost.fixed_s * _micro_batches(row) + cost.per_sample_s * samples
-        expected_s += cost.window_s / self._parts
-        factor = row["compute_s"] / expected_s if samples and row["compute_s"] else 1.0
-        return min(max(factor, 1.0 / _MOST_TIMES), float(_MOST_TIMES))
-
-    def _link(self) -> Link:
-        num_bytes = BYTES_PER_PARAMETER * self._params
-        present = [[row for row in w["ranks"] if row["samples"] > 0] for w in self._windows]
-        num_ranks = max(map(len, present))
-        if not self._params:
-            self._notes.append("the run does not say how many parameters it trains: give --params")
-        if num_ranks < 2:
-            self._notes.append(
-                "the run had one rank at work, so what an exchange takes is not known: give "
-                "--bandwidth"
-            )
-            return Link(num_bytes)
-        if self._policy.in_background:
-            self._notes.append(
-                "the run averaged in the background, so what an exchange takes is not known: "
-                "give --bandwidth"
-            )
-            return Link(num_bytes)
-        together = [rows for rows in present if len(rows) == num_ranks]
-        exchange_s = fmean([fmean(row["sync_s"] for row in rows) for rows in together])
-        meeting_s = fmean([min(row["wait_s"] for row in rows) for rows in together])
-        transfer_s = exchange_s * num_ranks / (2 * (num_ranks - 1))
-        return Link(num_bytes, transfer_s, meeting_s=meeting_s)
-
-    def _notes_of_policy(self) -> None:
-        if self._is_local:
-            self._notes.append(
-                "the run made local steps, in which updates are not timed by themselves: sync is "
-                "predicted with an update for each step's samples, and so as rather too slow"
-            )
-
-    def _batch_size(self) -> int:
-        """Return the samples of most optimizer steps; windows at the end of an epoch have fewer."""
-        sizes: list[int] = [sum(row["samples"] for row in w["ranks"]) for w in self._windows]
-        if self._is_local:
-            rows = (row for rows in self._by_member.values() for row in rows if row["samples"] > 0)
-            sizes = [-(-row["samples"] // (_whole(row, "steps") or 1)) for row in rows]
-        return median_high(sizes)
-
-    def _anchor(self) -> int:
-        """Return the anchor from which the run's has grown."""
-        known = [_whole(window, "anchor") for window in self._windows] if self._is_local else []
-        return min(filter(None, known), default=ANCHOR)
-
-    def _micro_batch_size(self) -> int | None:
-        known = [
-            -(-row["samples"] // micro_batches)
-            for rows in self._by_member.values()
-            for row in rows
-            if (micro_batches := _whole(row, "micro_batches"))
-        ]
-        return max(known, default=None)
+def _table(windows: Sequence[Event], name: str) -> Table:
+    members = [row["member"] for row in windows[-1]["ranks"]]
+    by_member = [{row["member"]: row[name] for row in window["ranks"]} for window in windows]
+    return np.array([[row[member] for member in members] for row in by_member], float)
 
 
-def _with_usual_fixed(cost: CostModel, rows: Sequence[Mapping[str, Any]], size: int) -> CostModel:
-    """Return the cost with the usual part of a full micro-batch fixed; for these rows the same.
+def _computed(rows: Rows) -> NDArray[np.bool_]:
+    """Return in which windows a rank has computed, beside its update."""
+    return (rows["samples"] > 0) & (rows["compute_s"] > rows["update_s"])
 
-    Windows of one size cannot tell that part, and yet the last micro-batch of a share, which may be
-    of one sample, costs more than its samples alone.
+
+def _link(rows: Rows, num_bytes: int) -> Link:
+    """Return the link as it was while most ranks were at work."""
+    present = rows["samples"] > 0
+    num_ranks = int(present.sum(axis=1).max())
+    together = present.sum(axis=1) == num_ranks
+    exchange_s = float(rows["sync_s"][together][present[together]].mean())
+    meetings_s = np.where(present, rows["wait_s"], np.inf).min(axis=1)[together]
+    transfer_s = exchange_s * num_ranks / (2 * (num_ranks - 1))
+    return Link(num_bytes, transfer_s, meeting_s=float(meetings_s.mean()))
+
+
+def _rank(rows: Rows, rank: int, name: str, parts: int) -> SimulatedRank:
+    """Return a rank that has computed, as it was measured."""
+    computed = _computed(rows)[:, rank]
+    own = {field: table[:, rank] for field, table in rows.items()}
+    worked = {field: column[computed] for field, column in own.items()}
+    has_any = rows["micro_batches"] > 0
+    sizes = rows["samples"][has_any] / rows["micro_batches"][has_any]
+    micro_batch_size = math.ceil(sizes.max())
+    cost = _cost(worked, parts, micro_batch_size)
+    expected_s = cost.fixed_s * own["micro_batches"] + cost.per_sample_s * own["samples"]
+    times = own["compute_s"] / (expected_s + cost.window_s / parts)
+    beside_s = worked["elapsed_s"] - worked["compute_s"] - worked["wait_s"] - worked["sync_s"]
+    return SimulatedRank(
+        name=name,
+        cost=cost,
+        micro_batch_size=micro_batch_size,
+        overhead_s=max(0.0, float(beside_s.sum() / worked["micro_batches"].sum())),
+        noise=Noise(
+            tuple(np.where(computed, times, 1.0).tolist()),
+            tuple(rows["elapsed_s"].max(axis=1).cumsum().tolist()),
+        ),
+    )
+
+
+def _cost(rows: Rows, parts: int, micro_batch_size: int) -> CostModel:
+    """Return the cost of a rank's windows, as the planner of a run learns it.
+
+    Windows of one size cannot tell what of a micro-batch's time is fixed, and yet the last
+    micro-batch of a share, which may be of one sample, costs more than its samples alone. So the
+    usual part of a full micro-batch is then fixed; for these windows it is the same cost.
     """
-    samples = sum(row["samples"] for row in rows)
-    fixed_samples = size * _USUAL_FIXED / (1.0 - _USUAL_FIXED)
-    of_micro_batches = fixed_samples * sum(map(_micro_batches, rows))
-    per_sample_s = cost.per_sample_s * samples / (samples + of_micro_batches)
+    speed = SpeedModel()
+    columns = [rows[name].tolist() for name in _FIELDS[:4]]
+    for samples, micro_batches, compute_s, update_s in zip(*columns, strict=True):
+        speed.observe(samples, micro_batches, compute_s - update_s, update_s * parts)
+    cost = speed.cost
+    assert cost is not None
+    if cost.fixed_s:
+        return cost
+    samples, micro_batches = sum(columns[0]), sum(columns[1])
+    fixed_samples = min(micro_batch_size, max(columns[0])) * _USUAL_FIXED / (1.0 - _USUAL_FIXED)
+    per_sample_s = cost.per_sample_s * samples / (samples + fixed_samples * micro_batches)
     return cost._replace(fixed_s=fixed_samples * per_sample_s, per_sample_s=per_sample_s)
-
-
-def _policy_of(windows: Sequence[Event], start: Mapping[str, Any]) -> ApplyPolicy:
-    named = start.get("policy")
-    if named in list(ApplyPolicy):
-        return ApplyPolicy(named)
-    return ApplyPolicy.CADENCE if "anchor" in windows[-1] else ApplyPolicy.SYNC
-
-
-def _micro_batches(row: Mapping[str, Any]) -> int:
-    return _whole(row, "micro_batches") or _whole(row, "steps") or 1
-
-
-def _whole(fields: Mapping[str, Any], key: str) -> int:
-    """Return a field of which readers of events do not require anything; 0 where it is no count."""
-    value = fields.get(key)
-    return value if type(value) is int and 0 < value <= MOST_WHOLE else 0
-
-
-def _seconds(row: Mapping[str, Any], key: str) -> float:
-    """Return a field of seconds, 0 where it is none."""
-    value = row.get(key)
-    return float(value) if isinstance(value, int | float) and 0.0 <= value < math.inf else 0.0
-
-
-def _longest_s(window: Event) -> float:
-    """Return how long a window was on the rank that took longest, above 0 if one was at work."""
-    keys = ("elapsed_s", "compute_s", "wait_s", "sync_s")
-    return max((_seconds(row, key) for row in window["ranks"] for key in keys), default=0.0)
-
-
-def _most_samples(window: Event) -> int:
-    """Return the samples of the rank that had most."""
-    return max((row["samples"] for row in window["ranks"]), default=0)
-
-
-def _beside_s(row: Mapping[str, Any]) -> float:
-    """Return the seconds of a window that are neither compute nor waiting nor exchange."""
-    named = ("compute_s", "wait_s", "sync_s")
-    return _seconds(row, "elapsed_s") - math.fsum(_seconds(row, key) for key in named)

@@ -31,9 +31,6 @@ _MOST_APART: Final = 20_000
 """Local steps that a rank makes at most more than the slowest one. Beside one of a hundredth of
 the speed the anchor still grows to its limit; beside slower ones it grows less."""
 
-_ENDLESS: Final = 2**50
-"""Samples of an epoch whose end no simulation reaches: predictions are of its middle."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamSpec:
@@ -69,11 +66,6 @@ class TeamSpec:
         """Return the samples of an optimizer step under a policy."""
         return self.batch_size if policy is ApplyPolicy.SYNC else self.local_batch_size
 
-    def alone(self, policy: ApplyPolicy) -> list[float]:
-        """Return what each rank does alone, in samples per second."""
-        size = self.batch_of(policy)
-        return [rank.alone(size) for rank in self.ranks]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamPrediction:
@@ -81,39 +73,39 @@ class TeamPrediction:
 
     Attributes:
         policy: The policy.
+        batch_size: Samples of an optimizer step.
         samples_per_s: Throughput of the team.
         of_ideal: That over the sum of what all ranks do alone; ``None`` where speeds changed
             meanwhile, as those of a measured run may.
         wait: Part of the time of ranks at work in which they wait for others, from 0 to 1.
         exchange: Part in which they exchange gradients, or average.
         bookkeeping: Part that is neither that nor compute.
+        lost: Part that is not compute.
         window_s: Seconds of a window.
         samples_per_window: Of all ranks.
         shares: Part of the samples by rank.
         waits: Part of each rank's time in which it waits; 0 of a parked one.
         parked: Ranks that the planner parks.
-        sent_bytes: Bytes that each rank at work sends in a window.
+        sent_bytes: Bytes that each rank at work sends in a window; ``None`` where the size of an
+            exchange is not known.
         sent_bytes_per_s: The same in a second.
     """
 
     policy: ApplyPolicy
+    batch_size: int
     samples_per_s: float
     of_ideal: float | None
     wait: float
     exchange: float
     bookkeeping: float
+    lost: float
     window_s: float
     samples_per_window: float
     shares: tuple[float, ...]
     waits: tuple[float, ...]
     parked: tuple[int, ...]
-    sent_bytes: float
-    sent_bytes_per_s: float
-
-    @property
-    def lost(self) -> float:
-        """Return the part of the time that is not compute."""
-        return self.wait + self.exchange + self.bookkeeping
+    sent_bytes: float | None
+    sent_bytes_per_s: float | None
 
 
 def predict(team: TeamSpec, policy: ApplyPolicy) -> TeamPrediction:
@@ -130,7 +122,7 @@ def predict(team: TeamSpec, policy: ApplyPolicy) -> TeamPrediction:
 
 
 def simulate(team: TeamSpec, policy: ApplyPolicy) -> SimulatedSync | SimulatedLocal:
-    """Return a team at the beginning of an epoch, with the planner that a run would have."""
+    """Return a team in the middle of an epoch, with the planner that a run would have."""
     ranks = team.ranks
     members = [str(rank) for rank in range(len(ranks))]
     size = team.batch_of(policy)
@@ -143,7 +135,6 @@ def simulate(team: TeamSpec, policy: ApplyPolicy) -> SimulatedSync | SimulatedLo
             team.link,
             planner,
             batch_size=size,
-            num_samples=_ENDLESS,
             divides_updates=team.divides_updates,
         )
     alone = [rank.alone(size) for rank in ranks]
@@ -156,7 +147,7 @@ def simulate(team: TeamSpec, policy: ApplyPolicy) -> SimulatedSync | SimulatedLo
         max_batch_diff=_MOST_APART,
         way=policy,
     )
-    return SimulatedLocal(ranks, team.link, cadence, batch_size=size, num_samples=_ENDLESS)
+    return SimulatedLocal(ranks, team.link, cadence, batch_size=size)
 
 
 def _sum_up(
@@ -173,21 +164,25 @@ def _sum_up(
     wait = fmean(waits_s[rank] / spent_s[rank] for rank in present)
     exchange = fmean(exchanges_s[rank] / spent_s[rank] for rank in present)
     compute = fmean(computes_s[rank] / spent_s[rank] for rank in present)
+    bookkeeping = max(0.0, 1.0 - compute - wait - exchange)
+    size = team.batch_of(policy)
     speed = sum(samples) / max(spent_s)
     window_s = max(spent_s) / len(windows)
-    sent_bytes = team.link.sent_bytes(len(present))
+    sent_bytes = team.link.sent_bytes(len(present)) if team.link.num_bytes else None
     return TeamPrediction(
         policy=policy,
+        batch_size=size,
         samples_per_s=speed,
-        of_ideal=multiples(speed, team.alone(policy)).of_ideal,
+        of_ideal=multiples(speed, [rank.alone(size) for rank in team.ranks]).of_ideal,
         wait=wait,
         exchange=exchange,
-        bookkeeping=max(0.0, 1.0 - compute - wait - exchange),
+        bookkeeping=bookkeeping,
+        lost=wait + exchange + bookkeeping,
         window_s=window_s,
         samples_per_window=sum(samples) / len(windows),
         shares=tuple(own / sum(samples) for own in samples),
         waits=tuple(waits_s[rank] / spent_s[rank] if rank in present else 0.0 for rank in ranks),
         parked=tuple(rank for rank in ranks if rank not in present),
         sent_bytes=sent_bytes,
-        sent_bytes_per_s=sent_bytes / window_s,
+        sent_bytes_per_s=None if sent_bytes is None else sent_bytes / window_s,
     )

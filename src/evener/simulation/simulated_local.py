@@ -1,17 +1,18 @@
-"""A team in CADENCE or ASYNC in virtual time: planner, deadlines and queues of a run. Pure."""
+"""A team in CADENCE or ASYNC in virtual time, in the middle of an epoch. Pure."""
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from operator import add
+from typing import Final
 
-from evener.data.cursor import Cursor, Slice
-from evener.data.leases import LeaseBook
 from evener.planning.cadence import CadencePolicy
 from evener.planning.clock import WindowClock
 from evener.planning.plans import LocalPlan
 from evener.planning.report import NOTHING, Report
 from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow
+
+_ENDLESS: Final = 2**50
+"""Batches that are left of the epoch."""
 
 
 class SimulatedLocal:
@@ -25,11 +26,9 @@ class SimulatedLocal:
         link: The link between them.
         policy: Plans.
         batch_size: Samples of a local step.
-        num_samples: Samples of an epoch.
 
     Attributes:
         windows: Windows so far.
-        plan: The newest plan; ``None`` between two epochs.
     """
 
     def __init__(
@@ -39,18 +38,15 @@ class SimulatedLocal:
         policy: CadencePolicy,
         *,
         batch_size: int,
-        num_samples: int,
     ) -> None:
         self.policy = policy
-        self.cursor = Cursor(num_samples, seed=0)
         self.windows = 0
-        self.plan: LocalPlan | None = None
         self._link = link
-        self._batch_size = batch_size
-        self._book = LeaseBook(self.cursor, batch_size, range(len(ranks)))
-        self._ranks = [_LocalRank(rank) for rank in ranks]
+        self._ranks = [_LocalRank(rank, batch_size) for rank in ranks]
         #: The newest exchange, which the planner learns with the window after it.
         self._sync_s = 0.0
+        self._plan = self._plan_next()
+        self._follow()
 
     def run(self, num_windows: int) -> list[SimulatedWindow]:
         """Simulate some windows."""
@@ -58,7 +54,7 @@ class SimulatedLocal:
 
     def window(self) -> SimulatedWindow:
         """Simulate a window until its average has landed on every rank."""
-        plan = self.plan or self._begin()
+        plan = self._plan
         for rank in self._ranks:
             rank.go_on(math.inf)
         reports = tuple(
@@ -68,8 +64,9 @@ class SimulatedLocal:
         meeting_s = self._link.wait_s(len(self._ranks))
         exchange_s = self._link.exchange_s(len(self._ranks))
         landed_s = arrived_s + meeting_s + exchange_s
-        self._commit(reports)
-        self._plan_next(reports)
+        self.policy.observe(reports, self._sync_s)
+        self.windows += 1
+        self._plan = self._plan_next()
         waits_s, exchanges_s, elapsed_s = [], [], []
         for rank in self._ranks:
             if not plan.blocking:
@@ -79,8 +76,7 @@ class SimulatedLocal:
             waits_s.append(waited_s - exchanges_s[-1])
             elapsed_s.append(rank.land(landed_s))
         self._sync_s = min(waits_s) + max(exchanges_s)
-        self.windows += 1
-        self._follow(hands_on=plan.blocking)
+        self._follow()
         return SimulatedWindow(
             present=tuple(range(len(self._ranks))),
             reports=reports,
@@ -89,56 +85,37 @@ class SimulatedLocal:
             exchanges_s=tuple(exchanges_s),
         )
 
-    def _begin(self) -> LocalPlan:
-        """Plan the first window of an epoch."""
-        self.cursor.begin(self.cursor.epoch)
-        self._book = LeaseBook(self.cursor, self._batch_size, range(len(self._ranks)))
-        self.plan = plan = self._planned()
-        self._follow(hands_on=False)
-        return plan
+    def _plan_next(self) -> LocalPlan:
+        return self.policy.plan(self.windows, 0, left=_ENDLESS, limit=None)
 
-    def _planned(self) -> LocalPlan:
-        return self.policy.plan(
-            self.windows, self.cursor.epoch, left=self._book.num_left, limit=None
-        )
-
-    def _commit(self, reports: Sequence[Report]) -> None:
-        for number, report in enumerate(reports):
-            for piece in self._book.retire(number, report.steps, report.samples):
-                self.cursor.commit(piece)
-
-    def _plan_next(self, reports: Sequence[Report]) -> None:
-        self.policy.observe(reports, self._sync_s)
-        self.plan = self._planned() if self._book.num_left else None
-
-    def _follow(self, *, hands_on: bool) -> None:
-        if self.plan is None:
-            return
-        self._book.fill(self.plan.queues, hand_on=hands_on and self._book.num_free == 0)
+    def _follow(self) -> None:
         for number, rank in enumerate(self._ranks):
-            rank.follow(self.plan, self._book.queue(number), self.plan.most[number])
+            rank.follow(self._plan, number)
 
 
 class _LocalRank:
     """A rank and its clock; ``now_s`` is its own time."""
 
-    def __init__(self, rank: SimulatedRank) -> None:
+    def __init__(self, rank: SimulatedRank, batch_size: int) -> None:
         self.now_s = 0.0
         self._rank = rank
+        self._batch_size = batch_size
         self._clock = WindowClock()
         self._work = NOTHING
-        self._own: deque[Slice] = deque()
+        #: Batches in its queue.
+        self._left = 0
         self._landed_s = 0.0
 
-    def follow(self, plan: LocalPlan, queue: Sequence[Slice], most: int) -> None:
+    def follow(self, plan: LocalPlan, rank: int) -> None:
         """Go on by a plan, whose time runs from now; steps made before count."""
-        self._own = deque(queue[self._work.steps :])
-        self._clock.limit(most, self.now_s + plan.window_s, least=plan.least)
+        self._left = max(self._left, plan.queues[rank] - self._work.steps)
+        self._clock.limit(plan.most[rank], self.now_s + plan.window_s, least=plan.least)
 
     def go_on(self, until_s: float) -> None:
         """Make local steps until the clock says stop, the queue is empty, or a moment is over."""
-        while self._own and self.now_s < until_s and self._clock.wants_another(self.now_s):
-            step = self._rank.step(self._own.popleft().size, self.now_s)
+        while self._left and self.now_s < until_s and self._clock.wants_another(self.now_s):
+            step = self._rank.step(self._batch_size, self.now_s)
+            self._left -= 1
             self._work = Report(*map(add, self._work, step))
             self.now_s += step.busy_s
             self._clock.count_step(step.busy_s)

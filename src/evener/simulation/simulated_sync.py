@@ -1,11 +1,10 @@
-"""A team in SYNC in virtual time: planner and cursor of a run, without a device. Pure."""
+"""A team in SYNC in virtual time: the planner of a run, in the middle of an epoch. Pure."""
 
 import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from evener.data.cursor import Cursor, Slice
 from evener.planning.plans import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.report import NOTHING, Report
@@ -16,7 +15,7 @@ _AHEAD: Final = 2
 
 
 class SimulatedSync:
-    """Windows over a fixed batch, planned, parked and committed as the engine does it.
+    """Windows over a fixed batch, planned and parked as the engine does it.
 
     The plan of window w + 2 is based on reports up to w - 1.
 
@@ -25,14 +24,12 @@ class SimulatedSync:
         link: The link between them.
         policy: Plans; knows only what the caller has given it.
         batch_size: Samples of a window; may be changed between windows.
-        num_samples: Samples of an epoch.
         divides_updates: Each rank that is present makes its part of the update.
 
     Attributes:
         now_s: Virtual seconds since the beginning.
         parked: Ranks that are parked.
         windows: Windows so far.
-        reports: The ranks' reports of the newest window.
     """
 
     def __init__(
@@ -42,27 +39,24 @@ class SimulatedSync:
         policy: Policy,
         *,
         batch_size: int,
-        num_samples: int,
         divides_updates: bool = False,
     ) -> None:
-        self.ranks = ranks
         self.policy = policy
         self.batch_size = batch_size
-        self.cursor = Cursor(num_samples, seed=0)
         self.parked: frozenset[int] = frozenset()
         self.now_s = 0.0
         self.windows = 0
-        self.reports: tuple[Report, ...] = ()
+        self._ranks = ranks
         self._link = link
         self._divides_updates = divides_updates
-        self._planned: deque[tuple[Slice, WindowPlan]] = deque()
+        self._planned: deque[WindowPlan] = deque()
         self._unlearnt: list[tuple[Sequence[Report], WindowPlan, float]] = []
         self._recall_at = 0
 
     @property
     def present(self) -> tuple[int, ...]:
         """Return the ranks that are not parked."""
-        return tuple(rank for rank in range(len(self.ranks)) if rank not in self.parked)
+        return tuple(rank for rank in range(len(self._ranks)) if rank not in self.parked)
 
     def run(self, num_windows: int) -> list[SimulatedWindow]:
         """Simulate some windows."""
@@ -70,15 +64,15 @@ class SimulatedSync:
 
     def window(self) -> SimulatedWindow:
         """Simulate a window, and the change of the team that follows from it."""
-        if not self._planned:
-            self.cursor.begin(self.cursor.epoch)
-            self._plan()
+        while len(self._planned) < _AHEAD:
+            self.decide()
         self.observe()
         self.decide()
         parking = self.policy.decide_parking(self.batch_size, self.present[0])
         window = self.compute()
         if parking is not None:
-            self._park(self.parked.union(parking.ranks))
+            self._change(self.parked.union(parking.ranks))
+            self._recall_at = self.windows + self.policy.windows_apart(self.batch_size, 0.0)
         elif self.parked and self.windows >= self._recall_at:
             self._change(frozenset(), work_for_all=math.inf)
         return window
@@ -90,23 +84,18 @@ class SimulatedSync:
         self._unlearnt.clear()
 
     def decide(self, *, work_for_all: float = 0.0) -> None:
-        """Lease the samples of a further window and plan it; nothing at the end of an epoch."""
-        piece = self.cursor.take(self.batch_size)
-        if piece is not None:
-            number = self.windows + len(self._planned)
-            plan = self.policy.plan(
-                number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
-            )
-            self._planned.append((piece, plan))
+        """Plan a further window."""
+        number, size = self.windows + len(self._planned), self.batch_size
+        plan = self.policy.plan(number, 0, number * size, size, work_for_all=work_for_all)
+        self._planned.append(plan)
 
     def compute(self) -> SimulatedWindow:
-        """Simulate the window whose plan is the oldest, and commit its samples."""
-        lease, plan = self._planned.popleft()
-        present = self.present
+        """Simulate the window whose plan is the oldest."""
+        plan, present = self._planned.popleft(), self.present
         parts = len(present) if self._divides_updates else 1
-        self.reports = reports = tuple(
+        reports = tuple(
             rank.share(plan.shares[number], self.now_s, parts) if number in present else NOTHING
-            for number, rank in enumerate(self.ranks)
+            for number, rank in enumerate(self._ranks)
         )
         exchange_s = self._link.exchange_s(len(present))
         meeting_s = self._link.wait_s(len(present))
@@ -115,8 +104,7 @@ class SimulatedSync:
         self.now_s += length_s
         self.windows += 1
         self._unlearnt.append((reports, plan, meeting_s + exchange_s))
-        self.cursor.commit(lease)
-        here = [number in present for number in range(len(self.ranks))]
+        here = [number in present for number in range(len(self._ranks))]
         return SimulatedWindow(
             present=present,
             reports=reports,
@@ -128,19 +116,11 @@ class SimulatedSync:
             exchanges_s=tuple(exchange_s * is_here for is_here in here),
         )
 
-    def _plan(self, *, work_for_all: float = 0.0) -> None:
-        for _ in range(_AHEAD):
-            self.decide(work_for_all=work_for_all)
-
-    def _park(self, ranks: frozenset[int]) -> None:
-        self._change(ranks)
-        self._recall_at = self.windows + self.policy.windows_apart(self.batch_size, 0.0)
-
     def _change(self, parked: frozenset[int], *, work_for_all: float = 0.0) -> None:
         """Form the next generation: plans are dropped, and made anew by those who are present."""
         self.observe()
         self.parked = parked
         self.policy.set_parked(parked)
         self._planned.clear()
-        self.cursor.release()
-        self._plan(work_for_all=work_for_all)
+        for _ in range(_AHEAD):
+            self.decide(work_for_all=work_for_all)

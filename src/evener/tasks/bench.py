@@ -13,15 +13,14 @@ from itertools import count
 from pathlib import Path
 
 from evener.config.folders import EVENTS, check_name
-from evener.config.options import BenchOptions
-from evener.errors import ConfigError, EvenerError, LaunchError
+from evener.config.options import BenchOptions, PretrainOptions
+from evener.config.presets import resolve_config
+from evener.errors import EvenerError, LaunchError
 from evener.observe.comparison import Comparison, Trial, compare, read_trial, table
 from evener.observe.event_lines import strict_json
 from evener.observe.following import read_events
 from evener.observe.numbers import human_count, human_duration
-from evener.planning.policies import ApplyPolicy
 from evener.team.child import die_with
-from evener.team.environment import AverageBackend
 from evener.team.terminal import say
 
 #: A trial has this long to load models, tokenise text and start; the first one does all of it.
@@ -31,7 +30,7 @@ END_TIMEOUT_S = 120.0
 
 _LOOK_S = 0.1
 # What would cost time and disk without saying anything about policies.
-_TRIAL_KEYS = ("checkpoint.every=0", "measure=false", "sample.num_tokens=0", "tensorboard=false")
+_TRIAL_KEYS = ("checkpoint.every=0", "sample.num_tokens=0", "tensorboard=false")
 _PRETRAIN = (sys.executable, "-P", "-m", "evener", "pretrain")
 
 
@@ -40,26 +39,20 @@ RunTrial = Callable[[str, str, str, float], Trial | str]
 
 
 def check_options(options: BenchOptions) -> None:
-    """Refuse what makes no sense before anything starts.
+    """Resolve the configuration of every combination, before anything starts.
 
     Raises:
-        ConfigError: An unknown policy or backend, an impossible number, a bad name.
+        ConfigError: One is wrong, or the bench's name is.
     """
-    for option, given, kind in (
-        ("--policies", options.policies, ApplyPolicy),
-        ("--backends", options.backends, AverageBackend),
-    ):
-        names = [member.value for member in kind]
-        for name in given:
-            if name not in names:
-                raise ConfigError(f"{option}: {name!r} is unknown; choose from {', '.join(names)}")
-        if not given or len(set(given)) < len(given):
-            raise ConfigError(f"{option} is {','.join(given)!r}; name each one once")
-    if not 0 < options.minutes < float("inf"):
-        raise ConfigError(f"--minutes is {options.minutes}; give minutes above 0")
-    if options.rounds < 1:
-        raise ConfigError(f"--rounds is {options.rounds}; give 1 or more")
     check_name(options.name)
+    for policy, backend in _combinations(options):
+        keys = (*options.overrides, f"policy={policy}", f"backend={backend}")
+        resolve_config(PretrainOptions(config=options.config, overrides=keys, name=options.name))
+
+
+def _combinations(options: BenchOptions) -> list[tuple[str, str]]:
+    """Return each one once, in the order in which they were asked for."""
+    return [*dict.fromkeys((p, b) for p in options.policies for b in options.backends)]
 
 
 def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Comparison:
@@ -76,14 +69,12 @@ def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Compa
         The comparison. What could not run is in it, with the reason.
 
     Raises:
-        ConfigError: See ``check_options``.
         LaunchError: The folder cannot be made.
         KeyboardInterrupt: After Ctrl-C, when what was measured has been written.
     """
-    check_options(options)
     folder = _claim(options.out, options.name)
     run_trial = run_trial or Pretrain(options, folder)
-    combinations = [(p, b) for p in options.policies for b in options.backends]
+    combinations = _combinations(options)
     seconds = 60 * options.minutes / options.rounds
     trials: list[Trial] = []
     skipped: dict[str, str] = {}

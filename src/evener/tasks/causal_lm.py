@@ -27,6 +27,8 @@ from evener.tasks.optimization import WarmupCosine, apply_settings, make_optimiz
 from evener.tasks.resuming import RUN
 from evener.tasks.run_changes import (
     CONFIG,
+    Beginning,
+    RunDescription,
     check_changes,
     describe_run,
     read_run,
@@ -52,6 +54,7 @@ class CausalLanguageModel(Task):
     unit = "tokens"
     prefetch = "thread"
     _tokenizer: CausalTokenizer
+    _description: RunDescription
 
     def __init__(
         self, config: RunConfig, options: PretrainOptions, records: Iterable[Any] | None
@@ -74,14 +77,12 @@ class CausalLanguageModel(Task):
         self._records = records
         self._given_tokenizer = tokenizer
         self._device = torch.device("cpu")
-        self._description: dict[str, Any] = {}
 
     def open_data(self, job: Job) -> tuple[Dataset[Any], Dataset[Any]]:
         """Tokenise the text, with a tokenizer that is trained on it if none was given."""
         config, team, ddp = self._config, job.team, job.ddp
-        corpus, tokenizer = prepare_text(job, config, self._given_tokenizer, self._records)
+        splits, tokenizer = prepare_text(job, config, self._given_tokenizer, self._records)
         self._device, self._tokenizer = ddp.device, tokenizer
-        splits = corpus.split(config.data.seq_len)
         signatures = team.introduce(splits.train.signature)
         for rank, signature in enumerate(signatures):
             if signature != signatures[0]:
@@ -111,14 +112,14 @@ class CausalLanguageModel(Task):
 
     def set_length(self, epochs: float) -> None:
         """Give the learning rate its end: an epoch's tokens, in proportion."""
-        began, num_tokens = self._description["beginning"], self._description["num_tokens"]
-        self._rates.set_total(began["weight"] + num_tokens * epochs)
+        run = self._description
+        self._rates.set_total(run.beginning.weight + run.num_tokens * epochs)
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────
 
     def documents(self) -> dict[str, Any]:
         """Return what the run is made of."""
-        return {RUN: self._description}
+        return {RUN: self._description.model_dump()}
 
     def assets(self) -> Mapping[str, bytes]:
         """Return what makes a checkpoint load with transformers."""
@@ -126,8 +127,8 @@ class CausalLanguageModel(Task):
 
     def adopt(self, documents: Mapping[str, Any]) -> None:
         """Take over since when the run has had its present data."""
-        self._description = documents[RUN]
-        self.first_window = self._description["beginning"]["window"]
+        self._description = RunDescription.model_validate(documents[RUN])
+        self.first_window = self._description.beginning.window
 
     def resume(self, job: Job, checkpoint: Checkpoint) -> None:
         """Load a checkpoint of this model, perhaps to continue with other data."""
@@ -139,15 +140,14 @@ class CausalLanguageModel(Task):
             job.say(f"changed since {checkpoint.path.name}: {'; '.join(changes)}")
         ddp.load(checkpoint.path, allow=self._allow)
         apply_settings(self.optimizer, self._config.optimizer)
-        self.new_data = saved["data"] != now["data"]
+        self.new_data = saved.data != now.data
+        began = saved.beginning
         if self.new_data:
             job.loader.cursor.restart()
-            job.say("going on with other data, from its first epoch on")
-            engine = ddp.assembly.engine
-            began: dict[str, Any] = {"window": engine.turns, "weight": ddp.progress.weight}
-        else:
-            began = saved.get("beginning", now["beginning"])
-        self.adopt({RUN: {**now, "beginning": began}})
+            job.say("continuing with other data, from its first epoch on")
+            began = Beginning(window=ddp.assembly.engine.turns, weight=ddp.progress.weight)
+        self._description = now.model_copy(update={"beginning": began})
+        self.first_window = began.window
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────
 

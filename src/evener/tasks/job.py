@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from evener.checkpoint import Checkpoint, fence_writers
 from evener.config.folders import CHECKPOINTS, SUMMARY, FolderLock, release_folder
-from evener.config.options import Keys, TaskOptions
+from evener.config.keys import Keys
+from evener.config.options import TaskOptions
 from evener.config.presets import resolve_job
 from evener.config.runs import JobConfig
 from evener.data.fetching import Prefetch
@@ -30,8 +31,7 @@ from evener.errors import EvenerError, RunEndedError
 from evener.loop.arguments import Schedulers
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
-from evener.tasks.recording import SUMS, RunTally, find_sinks, record, show, summarise
-from evener.tasks.rehearsal import Rehearsal, Speeds
+from evener.tasks.recording import find_sinks, record, show, summarise
 from evener.tasks.resuming import RUN, RUN_FOLDER, choose_checkpoint, find_run, is_finished
 from evener.tasks.run_results import TaskResult
 from evener.team.environment import DistributedTrainConfig
@@ -215,7 +215,6 @@ class Job(EpochLoop):
     """
 
     ddp: Ddp
-    tally: RunTally
 
     def __init__(self, task: Task, config: JobConfig, options: TaskOptions, ddp: Ddp) -> None:
         super().__init__(
@@ -339,14 +338,12 @@ class Job(EpochLoop):
 
     def _carry_out(self) -> TaskResult:
         task, config = self._task, self.config
-        self.tally = record(
+        record(
             self.ddp,
             self.folder,
-            most_mb=config.events_mb,
             terminal=not self.options.quiet,
             tensorboard=config.tensorboard,
             sinks=self._sinks,
-            resumed=self.resumed,
         )
         self.ddp.events.start(
             run=self.folder.name,
@@ -418,7 +415,6 @@ class Job(EpochLoop):
             self._assets.update(self._task.assets())
             self._documents[RUN] = {"config": self.config.model_dump(mode="json")}
             self._documents.update(self._task.documents())
-            self._documents[SUMS] = self.tally.to_json()
 
     def totals(self, *, whole: bool = False) -> list[float] | None:
         """Evaluate held-out samples, each on one rank; all ranks call it together.
@@ -474,7 +470,7 @@ class Job(EpochLoop):
     # ── the end ──────────────────────────────────────────────────────────────────────────────
 
     def _close(self) -> TaskResult:
-        """Save, measure, and say what came of the run."""
+        """Save, and report the results of the run."""
         # A rank that was parked has missed what the others did meanwhile; the main one has not.
         task, own = self._task, [self._evaluated, self._task.documents()]
         evaluated, documents = self._engine.collectives.hear_main("summing up an evaluation", own)
@@ -489,44 +485,25 @@ class Job(EpochLoop):
                 covered = len(self._heldout)  # type: ignore[arg-type]
         stopped = self.ddp.stopping and not task.is_done
         checkpoint = self.finish()
-        measures = self.config.measure and not (self.ddp.stopping or self.team.is_elastic)
-        speeds = self._measure() if measures else None
 
         def sum_up() -> bool:
-            self._sum_up(speeds, checkpoint, covered, stopped=stopped)
+            self._sum_up(checkpoint, covered, stopped=stopped)
             return True
 
         # If the main process is lost meanwhile, the next one writes the files.
         self._engine.collectives.ask_main("summing up the run", sum_up, timeout_s=SUMMING_UP_S)
         return self._result(checkpoint, stopped=stopped)
 
-    def _measure(self) -> Speeds | None:
-        self.say("measuring each rank alone, all side by side, and an equal split ...")
-        return Rehearsal(
-            self.ddp.assembly,
-            self._train_samples,
-            batch_size=self.config.batch_size,
-            micro_batch_size=self.loader.micro_batch_size,
-        ).measure()
-
-    def _train_samples(self, samples: Sequence[int]) -> None:
-        count = len(self._train)  # type: ignore[arg-type]  # the loader has asked for it, too
-        self.train_micro_batch(self._task.collate([self._train[i % count] for i in samples]))
-
-    def _sum_up(
-        self, speeds: Speeds | None, checkpoint: Path | None, covered: int, *, stopped: bool
-    ) -> None:
+    def _sum_up(self, checkpoint: Path | None, covered: int, *, stopped: bool) -> None:
         """Say what came of the run, on the main process; the others wait for it."""
         task = self._task
         figures = task.figures(self, stopped=stopped)
         summary = summarise(
             self.ddp,
-            self.tally,
             self.folder,
             unit=task.unit,
             heldout_loss=self.heldout_loss,
             heldout_samples=None if self.heldout_loss is None else covered,
-            speeds=speeds,
             checkpoint=checkpoint,
             details=figures,
         )

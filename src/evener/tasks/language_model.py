@@ -103,7 +103,6 @@ def _logits_and_labels(
     return wide, batch.labels.to(device).flatten()
 
 
-@torch.no_grad()
 def write_text(
     model: nn.Module,
     prompt_ids: list[int],
@@ -114,10 +113,10 @@ def write_text(
     seed: int,
     device: torch.device,
 ) -> list[int]:
-    """Continue a prompt token by token.
+    """Continue a prompt; an end-of-text token in between does not end the text.
 
     Args:
-        model: In ``eval()``.
+        model: A model of transformers, in ``eval()``.
         prompt_ids: At least one token.
         num_tokens: Tokens to write.
         temperature: 0 takes the likeliest token.
@@ -128,29 +127,30 @@ def write_text(
     Returns:
         The tokens after the prompt.
     """
-    generator = torch.Generator().manual_seed(seed)
-    context = prompt_ids[-seq_len:]
-    written: list[int] = []
-    past, step = None, context
-    for _ in range(num_tokens):
-        if len(context) >= seq_len:
-            context = context[-(seq_len // 2) :]
-            past, step = None, context
-        output = model(
-            input_ids=torch.tensor([step], device=device), past_key_values=past, use_cache=True
-        )
-        past = output.get("past_key_values")
-        logits = output.logits[0, -1].float().cpu()
-        if temperature == 0:
-            token = int(logits.argmax())
-        else:
-            probabilities = torch.softmax(logits / temperature, dim=-1)
-            token = int(torch.multinomial(probabilities, 1, generator=generator))
-        written.append(token)
-        context = [*context, token]
-        # Architectures without such a cache read the whole context again.
-        step = context if past is None else [token]
-    return written
+    from transformers import GenerationConfig
+
+    ids, end = list(prompt_ids), len(prompt_ids) + num_tokens
+    sampling = {"temperature": temperature, "top_k": 0} if temperature else {}
+    # Other devices have one generator, which nothing draws from after a run.
+    kept = [device] if device.type in ("cuda", "xpu") else []
+    with quiet(), torch.random.fork_rng(kept, device_type=device.type):
+        torch.manual_seed(seed)
+        while len(ids) < end:
+            # Half of what the model sees at once is context, once the text is longer than that.
+            context = torch.tensor([ids[-seq_len // 2 :] if len(ids) >= seq_len else ids])
+            settings = GenerationConfig(
+                max_new_tokens=min(end - len(ids), seq_len - context.shape[1]),
+                do_sample=temperature > 0,
+                pad_token_id=0,  # of no importance: there is one text
+                **sampling,
+            )
+            written = model.generate(  # type: ignore[operator]
+                context.to(device),
+                attention_mask=torch.ones_like(context, device=device),
+                generation_config=settings,
+            )
+            ids += written[0, context.shape[1] :].tolist()
+    return ids[len(prompt_ids) :]
 
 
 def printable(text: str) -> str:

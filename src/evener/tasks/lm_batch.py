@@ -37,25 +37,16 @@ class LMBatch:
     def __post_init__(self) -> None:
         for name in ("input_ids", "labels"):
             tensor = getattr(self, name)
-            if not isinstance(tensor, Tensor):
+            is_fit = isinstance(tensor, Tensor) and tensor.dtype == torch.int64
+            if not is_fit or tensor.dim() != 2 or not tensor.numel():
                 raise DataError(
-                    f"LMBatch.{name} is a {type(tensor).__name__}; give an int64 tensor of shape "
-                    "(sequences, tokens), or use LMBatch.of_documents for lists of tokens"
-                )
-            if tensor.dtype != torch.int64 or tensor.dim() != 2:
-                raise DataError(
-                    f"LMBatch.{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; give int64 "
-                    "of shape (sequences, tokens)"
+                    f"LMBatch.{name} is {short(tensor)}; give an int64 tensor of shape (sequences, "
+                    "tokens), or use LMBatch.of_documents for lists of tokens"
                 )
         if self.input_ids.shape != self.labels.shape:
             raise DataError(
                 f"LMBatch.input_ids has shape {tuple(self.input_ids.shape)} and labels "
                 f"{tuple(self.labels.shape)}; every token has one target, -100 for none"
-            )
-        if not self.input_ids.numel():
-            raise DataError(
-                f"LMBatch.input_ids has shape {tuple(self.input_ids.shape)}, which holds no token; "
-                "a rank without a batch makes none"
             )
 
     @classmethod
@@ -94,16 +85,11 @@ def _tokens(number: int, document: object) -> Tensor:
     try:
         tokens = torch.as_tensor(document)
     except (TypeError, ValueError, RuntimeError):
-        tokens = None
-    if tokens is not None and not tokens.numel():
-        tokens = tokens.to(torch.int64)  # torch takes an empty list for one of floats
-    if tokens is None or tokens.dim() != 1 or tokens.dtype not in _WHOLE:
+        tokens = torch.empty(())
+    is_whole = tokens.dtype in _WHOLE and tokens.dim() == 1
+    if not is_whole or len(tokens) < 2:
         raise DataError(
-            f"document {number} is {short(document)}; give its token ids: a list of whole numbers"
-        )
-    if len(tokens) < 2:
-        raise DataError(
-            f"document {number} has {len(tokens)} tokens; two are needed for one to be "
-            "predicted: leave it out"
+            f"document {number} is {short(document)}; give its token ids: a list of two or more "
+            "whole numbers, as each is predicted from those before it"
         )
     return tokens.to(torch.int64)

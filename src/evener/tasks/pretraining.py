@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evener.config.options import Allowed, Keys, PretrainOptions
+from evener.config.keys import Allowed, Keys
+from evener.config.options import PretrainOptions
 from evener.errors import ConfigError
 from evener.tasks.run_results import PretrainResult
 from evener.team.child import loading_libraries

@@ -1,7 +1,6 @@
-"""What a run leaves for people and programs: events, their sums, the summary, the closing table."""
+"""What a run leaves for people and programs: events, the summary, the closing table."""
 
 import io
-import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -9,88 +8,21 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Final
 
-from evener.checkpoint import Checkpoint
 from evener.config.folders import EVENTS
 from evener.errors import ConfigError
 from evener.loop.event_stream import SinkMaker
 from evener.loop.loop import Loop
-from evener.observe.events import Event, Sink, Totals
-from evener.observe.following import each_effective_event
+from evener.observe.events import Sink, wait_fraction
+from evener.observe.following import each_event
 from evener.observe.jsonl import JsonlSink
 from evener.observe.progress_line import ProgressSink
 from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
-from evener.observe.tally import EventTally
+from evener.observe.table import SUMS, RunTable
 from evener.observe.tensorboard import TensorBoardSink
-from evener.tasks.rehearsal import Speeds
 from evener.team.terminal import say, warn
 
-SUMS: Final = "sums.json"
-"""Document of a checkpoint with the sums of a run's events up to there."""
-
+_NOTHING: Final = dict.fromkeys(SUMS, 0.0)  # of a member that did no window
 _EVENTS_S: Final = 1.0  # a summary waits no longer for a disk that hangs
-
-
-class RunTally(Sink):
-    """Adds up a run's events, over all of its sessions.
-
-    Args:
-        folder: The run folder.
-        earlier: The sums at the checkpoint that the run resumes from, as ``to_json`` has told them.
-            Without them, they are those of the events in the folder.
-    """
-
-    continues = True
-
-    def __init__(self, folder: Path, earlier: Any = None) -> None:
-        self._sums = EventTally()
-        self._earlier = earlier
-        self._next_window: int | None = None
-        # Until this rank writes the start of the run, another one may have recorded what came
-        # before.
-        self._has_gaps = True
-        self._path = folder / EVENTS
-
-    def emit(self, event: Event) -> None:
-        """Add an event."""
-        if event["type"] == "run_resumed":
-            self._sums = self._resumed(event["window"])
-        self._sums.add(event)
-        if event["type"] == "run_started":
-            self._next_window, self._has_gaps = event["window"], False
-        elif event["type"] == "window":
-            self._has_gaps = self._has_gaps or event["window"] != self._next_window
-            self._next_window = event["window"] + 1
-
-    def _resumed(self, window: int) -> EventTally:
-        if self._earlier is None:
-            return self._read(window)
-        try:
-            return EventTally.from_json(self._earlier)
-        except (TypeError, ValueError) as error:
-            warn(f"{SUMS} of the checkpoint is damaged, events are summed up instead: {error}")
-            return self._read(window)
-
-    def _read(self, before: int | float = math.inf) -> EventTally:
-        # The main process writes it with its first event; a checkpoint may be copied without it.
-        if not self._path.exists():
-            return EventTally()
-        events = each_effective_event(self._path, self._skip)
-        return EventTally.of(e for e in events if e["type"] != "window" or e["window"] < before)
-
-    @property
-    def sums(self) -> EventTally:
-        """The sums of the events; of those in the file, if another rank has recorded some."""
-        return self._read() if self._has_gaps else self._sums
-
-    def to_json(self) -> dict[str, Any] | None:
-        """Return the sums for a checkpoint; ``None`` if another rank has recorded some events."""
-        return None if self._has_gaps else self._sums.to_json()
-
-    def close(self) -> None:
-        """Keep the sums."""
-
-    def _skip(self, line: int, why: str) -> None:
-        warn(f"{self._path}:{line} is not an event and is left out of the run's totals: {why}")
 
 
 def find_sinks(paths: Sequence[str]) -> list[SinkMaker]:
@@ -118,12 +50,10 @@ def record(
     ddp: Loop,
     folder: Path,
     *,
-    most_mb: int = 1024,
     terminal: bool = False,
     tensorboard: bool = False,
     sinks: Sequence[SinkMaker] = (),
-    resumed: Checkpoint | None = None,
-) -> RunTally:
+) -> None:
     """Write the team's events to ``events.jsonl``, and show them to people; all ranks call it.
 
     The main process writes and prints. If it is parked, the next main process continues.
@@ -131,38 +61,37 @@ def record(
     Args:
         ddp: The team.
         folder: The run folder.
-        most_mb: Size of all files of events together, in MB.
         terminal: Show progress on standard error.
         tensorboard: Write files for TensorBoard.
         sinks: Make sinks of the user's own.
-        resumed: The checkpoint that the run resumes from.
-
-    Returns:
-        The sums of the events; to be read on the main process.
 
     Raises:
         ConfigError: A function returned something else than a sink, or the file cannot be opened.
     """
-    has_sums = resumed is not None and SUMS in resumed.manifest.files
-    tally = RunTally(folder, resumed.document(SUMS) if resumed and has_sums else None)
-    # The tally reads the file before the event of a resume is written to it.
-    most_bytes = most_mb * 10**6
-    written = partial(JsonlSink, folder / EVENTS, most_bytes=most_bytes)
-    makers: list[Sink | SinkMaker] = [tally, written, *sinks]
+    makers: list[Sink | SinkMaker] = [partial(JsonlSink, folder / EVENTS), *sinks]
     if terminal:
         makers.append(partial(ProgressSink, sys.stderr))
     if tensorboard:
         makers.append(partial(TensorBoardSink, folder / "tensorboard"))
     ddp.events.report_to(makers)
-    return tally
+
+
+def read_table(path: Path) -> RunTable:
+    """Return the windows of a run; lines that are not events are left out with a warning."""
+    skipped: list[str] = []
+    table = RunTable.of(each_event(path, lambda line, why: skipped.append(f"line {line}: {why}")))
+    if skipped:
+        warn(
+            f"{path} has {len(skipped):,} lines that are not events; they are left out of the "
+            f"run's totals. The first is {skipped[0]}"
+        )
+    return table
 
 
 def summarise(
     ddp: Loop,
-    tally: RunTally,
     folder: Path,
     *,
-    speeds: Speeds | None,
     checkpoint: Path | None,
     **figures: Any,
 ) -> RunSummary:
@@ -170,53 +99,50 @@ def summarise(
 
     Args:
         ddp: The team.
-        tally: The run's events.
         folder: The run folder.
-        speeds: What was measured; else solo speeds come from the run's windows.
         checkpoint: The newest one.
         **figures: Further fields of the summary.
     """
     import psutil
 
-    for written in ddp.events.pending():  # the tally may read the file
+    for written in ddp.events.pending():
         written.wait(_EVENTS_S)
-    assembly, sums, own = ddp.assembly, tally.sums, ddp.members[ddp.rank]
+    assembly, own = ddp.assembly, ddp.members[ddp.rank]
+    table = read_table(folder / EVENTS)
+    done, speed = table.member_sums(), table.speed()
     team = assembly.team
     # Of an elastic team: who is there at the end, parked or not.
     members = [m for m in ddp.members if m.rank in team.everyone]
-    done = [sums.members.get(m.member, Totals()) for m in members]
-    gone = sums.members.keys() - {m.member for m in members}
-    alone = sums.speeds_alone()
-    if speeds:
-        alone = {m.member: speeds.solo[m.rank] for m in members}
+    gone = done.keys() - {m.member for m in members}
+    alone = table.speeds_alone()
     by_rank = {m.rank: alone.get(m.member) for m in members}
     return RunSummary(
-        tokens_per_s=sums.speed(),
+        tokens_per_s=speed,
         solo_tokens_per_s=tuple(by_rank.get(rank) for rank in range(max(by_rank) + 1)),
-        solo_source="measured" if speeds else "compute time",
-        beside_solo_tokens_per_s=speeds.team if speeds else sums.speed(),
-        side_by_side_tokens_per_s=speeds.side_by_side if speeds else None,
-        equal_split_tokens_per_s=speeds.equal_split if speeds else None,
+        solo_source="compute time",
+        beside_solo_tokens_per_s=speed,
+        equal_split_tokens_per_s=None,
         committed_tokens=ddp.progress.weight,
         committed_samples=ddp.progress.samples,
         steps=ddp.progress.steps,
         world_size=len(members),
-        gone_weight=sum(sums.members[name].weight for name in gone),
+        gone_weight=sum(done[name]["weight"] for name in gone),
         policy=str(assembly.apply_policy),
         backend=assembly.comm.backend,
         checkpoint=str(checkpoint) if checkpoint else None,
         run_folder=str(folder),
-        elapsed_s=sums.elapsed_s,
+        elapsed_s=table.elapsed_s,
         ranks=tuple(
             RankSummary(
                 rank=m.rank,
                 member=m.member,
                 device=f"{m.device} ({m.device_name})",
-                samples=totals.samples,
-                weight=totals.weight,
-                wait_fraction=totals.wait_fraction,
+                samples=int(work["samples"]),
+                weight=work["weight"],
+                wait_fraction=wait_fraction([work]),
             )
-            for m, totals in zip(members, done, strict=True)
+            for m in members
+            for work in (done.get(m.member, _NOTHING),)
         ),
         parked=ddp.events.parked,
         emulated={m.rank: m.emulated for m in members if m.emulated != 1},

@@ -30,7 +30,7 @@ from evener.protocol.formation import (
 )
 from evener.protocol.hosts import Host, Hosts
 from evener.protocol.roster import Roster
-from evener.team.coordinator_thread import TICK_S, CoordinatorOptions, listen
+from evener.team.coordinator_options import TICK_S, CoordinatorOptions, listen
 from evener.team.host import remedy_of_shortage
 from evener.team.ledger import Ledger, LedgerEntry
 from evener.team.terminal import say

@@ -38,6 +38,13 @@ saved.
 #: Signals by which people and schedulers stop a run.
 _STOPS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
+#: What ``input()`` says where there is nothing to read.
+_NO_INPUT: Final = "EOF when reading a line"
+_INPUT_REMEDY: Final = (
+    "evener: only the first rank that a launcher starts has its standard input. Remedy: take the "
+    "value from an argument or an environment variable"
+)
+
 _RUNNER_FILES = frozenset(str(Path(__file__).with_name(n)) for n in ("child.py", "script.py"))
 
 
@@ -80,6 +87,8 @@ def describe(error: BaseException, *, steps: int = -1) -> FailureReport:
         error: The exception.
         steps: See ``FailureReport``.
     """
+    if isinstance(error, EOFError) and str(error) == _NO_INPUT:
+        note(error, _INPUT_REMEDY)
     start = _without_runner(error.__traceback__)
     lines = traceback.format_exception(type(error), error, start)
     # Sockets that do not wait raise BlockingIOError, too.
@@ -372,8 +381,10 @@ def _early_end(records: Sequence[RankRecord]) -> str:
         return ""
     return (
         f"error: {' and '.join(gone)} ended with exit code 0 while others were at work; let every "
-        "rank go through the whole script; to end after some steps, use ddp.loader(max_steps=...), "
-        "as `break` does not reach a rank without a share of the window\n"
+        "rank go through the whole script. To stop early, decide by a number that is the same on "
+        "every rank, such as ddp.weighted_mean(loss) after the epoch. To end after some steps, use "
+        "ddp.loader(max_steps=...), as `break` does not reach a rank without a share of the "
+        "window\n"
     )
 
 

@@ -39,7 +39,8 @@ from evener.comm.wires import close_server
 from evener.errors import ConfigError, CoordinatorLostError, LaunchError, TeamRefusedError
 from evener.protocol.formation import Deadlines, FixedPlace
 from evener.team.child import tell
-from evener.team.coordinator_thread import CoordinatorOptions, CoordinatorThread
+from evener.team.coordinator_options import CoordinatorOptions
+from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.elastic import CoordinatorLink
 from evener.team.environment import ADDRESS, COORDINATOR, ELASTIC, MEMBER, DistributedTrainConfig
 from evener.team.membership import Membership

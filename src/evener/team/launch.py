@@ -23,7 +23,8 @@ from evener.protocol.formation import Deadlines, read_team_limits
 from evener.team.agent import MAX_FAILURES, Agent, JoinedTeam, run_has_ended
 from evener.team.child import run_child
 from evener.team.connection import AgentConnection
-from evener.team.coordinator_thread import CoordinatorOptions, CoordinatorThread, listen
+from evener.team.coordinator_options import CoordinatorOptions, listen
+from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.environment import ADDRESS, TOKEN_FILE
 from evener.team.nodes import DEFAULT_TIMEOUT_S, MAX_NPROC, Nodes
 from evener.team.signals import SignalQueue, end_in_silence

@@ -11,11 +11,12 @@ from evener.config.folders import (
     release_folder,
     runs_of,
 )
+from evener.config.runs import DataConfig
 from evener.errors import CheckpointError, UserError
 from evener.tasks.language_model import model_folder
 from evener.tasks.text.bpe import trained_tokenizer
 from evener.tasks.text.corpus import prepare_corpus
-from evener.tasks.text.documents import IterableSource
+from evener.tasks.text.documents import RecordSource
 from evener.tasks.text.tokenizer import ByteTokenizer, load_tokenizer
 from helpers.limits import PATIENCE_S
 
@@ -115,7 +116,7 @@ UNREADABLE = "x" * 300
         lambda out: evener.pretrain({"model": {"path": UNREADABLE}}, out=out),
         lambda out: evener.pretrain({"name": "a"}, out=out / UNREADABLE, resume=True),
         lambda out: trained_tokenizer(source(), 300, out / UNREADABLE),
-        lambda out: prepare_corpus(source(), ByteTokenizer(), out / UNREADABLE),
+        lambda out: prepare_corpus(source(), ByteTokenizer(), out / UNREADABLE, DataConfig()),
         lambda out: load_tokenizer(out / UNREADABLE),
         lambda out: model_folder(str(out / UNREADABLE)),
     ],
@@ -129,5 +130,5 @@ def test_a_folder_that_cannot_be_read_is_named(
         use(tmp_path)
 
 
-def source() -> IterableSource:
-    return IterableSource(["one text", "another"], "text")
+def source() -> RecordSource:
+    return RecordSource(["one text", "another"], DataConfig())

@@ -3,23 +3,26 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from evener.observe.comparison import Trial, compare, read_trial, table
+from evener.observe.events import make_event
+from helpers.event_cases import committed_window, started
 
 
 def trial(
     policy: str, speed: float, loss_of, *, backend: str = "gloo", seconds: int = 100
 ) -> Trial:
     """A window a second; ``loss_of(units)`` is its loss."""
-    units = [speed * (t + 1) for t in range(seconds)]
+    elapsed_s = np.arange(1.0, seconds + 1)
     return Trial(
         policy=policy,
         backend=backend,
         unit="tokens",
-        elapsed_s=[t + 1.0 for t in range(seconds)],
-        units=units,
-        losses=[loss_of(u) for u in units],
+        elapsed_s=elapsed_s,
+        units=speed * elapsed_s,
+        losses=np.array([loss_of(speed * t) for t in elapsed_s]),
     )
 
 
@@ -104,21 +107,19 @@ def test_the_table_names_what_was_skipped_and_why():
 
 
 def test_a_trial_is_read_from_the_events_of_a_run():
-    def window(t: float, *ranks: tuple[float, float | None]) -> dict:
-        rows = [{"weight": w, "loss": loss} for w, loss in ranks]
-        return {"type": "window", "t": t, "ranks": rows}
-
+    evaluation = {"name": "heldout", "loss": 2.5, "weight": 1.0, "elapsed_s": 4.0}
     events = [
-        {"type": "run_started", "t": 100.0, "unit": "tokens"},
-        window(101.0, (30.0, 2.0), (10.0, 6.0)),
-        {"type": "eval", "loss": 2.5, "elapsed_s": 4.0},
-        window(106.5, (40.0, 1.0), (0.0, None)),
+        started(t=100.0),
+        committed_window(0, t=101.0, samples=(3, 1), losses=(2.0, 6.0)),
+        make_event("eval", t=105.0, window=1, **evaluation),
+        committed_window(1, t=106.5, samples=(4, 0), losses=(1.0, None)),
     ]
     read = read_trial(events, "sync", "auto")
     assert read is not None
-    assert (read.elapsed_s, read.units, read.losses) == ([1.0, 2.5], [40.0, 80.0], [3.0, 1.0])
+    found = (read.elapsed_s, read.units, read.losses)
+    assert [column.tolist() for column in found] == [[1.0, 2.5], [40.0, 80.0], [3.0, 1.0]]
     assert read.heldout_loss == 2.5
     assert not read.completed
-    finished = {"type": "run_finished", "reason": "completed"}
-    assert read_trial([*events, finished], "sync", "auto").completed
+    end = make_event("run_finished", t=107.0, window=2, reason="completed", message=None)
+    assert read_trial([*events, end], "sync", "auto").completed
     assert read_trial(events[:1], "sync", "auto") is None

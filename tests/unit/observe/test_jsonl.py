@@ -1,24 +1,20 @@
 import errno
 import json
 import os
-import sys
 import threading
-import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
 from evener.errors import EvenerError
-from evener.observe.following import each_event, read_events
-from evener.observe.jsonl import MOST_WAITING, NUM_PARTS, JsonlSink, parts_of
-from helpers.event_cases import to_line
+from evener.observe.following import read_events
+from evener.observe.jsonl import MOST_WAITING, JsonlSink
 from helpers.limits import PATIENCE_S
 
 
 def event(number: int, **fields: Any) -> dict[str, Any]:
-    return {"t": float(number), "type": "plan", "number": number, **fields}
+    return {"t": float(number), "type": "note", "number": number, **fields}
 
 
 def numbers(path: Path) -> list[int]:
@@ -47,19 +43,14 @@ def test_each_event_is_a_line_that_can_be_read_while_the_run_goes_on(tmp_path: P
 def test_numbers_that_are_not_finite_are_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with JsonlSink(path) as sink:
-        sink.emit(event(0, loss=float("nan"), rows=[{"x": float("inf"), "y": (0.1,)}], path=path))
+        rows = [{"x": float("inf"), "y": (0.1,)}]
+        sink.emit(event(0, loss=float("nan"), rows=rows, path=path, sum=0.1 + 0.2))
     line = path.read_text()
     found = json.loads(line, parse_constant=lambda constant: pytest.fail(constant))
     assert found["loss"] is None
     assert found["rows"] == [{"x": None, "y": [0.1]}]
     assert found["path"] == str(path)
-
-
-def test_floats_keep_all_digits(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    with JsonlSink(path) as sink:
-        sink.emit(event(0, value=0.1 + 0.2))
-    assert read_events(path)[0]["value"] == 0.1 + 0.2
+    assert found["sum"] == 0.1 + 0.2
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
@@ -71,23 +62,14 @@ def test_torn_line_is_skipped_at_the_end_and_in_the_middle(tmp_path: Path, cut: 
     path.write_bytes(path.read_bytes()[:-cut])
     skipped: list[int] = []
     at_once = [found["number"] for found in read_events(path, lambda line, _: skipped.append(line))]
-    # Without its line end only, the event is whole.
-    assert at_once == ([0, 1] if cut == 1 else [0])
-    assert skipped == []
+    assert (at_once, skipped) == ([0], [])  # it might be being written
 
     with JsonlSink(path) as sink:
         sink.emit(event(2))
-    assert numbers(path) == [*at_once, 2]
+    # Without its line end only, the event is whole.
+    assert numbers(path) == ([0, 1, 2] if cut == 1 else [0, 2])
     read_events(path, lambda line, reason: skipped.append(line))
     assert skipped == ([] if cut == 1 else [2])
-
-
-def test_lines_of_something_else_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_bytes(b'[1]\n{"type": "plan"}\n{"t": 1}\n\n\xff\xfe\n{"t": 1, "type": "x"}\n')
-    skipped: list[int] = []
-    assert len(read_events(path, lambda line, reason: skipped.append(line))) == 1
-    assert skipped == [1, 2, 3, 5]
 
 
 def test_full_disk_warns_once_never_raises_and_recovers(
@@ -122,16 +104,6 @@ def test_full_disk_warns_once_never_raises_and_recovers(
     assert "training continues" in warnings[0]
 
 
-def test_emit_after_close_warns_and_close_may_be_repeated(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    sink = JsonlSink(tmp_path / "events.jsonl", on_warning=warnings.append)
-    sink.close()
-    sink.close()
-    sink.emit(event(0))
-    sink.emit(event(1))
-    assert len(warnings) == 1
-
-
 def test_an_event_that_is_no_json_costs_itself_alone(tmp_path: Path) -> None:
     def refuse(_: str) -> None:
         raise RuntimeError("nobody can be warned")
@@ -141,20 +113,6 @@ def test_an_event_that_is_no_json_costs_itself_alone(tmp_path: Path) -> None:
         sink.emit(event(0, table={(1, 2): 3}))
         sink.emit(event(1))
     assert numbers(path) == [1]
-
-
-def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    with JsonlSink(path) as sink:
-        threads = [
-            threading.Thread(target=lambda: [sink.emit(event(n)) for n in range(200)])
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-    assert sorted(numbers(path)) == sorted(list(range(200)) * 4)
 
 
 def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
@@ -179,46 +137,6 @@ def test_a_file_that_was_removed_is_begun_anew_with_a_warning(tmp_path: Path) ->
     assert f"events are missing from {path}: the file was removed, and is created again" in warning
 
 
-def test_events_go_on_in_further_files_and_the_oldest_but_the_first_are_removed(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "events.jsonl"
-    size, warnings = len(to_line(event(100))), list[str]()
-    most_bytes = NUM_PARTS * 10 * size  # ten events a file
-    with JsonlSink(path, most_bytes=most_bytes) as sink:
-        for number in range(100, 135):
-            sink.emit(event(number))
-    assert [part.name for part in parts_of(path)] == [
-        *("events.jsonl", "events.1.jsonl", "events.2.jsonl", "events.3.jsonl")
-    ]
-    assert numbers(path) == list(range(100, 135))
-    with JsonlSink(path, most_bytes=most_bytes, on_warning=warnings.append) as sink:
-        for number in range(135, 200):
-            sink.emit(event(number))
-    assert numbers(path) == [*range(100, 110), *range(130, 200)]
-    assert sum(part.stat().st_size for part in parts_of(path)) <= most_bytes
-    assert len(warnings) == 1
-    assert "events.1.jsonl is removed" in warnings[0]
-    (tmp_path / "events.0.jsonl").write_text("not a part")
-    (tmp_path / "events.x.jsonl").write_text("not a part")
-    assert len(parts_of(path)) == NUM_PARTS
-
-
-def test_a_reader_goes_on_with_a_file_that_is_begun_while_it_reads(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    with JsonlSink(path, most_bytes=NUM_PARTS * 10 * len(to_line(event(100)))) as sink:
-        for number in range(100, 105):
-            sink.emit(event(number))
-        flush(sink)
-        reader = each_event(path)
-        found = [next(reader)["number"]]
-        for number in range(105, 125):
-            sink.emit(event(number))
-        flush(sink)
-        found += [one["number"] for one in reader]
-    assert found == list(range(100, 125))
-
-
 def test_what_waits_for_a_slow_disk_is_bounded_and_nobody_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +155,8 @@ def test_what_waits_for_a_slow_disk_is_bounded_and_nobody_waits_for_it(
         assert hangs.wait(60.0)
         for number in range(1, MOST_WAITING + 1):
             sink.emit(event(number))
-        emit_in_threads(sink, 4, 5)
+        for _ in range(20):
+            sink.emit(event(-1))
         (written,) = sink.pending()
         assert not written.is_set()
         goes_on.set()
@@ -246,32 +165,6 @@ def test_what_waits_for_a_slow_disk_is_bounded_and_nobody_waits_for_it(
     events = read_events(path)
     (dropped,) = (one for one in events if one["type"] == "events_dropped")
     assert dropped["num_events"] == 20
-    kept = [one["number"] for one in events if one["type"] == "plan"]
+    kept = [one["number"] for one in events if one["type"] == "note"]
     assert kept == list(range(MOST_WAITING + 1))
     assert "too slow for 20 of them" in warnings[0]
-
-
-def emit_in_threads(sink: JsonlSink, num_threads: int, num_events: int) -> None:
-    """Emit from threads that take turns at every instruction of ``emit``, as they may anywhere."""
-    turns = threading.Barrier(num_threads)
-
-    def take_turns(frame: FrameType, what: str, _: object) -> Any:
-        if frame.f_code is not JsonlSink.emit.__code__:
-            return None
-        frame.f_trace_opcodes = True
-        if what == "opcode":
-            time.sleep(0)
-        return take_turns
-
-    def emit() -> None:
-        sys.settrace(take_turns)
-        for _ in range(num_events):
-            turns.wait(60.0)
-            sink.emit(event(-1))
-        sys.settrace(None)
-
-    threads = [threading.Thread(target=emit) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)

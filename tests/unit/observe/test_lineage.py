@@ -1,9 +1,9 @@
 import pytest
 
 from evener.observe.events import make_event
-from evener.observe.lineage import Voids
+from evener.observe.lineage import effective
 from helpers.event_cases import committed_window, started
-from helpers.lineage import check_exactly_once, effective_events, lineage
+from helpers.lineage import check_exactly_once, lineage
 
 
 def test_ranges_are_merged_by_epoch() -> None:
@@ -37,35 +37,15 @@ def test_windows_that_were_lost_are_void(void: dict[str, object]) -> None:
     ]
     assert lineage(events) == {0: [(0, 20)]}
     assert check_exactly_once(events, 20, whole_epochs=1) == []
-    assert [event["type"] for event in effective_events(events)].count("window") == 3
+    assert [event["type"] for event in effective(events)].count("window") == 3
 
 
-def test_two_resumes_void_in_any_order() -> None:
-    events = [
-        committed_window(0, committed=[(0, 10)]),
-        committed_window(1, committed=[(10, 20)]),
-        make_event("run_resumed", t=3.0, window=1, path=None, new_data=False),
-        committed_window(1, committed=[(10, 20)]),
-        make_event("run_resumed", t=5.0, window=0, path=None, new_data=False),
-        committed_window(0, committed=[(0, 10)]),
-    ]
-    assert lineage(events) == {0: [(0, 10)]}
-    assert check_exactly_once(events, 20) == []
-
-
-def test_files_may_go_and_come_between_two_readings() -> None:
-    def reformed(t: float, window: int) -> dict[str, object]:
-        return make_event("reformed", t=t, window=window, generation=1, members=["a"])
-
-    first, second, new = reformed(1.0, 4), reformed(2.0, 6), reformed(3.0, 9)
-    voids = Voids([first, second])
-    # The file with the first of them was removed meanwhile, and the last one was not yet there.
-    events = [second, *map(committed_window, (6, 7, 8, 9)), new]
-    assert all(voids.counts(event) for event in events)
-    assert not voids.are_left
-    voids = Voids([first])
-    assert not voids.counts(committed_window(5))
-    assert voids.are_left
+def test_the_newest_events_keep_what_is_not_a_window() -> None:
+    saved = make_event("checkpoint", t=1.0, window=2, path="p", num_bytes=1, write_s=0.1)
+    void = make_event("run_resumed", t=9.0, window=1, path="p", new_data=False)
+    events = [*map(committed_window, (0, 1)), saved, committed_window(2), void]
+    assert effective(events) == [events[0], saved, void]
+    assert effective(events, newest=2) == [saved, void]
 
 
 def test_samples_committed_twice_are_named_with_their_windows() -> None:
@@ -73,13 +53,6 @@ def test_samples_committed_twice_are_named_with_their_windows() -> None:
     assert check_exactly_once(events, 20) == [
         "epoch 0: [8, 10) is committed twice, by windows 0 and 1"
     ]
-
-
-def test_missing_void_shows_as_windows_committed_twice() -> None:
-    events = [committed_window(0, committed=[(0, 10)])] * 2
-    problems = check_exactly_once(events, 10)
-    assert "window 0 is committed twice" in problems
-    assert "epoch 0: [0, 10) is committed twice, by windows 0 and 0" in problems
 
 
 def test_gaps_count_in_whole_epochs_only() -> None:

@@ -13,8 +13,6 @@ from evener.planning.speed import CostModel
 from evener.simulation.simulated_local import SimulatedLocal
 from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow
 
-NEVER_ENDING = 10**9
-
 
 class Changing(SimulatedRank):
     """A rank whose steps take other times at other moments."""
@@ -43,7 +41,7 @@ def simulate(
     )
     ranks = [Changing(rank, step_s) for rank in range(world_size)]
     link = Link(latency_s=0.002 / (world_size - 1))  # 4 ms for an exchange
-    team = SimulatedLocal(ranks, link, policy, batch_size=1, num_samples=NEVER_ENDING)
+    team = SimulatedLocal(ranks, link, policy, batch_size=1)
     return team.run(num_windows)
 
 

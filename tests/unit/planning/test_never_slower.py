@@ -14,7 +14,6 @@ from evener.simulation.simulated_sync import SimulatedSync
 
 DECIDED = 20
 """Windows after which the team is to work as it should."""
-NEVER_ENDING = 10**9
 
 
 class Constant(Link):
@@ -71,7 +70,6 @@ class Ranks:
             link(transfer_s=exchange_s),
             policy,
             batch_size=batch_size,
-            num_samples=NEVER_ENDING,
             divides_updates=divides,
         )
         self.policy = policy

@@ -98,7 +98,6 @@ class Team:
             Link(latency_s=0.0005 / (len(speeds) - 1)),
             policy,
             batch_size=batch_size,
-            num_samples=10**9,
         )
         self.best_s = self.finish_s(
             fastest_shares(batch_size, self.costs, self.sizes, least=0, idle=())

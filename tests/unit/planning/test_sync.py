@@ -55,9 +55,7 @@ class Team:
         self.ranks = [Disturbed(cost, micro_batch_size, noise, source) for cost in costs]
         if hint:
             self.policy.calibrate([1.0 / cost.seconds(8, None) for cost in costs])
-        self.team = SimulatedSync(
-            self.ranks, Link(), self.policy, batch_size=batch_size, num_samples=10**9
-        )
+        self.team = SimulatedSync(self.ranks, Link(), self.policy, batch_size=batch_size)
         for _ in range(planned):
             self.team.decide()
 

@@ -1,6 +1,7 @@
 """Against the Trace Event Format: https://chromium.googlesource.com/catapult (tracing docs)."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.observe.events import Event, make_event
-from evener.run_report.chrome_trace import laid_out, trace_events, trace_text
+from evener.run_report.chrome_trace import trace_events, trace_text
+from evener.run_report.history import RunHistory
 from helpers.event_cases import committed_window, started
 
 WHOLE = ("pid", "tid", "ts")
 
 
 def trace_of(events: Sequence[Event]) -> list[dict[str, Any]]:
-    document = json.loads("".join(trace_text(trace_events("x", events))))
+    history = RunHistory()
+    for event in events:
+        history.add(event)
+    document = json.loads("".join(trace_text(trace_events("x", history))))
     assert set(document) == {"displayTimeUnit", "traceEvents"}
     for event in document["traceEvents"]:
         check(event)
@@ -85,7 +90,7 @@ def test_each_rank_is_a_process_with_a_name_and_properly_nested_slices():
     threads = {(event["tid"], event["pid"]) for event in events}
     assert len({tid for tid, _ in threads}) == len(threads)
     slices = [e for e in events if e["ph"] == "X" and names[e["pid"]].startswith("rank 0")]
-    # Without begins of spans, as in a damaged line, the windows alone are known.
+    # Without begins of spans, the windows alone are known.
     assert [e["name"] for e in slices] == ["window 0", "window 1", "window 2"]
     assert (slices[0]["ts"], slices[0]["dur"]) == (0, 1_000_000)
     assert slices[1]["args"]["sync_s"] == 3.0
@@ -147,16 +152,6 @@ def test_whatever_ranks_measure_slices_nest(measured):
         window = committed_window(k, t=t, times_s=(tuple(spent[:3]), tuple(spent[2::-1])))
         ago = dict(zip(("work_ago_s", "wait_ago_s", "sync_ago_s"), spent[3:], strict=True))
         window["ranks"][0] |= ago
-        window["ranks"][1] |= {**ago, "sync_ago_s": None}
+        window["ranks"][1] |= {**ago, "sync_ago_s": math.nan}
         events.append(window)
     check_nesting(trace_of(events))
-
-
-four = st.tuples(times, times, times, times)
-
-
-@given(st.integers(0, 10**9), st.integers(0, 10**9), four, four)
-def test_parts_follow_one_another_inside_the_window(begin, length, spent, ago):
-    parts = laid_out(begin, begin + length, spent, ago)
-    bounds = [begin, *(bound for part in parts for bound in part), begin + length]
-    assert bounds == sorted(bounds)

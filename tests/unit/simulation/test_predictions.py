@@ -1,6 +1,5 @@
 """What ``evener plan`` predicts of teams and recommends."""
 
-import math
 from dataclasses import replace
 from statistics import fmean
 
@@ -12,11 +11,11 @@ from evener.errors import ConfigError
 from evener.observe.events import make_event
 from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel
-from evener.simulation.advice import Worth, advise, best_policy, predict_all
+from evener.simulation.advice import advise, best_policy, predict_all
 from evener.simulation.measured_team import measured_team
 from evener.simulation.prediction import TeamSpec, predict, simulate
 from evener.simulation.simulated_rank import UNDISTURBED, Link, Noise, SimulatedRank
-from evener.simulation.telling import document, text, verdict
+from evener.simulation.telling import document, text
 
 SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=5, database=None)
@@ -105,7 +104,6 @@ def test_sync_is_best_where_it_is_as_good():
     assert advice.best is SYNC
     assert "one machine" in advice.reason
     assert [one.gain for one in advice.worth] == pytest.approx([1.0, 1.0])
-    assert advice.kept == (0, 1)
 
 
 def test_a_slow_network_makes_local_steps_best_and_says_why():
@@ -117,7 +115,6 @@ def test_a_slow_network_makes_local_steps_best_and_says_why():
     parked = advise(team_at(100, 50, link=slow_link(5.0)))
     assert "parks rank 1" in parked.reason
     assert parked.predictions[SYNC].parked == (1,)
-    assert "parks rank 1, as a batch of 1 has too few" in advise(team_at(5, 2, batch_size=1)).reason
 
 
 def test_a_rank_without_work_is_named():
@@ -131,15 +128,6 @@ def test_a_rank_without_work_is_named():
     assert "note: a note" in told
 
 
-@pytest.mark.parametrize(
-    ("without", "said"),
-    [(50, "worth having: "), (99.5, "not worth having: "), (125, "leave it out: ")],
-)
-def test_the_verdict_on_a_rank(without, said):
-    worth = Worth(rank=1, name="rank 1", samples_per_s=100, without=without)
-    assert verdict(worth).startswith(f"{said}the team does 100 samples/s with it and")
-
-
 @BOUNDED
 @given(
     speeds=st.lists(st.floats(1.0, 20.0), min_size=1, max_size=3),
@@ -148,9 +136,12 @@ def test_the_verdict_on_a_rank(without, said):
 )
 def test_another_device_never_lowers_the_best_throughput(speeds, added, link):
     """Up to 2 % for which the planner keeps its shares, and 3 % for which SYNC is preferred."""
-    before = advise(team_at(*speeds, link=link))
-    after = advise(team_at(*speeds, added, link=link))
-    assert after.samples_per_s >= 0.95 * before.samples_per_s
+    before, after = (
+        predict_all(team_at(*speeds, link=link)),
+        predict_all(team_at(*speeds, added, link=link)),
+    )
+    best = [found[best_policy(found)].samples_per_s for found in (before, after)]
+    assert best[1] >= 0.95 * best[0]
 
 
 def test_the_document_has_the_numbers_of_the_text():
@@ -263,17 +254,6 @@ def test_the_time_of_evaluations_is_nobodys():
     assert max(rank.overhead_s for rank in team.ranks) < 0.001
 
 
-def test_runs_of_earlier_versions_tell_less_and_say_so():
-    events = events_of(team_at(100, 50), SYNC, 20)
-    for window in events[1:]:
-        for row in window["ranks"]:
-            for key in ("micro_batches", "update_s", "elapsed_s"):
-                del row[key]
-    read = measured_team(events, "r")
-    assert predict(read, SYNC).samples_per_s == pytest.approx(150, rel=0.02)
-    assert any("--params" in note for note in read.notes)
-
-
 def test_only_windows_of_the_last_team_count():
     """Those before it was smaller for a while, too; never the first ones of any team."""
     events = events_of(team_at(100, 50), SYNC, 40)
@@ -311,30 +291,12 @@ def test_a_rank_that_has_computed_nothing_is_left_out():
         measured_team(idle, "r")
 
 
-@pytest.mark.parametrize("policy", [SYNC, CADENCE])
-def test_windows_that_are_absurd_do_not_count(policy):
-    """A run that was suspended, and damaged lines: batches of 10^12 would be simulated for ever."""
-    events = events_of(team_at(100, 50), policy, 40)
-    usual = measured_team(events, "r")
-    events[20]["ranks"][0]["samples"] = 10**12
+def test_a_window_in_which_the_run_was_suspended_does_not_count():
+    events = events_of(team_at(100, 50), SYNC, 40)
     events[22]["ranks"][1]["elapsed_s"] = 1e6
-    events[24]["anchor"] = 10**9
     read = measured_team(events, "r")
-    assert (read.batch_size, read.anchor) == (usual.batch_size, usual.anchor)
-    assert predict(read, policy).samples_per_s == pytest.approx(150, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("micro_batches", "x"), ("update_s", None), ("elapsed_s", -1e300)]
-)
-def test_damaged_fields_do_no_harm(key, value):
-    events = events_of(team_at(100, 50), SYNC, 20, params="many")
-    for window in events[1:]:
-        window["ranks"][0][key] = value
-        window["update_parts"] = [1]
-    found = predict(measured_team(events, "r"), SYNC)
-    assert math.isfinite(found.samples_per_s)
-    assert found.bookkeeping >= 0.0
+    assert read.source == "r: 36 windows of policy sync"
+    assert predict(read, SYNC).samples_per_s == pytest.approx(150, rel=0.03)
 
 
 def test_noise_keeps_its_mean():

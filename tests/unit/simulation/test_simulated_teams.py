@@ -15,7 +15,6 @@ from evener.simulation.simulated_rank import Link, Noise, SimulatedRank
 from evener.simulation.simulated_sync import SimulatedSync
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=25, database=None)
-ENDLESS = 10**9
 
 
 def ranks_at(*speeds: float, **options) -> list[SimulatedRank]:
@@ -23,22 +22,18 @@ def ranks_at(*speeds: float, **options) -> list[SimulatedRank]:
     return [SimulatedRank(CostModel(0.0, 1.0 / speed), **options) for speed in speeds]
 
 
-def sync_team(ranks, link=None, *, batch_size, num_samples=ENDLESS, **options) -> SimulatedSync:
+def sync_team(ranks, link=None, *, batch_size, **options) -> SimulatedSync:
     policy = SyncPolicy(list(map(str, range(len(ranks)))), [r.micro_batch_size for r in ranks])
     policy.calibrate([1.0 / rank.cost.per_sample_s for rank in ranks])
-    sizes = {"batch_size": batch_size, "num_samples": num_samples}
-    return SimulatedSync(ranks, link or Link(), policy, **sizes, **options)
+    return SimulatedSync(ranks, link or Link(), policy, batch_size=batch_size, **options)
 
 
-def local_team(
-    ranks, link=None, *, anchor=3, late=False, batch_size=1, num_samples=ENDLESS
-) -> SimulatedLocal:
+def local_team(ranks, link=None, *, anchor=3, late=False) -> SimulatedLocal:
     members = list(map(str, range(len(ranks))))
     elche = ElChe(len(ranks), anchor).with_max_anchor(0)
     way = ApplyPolicy.ASYNC if late else ApplyPolicy.CADENCE
     policy = CadencePolicy(members, elche, NoGuard(), way=way)
-    sizes = {"batch_size": batch_size, "num_samples": num_samples}
-    return SimulatedLocal(ranks, link or Link(), policy, **sizes)
+    return SimulatedLocal(ranks, link or Link(), policy, batch_size=1)
 
 
 # ── by hand ──────────────────────────────────────────────────────────────────────────────────────
@@ -124,42 +119,6 @@ def speeds_within(powers: float) -> st.SearchStrategy[list[float]]:
 
 
 LINKS = st.sampled_from([Link(), Link(transfer_s=0.01), Link(transfer_s=1.0, latency_s=0.1)])
-
-
-@BOUNDED
-@given(
-    speeds=speeds_within(2.0),
-    link=LINKS,
-    batch_size=st.integers(1, 24),
-    num_samples=st.integers(1, 300),
-)
-def test_sync_commits_every_sample_of_an_epoch_once(speeds, link, batch_size, num_samples):
-    team = sync_team(ranks_at(*speeds), link, batch_size=batch_size, num_samples=num_samples)
-    samples = 0
-    for epoch in (1, 2):
-        while not team.cursor.is_committed(epoch - 1):
-            samples += team.window().samples  # the cursor refuses to commit a sample twice
-        assert samples == epoch * num_samples
-
-
-@BOUNDED
-@given(
-    speeds=speeds_within(0.5),
-    link=LINKS,
-    batch_size=st.integers(1, 4),
-    num_samples=st.integers(1, 300),
-    late=st.booleans(),
-)
-def test_local_steps_commit_every_sample_of_an_epoch_once(
-    speeds, link, batch_size, num_samples, late
-):
-    sizes = {"batch_size": batch_size, "num_samples": num_samples}
-    team = local_team(ranks_at(*speeds), link, late=late, **sizes)
-    samples = 0
-    for epoch in (1, 2):
-        while not team.cursor.is_committed(epoch - 1):
-            samples += team.window().samples
-        assert samples == epoch * num_samples
 
 
 @BOUNDED

@@ -4,6 +4,7 @@ import itertools
 import json
 import signal
 
+import numpy as np
 import pytest
 
 from evener.errors import ConfigError
@@ -29,14 +30,14 @@ def options(tmp_path, **changes) -> BenchOptions:
 
 
 def result(policy: str, backend: str) -> Trial:
-    times = [1.0, 2.0, 3.0, 4.0]
+    times = np.arange(1.0, 5.0)
     return Trial(
         policy=policy,
         backend=backend,
         unit="tokens",
         elapsed_s=times,
-        units=[10 * t for t in times],
-        losses=[3.0, 2.0, 1.5, 1.2 if policy == "sync" else 1.4],
+        units=10 * times,
+        losses=np.array([3.0, 2.0, 1.5, 1.2 if policy == "sync" else 1.4]),
     )
 
 
@@ -140,17 +141,14 @@ def test_a_trial_runs_the_users_configuration_with_one_policy_and_one_backend(tm
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"policies": ["sync", "fast"]}, "--policies: 'fast' is unknown; choose from sync, cad"),
-        ({"backends": ["mpi"]}, "--backends: 'mpi' is unknown; choose from auto, nccl, gloo, cpu"),
-        ({"policies": []}, "--policies is ''; name each one once"),
-        ({"backends": ["gloo", "gloo"]}, "--backends is 'gloo,gloo'; name each one once"),
-        ({"minutes": 0.0}, "--minutes is 0.0; give minutes above 0"),
-        ({"minutes": float("nan")}, "--minutes is nan"),
-        ({"rounds": 0}, "--rounds is 0; give 1 or more"),
+        ({"policies": ["sync", "fast"]}, "policy is 'fast'"),
+        ({"backends": ["mpi"]}, "backend is 'mpi'"),
+        ({"overrides": ["batch_size=0"]}, "batch_size is 0"),
         ({"name": "a/b"}, "the run's name is 'a/b'"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(tmp_path, changes, words):
+    (tmp_path / "run.yaml").write_text("")
     with pytest.raises(ConfigError) as caught:
         check_options(options(tmp_path, **changes))
     assert words in str(caught.value)

@@ -30,7 +30,7 @@ from helpers.pretraining import RunFolder
 X = torch.randn(30, 3, generator=torch.Generator().manual_seed(1))
 DATA = torch.utils.data.TensorDataset(X, X.sum(1, keepdim=True))
 CONFIG = {"batch_size": 8, "epochs": 4, "eval": {"every": 2}, "checkpoint": {"every": 2}}
-KEYS = JobConfig.model_validate({"name": "line", "measure": False, **CONFIG})
+KEYS = JobConfig.model_validate({"name": "line", **CONFIG})
 
 
 class Line(Task):

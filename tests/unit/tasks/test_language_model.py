@@ -9,7 +9,6 @@ from torch import nn
 from evener.config.runs import ModelConfig
 from evener.errors import ConfigError
 from evener.tasks.language_model import (
-    SMALL_LLAMA,
     build_model,
     config_json,
     mean_loss,
@@ -66,12 +65,6 @@ def test_the_end_of_a_text_is_learnt_only_where_it_is_no_padding(
     assert bool((embedding[39] == 0).all()) is not learnt
 
 
-def test_without_keys_it_is_a_small_llama() -> None:
-    model = build_model(ModelConfig(), **PLACE)
-    assert model.config.hidden_size == SMALL_LLAMA["hidden_size"]
-    assert sum(p.numel() for p in model.parameters()) < 2_000_000
-
-
 def test_keys_of_the_configuration_go_before_what_evener_would_choose() -> None:
     config = {**TINY, "vocab_size": 64, "max_position_embeddings": 99, "eos_token_id": 1}
     model = build_model(ModelConfig(config=config), **PLACE)
@@ -96,11 +89,6 @@ def test_samples_longer_than_the_model_takes_are_refused(config: dict[str, Any])
     assert refusal(**config).startswith("data.seq_len is 12, the model of model.type")
 
 
-def test_a_vocabulary_that_is_too_small_is_left_for_the_tokenizer_to_refuse() -> None:
-    model = build_model(ModelConfig(config={**TINY, "vocab_size": 8}), **PLACE)
-    assert vocabulary_size(model) == 8
-
-
 def test_a_saved_model_is_loaded_with_its_weights(model: nn.Module, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = build_model(ModelConfig(path=str(tmp_path)), **PLACE)
@@ -114,7 +102,6 @@ def test_a_saved_model_is_loaded_with_its_weights(model: nn.Module, tmp_path: Pa
     ("name", "words"),
     [
         ("lama", ["'lama' is not known to transformers", "llama"]),
-        ("zzzz", ["'zzzz' is not known", "llama, gpt2, qwen3"]),
         ("t5", ["'t5' is no causal language model"]),
     ],
 )
@@ -129,10 +116,7 @@ def test_a_type_that_is_no_causal_language_model(name: str, words: list[str]) ->
     [
         ({"hiden_size": 8}, ["unknown key 'model.config.hiden_size' (value 8)", "LlamaConfig"]),
         ({"hidden_size": 15}, ["'hidden_size': 15", "15"]),
-        ({"hidden_size": "large"}, ["'hidden_size': 'large'"]),
-        ({"hidden_size": -8}, ["'hidden_size': -8"]),
         ({"num_attention_heads": 0}, ["'num_attention_heads': 0", "ZeroDivisionError"]),
-        ({"vocab_size": "many"}, ["'vocab_size': 'many'"]),
     ],
 )
 def test_numbers_that_make_no_model_are_refused_in_one_line(

@@ -106,12 +106,12 @@ def test_a_rank_that_left_by_sys_exit_is_named_with_its_code_and_without_a_trace
 
 def test_a_rank_that_ended_well_while_others_were_at_work_is_named_first():
     text = judge([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1), outcome(2)], None)[1]
-    assert text == (
+    assert text.startswith(
         "error: rank 1 (pid 101) and rank 2 (pid 102) ended with exit code 0 while others were at "
-        "work; let every rank go through the whole script; to end after some steps, use "
-        "ddp.loader(max_steps=...), as `break` does not reach a rank without a share of the "
-        "window\n"
+        "work; let every rank go through the whole script"
     )
+    assert "ddp.weighted_mean" in text
+    assert "ddp.loader(max_steps=...)" in text
 
 
 def test_a_user_error_of_all_ranks_is_said_once():

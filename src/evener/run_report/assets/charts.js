@@ -1,5 +1,5 @@
 "use strict";
-// What the page of a report and the dashboard share: numbers for people, and charts of a run.
+// Numbers for people, and charts of runs.
 // Names of runs and ranks are set as text only, never as markup.
 const charts = (() => {
   const CHART_HEIGHT = 240;
@@ -23,14 +23,12 @@ const charts = (() => {
   }
 
   function count(value) {
-    const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]];
-    for (const [size, suffix] of units) {
-      if (Math.abs(value) >= size) {
-        const scaled = suffix === "k" ? value / 1e3 : value / size;
-        return `${+scaled.toPrecision(4)}${suffix}`;
-      }
+    const size = Math.abs(value);
+    for (const [unit, suffix] of [[1e12, "T"], [1e9, "G"], [1e6, "M"]]) {
+      if (size >= unit) return `${+(value / unit).toPrecision(4)}${suffix}`;
     }
-    return `${+value.toPrecision(4)}`;
+    if (size >= 1e5) return `${Math.round(value / 1e3)}k`;
+    return size >= 1000 ? Math.round(value).toLocaleString("en") : `${+value.toPrecision(4)}`;
   }
 
   const percent = (value) => `${(100 * value).toFixed(1)}%`;
@@ -126,9 +124,6 @@ const charts = (() => {
     return { series, bands };
   }
 
-  /** What a chart shows of a run; those of losses show all runs. */
-  const shown = (kind, run, runs) => CHARTS[kind](run, runs);
-
   function drawChart(holder, show) {
     const axis = { stroke: ink("faint"), grid: { stroke: ink("line"), width: 1 }, ticks: { stroke: ink("line") } };
     const { series, bands } = seriesOf(show.curves, show);
@@ -197,14 +192,45 @@ const charts = (() => {
     return { from, to: from + length };
   }
 
-  function obeyKeys(holder, plotOf) {
-    holder.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && event.target !== holder) event.target.click();
-      else if (event.target === holder && moveChart(plotOf(), event.key)) event.preventDefault();
-    });
+  /** A chart in the page: drawn, and updated so that a zoom stays. */
+  class Chart {
+    constructor(holder) {
+      this.holder = holder;
+      holder.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" && event.target !== holder) event.target.click();
+        else if (event.target === holder && moveChart(this.plot, event.key)) event.preventDefault();
+      });
+    }
+
+    /** Show a run; charts of losses show all runs. */
+    update(run, runs) {
+      this.drawn = [run, runs];
+      const show = CHARTS[this.holder.dataset.chart](run, runs);
+      const shape = JSON.stringify(show.curves.map((one) => [one.label, Boolean(one.low)]));
+      if (this.plot && this.shape === shape) {
+        const { min, max } = this.plot.scales.x;
+        const xs = this.plot.data[0];
+        const isWhole = !xs.length || (min <= xs[0] && max >= xs[xs.length - 1]);
+        this.plot.setData(joined(show.curves), isWhole);
+        if (!isWhole) this.plot.setScale("x", { min, max });
+        return;
+      }
+      if (this.plot) this.plot.destroy();
+      this.plot = drawChart(this.holder, show);
+      this.shape = shape;
+    }
+
+    /** Draw it again in other colours. */
+    redraw() {
+      if (this.plot) this.plot.destroy();
+      this.plot = null;
+      if (this.drawn) this.update(...this.drawn);
+    }
+
+    fit() {
+      if (this.plot) this.plot.setSize({ width: Math.max(200, this.holder.clientWidth), height: CHART_HEIGHT });
+    }
   }
 
-  return {
-    CHART_HEIGHT, ZOOM, ink, duration, count, percent, rankName, fullName, joined, shown, drawChart, obeyKeys, moved, within,
-  };
+  return { Chart, ZOOM, ink, duration, count, percent, rankName, fullName, moved, within };
 })();

@@ -1,312 +1,318 @@
 "use strict";
-// Draws the charts and timelines of a report from the numbers in the page. Names of runs and ranks
-// are set as text only, never as markup.
-(() => {
-  const { CHART_HEIGHT, ZOOM, ink, duration, percent, rankName, fullName, moved, within } = charts;
-  const report = JSON.parse(document.getElementById("numbers").textContent);
-  const PARTS = ["data", "compute", "wait", "sync"];
-  const WORDS = ["data", "compute", "wait", "exchange"];
-  const WAIT = PARTS.indexOf("wait");
-  const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+// Makes the page from the document of a report: tables, charts and timelines. Names, messages and
+// numbers are set as text only, never as markup.
+const page = (() => {
+  const { Chart, duration, count, percent, fullName } = charts;
+  const MOST_CLASSES = 60; // cells of a larger matrix are too small to read
 
-  /** The parts of a window in words; waiting for data is told where there is any. */
-  const told = (spent, form) => WORDS.map((word, p) => `${word} ${form(spent[p])}`)
-    .filter((_, p) => p > 0 || spent[0] > 0).join(", ");
+  // ── values for people ──────────────────────────────────────────────────────────────────────
 
-  // ── timeline ───────────────────────────────────────────────────────────────────────────────
+  const dash = (value, form = String) => (value === null || value === undefined || value === "" ? "–" : form(value));
+  const whole = (value) => Math.round(value).toLocaleString("en");
+  const loss = (value) => `${+value.toPrecision(4)}`;
+  const times = (value) => `${value.toFixed(2)}×`;
 
-  class Timeline {
-    constructor(figure) {
-      this.figure = figure;
-      this.run = report.runs[figure.dataset.run];
-      this.canvas = figure.querySelector("canvas");
-      this.tip = figure.querySelector(".tip");
-      this.output = figure.querySelector("output");
-      const { gap_us: gaps, length_us: lengths } = this.run.timeline;
-      this.begin = new Float64Array(gaps.length);
-      this.end = new Float64Array(gaps.length);
-      let now = 0;
-      gaps.forEach((gap, i) => {
-        this.begin[i] = now + gap;
-        now = this.end[i] = this.begin[i] + lengths[i];
-      });
-      this.whole = { from: 0, to: Math.max(now, 1) };
-      this.view = { ...this.whole };
-      this.listen();
+  function bytes(value) {
+    for (const [size, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
+      if (value >= size) return `${(value / size).toFixed(1)} ${unit}`;
     }
+    return `${value} B`;
+  }
 
-    /** Cells that lie at least partly in the view, as [first, one past the last]. */
-    visible() {
-      const count = this.end.length;
-      let low = 0, high = count;
-      while (low < high) {
-        const middle = (low + high) >> 1;
-        if (this.end[middle] > this.view.from) high = middle; else low = middle + 1;
-      }
-      let last = low;
-      while (last < count && this.begin[last] < this.view.to) last += 1;
-      return [low, last];
-    }
+  // ── elements ───────────────────────────────────────────────────────────────────────────────
 
-    draw() {
-      const ratio = window.devicePixelRatio || 1;
-      const width = Math.max(200, this.canvas.clientWidth);
-      const rows = Math.max(1, this.run.ranks.length);
-      this.row = Math.max(12, Math.min(34, Math.floor(480 / rows)));
-      this.left = width < 500 ? 52 : 64;
-      const height = rows * this.row + 24;
-      this.canvas.style.height = `${height}px`;
-      this.canvas.width = Math.round(width * ratio);
-      this.canvas.height = Math.round(height * ratio);
-      this.width = width;
-      const c = this.canvas.getContext("2d");
-      c.scale(ratio, ratio);
-      c.clearRect(0, 0, width, height);
-      c.font = "12px system-ui, sans-serif";
-      const colours = Object.fromEntries([...PARTS, "checkpoint", "idle", "event", "ink", "faint"].map((n) => [n, ink(n)]));
-      const [first, last] = this.visible();
-      const columns = width - this.left;
-      const single = last - first <= columns / 3;
-      this.run.ranks.forEach((rank, i) => {
-        const top = i * this.row;
-        c.fillStyle = colours.ink;
-        c.fillText(rankName(rank), 0, top + this.row / 2 + 4);
-        c.fillStyle = colours.idle;
-        c.fillRect(this.left, top, columns, this.row - 3);
-        if (single) this.drawCells(c, i, top, first, last, colours);
-        else this.drawColumns(c, i, top, first, last, colours);
-      });
-      this.drawCheckpoints(c, colours);
-      this.drawMarks(c, rows * this.row, colours);
-      this.tell(first, last);
-    }
+  /** An element with attributes and children; texts among these are texts, whatever they hold. */
+  function element(tag, attributes = {}, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    made.append(...children);
+    return made;
+  }
 
-    x(t) {
-      const length = this.view.to - this.view.from;
-      return this.left + ((t - this.view.from) / length) * (this.width - this.left);
-    }
+  /** A table; a cell is a text or an element, and the first of each row is its head. */
+  function table(label, head, rows, caption = "") {
+    const made = element("table");
+    if (caption) made.append(element("caption", {}, caption));
+    made.append(
+      element("thead", {}, element("tr", {}, ...head.map((cell) => element("th", { scope: "col" }, cell)))),
+      element("tbody", {}, ...rows.map(([first, ...others]) => element(
+        "tr", {}, element("th", { scope: "row" }, first), ...others.map((cell) => element("td", {}, cell)),
+      ))),
+    );
+    return element("div", { class: "scroll", role: "region", "aria-label": label, tabindex: 0 }, made);
+  }
 
-    t(x) {
-      const length = this.view.to - this.view.from;
-      return this.view.from + ((x - this.left) / (this.width - this.left)) * length;
-    }
+  const chart = (kind, title, run) => element(
+    "figure", {}, element("figcaption", {}, title),
+    element("div", {
+      class: "chart", "data-chart": kind, "data-run": run, tabindex: 0, role: "group", "aria-label": `Chart: ${title}`,
+    }),
+  );
 
-    spent(lane, i) {
-      const rank = this.run.timeline.ranks[lane];
-      return PARTS.map((part) => (rank[`${part}_us`] ? rank[`${part}_us`][i] : 0));
-    }
+  // ── what is the same for every document ────────────────────────────────────────────────────
 
-    drawCells(c, lane, top, first, last, colours) {
-      for (let i = first; i < last; i += 1) {
-        const spent = this.spent(lane, i);
-        const total = sum(spent);
-        const scale = total > 0 ? Math.min(1, (this.end[i] - this.begin[i]) / total) : 0;
-        let at = this.end[i] - total * scale;
-        spent.forEach((length, part) => {
-          const from = Math.max(this.left, this.x(at));
-          at += length * scale;
-          const to = Math.min(this.width, this.x(at));
-          c.fillStyle = colours[PARTS[part]];
-          if (to > from) c.fillRect(from, top, Math.max(to - from, 0.5), this.row - 3);
-        });
-      }
-    }
+  const CHARTS = [
+    ["speed", "Throughput of the team, of each rank alone, and of all of them (ideal)", "speed"],
+    ["shares", "Share of each rank", "shares"],
+    ["waits", "Part of its time that each rank waits for others", "waits"],
+    ["anchor", "Anchor: local steps of the slowest rank in a window", "anchor"],
+    ["sent", "Bytes sent in a window, by all ranks together", "sent_bytes"],
+  ];
 
-    drawColumns(c, lane, top, first, last, colours) {
-      const columns = Math.ceil(this.width - this.left);
-      const sums = PARTS.map(() => new Float64Array(columns));
-      const most = new Float64Array(columns);
-      const worst = this.run.timeline.ranks[lane].most_wait;
-      const perColumn = (this.view.to - this.view.from) / columns;
-      for (let i = first; i < last; i += 1) {
-        const spent = this.spent(lane, i);
-        const total = sum(spent);
-        const length = Math.max(this.end[i] - this.begin[i], 1);
-        const scale = total > length ? length / total : 1;
-        const from = Math.max(0, Math.floor((this.begin[i] - this.view.from) / perColumn));
-        const to = Math.min(columns - 1, Math.floor((this.end[i] - this.view.from) / perColumn));
-        const wait = worst ? worst[i] / 1000 : total > 0 ? spent[WAIT] / total : 0;
-        for (let k = from; k <= to; k += 1) {
-          const begin = this.view.from + k * perColumn;
-          const overlap = Math.min(this.end[i], begin + perColumn) - Math.max(this.begin[i], begin);
-          const part = Math.max(0, overlap) / length;
-          for (let p = 0; p < PARTS.length; p += 1) sums[p][k] += spent[p] * scale * part;
-          most[k] = Math.max(most[k], wait);
-        }
-      }
-      const height = this.row - 3;
-      for (let k = 0; k < columns; k += 1) {
-        let bottom = top + height;
-        for (let p = 0; p < PARTS.length; p += 1) {
-          const size = Math.min(1, sums[p][k] / perColumn) * height;
-          c.fillStyle = colours[PARTS[p]];
-          c.fillRect(this.left + k, bottom - size, 1, size);
-          bottom -= size;
-        }
-        if (most[k] > 0.02) {
-          c.fillStyle = colours.ink;
-          c.fillRect(this.left + k, top + height * (1 - most[k]), 1, 1.5);
-        }
-      }
-    }
+  const BUTTONS = [
+    ["left", "earlier", "◀"], ["right", "later", "▶"], ["in", "zoom in", "+"], ["out", "zoom out", "−"],
+    ["all", "show the whole run", "all"],
+  ];
 
-    /** A line below the rank that writes. */
-    drawCheckpoints(c, colours) {
-      c.fillStyle = colours.checkpoint;
-      for (const one of this.run.checkpoints) {
-        const lane = this.run.ranks.findIndex((rank) => rank.rank === one.rank);
-        const from = Math.max(this.left, this.x(1e6 * (one.t_s - one.write_s - one.copy_s)));
-        const to = Math.min(this.width, this.x(1e6 * one.t_s));
-        if (lane >= 0 && to >= from) c.fillRect(from, (lane + 1) * this.row - 3, Math.max(to - from, 1), 2);
-      }
-    }
+  const KEYS = [
+    ["data", "data"], ["compute", "compute"], ["wait", "wait"], ["sync", "exchange"], ["checkpoint", "checkpoint"],
+    ["event", "event"],
+  ];
 
-    drawMarks(c, bottom, colours) {
-      c.fillStyle = colours.event;
-      for (const mark of this.run.events) {
-        const x = this.x(1e6 * mark.t_s);
-        if (x >= this.left && x <= this.width) c.fillRect(x - 1, 0, 2, bottom + 4);
-      }
-      c.fillStyle = colours.faint;
-      const ticks = Math.max(2, Math.floor((this.width - this.left) / 120));
-      for (let k = 0; k <= ticks; k += 1) {
-        const x = this.left + ((this.width - this.left) * k) / ticks;
-        c.textAlign = k === 0 ? "left" : k === ticks ? "right" : "center";
-        c.fillText(duration(this.t(x) / 1e6), x, bottom + 18);
-      }
-      c.textAlign = "left";
-    }
+  const TIMELINE_HELP = "Drag to pan; zoom with the buttons, the keys plus and minus, two fingers, or Ctrl and the "
+    + "wheel. Where a column of pixels holds several windows, its heights are their sums, and the line is the "
+    + "largest wait of a single one. Windows end when they were applied; waiting for data, compute, wait and "
+    + "exchange are drawn one after another up to there. The rest is planning, evaluating and saving. The line "
+    + "below a rank is a checkpoint that it writes while it trains.";
 
-    /** Say what is in view: also for those who do not see the canvas. */
-    tell(first, last) {
-      const { window: numbers } = this.run.timeline;
-      const range = `${duration(this.view.from / 1e6)} to ${duration(this.view.to / 1e6)}`;
-      if (last <= first) {
-        this.output.textContent = `${range}: no window`;
-        return;
-      }
-      const length = this.end[last - 1] - this.begin[first] || 1;
-      const parts = this.run.ranks.slice(0, 8).map((rank, lane) => {
-        const sums = PARTS.map(() => 0);
-        for (let i = first; i < last; i += 1) this.spent(lane, i).forEach((us, p) => { sums[p] += us; });
-        return `${fullName(this.run, rank)}: ${told(sums, (us) => percent(us / length))}`;
-      });
-      const newest = this.run.series.window.at(-1);
-      const until = last < numbers.length ? numbers[last] - 1 : newest;
-      const windows = `windows ${numbers[first]} to ${until}`;
-      this.output.textContent = [`${range}, ${windows}`, ...parts].join(" · ");
-    }
+  function timeline(run) {
+    const bar = element("div", { class: "bar" }, ...KEYS.map(([key, word]) => element("span", { class: `key ${key}` }, word)));
+    bar.append(element("span", { class: "buttons" }, ...BUTTONS.map(([what, label, sign]) =>
+      element("button", { type: "button", "data-do": what, "aria-label": label }, sign))));
+    return element(
+      "figure", { class: "timeline", "data-run": run }, bar,
+      element("canvas", {
+        tabindex: 0, role: "img",
+        "aria-label": "Timeline of the ranks; arrows pan, plus and minus zoom, 0 shows the whole run",
+      }),
+      element("div", { class: "tip", hidden: "" }), element("output", { "aria-live": "polite" }),
+      element("figcaption", {}, TIMELINE_HELP, element("span", { "data-fill": "merged" })),
+    );
+  }
 
-    show(view) {
-      // Not closer than a microsecond a pixel: times are whole microseconds.
-      if (view.to - view.from < 1000) return;
-      this.view = within(view, this.whole);
-      this.queue();
-    }
+  /** What is filled in from the document lies in elements with data-fill. */
+  const fill = (name, tag = "div") => element(tag, { "data-fill": name });
 
-    queue() {
-      if (this.queued) return;
-      this.queued = true;
-      requestAnimationFrame(() => { this.queued = false; this.draw(); });
-    }
+  function runSection(run, number, isAlone) {
+    const name = isAlone ? "" : `${run.name}: `;
+    const heading = (text) => element("h2", {}, name + text);
+    return element(
+      "section", { class: "run", id: `run-${number}` },
+      heading("What ran on what"), fill("ending"), fill("notes"), fill("ranks"), fill("straggler"),
+      heading("Throughput, shares and waits"), ...CHARTS.map(([kind, title]) => chart(kind, title, number)),
+      heading("Timeline"), timeline(number),
+      heading("Events"), fill("events"), fill("plans"), fill("checkpoints"), fill("confusion"), fill("versions"),
+    );
+  }
 
-    zoom(factor, at) {
-      const { from, to } = this.view;
-      this.show({ from: at - (at - from) / factor, to: at + (to - at) / factor });
-    }
+  // ── what is filled in ──────────────────────────────────────────────────────────────────────
 
-    press(key) {
-      const view = moved(key, this.view, this.whole);
-      if (view) this.show(view);
-      return Boolean(view);
-    }
+  const OVERVIEW = [
+    ["state", "run", "state", String],
+    ["policy", "run", "policy", String],
+    ["backend", "run", "backend", String],
+    ["windows", "run", "windows", whole],
+    ["windows redone", "run", "void_windows", whole],
+    ["optimizer steps", "run", "steps", whole],
+    ["sessions", "run", "sessions", whole],
+    ["training time", "run", "elapsed_s", duration],
+    ["samples", "team", "samples", whole],
+    ["last training loss", "team", "last_loss", loss],
+    ["held-out loss", "team", "heldout_loss", loss],
+    ["unit of speeds", "run", "unit", (unit) => `${unit} per second`],
+    ["speed of the team", "team", "speed", count],
+    ["fastest rank alone", "team", "best_alone", count],
+    ["all ranks alone, summed (ideal)", "team", "ideal", count],
+    ["equal split", "team", "equal_split", count],
+    ["team / fastest rank", "team", "of_best_alone", times],
+    ["team / ideal", "team", "of_ideal", percent],
+    ["no multiple is shown, as", "team", "no_multiple", String],
+    ["time computing", "team", "compute_fraction", percent],
+    ["time waiting for others", "team", "wait_fraction", percent],
+    ["time exchanging", "team", "sync_fraction", percent],
+    ["time waiting for data", "team", "data_fraction", percent],
+    ["bytes sent", "team", "sent_bytes", bytes],
+  ];
 
-    listen() {
-      const keys = { left: "ArrowLeft", right: "ArrowRight", in: "+", out: "-", all: "0" };
-      for (const button of this.figure.querySelectorAll("button")) {
-        button.addEventListener("click", () => this.press(keys[button.dataset.do]));
-      }
-      const { canvas } = this;
-      const fingers = new Map();
-      canvas.addEventListener("keydown", (event) => { if (this.press(event.key)) event.preventDefault(); });
-      canvas.addEventListener("wheel", (event) => {
-        if (!event.ctrlKey && !event.metaKey) return; // the page scrolls
-        event.preventDefault();
-        this.zoom(event.deltaY < 0 ? ZOOM : 1 / ZOOM, this.t(event.offsetX));
-      }, { passive: false });
-      canvas.addEventListener("pointerdown", (event) => {
-        fingers.set(event.pointerId, event.offsetX);
-        canvas.setPointerCapture(event.pointerId);
-      });
-      for (const kind of ["pointerup", "pointercancel"]) {
-        canvas.addEventListener(kind, (event) => fingers.delete(event.pointerId));
-      }
-      canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
-      canvas.addEventListener("pointermove", (event) => {
-        if (!fingers.has(event.pointerId)) { this.point(event); return; }
-        const before = [...fingers.values()];
-        const earlier = fingers.get(event.pointerId);
-        fingers.set(event.pointerId, event.offsetX);
-        const now = [...fingers.values()];
-        if (now.length === 2 && Math.abs(before[0] - before[1]) > 8) {
-          const factor = Math.abs(now[0] - now[1]) / Math.abs(before[0] - before[1]);
-          if (factor > 0) this.zoom(factor, this.t((now[0] + now[1]) / 2));
-        } else if (now.length === 1) {
-          const shift = this.t(earlier) - this.t(event.offsetX);
-          this.show({ from: this.view.from + shift, to: this.view.to + shift });
-        }
-      });
-    }
+  const SOURCES = {
+    measured: "was measured by each rank alone",
+    "compute time": "is what it did per second of its own compute time",
+  };
 
-    /** Show what happened under the pointer. */
-    point(event) {
-      const lane = Math.floor(event.offsetY / this.row);
-      const t = this.t(event.offsetX);
-      const [first, last] = this.visible();
-      const rank = this.run.ranks[lane];
-      let i = first;
-      while (i < last && this.end[i] < t) i += 1;
-      this.tip.hidden = !rank || event.offsetX < this.left || i >= last || this.begin[i] > t;
-      if (this.tip.hidden) return;
-      const numbers = this.run.timeline.window;
-      const until = i + 1 < numbers.length ? numbers[i + 1] - 1 : this.run.series.window.at(-1);
-      const name = until > numbers[i] ? `windows ${numbers[i]} to ${until}` : `window ${numbers[i]}`;
-      const near = this.run.events.filter((mark) => Math.abs(this.x(1e6 * mark.t_s) - event.offsetX) < 4);
-      this.tip.textContent = [
-        `${rankName(rank)} (${rank.member}), ${name}`,
-        told(this.spent(lane, i), (us) => duration(us / 1e6)),
-        ...near.map((mark) => mark.text),
-      ].join("\n");
-      const room = this.figure.clientWidth - this.tip.offsetWidth - 4;
-      this.tip.style.left = `${Math.max(0, Math.min(event.offsetX + 12, room))}px`;
-      this.tip.style.top = `${this.canvas.offsetTop + event.offsetY + 18}px`;
+  function overview(runs) {
+    const rows = OVERVIEW
+      .filter(([, part, key]) => runs.some((run) => run[part][key] !== null))
+      .map(([label, part, key, form]) => [label, ...runs.map((run) => dash(run[part][key], form))]);
+    const sources = [...new Set(runs.map((run) => run.team.solo_source))];
+    const told = sources.map((one) => `What a rank does alone ${SOURCES[one] || one}.`).join(" ");
+    return [table("Overview", ["", ...runs.map((run) => run.name)], rows), element("p", {}, told)];
+  }
+
+  function resolution(runs) {
+    const merged = Math.max(...runs.map((run) => run.series.windows_per_point));
+    if (merged <= 1) return [];
+    return [element("p", {}, `A point of a curve stands for up to ${+merged.toFixed(1)} windows: the line is their mean, `
+      + "the band reaches from the least to the largest value of a single window.")];
+  }
+
+  function ranks(run) {
+    const head = ["rank", "state", "member", "host", "device", "share", `${run.run.unit}/s alone`, "samples", "wait",
+      "was last in", "waited for"];
+    const rows = run.ranks.map((rank) => {
+      const state = element("span", { class: rank.presence, title: rank.why_gone || "" }, rank.presence);
+      const slowed = rank.emulated === null ? "" : `, emulated ${rank.emulated}× slower`;
+      return [
+        String(rank.rank), state, rank.member, dash(rank.host), `${dash(rank.device)}${slowed}${rank.parked ? ", parked" : ""}`,
+        dash(rank.share, percent), dash(rank.alone, count), dash(rank.samples, whole), dash(rank.wait_fraction, percent),
+        whole(rank.windows_last), dash(rank.waited_for_s, duration),
+      ];
+    });
+    return [table("Ranks", head, rows)];
+  }
+
+  /** A caption that says so where a list has lost its middle. */
+  const counted = (what, items, total) => (items.length === total || total === undefined ? what
+    : `${what}: the first and the last ${Math.floor(items.length / 2)} of ${whole(total)}`);
+
+  const EVENTS = ["worker_lost", "worker_left", "worker_joined", "healed", "straggler", "straggler_over",
+    "checkpoint_missed", "events_dropped", "run_resumed", "reformed", "run_finished"];
+  const MANY_EVALS = 50;
+
+  /** What has happened, the newest last. */
+  function events(run) {
+    const evals = run.evals.slice(-MANY_EVALS).map((one) => (
+      { ...one, type: "eval", text: `${one.name} loss ${one.loss === null ? "not finite" : loss(one.loss)}` }));
+    const lines = [...run.events, ...evals].sort((one, other) => one.t_s - other.t_s);
+    if (!lines.length) return [element("p", {}, "No rank joined, left or fell behind.")];
+    const total = EVENTS.reduce((sum, kind) => sum + (run.counts[kind] || 0), 0);
+    const rows = lines.map((one) => [duration(one.t_s), whole(one.window), one.type, one.text]);
+    const caption = counted("Membership, stragglers, evaluations and the end", run.events, total);
+    return [table("Events", ["at", "window", "event", "what"], rows, caption)];
+  }
+
+  function plans(run) {
+    if (!run.reasons.length) return [];
+    const rows = run.reasons.map((one) => [duration(one.t_s), whole(one.window), one.text]);
+    const caption = counted("Changed plans: samples of each rank", run.reasons, run.run.plans);
+    return [table("Plans", ["at", "window", "samples by rank, and why"], rows, caption)];
+  }
+
+  function checkpoints(run) {
+    if (!run.checkpoints.length) return [element("p", {}, "No checkpoint was written.")];
+    const head = ["at", "after windows", "path", "size", "written in", "training stood still for"];
+    const rows = run.checkpoints.map((one) => [
+      duration(one.t_s), whole(one.window), one.path, dash(one.num_bytes, bytes), dash(one.write_s, duration),
+      dash(one.copy_s, duration),
+    ]);
+    return [table("Checkpoints", head, rows, counted("Checkpoints", run.checkpoints, run.counts.checkpoint))];
+  }
+
+  function confusion(run) {
+    if (!run.confusion) return [];
+    const { labels, counts } = run.confusion;
+    if (labels.length > MOST_CLASSES) {
+      return [element("p", {}, `The matrix of ${whole(labels.length)} classes is in summary.json.`)];
     }
+    const rows = counts.map((row, i) => {
+      const total = row.reduce((a, b) => a + b, 0) || 1;
+      // Classes instead of inline styles, which the security policy forbids.
+      const cell = (n) => element("span", { class: `heat heat-${Math.floor((10 * n) / total)}` }, whole(n));
+      return [labels[i], ...row.map(cell)];
+    });
+    const caption = "Confusion matrix: held-out samples by true class (rows) and predicted class";
+    return [table("Confusion matrix", ["true class", ...labels], rows, caption)];
+  }
+
+  function versions(run) {
+    const facts = [
+      ...Object.entries(run.versions).map(([name, value]) => `${name} ${value}`),
+      ...Object.entries(run.machine).map(([name, value]) => `${name}: ${value}`),
+    ];
+    if (run.run.backend_reason) facts.push(`backend ${run.run.backend}: ${run.run.backend_reason}`);
+    return [element("p", {}, facts.join("; "))];
+  }
+
+  const paragraph = (look, text) => (text ? [element("p", { class: look }, text)] : []);
+
+  const FILLS = {
+    ending: (run) => paragraph("ending", run.run.message && `Ended with: ${run.run.message}`),
+    notes: (run) => [element("ul", { class: "notes" }, ...run.notes.map((note) => element("li", {}, note)))],
+    ranks,
+    straggler: (run) => paragraph("straggler", run.straggler.text),
+    merged: (run) => (run.timeline.merged > 1
+      ? [` Up to ${whole(run.timeline.merged)} neighbouring windows are one cell.`] : []),
+    events, plans, checkpoints, confusion, versions,
+  };
+
+  /** Put new content in place of the old; a region that was scrolled stays where it was. */
+  function replace(holder, content) {
+    const old = holder.querySelector(".scroll");
+    const [top, left, isAtEnd] = old
+      ? [old.scrollTop, old.scrollLeft, old.scrollTop + old.clientHeight >= old.scrollHeight - 8] : [0, 0, false];
+    holder.replaceChildren(...content);
+    const made = holder.querySelector(".scroll");
+    if (old && made) made.scrollTo(left, isAtEnd ? made.scrollHeight : top);
   }
 
   // ── the page ───────────────────────────────────────────────────────────────────────────────
 
-  const plots = new Map();
-  const timelines = [...document.querySelectorAll(".timeline")].map((figure) => new Timeline(figure));
-  const holders = [...document.querySelectorAll(".chart")];
+  let shown = "";
+  let drawn = [];
+  let timelines = [];
 
-  function drawAll() {
-    for (const holder of holders) {
-      if (plots.has(holder)) plots.get(holder).destroy();
-      const { chart, run } = holder.dataset;
-      plots.set(holder, charts.drawChart(holder, charts.shown(chart, report.runs[run], report.runs)));
-    }
-    timelines.forEach((timeline) => timeline.draw());
+  function build(runs) {
+    document.body.classList.toggle("several", runs.length > 1);
+    document.querySelector("main").replaceChildren(
+      element("p", { id: "line", class: "line" }),
+      element("section", { id: "overview" }, element("h2", {}, "Overview"), fill("overview")),
+      element("section", { id: "loss" }, element("h2", {}, "Loss"), chart("loss-by-samples", "Loss by samples", 0),
+        chart("loss-by-time", "Loss by training time", 0), fill("resolution")),
+      element("div", { class: "runs" }, ...runs.map((run, i) => runSection(run, i, runs.length === 1))),
+    );
+    drawn = [...document.querySelectorAll(".chart")].map((holder) => new Chart(holder));
+    timelines = [...document.querySelectorAll(".timeline")].map((figure) => new Timeline(figure));
   }
 
-  for (const holder of holders) charts.obeyKeys(holder, () => plots.get(holder));
-  drawAll();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  /** Show a document; what the user has zoomed or scrolled stays. */
+  function show(report) {
+    const { runs } = report;
+    const title = runs.map((run) => run.name).join(" · ");
+    if (shown !== title) {
+      build(runs);
+      shown = title;
+    }
+    document.title = `${title}: evener`;
+    document.getElementById("title").textContent = title;
+    document.getElementById("version").textContent = report.version;
+    replace(document.querySelector("[data-fill=overview]"), overview(runs));
+    replace(document.querySelector("[data-fill=resolution]"), resolution(runs));
+    runs.forEach((run, i) => {
+      const section = document.getElementById(`run-${i}`);
+      for (const [name, content] of Object.entries(FILLS)) {
+        replace(section.querySelector(`[data-fill=${name}]`), content(run));
+      }
+      for (const [kind, , key] of CHARTS) {
+        section.querySelector(`[data-chart=${kind}]`).parentElement.hidden = !run.series[key];
+      }
+    });
+    for (const one of drawn) {
+      if (!one.holder.parentElement.hidden) one.update(runs[one.holder.dataset.run], runs);
+    }
+    for (const one of timelines) one.update(runs[one.figure.dataset.run]);
+    document.documentElement.dataset.drawn = "yes";
+  }
+
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    for (const one of drawn) one.redraw();
+    for (const one of timelines) one.draw();
+  });
   let width = document.body.clientWidth;
   new ResizeObserver(() => {
     if (document.body.clientWidth === width) return;
     width = document.body.clientWidth;
-    for (const [holder, plot] of plots) plot.setSize({ width: Math.max(200, holder.clientWidth), height: CHART_HEIGHT });
-    timelines.forEach((timeline) => timeline.queue());
+    for (const one of drawn) one.fit();
+    for (const one of timelines) one.queue();
   }).observe(document.body);
-  document.documentElement.dataset.drawn = "yes";
+
+  return { show };
 })();

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from evener.config.folders import runs_of
-from evener.config.options import ClassifyOptions, Keys
+from evener.config.keys import Keys
+from evener.config.options import ClassifyOptions
 from evener.config.presets import (
     find_demo_base,
     needs_demo_base,
@@ -95,7 +96,7 @@ def predict_file(options: ClassifyOptions) -> int:
     Raises:
         UserError: There is no finished run of that name, or the file is malformed.
     """
-    from evener.tasks.classification.label_files import read_labelled
+    from evener.tasks.classification.labelled_data import read_records
     from evener.tasks.classification.pipeline import ClassifyPipeline
 
     config = resolve_classify(options)
@@ -107,7 +108,7 @@ def predict_file(options: ClassifyOptions) -> int:
             "first, or check --out and --name"
         )
     assert options.predict is not None
-    records = read_labelled(options.predict, text_key=config.data.text_key, label_key=None)
+    records = read_records(options.predict, config.data, has_labels=False)
     pipeline = ClassifyPipeline.load(finished[0])
     if not options.quiet:
         say(f"classifying {len(records):,} texts with {finished[0]}")

@@ -25,10 +25,9 @@ from evener.loop.event_stream import SinkMaker
 from evener.observe.events import Sink
 from evener.planning.plans import WindowPlan
 from evener.tasks.classification.base_model import GivenModel
-from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.metrics import Evaluation
 from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction
-from evener.tasks.classification.samples import Sample
+from evener.tasks.classification.samples import Pair, Sample
 from evener.tasks.optimization import apply_settings, make_optimizer
 from evener.tasks.trainers.accumulator import Accumulator
 from evener.tasks.trainers.distributed_comm import DistributedComm, share_cores
@@ -176,10 +175,10 @@ class DataParallelCoordinator(Closing):
             NonFiniteGradientError: A loss or gradient is not finite; nothing was applied.
         """
         self._check_usable()
-        encoded = self.primary_pipeline.encode(samples)
-        if not encoded:
+        pairs = self.primary_pipeline.pairs(samples)
+        if not pairs:
             return BatchResult(avg_loss=math.nan, correct=0, total=0, grad_norm=math.nan)
-        plan, parts = self._deal(list(enumerate(encoded)))
+        plan, parts = self._deal(list(enumerate(pairs)))
         scale = math.inf
         result: WindowResult | None = None
         # Where fp16 has overflowed, the scale of losses was lowered: the same batch once more.
@@ -192,7 +191,7 @@ class DataParallelCoordinator(Closing):
         return BatchResult(
             avg_loss=result.loss,
             correct=correct,
-            total=len(encoded),
+            total=len(pairs),
             grad_norm=math.nan if result.skipped else result.grad_norm,
         )
 
@@ -203,8 +202,8 @@ class DataParallelCoordinator(Closing):
             DataError: A bad sample.
         """
         self._check_usable()
-        encoded = self.primary_pipeline.encode(samples)
-        return self.primary_pipeline.compare(encoded, self._judge(encoded))
+        pairs = self.primary_pipeline.pairs(samples)
+        return self.primary_pipeline.compare(pairs, self._judge(pairs))
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """Return the classes of texts, in their order, on all devices.
@@ -213,7 +212,8 @@ class DataParallelCoordinator(Closing):
             DataError: A text is empty.
         """
         self._check_usable()
-        return self.primary_pipeline.name(self._judge(self.primary_pipeline.encode_texts(texts)))
+        pipeline = self.primary_pipeline
+        return pipeline.name(self._judge(pipeline.pairs_of(texts)))
 
     def save(self, folder: str | Path) -> None:
         """Write adapter and merged weights; see ``ClassifyPipeline.save``."""
@@ -229,7 +229,7 @@ class DataParallelCoordinator(Closing):
                 thread.shutdown()
             torch.set_num_threads(self._torch_threads)
 
-    def _compute(self, parts: Sequence[Sequence[tuple[int, Encoded]]]) -> int:
+    def _compute(self, parts: Sequence[Sequence[tuple[int, Pair]]]) -> int:
         """Compute gradients, which stay on their replicas; return how many were classified right.
 
         All replicas are done before the first one exchanges anything: so one that fails, as
@@ -253,9 +253,9 @@ class DataParallelCoordinator(Closing):
             self.close()  # some replicas may have made the update and others not
             raise
 
-    def _judge(self, encoded: Sequence[Encoded]) -> Tensor:
-        """Return logits of encoded texts, in their order."""
-        _, parts = self._deal(encoded)
+    def _judge(self, pairs: Sequence[Pair]) -> Tensor:
+        """Return logits of texts, in their order."""
+        _, parts = self._deal(pairs)
         return torch.cat(self._on_all(ClassifyPipeline.judge, self.pipelines, parts))
 
     def _deal(self, whole: Sequence[_T]) -> tuple[WindowPlan, list[list[_T]]]:
@@ -336,7 +336,7 @@ class _ThreadRank:
         if (on_cpu := devices.count("cpu")) > 1:
             share_cores(on_cpu)
 
-    def compute(self, part: Sequence[tuple[int, Encoded]], batch_number: int) -> int:
+    def compute(self, part: Sequence[tuple[int, Pair]], batch_number: int) -> int:
         """Forward and backward of this replica's part of a batch, in the places given.
 
         Returns:
@@ -350,7 +350,7 @@ class _ThreadRank:
                 place = part[row[0]][0]
                 seed = derive_seed(pipeline.config.seed, "micro-batch", batch_number, place)
                 pipeline.seed_dropout(seed)
-                found = pipeline.loss(pipeline.encoder.collate([part[i][1] for i in row]))
+                found = pipeline.loss(pipeline.collate([part[i][1] for i in row]))
                 self.ddp.backward(found.loss, found.weight)
                 correct += int(found.correct.item())
         return correct

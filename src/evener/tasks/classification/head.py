@@ -5,19 +5,19 @@ bent for it. A head that already makes the best of them gives it a direction fro
 (linear probing, then fine-tuning: Kumar et al., 2022).
 """
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Subset
 
 from evener.ddp import Ddp
 from evener.loop.arguments import in_evaluation
 from evener.observe.numbers import human_bytes
-from evener.tasks.classification.encoding import Encoded, EncodedSamples
 from evener.tasks.classification.pipeline import ClassifyPipeline
+from evener.tasks.classification.samples import Pair
 
 _PIECE = 64
 _DECAY = 1e-3
@@ -30,7 +30,7 @@ MOST_BYTES: Final = 2**28
 def fit_head(
     ddp: Ddp,
     pipeline: ClassifyPipeline,
-    data: EncodedSamples,
+    data: list[Pair],
     say: Callable[[str], None],
     *,
     most_bytes: int = MOST_BYTES,
@@ -55,18 +55,14 @@ def fit_head(
     if head is None:
         return False
     count = min(len(data), max(1, most_bytes // (4 * max(head.in_features, head.out_features))))
-    chosen, on = torch.arange(len(data)), ""
+    on = ""
     if count < len(data):
-        generator = torch.Generator().manual_seed(pipeline.config.seed)
-        chosen = torch.randperm(len(data), generator=generator)[:count].sort().values
-        on = (
-            f" on {count:,} of {len(data):,} training samples, as the features of all would take "
-            f"more than {human_bytes(most_bytes)}"
-        )
+        data = random.Random(pipeline.config.seed).sample(data, count)
+        on = f" on {count:,} samples, as the features of all take over {human_bytes(most_bytes)}"
     say(f"fitting the head to the frozen base{on} ...")
     features, filled = torch.empty(count, head.in_features), 0
-    some = Subset(data, chosen.tolist())
-    for samples in ddp.eval_loader(some, batch_size=_PIECE, collate_fn=list):
+    rows_of: Any = data  # torch's data sets are whatever has a length and items
+    for samples in ddp.eval_loader(rows_of, batch_size=_PIECE, collate_fn=list):
         part = torch.zeros(len(samples), head.in_features)
         if not ddp.wants_stop():
             with ddp.emulated_slowness():
@@ -78,7 +74,7 @@ def fit_head(
     if ddp.stopping:
         return False
     if filled:  # with fewer samples than ranks, only the first one has rows
-        _fit(head, features, torch.tensor(data.indices)[chosen], pipeline)
+        _fit(head, features, torch.tensor([index for _, index in data]), pipeline)
     with torch.no_grad():
         for parameter in head.parameters():
             # Solvers round in their own way on unlike hardware.
@@ -98,9 +94,9 @@ def find_head(model: nn.Module) -> nn.Linear | None:
 
 
 @torch.no_grad()
-def features_of(pipeline: ClassifyPipeline, head: nn.Linear, samples: Sequence[Encoded]) -> Tensor:
+def features_of(pipeline: ClassifyPipeline, head: nn.Linear, samples: Sequence[Pair]) -> Tensor:
     """Return the head's input for each sample, ``(B, in_features)`` on the CPU, in ``eval()``."""
-    batch = pipeline.encoder.collate(samples)
+    batch = pipeline.collate(samples)
     given: list[Tensor] = []
 
     def catch(_: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -114,7 +110,7 @@ def features_of(pipeline: ClassifyPipeline, head: nn.Linear, samples: Sequence[E
         handle.remove()
     found = given[0].float().cpu()
     if found.dim() == 3:  # decoders judge every position and use the last one
-        found = found[torch.arange(len(samples)), batch.attention_mask.sum(1) - 1]
+        found = found[torch.arange(len(samples)), batch["attention_mask"].sum(1) - 1]
     return found
 
 

@@ -1,28 +1,26 @@
-"""What predictions are worth: accuracy, F1, and which class is taken for which. Plain numbers."""
+"""What predictions are worth, and which adapter of a run is the best by that."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
-from evener.parsing import Fields, short, whole
-
-Confusion = tuple[tuple[int, ...], ...]
-"""Row: the true class. Column: the predicted one."""
+Kind = Literal["frozen", "start", "probe", "best", "final"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluation(BaseModel):
     """How well labelled texts are classified.
 
     Attributes:
-        loss: Mean cross-entropy by class weight, in nats.
+        loss: Mean cross-entropy by class weight, in nats; ``nan`` of no samples.
         confusion: Samples by true class (row) and predicted class (column).
     """
 
+    model_config = ConfigDict(frozen=True)
+
     loss: float
-    confusion: Confusion
+    confusion: tuple[tuple[int, ...], ...]
 
     @property
     def total(self) -> int:
@@ -32,7 +30,7 @@ class Evaluation:
     @property
     def correct(self) -> int:
         """Samples whose class was found."""
-        return sum(row[i] for i, row in enumerate(self.confusion))
+        return int(np.trace(self.confusion))
 
     @property
     def accuracy(self) -> float:
@@ -62,29 +60,52 @@ class Evaluation:
             return -self.loss
         return self.accuracy if metric == "accuracy" else self.macro_f1
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        return {"loss": self.loss, "confusion": [list(row) for row in self.confusion]}
 
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> "Evaluation":
-        """Inverse of ``to_json``.
+class EvaluationHistory(BaseModel):
+    """The evaluations of a run; the same on every rank that takes part.
 
-        Raises:
-            ValueError: It is not from there.
-        """
-        fields = Fields(document)
-        rows = fields.items("confusion")
-        if not all(isinstance(row, list) and len(row) == len(rows) for row in rows):
-            raise ValueError(f"confusion is {short(rows)}, not a row and a column for each class")
-        loss = fields["loss"]  # of no samples it is not a number
-        return cls(
-            loss=loss if isinstance(loss, float) else fields.number("loss"),
-            confusion=tuple(tuple(whole(n, "a count of confusion") for n in row) for row in rows),
-        )
+    Attributes:
+        begun: Whether all that comes before the first window is done.
+        best_window: Windows before the best evaluation.
+        last_window: Windows before the newest one.
+        since_best: Evaluations since the best.
+        known: Evaluations by kind. ``frozen``: of the base with a random head, before anything was
+            trained. ``start``: the same if the base or an adapter brought a head. ``probe``: of the
+            base with a head that was fitted to it, before the adapter was trained. ``best``: the
+            best so far. ``final``: the same adapter on all held-out samples, if the others are of a
+            part of them.
+    """
+
+    begun: bool = False
+    best_window: int = -1
+    last_window: int = -1
+    since_best: int = 0
+    known: dict[Kind, Evaluation] = {}
+
+    @property
+    def result(self) -> Evaluation | None:
+        """What is known best of the best adapter."""
+        return self.known.get("final", self.known.get("best"))
+
+    def accuracy(self, kind: Kind) -> float | None:
+        """Return the accuracy of an evaluation, if it was made."""
+        return self.known[kind].accuracy if kind in self.known else None
+
+    def add(self, window: int, evaluation: Evaluation, metric: str) -> bool:
+        """Take an evaluation; return whether it is the best so far, by a metric."""
+        self.last_window = window
+        best = self.known.get("best")
+        if best is None or evaluation.score(metric) > best.score(metric):
+            self.known["best"], self.best_window, self.since_best = evaluation, window, 0
+            self.known.pop("final", None)
+            return True
+        self.since_best += 1
+        return False
 
 
-def count_confusion(true: Sequence[int], predicted: Sequence[int], num_classes: int) -> Confusion:
+def count_confusion(
+    true: Sequence[int], predicted: Sequence[int], num_classes: int
+) -> tuple[tuple[int, ...], ...]:
     """Count pairs of true and predicted class."""
     table = np.zeros((num_classes, num_classes), np.int64)
     np.add.at(table, (list(true), list(predicted)), 1)

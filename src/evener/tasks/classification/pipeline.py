@@ -1,6 +1,5 @@
 """``ClassifyPipeline``: a text classifier on one device, with its tokenizer and its classes."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,24 +18,22 @@ from evener.loop.arguments import in_evaluation
 from evener.tasks.classification.adapter import (
     DOCUMENT,
     AdapterModel,
+    AdapterNote,
     add_adapter,
     load_adapter,
-    read_document,
     save_adapter,
     save_whole,
 )
-from evener.tasks.classification.base_model import (
-    Base,
-    GivenModel,
-    build_base,
-    model_config_of,
-)
+from evener.tasks.classification.base_model import Base, GivenModel, build_base, model_config_of
 from evener.tasks.classification.dropout import own_dropout
-from evener.tasks.classification.encoding import Batch, Encoded, TextEncoder
+from evener.tasks.classification.encoding import load_encoder
 from evener.tasks.classification.metrics import Evaluation, count_confusion
-from evener.tasks.classification.samples import LabelSet, Sample, checked_text
+from evener.tasks.classification.samples import LabelSet, Pair, Sample, checked_text
 from evener.tasks.language_model import model_folder
 from evener.team.terminal import warn
+
+Batch = Mapping[str, Tensor]
+"""``input_ids`` and ``attention_mask``, ``(B, T)``, and ``labels``, ``(B,)``; int64."""
 
 _EVAL_BATCH = 64
 
@@ -80,7 +77,7 @@ class ClassifyPipeline:
 
     Attributes:
         model: Takes token ids and gives logits; only adapter and head are trainable.
-        encoder: The tokenizer.
+        encoder: The tokenizer of transformers; it cuts, ends and pads texts.
         labels: The classes.
         config: What it was made with.
     """
@@ -88,21 +85,17 @@ class ClassifyPipeline:
     def __init__(
         self,
         model: AdapterModel,
-        encoder: TextEncoder,
-        labels: LabelSet,
+        encoder: Any,
         config: ClassifyConfig,
-        *,
         base: Base,
-        class_weights: Sequence[float] | None = None,
     ) -> None:
+        assert config.labels is not None, "build has checked it"
         self.model = model
         self.encoder = encoder
-        self.labels = labels
+        self.labels = labels = LabelSet(config.labels)
         self.config = config
         self._base = base
-        self._class_weights = torch.tensor(class_weights or [1.0] * len(labels))
-        #: The same where the model computed last: a copy for every micro-batch would wait for it.
-        self._weights_on_device = self._class_weights
+        self._class_weights = torch.tensor(labels.weights(config.class_weights, ()))
         self._dropouts = own_dropout(model)
 
     @classmethod
@@ -110,10 +103,8 @@ class ClassifyPipeline:
         cls,
         model_config: GivenModel,
         config: ClassifyConfig | Mapping[str, Any],
-        labels: LabelSet | None = None,
         *,
         tokenizer: Path | None = None,
-        class_weights: Sequence[float] | None = None,
         quiet: bool = False,
     ) -> Self:
         """Make a classifier on the CPU, in ``eval()``.
@@ -121,11 +112,9 @@ class ClassifyPipeline:
         Args:
             model_config: The base, and perhaps an adapter to continue: a local folder, keys such
                 as ``{"type": "bert", "config": {...}}``, or a ``ModelConfig``.
-            config: What is trained, and how; or its keys.
-            labels: The classes; those of ``config`` by default.
+            config: What is trained, and how; or its keys. ``labels`` must be given.
             tokenizer: Folder of the tokenizer; that of the base by default, bytes where the base
                 starts from scratch.
-            class_weights: A weight for each class; those of ``config`` by default.
             quiet: Does not say where it cannot be told whether an adapter is one of this base.
 
         Raises:
@@ -134,15 +123,15 @@ class ClassifyPipeline:
         model_config = model_config_of(model_config)
         if not isinstance(config, ClassifyConfig):
             config = load_config(ClassifyConfig, config)
-        labels = labels or LabelSet(config.labels)
-        if class_weights is None:
-            class_weights = labels.weights(config.class_weights, ())
+        labels = config.labels
+        if labels is None:
+            raise ConfigError("ClassifyConfig.labels is missing; name the classes in order")
         if tokenizer is None and model_config.path:
             tokenizer = model_folder(model_config.path)
-        encoder = TextEncoder.load(tokenizer, config.seq_len, config.end_tokens)
+        encoder = load_encoder(tokenizer, config.seq_len, config.end_tokens)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            model, base = build_base(model_config, labels.names, encoder)
+            model, base = build_base(model_config, labels, encoder)
             if adapter := getattr(model_config, "adapter", None):
                 given = Path(adapter).expanduser()
                 network, doubt = load_adapter(model, given, config.lora, base, labels)
@@ -152,7 +141,7 @@ class ClassifyPipeline:
             else:
                 network = add_adapter(model, config.lora, base.new_modules)
         made = AdapterModel(network).eval()
-        return cls(made, encoder, labels, config, base=base, class_weights=class_weights)
+        return cls(made, encoder, config, base)
 
     @classmethod
     def load(cls, folder: str | Path, base: str | Path | None = None) -> Self:
@@ -167,21 +156,17 @@ class ClassifyPipeline:
         """
         folder = Path(folder)
         adapter = folder / "adapter"
-        document = read_document(adapter)
+        note = AdapterNote.read(adapter)
         own_base = folder / "base"
-        path = str(base or (own_base if own_base.is_dir() else document["base"]["path"]))
-        if base is None and not Path(path).is_dir():
+        found = base or (own_base if own_base.is_dir() else note.base_path)
+        if not Path(found).exists():
             raise ConfigError(
-                f"the base of the classifier in {folder} is {path!r}, which is not there any more; "
-                "put it back, give ClassifyPipeline.load its folder as base, or load "
-                f"{folder / 'merged'} with transformers: that needs no base"
+                f"the base {found} of the classifier in {folder} does not exist; give its folder "
+                f"as base, or load {folder / 'merged'} with transformers, which needs no base"
             )
         return cls.build(
-            ClassifyModelConfig(path=path, adapter=str(adapter)),
-            ClassifyConfig(
-                seq_len=int(document["seq_len"]), end_tokens=int(document["end_tokens"])
-            ),
-            LabelSet(document["labels"]),
+            ClassifyModelConfig(path=str(found), adapter=str(adapter)),
+            ClassifyConfig(labels=note.labels, seq_len=note.seq_len),
             tokenizer=adapter,
         )
 
@@ -192,14 +177,7 @@ class ClassifyPipeline:
         """
         frozen = (p for p in self.model.parameters() if not p.requires_grad)
         shared = {id(p): p for p in frozen if self.device == device}
-        return type(self)(
-            copied(self.model, device, shared),
-            self.encoder,
-            self.labels,
-            self.config,
-            base=self._base,
-            class_weights=self._class_weights.tolist(),
-        )
+        return type(self)(copied(self.model, device, shared), self.encoder, self.config, self._base)
 
     def to(self, device: torch.device) -> None:
         """Move the model; ``Ddp.setup`` does so, too."""
@@ -222,21 +200,28 @@ class ClassifyPipeline:
 
     # ── training ─────────────────────────────────────────────────────────────────────────────
 
-    def encode(self, samples: Sequence[Sample], where: str = "sample") -> list[Encoded]:
-        """Token ids and class index of each sample.
+    def pairs(self, samples: Sequence[Sample], where: str = "sample") -> list[Pair]:
+        """Return text and class index of each sample.
 
         Raises:
             DataError: An empty text, or a label that is unknown or out of range; names the sample.
         """
-        encoded = []
+        pairs = []
         for number, sample in enumerate(samples):
             place = f"{where} {number}"
             if not isinstance(sample, Sample):
                 raise DataError(f"{place} is a {type(sample).__name__}; give a Sample(text, label)")
             text = checked_text(sample.text, place)
-            index = self.labels.index(sample.label, place)
-            encoded.append((self.encoder.encode(text), index))
-        return encoded
+            pairs.append((text, self.labels.index(sample.label, place)))
+        return pairs
+
+    def collate(self, pairs: Sequence[Pair]) -> Batch:
+        """Return a batch of token ids, as wide as its longest text."""
+        texts = [text for text, _ in pairs]
+        # Always with the same options: others would change the backend, which threads share.
+        made = self.encoder(texts, truncation=True, padding=True, return_tensors="pt")
+        labels = torch.tensor([label for _, label in pairs])
+        return {**{key: made[key] for key in ("input_ids", "attention_mask")}, "labels": labels}
 
     def weight_of(self, labels: Sequence[int]) -> float:
         """Return what samples of these classes weigh together."""
@@ -254,11 +239,9 @@ class ClassifyPipeline:
 
     def loss(self, batch: Batch) -> BatchLoss:
         """Return the loss of a batch, ready for ``ddp.backward(loss.loss, loss.weight)``."""
-        logits, labels = self.logits(batch), batch.labels.to(self.device)
-        if self._weights_on_device.device != logits.device:
-            self._weights_on_device = self._class_weights.to(logits.device)
-        loss = F.cross_entropy(logits, labels, weight=self._weights_on_device)
-        weight = self.weight_of(batch.labels.tolist())
+        logits, labels = self.logits(batch), batch["labels"].to(self.device)
+        loss = F.cross_entropy(logits, labels, weight=self._class_weights.to(self.device))
+        weight = self.weight_of(batch["labels"].tolist())
         return BatchLoss(loss, weight, (logits.argmax(-1) == labels).sum())
 
     # ── use ──────────────────────────────────────────────────────────────────────────────────
@@ -269,8 +252,8 @@ class ClassifyPipeline:
         Raises:
             DataError: One is bad.
         """
-        encoded = self.encode(samples)
-        return self.compare(encoded, self.judge(encoded))
+        pairs = self.pairs(samples)
+        return self.compare(pairs, self.judge(pairs))
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """Return the classes of texts, in their order.
@@ -278,30 +261,30 @@ class ClassifyPipeline:
         Raises:
             DataError: A text is empty.
         """
-        return self.name(self.judge(self.encode_texts(texts)))
+        return self.name(self.judge(self.pairs_of(texts)))
 
-    def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
-        """Token ids of texts without labels.
+    def pairs_of(self, texts: Sequence[str]) -> list[Pair]:
+        """Return texts without labels as pairs.
 
         Raises:
             DataError: A text is empty; names it by its place.
         """
         if isinstance(texts, str):
             raise DataError(f"texts is the text {texts[:40]!r} itself; give a list of texts")
-        return self.encode([Sample(text, 0) for text in texts], "text")
+        return self.pairs([Sample(text, 0) for text in texts], "text")
 
-    def judge(self, encoded: Sequence[Encoded]) -> Tensor:
-        """Return float32 logits ``(N, num_classes)`` of encoded texts in ``eval()``, on the CPU."""
+    def judge(self, pairs: Sequence[Pair]) -> Tensor:
+        """Return float32 logits ``(N, num_classes)`` of texts in ``eval()``, on the CPU."""
         found = [torch.zeros(0, len(self.labels))]
         with in_evaluation(self.model):
-            for start in range(0, len(encoded), _EVAL_BATCH):
-                batch = self.encoder.collate(encoded[start : start + _EVAL_BATCH])
+            for start in range(0, len(pairs), _EVAL_BATCH):
+                batch = self.collate(pairs[start : start + _EVAL_BATCH])
                 found.append(self.logits(batch).cpu())
         return torch.cat(found)
 
-    def compare(self, encoded: Sequence[Encoded], logits: Tensor) -> Evaluation:
+    def compare(self, pairs: Sequence[Pair], logits: Tensor) -> Evaluation:
         """Return how well samples were classified, by the logits that ``judge`` gave for them."""
-        true = torch.tensor([label for _, label in encoded], dtype=torch.long)
+        true = torch.tensor([label for _, label in pairs], dtype=torch.long)
         losses = F.cross_entropy(logits, true, self._class_weights, reduction="none").double()
         weights = self._class_weights.double()[true]
         found = logits.argmax(-1)
@@ -329,26 +312,26 @@ class ClassifyPipeline:
             EvenerError: They cannot be written.
         """
         folder, base = Path(folder).absolute(), self._base
-        network, tokenizer = self.model.network, self.encoder.tokenizer
+        network = self.model.network
         try:
             if not base.path:
                 with new_folder(folder / "base") as fresh:
                     save_whole(network, fresh, base, merged=False)
-                    tokenizer.save(fresh)
+                    self.encoder.save_pretrained(fresh)
                 base = replace(base, path=str(folder / "base"))
-            document = {
-                "labels": list(self.labels.names),
-                "seq_len": self.encoder.seq_len,
-                "end_tokens": self.config.end_tokens,
-                "base": {"path": base.path, "fingerprint": base.fingerprint},
-            }
+            note = AdapterNote(
+                labels=list(self.labels.names),
+                seq_len=self.encoder.model_max_length,
+                base_path=base.path,
+                base_fingerprint=base.fingerprint,
+            )
             with new_folder(folder / "adapter") as fresh:
                 save_adapter(network, fresh, base)
-                (fresh / DOCUMENT).write_text(json.dumps(document, indent=2) + "\n")
-                self.encoder.save(fresh)
+                (fresh / DOCUMENT).write_text(note.model_dump_json(indent=2) + "\n")
+                self.encoder.save_pretrained(fresh)
             with new_folder(folder / "merged") as fresh:
                 save_whole(network, fresh, base, merged=True)
-                self.encoder.save(fresh)
+                self.encoder.save_pretrained(fresh)
         except OSError as error:
             raise EvenerError(
                 f"{folder} cannot be written: {error}; free disk space there or choose another "
@@ -358,6 +341,6 @@ class ClassifyPipeline:
     def logits(self, batch: Batch) -> Tensor:
         """Return float32 logits ``(B, num_classes)`` on the device."""
         found: Tensor = self.model(
-            batch.input_ids.to(self.device), batch.attention_mask.to(self.device)
+            batch["input_ids"].to(self.device), batch["attention_mask"].to(self.device)
         )
         return found.float()

@@ -8,8 +8,8 @@ from typing import Any, Literal, SupportsIndex
 
 from evener.errors import ConfigError, DataError
 
-#: Digits of an index.
-_LONGEST_INDEX = 18
+Pair = tuple[str, int]
+"""A text and the index of its class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A sample as it was given, in a file or from Python.
+    """A checked sample, from a file or from Python.
 
     Attributes:
         text: What is classified.
-        label: The class as it stands there.
-        group: What it has in common with others; its text where that is nothing else.
+        label: The class by name or by index.
+        group: Samples of one group are held out together.
         where: File and line, or its number, for errors.
     """
 
@@ -42,69 +42,59 @@ class Record:
     where: str
 
 
-def require_characters(value: object, what: str, where: str) -> None:
-    """Refuse a text that holds half a character; ``what`` and ``where`` name it.
-
-    Raises:
-        DataError: It does.
-    """
-    try:
-        if isinstance(value, str):
-            value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where} is malformed: {what} holds {error.object[error.start]!a}, which is no "
-            "character; save the file as UTF-8, or decode the text with the right encoding"
-        ) from None
-
-
 def checked_text(text: object, where: str) -> str:
-    """Return what is classified, if it is a text and not blank.
+    """Return a text that is not blank and can be encoded.
 
     Raises:
         DataError: It is something else.
     """
     if not isinstance(text, str) or not text.strip():
-        what = "an empty text" if isinstance(text, str) else f"{text!r} as its text"
-        raise DataError(f"{where} has {what}; give it a text, or leave it out")
-    require_characters(text, "'text'", where)
+        raise DataError(f"{where} has {text!r} as its text; give it a text, or leave it out")
+    _require_encodable(text, where)
     return text
 
 
 def checked_label(label: Any, where: str) -> str | int:
-    """Return a class by name, or by the number of Python, NumPy, or a tensor.
+    """Return a class by name, or by index as an ``int``.
 
     Raises:
         DataError: It is neither.
     """
-    if isinstance(label, str) and label:
+    if isinstance(label, str) and label.strip():
+        _require_encodable(label, where)
         return label
     try:
         if not isinstance(label, bool):
             return operator.index(label)
     except TypeError:
         pass
-    kind = "empty" if label == "" else f"a {type(label).__name__}"
-    raise DataError(f"{where}: label {label!r} is {kind}; give a class by name or by index")
+    raise DataError(
+        f"{where}: label {label!r} is a {type(label).__name__} that names no class; give a class "
+        "by name or by index"
+    )
+
+
+def _require_encodable(value: str, where: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} is not UTF-8: it holds {error.object[error.start]!a}; save the file as "
+            "UTF-8, or decode the text with the right encoding"
+        ) from None
 
 
 class LabelSet:
     """The classes, in the order of their indices.
 
     Args:
-        names: Two or more different names; ``None`` where a configuration names no classes.
-
-    Raises:
-        ConfigError: None, fewer than two, or one twice.
+        names: Two or more different names.
     """
 
-    def __init__(self, names: Sequence[str] | None) -> None:
-        if names is None:
-            raise ConfigError("ClassifyConfig.labels is missing; name the classes in order")
-        if len(names) < 2 or len(set(names)) != len(names):
-            raise ConfigError(f"labels are {list(names)}; give two or more different class names")
+    def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        self._index = {name: i for i, name in enumerate(names)}
+        numbers = {str(index): index for index in range(len(names))}
+        self._index = numbers | {name: index for index, name in enumerate(names)}
 
     def __len__(self) -> int:
         """Return the number of classes."""
@@ -112,25 +102,26 @@ class LabelSet:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> "LabelSet":
-        """Return the classes that occur: sorted names, or as many as the highest index says.
+        """Return the classes that occur: sorted names, or indices that count from 0.
 
         Raises:
-            DataError: Fewer than two, names beside indices, or an index that is no class's.
+            DataError: Fewer than two, names beside indices, or indices with gaps.
         """
-        named = [record for record in records if _as_index(record.label) is None]
-        numbered = [record for record in records if isinstance(record.label, int)]
-        if named and numbered:
+        found = {str(record.label): record for record in reversed(records)}
+        if len(found) < 2:
             raise DataError(
-                f"{numbered[0].where} has the index {numbered[0].label} as its label, and "
-                f"{named[0].where} the name {named[0].label!r}; give all classes by name or all by "
-                "index, or say with labels which index is which name"
+                f"{records[0].where} and what follows have the only class {list(found)}; "
+                "classification needs two or more"
             )
-        names = sorted({str(r.label) for r in records}) if named else _indices(records)
-        if len(names) < 2:
-            where = records[0].where if records else "the data"
+        numbered = all(name.isdecimal() for name in found)
+        if not numbered and not any(isinstance(r.label, int) for r in found.values()):
+            return cls(sorted(found))
+        names = [str(index) for index in range(len(found))]
+        for name in sorted(found.keys() - set(names)):
             raise DataError(
-                f"{where} and what follows have {len(names)} class(es) {names}; classification "
-                "needs two or more"
+                f"{found[name].where}: label {name!r} is not among the {len(names)} indices from 0 "
+                f"to {len(names) - 1} that as many classes have; number the classes from 0 without "
+                "gaps, or list their names as labels"
             )
         return cls(names)
 
@@ -144,18 +135,13 @@ class LabelSet:
         Raises:
             DataError: It is unknown or out of range.
         """
-        if isinstance(label, str) and label in self._index:
-            return self._index[label]
-        index = _as_index(checked_label(label, where))
-        shown = ", ".join(map(repr, self.names[:10])) + (", ..." if len(self.names) > 10 else "")
-        if index is None:
+        checked = checked_label(label, where)
+        index = self._index.get(checked, -1) if isinstance(checked, str) else checked
+        if not 0 <= index < len(self):
+            shown = ", ".join(map(repr, self.names[:10])) + (", ..." if len(self) > 10 else "")
             raise DataError(
-                f"{where}: label {label!r} is unknown; the {len(self)} classes are {shown}"
-            )
-        if not 0 <= index < len(self.names):
-            raise DataError(
-                f"{where}: label {label!r} is out of range; the {len(self)} classes have the "
-                f"indices 0 to {len(self) - 1} ({shown})"
+                f"{where}: label {checked!r} is unknown; the {len(self)} classes are {shown}, or "
+                f"by index 0 to {len(self) - 1}"
             )
         return index
 
@@ -169,78 +155,48 @@ class LabelSet:
             DataError: Names the classes that are missing.
         """
         counts = Counter(indices)
-        missing = [name for i, name in enumerate(self.names) if not counts[i]]
+        missing = [name for index, name in enumerate(self.names) if not counts[index]]
         if missing:
             raise DataError(
-                f"no sample of {', '.join(map(repr, missing))} in the training data: a class that "
-                "never occurs cannot be learnt. Add samples of it, or leave it out of labels"
+                f"no sample of {', '.join(map(repr, missing))} in the training data, so that it "
+                "cannot be learnt; add samples of it, or leave it out of labels"
             )
 
     def weights(
         self,
         chosen: Literal["balanced"] | Sequence[float] | Mapping[str, float] | None,
         indices: Sequence[int],
-    ) -> tuple[float, ...] | None:
-        """Return a weight for each class; ``None`` for 1 each.
+    ) -> list[float]:
+        """Return a weight for each class.
 
         Args:
-            chosen: See ``ClassifyConfig.class_weights``. With ``"balanced"``, class c weighs
-                num_samples / (num_classes · samples of c), as in scikit-learn.
+            chosen: See ``ClassifyConfig.class_weights``; ``"balanced"`` is as in
+                scikit-learn.
             indices: The classes of the training samples.
 
         Raises:
             ConfigError: Not one for each class, or an unknown name.
         """
         if chosen is None:
-            return None
+            return [1.0] * len(self)
         if chosen == "balanced":
             if not indices:
                 raise ConfigError(
                     "class_weights is 'balanced', which needs training samples to count; give a "
                     "number for each class instead"
                 )
-            self.require_all(indices)
             counts = Counter(indices)
-            return tuple(len(indices) / (len(self) * counts[i]) for i in range(len(self)))
+            return [len(indices) / (len(self) * counts[i]) for i in range(len(self))]
         if isinstance(chosen, Mapping):
-            if unknown := [name for name in chosen if name not in self._index]:
+            if unknown := chosen.keys() - set(self.names):
                 raise ConfigError(
-                    f"class_weights names {unknown[0]!r}, which is no class; the classes are "
+                    f"class_weights names {min(unknown)!r}, which is not a class; the classes are "
                     f"{', '.join(map(repr, self.names))}"
                 )
-            return tuple(float(chosen.get(name, 1.0)) for name in self.names)
+            return [float(chosen.get(name, 1.0)) for name in self.names]
         if len(chosen) != len(self):
             raise ConfigError(
                 f"class_weights has {len(chosen)} numbers for {len(self)} classes; give one for "
                 "each, in the order of labels"
             )
-        return tuple(float(weight) for weight in chosen)
-
-
-def _as_index(label: str | int) -> int | None:
-    if isinstance(label, int):
-        return label
-    # Python turns no longer texts into numbers; none is the index of a class.
-    short = len(label) <= _LONGEST_INDEX
-    return int(label) if short and label.isascii() and label.isdigit() else None
-
-
-def _indices(records: Sequence[Record]) -> list[str]:
-    """Return the classes from 0 to the highest index, as names.
-
-    Raises:
-        DataError: There are more of them than samples, so that most have none.
-    """
-    where = {int(record.label): record.where for record in reversed(records)}
-    lowest, highest = min(where, default=0), max(where, default=-1)
-    if highest >= max(2, len(records)):
-        raise DataError(
-            f"{where[highest]}: label {highest} would make {highest + 1:,} classes, for "
-            f"{len(records):,} samples; number the classes from 0, or name them with labels"
-        )
-    if lowest != 0:
-        raise DataError(
-            f"{where[lowest]}: the lowest label is {lowest}, and indices begin with 0; "
-            "number the classes from 0, or write them as texts and name them with labels"
-        )
-    return [str(i) for i in range(highest + 1)]
+        return [float(weight) for weight in chosen]

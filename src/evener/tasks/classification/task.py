@@ -2,28 +2,26 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from evener.checkpoint import Checkpoint
 from evener.config.runs import ClassifyRunConfig
 from evener.errors import CheckpointError
 from evener.tasks.classification.adapter import adapter_settings
 from evener.tasks.classification.baseline import linear_accuracy
-from evener.tasks.classification.encoding import Batch, Encoded, EncodedSamples
+from evener.tasks.classification.encoding import fingerprint_of_encoder
 from evener.tasks.classification.head import fit_head
-from evener.tasks.classification.metrics import Evaluation
-from evener.tasks.classification.pipeline import ClassifyPipeline
-from evener.tasks.classification.progress import EvaluationHistory
+from evener.tasks.classification.labelled_data import agree_on_data, load_data
+from evener.tasks.classification.metrics import Evaluation, EvaluationHistory, Kind
+from evener.tasks.classification.pipeline import Batch, ClassifyPipeline
 from evener.tasks.classification.report_files import write_report
-from evener.tasks.classification.run_data import agree_on_data, load_data
+from evener.tasks.classification.samples import Pair
 from evener.tasks.job import Job, Task
 from evener.tasks.optimization import WarmupCosine, apply_settings, make_optimizer
 from evener.tasks.resuming import RUN
@@ -58,12 +56,15 @@ class TextClassifier(Task):
     ) -> None:
         self._config = config
         self._data = data = load_data(config, samples)
+        indices = [index for _, index in data.train]
+        settled = {
+            "labels": list(data.labels.names),
+            "class_weights": data.labels.weights(config.class_weights, indices),
+        }
         self._pipeline = pipeline = ClassifyPipeline.build(
             config.model,
-            config,
-            data.labels,
+            config.model_copy(update=settled),
             tokenizer=Path(config.data.tokenizer).expanduser() if config.data.tokenizer else None,
-            class_weights=data.labels.weights(config.class_weights, data.train.indices),
             quiet=quiet,
         )
         self.model = pipeline.model
@@ -71,36 +72,33 @@ class TextClassifier(Task):
         self.schedule = self._rates = WarmupCosine(config.optimizer, "samples")
         if config.class_weights is not None:
             self.unit = "weighted samples"
-        encoder = pipeline.encoder
-        self._train, self._heldout = (
-            EncodedSamples(encoder, side.texts, side.indices) for side in (data.train, data.heldout)
-        )
         self._history = EvaluationHistory()
-        self._best: dict[str, bytes] = {}
+        #: The trainable parameters of the best adapter and head.
+        self._best: dict[str, Tensor] = {}
         self._description = {
             "data": data.signature,
             "labels": list(data.labels.names),
             "base": pipeline.base_fingerprint,
             "adapter": adapter_settings(pipeline.model.network),
-            "encoder": encoder.fingerprint,
+            "encoder": fingerprint_of_encoder(pipeline.encoder),
             "config": config.model_dump(mode="json"),
         }
 
-    def open_data(self, job: Job) -> tuple[Dataset[Any], Dataset[Any]]:
+    def open_data(self, job: Job) -> tuple[Any, Any]:
         """Compare the data of all ranks."""
         agree_on_data(job.team, self._data)
-        return self._train, self._heldout
+        return self._data.train, self._data.heldout
 
-    def collate(self, samples: list[Encoded]) -> Batch:
-        """Put texts side by side."""
-        return self._pipeline.encoder.collate(samples)
+    def collate(self, samples: list[Pair]) -> Batch:
+        """Return a batch of token ids."""
+        return self._pipeline.collate(samples)
 
     def loss(self, batch: Batch) -> tuple[Tensor, float]:
         """Return the mean cross-entropy by class weight, and what the samples weigh."""
         result = self._pipeline.loss(batch)
         return result.loss, result.weight
 
-    def measure(self, samples: list[Encoded]) -> Sequence[float]:
+    def measure(self, samples: list[Pair]) -> Sequence[float]:
         """Return the loss, the weight, and the confusion by rows."""
         pipeline = self._pipeline
         found = pipeline.compare(samples, pipeline.judge(samples))
@@ -109,29 +107,31 @@ class TextClassifier(Task):
 
     def set_length(self, epochs: float) -> None:
         """Give the learning rate its end."""
-        self._rates.set_total(epochs * len(self._train))
+        self._rates.set_total(epochs * len(self._data.train))
 
     def begin(self, job: Job) -> None:
         """Measure what is there, fit the head, and measure again."""
         history, config = self._history, self._config
         if history.begun:  # else: a run may have been stopped before its first window
             return
-        kind = "frozen" if self._pipeline.has_new_head else "start"
+        kind: Kind = "frozen" if self._pipeline.has_new_head else "start"
         if kind not in history.known:
             self._evaluate(job, kind)
         wants_head = config.fit_head and config.model.adapter is None
-        if wants_head and fit_head(job.ddp, self._pipeline, self._train, job.say):
+        if wants_head and fit_head(job.ddp, self._pipeline, self._data.train, job.say):
             self._evaluate(job, "probe")
-        self._history = replace(history, begun=not job.ddp.stopping)
-        words = {
-            "with a random head": "frozen",
-            "with the head that was there": "start",
-            "with a fitted one": "probe",
-        }
-        known = {how: history.known[kind] for how, kind in words.items() if kind in history.known}
+        history.begun = not job.ddp.stopping
+        known = [
+            f"{accuracy:.1%} with {head}"
+            for head, accuracy in (
+                ("a random head", history.accuracy("frozen")),
+                ("the head that was there", history.accuracy("start")),
+                ("a fitted one", history.accuracy("probe")),
+            )
+            if accuracy is not None
+        ]
         if known:
-            text = ", ".join(f"{found.accuracy:.1%} {how}" for how, found in known.items())
-            job.say(f"held-out accuracy before training: {text}")
+            job.say(f"held-out accuracy before training: {', '.join(known)}")
 
     def judge(self, window: int, totals: Sequence[float]) -> str:
         """Keep the adapter if it is the best so far."""
@@ -145,7 +145,7 @@ class TextClassifier(Task):
     def conclude(self, window: int, totals: Sequence[float]) -> str:
         """Note how good the best adapter is on all held-out samples."""
         found = self._evaluation_of(totals)
-        self._history.note("final", found)
+        self._history.known["final"] = found
         return (
             f"the best adapter on all {found.total:,} held-out samples: accuracy "
             f"{found.accuracy:.1%}, macro F1 {found.macro_f1:.3f}, loss {found.loss:.3f}"
@@ -155,16 +155,14 @@ class TextClassifier(Task):
     def showing_result(self) -> Iterator[None]:
         """Give the model the best adapter for the length of a block."""
         own = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self._show(load_bytes(self._best[BEST]) if BEST in self._best else own)
+        self._show(self._best or own)
         try:
             yield
         finally:
             self._show(own)
 
-    @torch.no_grad()
     def _show(self, state: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.model.state_dict().items():
-            tensor.copy_(state[name])
+        self.model.load_state_dict(state, strict=False)  # of the base there is nothing
 
     @property
     def is_done(self) -> bool:
@@ -177,11 +175,11 @@ class TextClassifier(Task):
         """That of the best adapter, which is what the run leaves."""
         return self._history.result.loss if self._history.result else None
 
-    def _evaluate(self, job: Job, kind: str) -> None:
+    def _evaluate(self, job: Job, kind: Kind) -> None:
         totals = job.totals()
         if totals is not None:
             found = self._evaluation_of(totals)
-            self._history.note(kind, found)
+            self._history.known[kind] = found
             if kind != "frozen":  # training may do no better than what was there
                 self._take(job.ddp.window, found)
 
@@ -198,35 +196,31 @@ class TextClassifier(Task):
         is_best = self._history.add(window, evaluation, self._config.eval.metric)
         if is_best:  # on every rank, as any may have to write it
             state = self.model.state_dict()
-            self._best[BEST] = save_bytes({k: v.detach().cpu() for k, v in state.items()})
+            self._best = {name: value.detach().cpu().clone() for name, value in state.items()}
         return is_best
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────
 
     def documents(self) -> dict[str, Any]:
         """Return what the run was trained on, and its evaluations."""
-        return {RUN: self._description, HISTORY: self._history.to_json()}
+        return {RUN: self._description, HISTORY: self._history.model_dump()}
 
     def assets(self) -> Mapping[str, bytes]:
         """Return the best adapter."""
-        return self._best
+        return {BEST: save_bytes(self._best)} if self._best else {}
 
     def adopt(self, documents: Mapping[str, Any]) -> None:
         """Take over the main process's evaluations."""
-        self._history = EvaluationHistory.from_json(documents[HISTORY])
+        self._history = EvaluationHistory.model_validate(documents[HISTORY])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the evaluations and the best adapter."""
-        best = {
-            name: torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            for name, content in self._best.items()
-        }
-        return {**super().state_dict(), "best": best}
+        return {**super().state_dict(), "best": self._best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over another rank's evaluations and best adapter."""
         super().load_state_dict(state)
-        self._best = {name: it.numpy().tobytes() for name, it in state["best"].items()}
+        self._best = dict(state["best"])
 
     def _unlike(self, saved: Mapping[str, Any]) -> str:
         """Return what a run was trained with that this one is not, and what to put back."""
@@ -247,36 +241,33 @@ class TextClassifier(Task):
             raise CheckpointError(f"{checkpoint.path} {unlike}, or start without --resume")
         super().resume(job, checkpoint)
         apply_settings(self.optimizer, self._config.optimizer)
-        self._history = EvaluationHistory.from_json(checkpoint.document(HISTORY))
+        self.adopt({HISTORY: checkpoint.document(HISTORY)})
         if BEST in checkpoint.manifest.files:
-            self._best[BEST] = checkpoint.asset(BEST)
+            self._best = load_bytes(checkpoint.asset(BEST))
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────
 
     def figures(self, job: Job, *, stopped: bool) -> dict[str, Any]:
         """Return how good the best adapter is, and what to compare it with."""
         data, history, folder = self._data, self._history, job.folder
-        best, known, linear = history.result, history.known, None
+        best, linear = history.result, None
         if self._config.eval.baseline and not stopped:
             job.say("training a bag-of-words model to compare with ...")
-            linear = linear_accuracy(
-                data.train.texts,
-                data.train.indices,
-                data.heldout.texts,
-                data.heldout.indices,
-            )
-        scores = ("accuracy", "macro_f1", "majority_accuracy")
-        kinds = ("frozen", "start", "probe")
+            linear = linear_accuracy(data.train, data.heldout)
         return {
-            **{name: getattr(best, name) if best else None for name in scores},
+            "accuracy": best.accuracy if best else None,
+            "macro_f1": best.macro_f1 if best else None,
+            "majority_accuracy": best.majority_accuracy if best else None,
             "linear_accuracy": linear,
-            **{f"{k}_accuracy": known[k].accuracy if k in known else None for k in kinds},
+            "frozen_accuracy": history.accuracy("frozen"),
+            "start_accuracy": history.accuracy("start"),
+            "probe_accuracy": history.accuracy("probe"),
             "best_step": history.best_window if best else None,
             "early_stopped": self.is_done,
             "confusion": [list(row) for row in best.confusion] if best else None,
             "labels": list(data.labels.names),
-            "num_train": len(self._train),
-            "num_heldout": len(self._heldout),
+            "num_train": len(self._data.train),
+            "num_heldout": len(self._data.heldout),
             "num_evaluated": job.num_evaluated,
             "data": data.description,
             "trainable_parameters": sum(
@@ -289,12 +280,10 @@ class TextClassifier(Task):
     def write_results(self, job: Job, figures: Mapping[str, Any], *, stopped: bool) -> None:
         """Save the best adapter, alone and merged, and write the report."""
         best = self._history.result
-        if best is None:
-            return
-        if BEST in self._best:
-            self._show(load_bytes(self._best[BEST]))
-        self._pipeline.save(job.folder)
-        write_report(job.folder, self.in_words(figures), best, self._data.labels.names)
+        if best is not None:
+            self._show(self._best)
+            self._pipeline.save(job.folder)
+            write_report(job.folder, self.in_words(figures), best, self._data.labels.names)
 
     def in_words(self, figures: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the figures for people, in the order in which they are compared."""

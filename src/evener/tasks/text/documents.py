@@ -1,88 +1,67 @@
-"""Documents on their way into a corpus: where they come from, and records that hold none."""
+"""Where the documents of a corpus come from: files of text, JSON Lines and parquet, or a data set.
 
+A file of plain text is one document. One that stands alone, or that is larger than 4 MiB, is cut
+into documents at paragraph boundaries: a single text file then has a held-out part as well, and
+memory stays bounded. Of the other kinds, each line or row is a document.
+"""
+
+import gzip
 import hashlib
+import io
+import time
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple, TextIO, final
 
+from evener.config.runs import DataConfig
 from evener.errors import ConfigError, DataError
-from evener.files import blake2b
+from evener.files import blake2b, open_for_reading
+from evener.parsing import parse_json, short
+from evener.tasks.text.sources import SourceFile, find_files, stdlib_sources
+from evener.team.terminal import say, warn
 
-Progress = Callable[[int, int], None]
-"""Told (bytes done, bytes in all)."""
+LARGE_FILE_BYTES: Final = 4 * 1024 * 1024
+"""A file of plain text above this size is cut into documents."""
 
-Note = Callable[[str], None]
-"""Told a sentence for a person."""
+_PIECE: Final = 64 * 1024
+"""About the size of the documents that a file is cut into; a short file is cut finer."""
 
-OnError = Literal["stop", "skip"]
-"""What a record without a text is: an error, or left out."""
-
-
-def ignore(*_: object) -> None:
-    """A ``Progress`` or ``Note`` that nobody reads."""
+_MIN_PIECE: Final = 1024
+_WANTED_PIECES: Final = 20
+_ROWS_AT_ONCE: Final = 1024
+_PROGRESS_S: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """One document of a source.
 
     Attributes:
         label: Unique in the source, the same on every machine; decides whether it is held out.
         text: Its text.
-        position: How much of its file, or of its data set, has been read with it, in bytes.
+        position: How much of the source has been read with it, in bytes.
     """
 
     label: str
     text: str
     position: int
 
-    def hash_label(self, purpose: bytes = b"") -> int:
-        """Return a hash of the label, below 2**64; another one for each ``purpose``."""
+    def hash_label(self) -> int:
+        """Return a hash of the label, below 2**64."""
         label = self.label.encode("utf-8", "surrogateescape")
-        hasher = hashlib.blake2b(label, digest_size=8, person=purpose)
-        return int.from_bytes(hasher.digest(), "little")
-
-
-@dataclass(slots=True)
-class Rejects:
-    """Records that hold no document, such as broken lines.
-
-    Attributes:
-        on_error: ``"stop"`` raises at the first one, ``"skip"`` continues.
-        count: How many there were.
-        first: Place and reason of the first one; empty while there is none.
-    """
-
-    on_error: OnError
-    count: int = 0
-    first: str = ""
-
-    def add(self, place: str, why: str) -> None:
-        """Take note of a record.
-
-        Args:
-            place: Such as ``web.jsonl:17``.
-            why: What is wrong with it.
-
-        Raises:
-            DataError: Unless they are to be skipped.
-        """
-        if self.on_error == "stop":
-            raise DataError(
-                f"{place}: {why}. Mend it, or leave such records out with data.on_error: skip"
-            )
-        self.count += 1
-        self.first = self.first or f"{place}: {why}"
+        return int.from_bytes(hashlib.blake2b(label, digest_size=8).digest(), "little")
 
 
 class DocumentSource(ABC):
     """What a corpus is made of. Its documents are the same in every pass.
 
     Args:
-        on_error: What a record without a text is.
+        data: Says where in a record its text is, and what a record without one is.
+        quiet: Print no progress.
 
     Attributes:
+        quiet: As given.
         name: What messages call it.
         num_bytes: How much is read in one pass.
         identity: JSON that differs wherever documents differ.
@@ -92,124 +71,242 @@ class DocumentSource(ABC):
     num_bytes: int = 0
     identity: list[Any]
 
-    def __init__(self, on_error: OnError) -> None:
-        self._on_error: OnError = on_error
+    def __init__(self, data: DataConfig, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self._text_key = data.text_key
+        self._on_error = data.on_error
+        self._has_warned = False
 
-    def documents(self, *, note: Note = ignore, progress: Progress = ignore) -> Iterator[Document]:
+    def documents(self, activity: str) -> Iterator[Document]:
         """Yield all documents that hold more than white space.
 
         Args:
-            note: Told what was left out.
-            progress: Told how much of ``num_bytes`` has been read.
+            activity: What they are read for, in a line of progress every five seconds.
 
         Raises:
             DataError: The source cannot be read, changes meanwhile, or holds no text.
         """
-        rejects, is_empty = Rejects(self._on_error), True
-        for document, done in self._read(rejects, note):
-            progress(done, self.num_bytes)
+        is_empty, shown_s = True, time.monotonic()
+        for document in self._read():
+            if not self.quiet and time.monotonic() - shown_s > _PROGRESS_S:
+                shown_s = time.monotonic()
+                whole = f" of {self.num_bytes / 1e6:.1f}" if self.num_bytes else ""
+                say(f"{activity}: {document.position / 1e6:.1f}{whole} MB of text")
             if document.text and not document.text.isspace():
                 is_empty = False
                 yield document
-        progress(self.num_bytes, self.num_bytes)
-        left_out = f"{rejects.count} records without a text, the first: {rejects.first}"
         if is_empty:
-            why = f" (left out: {left_out})" if rejects.count else ""
-            raise DataError(f"{self.name}: there is no text in it{why}. Give some text")
-        if rejects.count:
-            note(f"left out {left_out}")
+            raise DataError(
+                f"{self.name}: there is no text in it. Give some text, or check data.text_key"
+            )
 
     @abstractmethod
-    def _read(self, rejects: Rejects, note: Note) -> Iterator[tuple[Document, int]]:
-        """Yield documents in their order, and how much of ``num_bytes`` has been read with each."""
+    def _read(self) -> Iterator[Document]:
+        """Yield documents in their order; the text may be empty."""
 
+    def _text_of(self, place: str, record: object) -> str:
+        """Return the text of a record, empty if it has none and such records are left out.
 
-def text_of(record: object, text_key: str) -> str:
-    """Return the text of a record.
+        Args:
+            place: Where it is, for people, such as ``web.jsonl:17``.
+            record: A text, a mapping that holds one, or either as a line of JSON.
 
-    Args:
-        record: A text, or a mapping that holds one.
-        text_key: Where in a mapping it is.
+        Raises:
+            DataError: It has none.
+        """
+        try:
+            value = parse_json(record) if isinstance(record, bytes) else record
+            text = value.get(self._text_key) if isinstance(value, Mapping) else value
+            if not isinstance(text, str):
+                raise ValueError(f"{short(text)} is not a text")
+            text.encode()  # half a surrogate pair has no place in UTF-8
+        except ValueError as error:
+            return self._reject(place, f"{error} (data.text_key is {self._text_key!r})")
+        return text
 
-    Raises:
-        ValueError: Says what is wrong.
-    """
-    if isinstance(record, Mapping):
-        if text_key not in record:
-            keys = ", ".join(map(repr, list(record)[:8])) or "none"
-            raise ValueError(f"no key {text_key!r} (data.text_key); it has {keys}")
-        record = record[text_key]
-    elif not isinstance(record, str):
-        raise ValueError(f"{_kind(record)} and no object with a key {text_key!r}")
-    if not isinstance(record, str):
-        raise ValueError(f"{text_key!r} is {_kind(record)} and no text")
-    try:
-        record.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"half a surrogate pair at character {error.start}") from None
-    return record
-
-
-def _kind(value: object) -> str:
-    names = {type(None): "null", list: "a list", dict: "an object", bool: "true or false"}
-    return names.get(type(value), f"of type {type(value).__name__}")
+    def _reject(self, place: str, why: str) -> str:
+        if self._on_error == "stop":
+            raise DataError(
+                f"{place}: {why}. Correct it, or leave such records out with data.on_error: skip"
+            )
+        if not self._has_warned:
+            warn(f"{place}: {why}: left out, as are all records without a text")
+            self._has_warned = True
+        return ""
 
 
 @final
-class IterableSource(DocumentSource):
+class FileSource(DocumentSource):
+    """Text files, JSON Lines (also compressed) and parquet.
+
+    A file is known by its path, its size and the time at which it was modified.
+
+    Args:
+        data: Names files and folders; ``find_files`` says which files of a folder are taken.
+            Without any, the sources of Python's standard library.
+        quiet: Print no progress.
+
+    Raises:
+        DataError: A path is missing or unreadable, or nothing matches.
+    """
+
+    def __init__(self, data: DataConfig, *, quiet: bool = False) -> None:
+        super().__init__(data, quiet=quiet)
+        paths, exclude = [Path(path).expanduser() for path in data.paths], data.exclude
+        if not paths:
+            root, globs = stdlib_sources()
+            paths, exclude = [root], [*exclude, *globs]
+        self._files = files = find_files(paths, data.suffixes, exclude)
+        others = len(files) - 1
+        more = f" and {others} other file{'s' if others > 1 else ''}" if others else ""
+        self.name = f"{files[0].path}{more}"
+        self.num_bytes = sum(file.size for file in files)
+        self.identity = [[f.label, str(f.path.absolute()), f.size, f.mtime_ns] for f in files]
+        self.identity.append(data.on_error)
+        if any(file.has_records for file in files):
+            self.identity.append(data.text_key)
+
+    def _read(self) -> Iterator[Document]:
+        before = 0
+        for file in self._files:
+            read = self._read_text
+            if file.has_records:
+                is_table = file.path.name.lower().endswith(".parquet")
+                read = self._read_rows if is_table else self._read_lines
+            try:
+                with open_for_reading(file.path) as stream:
+                    for label, text in read(file, stream):
+                        yield Document(label, text, before + stream.tell())
+                now = SourceFile.of(file.label, file.path)
+            except OSError as error:
+                raise DataError(
+                    f"{file.path} cannot be read: {error}. Check its permissions, or exclude it"
+                ) from error
+            if now != file:
+                raise DataError(
+                    f"{file.path} has changed while it was read: start again when nothing writes "
+                    "to it"
+                )
+            before += file.size
+
+    def _read_text(self, file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, str]]:
+        """Yield label and text of each document; text is UTF-8, a byte order mark is dropped."""
+        is_whole = len(self._files) > 1 and file.size <= LARGE_FILE_BYTES
+        size = min(_PIECE, max(_MIN_PIECE, file.size // _WANTED_PIECES))
+        try:
+            with io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+                for number, piece in enumerate(
+                    [text.read()] if is_whole else cut_pieces(text, size)
+                ):
+                    yield file.label if is_whole else f"{file.label}#{number}", piece
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            self._reject(str(file.path), f"not UTF-8: {error.reason} {byte:#x}")
+
+    def _read_lines(self, file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, str]]:
+        """Yield label and text of each line that is not empty; lines are numbered from 1."""
+        is_packed = file.path.name.lower().endswith(".gz")
+        try:
+            lines: Iterable[bytes] = gzip.GzipFile(fileobj=stream) if is_packed else stream
+            for number, line in enumerate(lines, 1):
+                content = line.removeprefix(b"\xef\xbb\xbf").strip()
+                if content:
+                    yield f"{file.label}#{number}", self._text_of(f"{file.path}:{number}", content)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"{file.path} is damaged: {error}. Fetch or pack it again") from error
+
+    def _read_rows(self, file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, str]]:
+        """Yield label and text of each row of a parquet file; rows are numbered from 0."""
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{file.path} needs {error.name}: pip install 'evener[data]', or give the text as "
+                "JSON Lines"
+            ) from None
+        number = 0
+        try:
+            table = parquet.ParquetFile(stream)
+            if self._text_key not in table.schema_arrow.names:
+                raise DataError(
+                    f"{file.path} has no column {self._text_key!r}; it has "
+                    f"{', '.join(map(repr, table.schema_arrow.names))}: set data.text_key to the "
+                    "one that holds the text"
+                )
+            columns = [self._text_key]
+            for batch in table.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
+                for row in batch.column(0).to_pylist():
+                    text = self._text_of(f"{file.path}, row {number}", row)
+                    yield f"{file.label}#{number}", text
+                    number += 1
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DataError(
+                f"{file.path} cannot be read as parquet: {error}. Fetch or write it again"
+            ) from error
+
+
+def cut_pieces(stream: TextIO, size: int) -> Iterator[str]:
+    """Cut a text into pieces of about ``size`` characters, whose concatenation is the text.
+
+    A piece ends with the first blank line after ``size`` characters. If there is none before twice
+    that, it ends with a line, and a line that is longer than ``size`` is cut.
+
+    Args:
+        stream: The text.
+        size: Wanted characters.
+    """
+    piece = ""
+    while line := stream.readline(size):
+        if len(piece) + len(line) > 2 * size:
+            yield piece
+            piece = ""
+        piece += line
+        if len(piece) >= size and line.isspace():
+            yield piece
+            piece = ""
+    if piece:
+        yield piece
+
+
+@final
+class RecordSource(DocumentSource):
     """Documents from anything that can be iterated over again and again.
 
     Such as a list of texts, or a Hugging Face ``datasets.Dataset``. A first pass, here, hashes
-    them: that is how a corpus which has been tokenised before is recognised.
+    them: nothing else tells whether they have been tokenised before.
 
     Args:
         records: Texts, or mappings that hold one.
-        text_key: Where in a mapping the text is.
-        on_error: What a record without a text is.
-        progress: Told of the first pass; the total is not known in it.
+        data: Says where in a mapping the text is, and what a record without one is.
+        quiet: Print no progress.
 
     Raises:
         ConfigError: It can be iterated over only once, or not at all.
         DataError: It holds no text, or a record without one.
     """
 
-    def __init__(
-        self,
-        records: Iterable[object],
-        text_key: str,
-        *,
-        on_error: OnError = "stop",
-        progress: Progress = ignore,
-    ) -> None:
-        super().__init__(on_error)
+    def __init__(self, records: Iterable[object], data: DataConfig, *, quiet: bool = False) -> None:
+        super().__init__(data, quiet=quiet)
         given: object = records  # whatever its annotation says
-        if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
+        kind = type(given).__name__
+        if not isinstance(given, Iterable) or isinstance(given, Iterator | Mapping | str | bytes):
             raise ConfigError(
-                f"the data set is of type {type(records).__name__}; give a list of texts, or an "
-                f"iterable of mappings with the text under {text_key!r}, such as a datasets.Dataset"
+                f"the data set is of type {kind}; give something that can be iterated over again "
+                "and again: a list of texts, or mappings with the text under "
+                f"{data.text_key!r}, such as a datasets.Dataset"
             )
-        if isinstance(records, Iterator):
-            raise ConfigError(
-                f"the data set is of type {type(records).__name__}, which can be iterated over "
-                "only once; give a list, or an object whose __iter__ starts anew"
-            )
-        self.name = f"the data set ({type(records).__name__})"
+        self.name = f"the data set ({kind})"
         self._records = records
-        self._text_key = text_key
-        hasher, num_bytes = blake2b(), 0
-        for document in self.documents(progress=progress):
-            num_bytes = document.position
-            hasher.update(f"{document.label} {num_bytes} {document.text}".encode())
-        self.num_bytes = num_bytes
+        hasher = blake2b()
+        for document in self.documents("reading"):
+            self.num_bytes = document.position
+            hasher.update(f"{document.label} {document.position} {document.text}".encode())
         self.identity = ["data set", hasher.hexdigest()]
 
-    def _read(self, rejects: Rejects, note: Note) -> Iterator[tuple[Document, int]]:
+    def _read(self) -> Iterator[Document]:
         done = 0
         for number, record in enumerate(self._records):
-            try:
-                text = text_of(record, self._text_key)
-            except ValueError as error:
-                rejects.add(f"record {number} of {self.name}", str(error))
-            else:
-                done += len(text.encode())
-                yield Document(f"#{number}", text, done), done
+            text = self._text_of(f"record {number} of {self.name}", record)
+            done += len(text.encode())
+            yield Document(f"#{number}", text, done)

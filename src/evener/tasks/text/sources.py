@@ -2,17 +2,13 @@
 
 import os
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from io import BufferedReader
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn, Self
 
 from evener.errors import DataError
-from evener.files import open_for_reading
 
 RECORD_SUFFIXES: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
 """File endings of files that hold a document per line or row."""
@@ -33,39 +29,26 @@ class SourceFile:
     Attributes:
         label: Path relative to its source, with ``/``; begins with the source's number and name
             if there are several. The same on every machine; files are ordered by it.
-        path: Where it lies here.
+        path: Where the file is on this machine.
         size: In bytes.
         mtime_ns: When it was modified.
-        named: The user named the file itself, and not a folder that holds it.
     """
 
     label: str
     path: Path
     size: int
     mtime_ns: int
-    named: bool
 
-    @contextmanager
-    def reading(self) -> Iterator[BufferedReader]:
-        """Open the file, and check at the end of the block that nobody has written to it.
+    @classmethod
+    def of(cls, label: str, path: Path) -> Self:
+        """Return the file at ``path`` as it is now."""
+        stat = path.stat()
+        return cls(label, path, stat.st_size, stat.st_mtime_ns)
 
-        Raises:
-            DataError: It cannot be read, or has another size or modification time than when it
-                was found.
-        """
-        try:
-            with open_for_reading(self.path) as stream:
-                yield stream
-                stat = os.fstat(stream.fileno())
-        except OSError as error:
-            raise DataError(
-                f"{self.path} cannot be read: {error.strerror}. Check its permissions, or "
-                "exclude it"
-            ) from error
-        if (stat.st_size, stat.st_mtime_ns) != (self.size, self.mtime_ns):
-            raise DataError(
-                f"{self.path} has changed while it was read: start again when nothing writes to it"
-            )
+    @property
+    def has_records(self) -> bool:
+        """Whether the file holds a document per line or row; its name says so."""
+        return self.path.name.lower().endswith(RECORD_SUFFIXES)
 
 
 def stdlib_sources() -> tuple[Path, tuple[str, ...]]:
@@ -83,12 +66,12 @@ def find_files(
 ) -> list[SourceFile]:
     """List the files of a corpus in the order of their labels.
 
-    Folders are walked in depth. Left out are names that begin with a dot, linked folders, broken
-    links, whatever is not a regular file, and a file that was met before under another name (same
-    inode). A file that is itself a source is taken whatever its name.
+    Folders are walked in depth. Names that begin with a dot, linked folders, broken links and
+    whatever is not a regular file are left out. A file that is itself a source is taken whatever
+    its name.
 
     Args:
-        sources: Files and folders.
+        sources: Files and folders; at least one.
         suffixes: File endings to take from folders, of any case; ``""`` takes every file; None is
             ``DEFAULT_SUFFIXES``.
         exclude: Globs. One without a slash is matched with the names of files and folders, one
@@ -98,65 +81,51 @@ def find_files(
     Raises:
         DataError: A source is missing or unreadable, or nothing matches.
     """
-    if not sources:
-        raise DataError("no data: name at least one text file or folder")
     endings = tuple(s.lower() for s in (DEFAULT_SUFFIXES if suffixes is None else suffixes))
-    others: Counter[str] = Counter()
-    found: dict[tuple[int, int], SourceFile] = {}
-
-    def add(label: str, path: Path, *, named: bool) -> None:
-        stat = path.stat()
-        file = SourceFile(label, path, stat.st_size, stat.st_mtime_ns, named)
-        inode = stat.st_dev, stat.st_ino
-        found[inode] = min(file, found.get(inode, file), key=lambda file: file.label)
-
+    found: list[SourceFile] = []
     for number, source in enumerate(sources):
-        name = f"{number}-{source.name}" if len(sources) > 1 else ""
+        prefix = f"{number}-{source.name}" if len(sources) > 1 else ""
         try:
-            source.stat()  # what is missing is neither a folder nor a file
             if source.is_dir():
                 for below in _walk(source, exclude):
                     if below.lower().endswith(endings):
-                        add(f"{name}/{below}" if name else below, source / below, named=False)
-                    else:
-                        others[Path(below).suffix or "no suffix"] += 1
+                        label = f"{prefix}/{below}" if prefix else below
+                        found.append(SourceFile.of(label, source / below))
             elif source.is_file():
-                add(name or source.name, source, named=True)
+                found.append(SourceFile.of(prefix or source.name, source))
             else:
-                raise DataError(f"{source} is not a regular file: copy its text into a file")
-        except FileNotFoundError as error:
-            raise DataError(
-                f"{error.filename} does not exist: check the path to the training data "
-                f"(relative paths start at {Path.cwd()})"
-            ) from error
+                raise DataError(
+                    f"{source} does not exist, or is not a regular file: check the path to the "
+                    f"training data (relative paths start at {Path.cwd()})"
+                )
         except OSError as error:
             raise DataError(
                 f"{error.filename} cannot be read: {error.strerror}. Check its permissions, or "
-                f"exclude it"
+                "exclude it"
             ) from error
     if not found:
-        seen = ", ".join(f"{count} x {suffix}" for suffix, count in others.most_common(5))
-        there = f"there are only others ({seen})" if seen else "any others are hidden or left out"
         raise DataError(
-            f"{', '.join(map(str, sources))}: no file ends in {' '.join(endings)}; {there}. Name "
-            "the folder that holds the text, pass its suffixes, or leave less out"
+            f"{', '.join(map(str, sources))}: no file ends in {' '.join(endings)}. Name the folder "
+            "that holds the text, pass its suffixes, or leave less out"
         )
-    return sorted(found.values(), key=lambda file: file.label)
+    return sorted(found, key=lambda file: file.label)
 
 
 def _walk(root: Path, exclude: Sequence[str]) -> Iterator[str]:
     """Yield the paths of regular files, relative to ``root``, with ``/``."""
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        with os.scandir(root / folder) as entries:
-            for entry in entries:
-                below = f"{folder}{entry.name}"
-                if entry.name.startswith(".") or any(
-                    fnmatchcase(below if "/" in glob else entry.name, glob) for glob in exclude
-                ):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(f"{below}/")
-                elif entry.is_file():
-                    yield below
+
+    def is_wanted(below: Path) -> bool:
+        return not below.name.startswith(".") and not any(
+            fnmatchcase(below.as_posix() if "/" in glob else below.name, glob) for glob in exclude
+        )
+
+    for folder, folders, names in os.walk(root, onerror=_raise):
+        here = Path(folder).relative_to(root)
+        folders[:] = [name for name in folders if is_wanted(here / name)]
+        for below in filter(is_wanted, (here / name for name in names)):
+            if (root / below).is_file():
+                yield below.as_posix()
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error

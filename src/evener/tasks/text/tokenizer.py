@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evener.errors import ConfigError, DataError
-from evener.files import blake2b, explaining, read_json, require_regular
+from evener.files import blake2b, explaining, require_regular
 from evener.tasks.language_model import in_short, quiet
 
 END: Final = "<|endoftext|>"
@@ -49,13 +49,13 @@ class CausalTokenizer(ABC):
     eos_id: int
     fingerprint: str
 
-    @abstractmethod
     def encode(self, text: str, /) -> NDArray[Any]:
         """Return the ids of ``text``, 1-d unsigned integers; no special tokens are added."""
+        return self.encode_batch([text])[0]
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
-        """Return ``encode`` of each text; all at once may be quicker."""
-        return [self.encode(text) for text in texts]
+        """Return ``encode`` of each text."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
@@ -76,16 +76,16 @@ class CausalTokenizer(ABC):
 class ByteTokenizer(CausalTokenizer):
     """One token per byte of UTF-8, its value being the id, and ``<|endoftext|>`` as 256.
 
-    Needs no library and no files, and every text comes back exactly.
+    Needs no library to encode, and every text comes back exactly.
     """
 
     vocab_size = 257
     eos_id = 256
     fingerprint = "utf-8-bytes-and-end-of-text"
 
-    def encode(self, text: str, /) -> NDArray[Any]:
-        """Return the bytes of ``text``; ``<|endoftext|>`` within it is text as well."""
-        return np.frombuffer(text.encode(), np.uint8)
+    def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
+        """Return the bytes of each text; ``<|endoftext|>`` within it is text as well."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
         """Return the text of ``ids``; end-of-text is left out, broken UTF-8 becomes U+FFFD."""
@@ -94,39 +94,35 @@ class ByteTokenizer(CausalTokenizer):
 
     def files(self) -> dict[str, bytes]:
         """Describe the same tokenizer as a byte-level BPE without merges."""
-        return {
-            name: json.dumps(content, ensure_ascii=False, indent=1).encode() + b"\n"
-            for name, content in _byte_level_files().items()
-        }
+        from tokenizers import AddedToken
+
+        # Without merges the regex that splits words changes no ids, and costs time.
+        backend = byte_level(_byte_vocabulary() | {END: self.eos_id}, splits_words=False)
+        backend.add_special_tokens([AddedToken(END, normalized=False, special=True)])
+        return to_files(backend)
 
 
-def _byte_level_files() -> dict[str, Mapping[str, Any]]:
-    # A BPE without merges gives the same ids with and without the regex, but faster without.
-    no = dict.fromkeys(("add_prefix_space", "trim_offsets", "use_regex"), False)
-    byte_level = {"type": "ByteLevel", **no}
+def byte_level(vocabulary: Mapping[str, int] | None, *, splits_words: bool) -> Any:
+    """Return a byte-level BPE of the tokenizers library, without merges.
+
+    Args:
+        vocabulary: Ids by token; None for one that is yet to be trained.
+        splits_words: No token spans two words.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    model = models.BPE() if vocabulary is None else models.BPE(vocab=dict(vocabulary), merges=[])
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def to_files(backend: Any) -> dict[str, bytes]:
+    """Return the files from which ``AutoTokenizer`` loads a tokenizer of the tokenizers library."""
     return {
-        TOKENIZER_FILE: {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [
-                {
-                    **{"id": 256, "content": END, "normalized": False, "special": True},
-                    **dict.fromkeys(("single_word", "lstrip", "rstrip"), False),
-                }
-            ],
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": {
-                **{"type": "BPE", "dropout": None, "unk_token": None},
-                **{"continuing_subword_prefix": None, "end_of_word_suffix": None},
-                **{"fuse_unk": False, "byte_fallback": False, "ignore_merges": False},
-                **{"vocab": _byte_vocabulary() | {END: 256}, "merges": []},
-            },
-        },
-        CONFIG_FILE: CONFIG,
+        TOKENIZER_FILE: backend.to_str(pretty=True).encode(),
+        CONFIG_FILE: json.dumps(CONFIG, indent=1).encode() + b"\n",
     }
 
 
@@ -148,52 +144,43 @@ class FolderTokenizer(CausalTokenizer):
     Args:
         folder: Holds the tokenizer's files; may be a model's folder.
 
-    Attributes:
-        eos_id: Id of the folder's ``eos_token``; -1 where it names none.
-        hugging_face: The tokenizer of transformers; it neither cuts nor pads.
-
     Raises:
-        DataError: It does not load.
+        DataError: It does not load, or has no end-of-text token.
         ConfigError: transformers is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.hugging_face = own = _load(folder)
-        self.eos_id = -1 if own.eos_token_id is None else int(own.eos_token_id)
+        self._own = own = _load(folder)
+        if own.eos_token_id is None:
+            raise DataError(
+                f"the tokenizer in {folder} has no end-of-text token, which separates documents: "
+                f'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
+            )
+        self.eos_id = int(own.eos_token_id)
         self.vocab_size = max(*own.get_vocab().values(), self.eos_id) + 1
         paths = {path.name: path for glob in _FILES for path in folder.glob(glob) if path.is_file()}
         self._files = {name: paths[name].read_bytes() for name in sorted(paths)}
-        self.fingerprint = fingerprint_of(
-            {name: self._files[name] for name in self._files if not name.startswith(_CHAT)}
-        )
-        # Asked through the wrapper, the backend is set up anew each time: no two threads may.
-        self._backend = own.backend_tokenizer if own.is_fast else None
-        if self._backend is not None:
-            # tokenizer.json may hold both, as saved after a fine-tuning; a document is never cut.
-            self._backend.no_truncation()
-            self._backend.no_padding()
-            # Whether `<|endoftext|>` in a text is that text, or the end of it.
-            self._backend.encode_special_tokens = bool(own.split_special_tokens)
-
-    def encode(self, text: str, /) -> NDArray[Any]:
-        """Return the ids that the Hugging Face tokenizer gives without special tokens."""
-        if self._backend is not None:
-            return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.uint32)
-        with quiet():  # it advises on texts longer than the model takes; they are cut later
-            return np.array(self.hugging_face.encode(text, add_special_tokens=False), np.uint32)
+        hasher = blake2b()
+        for name, content in self._files.items():
+            if not name.startswith(_CHAT):
+                hasher.update(f"{name} {len(content)} ".encode() + content)
+        self.fingerprint = hasher.hexdigest()
 
     def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
-        """Return ``encode`` of each text, computed on all cores."""
-        if self._backend is None:
-            return super().encode_batch(texts)
-        # The fast kind leaves out where in the text each token stands.
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, np.uint32) for each in found]
+        """Return the ids that the Hugging Face tokenizer gives without special tokens."""
+        with quiet():  # it advises on texts longer than the model takes; they are cut later
+            found = self._own(
+                list(texts),
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
+        return [np.array(ids, np.uint32) for ids in found["input_ids"]]
 
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
         """Return the text that the Hugging Face tokenizer gives without special tokens."""
         return str(
-            self.hugging_face.decode(
+            self._own.decode(
                 np.asarray(ids, np.int64).tolist(),
                 skip_special_tokens=True,
                 clean_up_tokenization_spaces=False,
@@ -209,27 +196,15 @@ def load_tokenizer(spec: str | Path | None) -> CausalTokenizer:
     """Load a tokenizer that ends documents; never from the network.
 
     Args:
-        spec: A folder with tokenizer files, or None for ``ByteTokenizer``. A folder to which a
-            ``ByteTokenizer`` was saved gives one.
+        spec: A folder with tokenizer files, or None for ``ByteTokenizer``.
 
     Raises:
         DataError: There is no such folder, it does not load, or it has no end-of-text token.
         ConfigError: transformers is not installed.
     """
-    folder = None if spec is None else Path(spec).expanduser()
-    tokenizer = open_tokenizer(folder)
-    if tokenizer.eos_id < 0:
-        raise DataError(
-            f"the tokenizer in {folder} has no end-of-text token, which separates documents: "
-            f'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
-        )
-    return tokenizer
-
-
-def open_tokenizer(folder: Path | None) -> ByteTokenizer | FolderTokenizer:
-    """Load a tokenizer as ``load_tokenizer`` does; one without an end-of-text token, too."""
-    if folder is None:
+    if spec is None:
         return ByteTokenizer()
+    folder = Path(spec).expanduser()
     with explaining(f"tokenizer folder {folder}", "give this user access to it", DataError):
         is_there = folder.is_dir()
     if not is_there:
@@ -238,12 +213,6 @@ def open_tokenizer(folder: Path | None) -> ByteTokenizer | FolderTokenizer:
             f"holds tokenizer.json (hf download NAME --local-dir FOLDER fetches one), or none for "
             f"the byte-level tokenizer"
         )
-    try:
-        names = _byte_level_files()
-        if all(read_json(folder / name) == names[name] for name in names):
-            return ByteTokenizer()
-    except (OSError, ValueError):
-        pass  # something else, or damaged; the attempt to load it says which
     return FolderTokenizer(folder)
 
 
@@ -263,16 +232,6 @@ def check_vocabulary(vocab_size: int, model_vocab_size: int) -> None:
             f"embeddings: use the tokenizer that the model was made with, or set the model's "
             f"vocab_size to {vocab_size} when it starts from scratch"
         )
-
-
-def fingerprint_of(files: Mapping[str, bytes], settings: str = "") -> str:
-    """Return the hash of a tokenizer's files, and of settings that decide its ids as well."""
-    hasher = blake2b()
-    hasher.update(settings.encode())
-    for name, content in files.items():
-        hasher.update(f"{name} {len(content)} ".encode())
-        hasher.update(content)
-    return hasher.hexdigest()
 
 
 def _load(folder: Path) -> Any:

@@ -11,7 +11,6 @@ from evener.comm.base import Communicator
 from evener.comm.flat_groups import Bucket
 from evener.config.checks import require
 from evener.config.settings import DdpConfig
-from evener.engine.team import Team
 from evener.errors import ConfigError
 from evener.tasks.lm_batch import LMBatch
 from evener.tasks.trainers.distributed_comm import DistributedComm, share_cores
@@ -41,7 +40,7 @@ class DistributedTrainer:
             over them, 16 bytes a rank. If left out, that of ``options``, or 1.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``"auto"`` is the fast one of this rank's
             device. Ranks may differ.
-        options: Further options. Clipping is the trainer's and deadlines are those of ``comm``.
+        options: Further options. Deadlines are those of ``comm``.
 
     Attributes:
         trainer: As given.
@@ -50,8 +49,8 @@ class DistributedTrainer:
         world_size: Number of ranks.
 
     Raises:
-        ConfigError: On every rank: config and connection do not fit on one of them, or ranks train
-            different models.
+        ConfigError: config and connection do not fit, or ranks train different models. The others
+            get ``PeerLostError`` where one rank alone finds it.
     """
 
     def __init__(
@@ -78,9 +77,12 @@ class DistributedTrainer:
         try:
             require("trainer", trainer, TransformerTrainer, "a TransformerTrainer(model)")
             place = self.dist_config
-            require("config", place, DistributedTrainConfig, "a DistributedTrainConfig")
-            require("options", options, DdpConfig, "a DdpConfig")
-            _check_consistency(comm, self.dist_config, trainer)
+            if (place.rank, place.world_size) != (self.rank, self.world_size):
+                raise ConfigError(
+                    f"config says rank {place.rank} of {place.world_size}, and comm is the end of "
+                    f"rank {self.rank} of {self.world_size}; give each rank the end of its own "
+                    "number, and all the same world_size"
+                )
             # Processes have agreed on it when they met.
             wanted = self.dist_config.comm_backend if comm.shares_process else AverageBackend.AUTO
             if verify_every is None:
@@ -191,50 +193,12 @@ def _as_started(config: DistributedTrainConfig, comm: DistributedComm) -> Distri
     return replace(config, launched_by="the user") if by_hand else config
 
 
-def _check_consistency(
-    comm: DistributedComm, config: DistributedTrainConfig, trainer: TransformerTrainer
-) -> None:
-    """All ranks say their places and how long they train, so that all find the same mistake.
-
-    Raises:
-        ConfigError: Names the first rank whose config does not fit its connection, or that trains
-            longer or at other learning rates than rank 0.
-    """
-    own = {
-        "rank": config.rank,
-        "world_size": config.world_size,
-        "max_steps": trainer.max_steps,
-        "total_tokens": trainer.total_tokens,
-        "warmup": trainer.settings.warmup,
-        "min_lr_ratio": trainer.settings.min_lr_ratio,
-    }
-    told = Team(comm.communicator).introduce(own)
-    for rank, other in enumerate(told):
-        if (world_size := other.pop("world_size")) != comm.world_size:
-            raise ConfigError(
-                f"rank {rank} has world_size {world_size} in its DistributedTrainConfig, and its "
-                f"DistributedComm joins {comm.world_size} ranks; give all the same world_size"
-            )
-        if (said := other.pop("rank")) != rank:
-            raise ConfigError(
-                f"the DistributedTrainConfig of rank {rank} says rank {said}; give each rank the "
-                "end of DistributedComm.local with its own number"
-            )
-        for name, theirs in other.items():
-            if theirs != told[0][name]:
-                raise ConfigError(
-                    f"the TransformerTrainer of rank {rank} has {name}={theirs}, that of rank 0 "
-                    f"{told[0][name]}; give all the same {name}"
-                )
-
-
 def _check_lengths(comm: Communicator, num_batches: int) -> None:
-    """All ranks say how many batches an epoch has: otherwise some would silently be left out."""
+    """Compare the lengths of an epoch on all ranks: otherwise some batches would be left out."""
     rows = comm.all_gather_rows([num_batches], what="batches of an epoch")
-    for rank, (theirs,) in enumerate(rows):
-        if theirs != rows[0][0]:
-            raise ConfigError(
-                f"rank {rank} was given {int(theirs)} batches for an epoch, rank 0 "
-                f"{int(rows[0][0])}; give train_epoch the same list on every rank: it deals the "
-                "batches out itself"
-            )
+    lengths = [int(length) for (length,) in rows]
+    if len(set(lengths)) > 1:
+        raise ConfigError(
+            f"ranks were given epochs of {', '.join(map(str, lengths))} batches; give train_epoch "
+            "the same list on every rank: it deals the batches out itself"
+        )

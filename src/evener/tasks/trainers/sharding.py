@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from evener.config.checks import is_whole
+from evener.config.checks import whole_number
 from evener.errors import ConfigError, DataError
 
 _File = TypeVar("_File", str, Path)
@@ -33,8 +33,7 @@ def shard_batches(num_batches: int, rank: int, world_size: int) -> list[int]:
         ConfigError: A number is not whole, or out of range.
     """
     _check(rank, world_size)
-    if not is_whole(num_batches) or num_batches < 0:
-        raise ConfigError(f"num_batches is {num_batches!r}; give a whole number of 0 or more")
+    whole_number("num_batches", num_batches, 0)
     return list(range(rank, num_batches, world_size))
 
 
@@ -75,12 +74,8 @@ def shard_files(files: Sequence[_File], rank: int, world_size: int) -> list[_Fil
 
 
 def _check(rank: int, world_size: int) -> None:
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if not is_whole(value):
-            raise ConfigError(f"{name} is {value!r}; give a whole number")
-    if world_size < 1:
-        raise ConfigError(f"world_size is {world_size}; a team has at least one rank")
-    if not 0 <= rank < world_size:
+    whole_number("world_size", world_size, 1)
+    if whole_number("rank", rank, 0) >= world_size:
         raise ConfigError(
             f"rank is {rank}, but world_size is {world_size}; ranks count from 0 to world_size - 1"
         )

@@ -15,12 +15,12 @@ from evener.config.runs import OptimizerConfig, TaskConfig
 from evener.config.settings import DdpConfig
 from evener.ddp import Ddp
 from evener.engine.results import Progress, WindowResult
-from evener.errors import ConfigError, DataError, UsageError
+from evener.errors import UsageError
 from evener.loop.arguments import unwrap_compiled
 from evener.planning.policies import ApplyPolicy
 from evener.tasks.blocks import gradient_buckets
-from evener.tasks.language_model import mean_loss, vocabulary_size
-from evener.tasks.lm_batch import IGNORED, LMBatch
+from evener.tasks.language_model import mean_loss
+from evener.tasks.lm_batch import LMBatch
 from evener.tasks.optimization import WarmupCosine, make_optimizer
 from evener.tasks.trainers.accumulator import Accumulator
 from evener.team.environment import DistributedTrainConfig
@@ -32,6 +32,7 @@ class _Options(TaskConfig):
     optimizer: OptimizerConfig
     max_steps: Positive | None = None
     total_tokens: AboveZero | None = None
+    schedule: Callable[[Progress], float] | None = None
 
 
 @final
@@ -79,22 +80,14 @@ class TransformerTrainer:
     ) -> None:
         remedy = "a torch.nn.Module, such as transformers' AutoModelForCausalLM makes"
         require("model", model, nn.Module, remedy)
-        remedy = (
-            "its settings, such as {'lr': 3e-4}: a TransformerTrainer makes a fused AdamW of them"
-        )
-        require("optimizer", optimizer or {}, OptimizerConfig | Mapping, remedy)
-        remedy = (
-            "a function of Progress that returns the factor of the learning rate, such as lambda "
-            "progress: 0.99**progress.steps"
-        )
-        require("schedule", schedule or min, Callable, remedy)
         self.model = model
         self.max_steps = max_steps
         self.total_tokens = total_tokens
         given = {
+            "optimizer": optimizer or {},
             "max_steps": max_steps,
             "total_tokens": total_tokens,
-            "optimizer": optimizer or {},
+            "schedule": schedule,
             "max_grad_norm": max_grad_norm,
         }
         chosen = load_config(_Options, given, owner="TransformerTrainer")
@@ -121,7 +114,8 @@ class TransformerTrainer:
         Args:
             environment: This rank's place.
             communicator: The ranks, instead of connecting to them.
-            config: Further options of ``Ddp.setup``; ``max_grad_norm`` is the trainer's.
+            config: Further options of ``Ddp.setup``; a ``max_grad_norm`` in it takes precedence
+                over the trainer's.
             policy: See ``ApplyPolicy``; ``apply_gradients`` needs ``"sync"``.
             **options: ``backend``, ``devices`` and ``precision`` of ``Ddp.setup``.
 
@@ -135,23 +129,14 @@ class TransformerTrainer:
                 "this TransformerTrainer is in a team already, or has trained alone; make a new one"
             )
         config = config or DdpConfig()
-        if config.max_grad_norm not in (None, self._max_grad_norm):
-            raise ConfigError(
-                f"max_grad_norm is {config.max_grad_norm} in DdpConfig, and a TransformerTrainer "
-                "has a limit of its own; give it there: "
-                f"TransformerTrainer(model, max_grad_norm={config.max_grad_norm})"
-            )
+        limit = self._max_grad_norm if config.max_grad_norm is None else config.max_grad_norm
         buckets = config.gradient_buckets or gradient_buckets(unwrap_compiled(self.model))
         self._ddp = Ddp.setup(
             self.model,
             self.optimizer,
             self.schedule,
             policy=policy,
-            config=replace(
-                config,
-                max_grad_norm=self._max_grad_norm,
-                gradient_buckets=buckets,
-            ),
+            config=replace(config, max_grad_norm=limit, gradient_buckets=buckets),
             environment=environment,
             communicator=communicator,
             **options,
@@ -198,10 +183,14 @@ class TransformerTrainer:
             The mean loss per counted token, in nats; ``nan`` where none counts.
 
         Raises:
-            DataError: It is no ``LMBatch``, or a token is not in the model's vocabulary.
+            ConfigError: It is not an ``LMBatch``.
+            IndexError: A token is not in the model's vocabulary.
             UsageError: ``max_steps`` has been reached, or a loader of the team hands out batches.
         """
-        self._check_tokens(batch)
+        remedy = (
+            "an LMBatch(input_ids, labels), whose labels are the tokens after those of input_ids"
+        )
+        require("batch", batch, LMBatch, remedy)
         random_state = torch.get_rng_state()
         window, engine = self._open_window(), self.ddp.assembly.engine
         try:
@@ -241,27 +230,6 @@ class TransformerTrainer:
         if self._window is None:
             self._window = Accumulator(self.ddp)
         return self._window
-
-    def _check_tokens(self, batch: LMBatch) -> None:
-        if not isinstance(batch, LMBatch):
-            raise DataError(
-                f"the batch is a {type(batch).__name__}; give an LMBatch(input_ids, labels), whose "
-                "labels are the tokens after those of input_ids"
-            )
-        if batch.input_ids.device.type != "cpu" or batch.labels.device.type != "cpu":
-            return  # looking would wait for the device
-        if getattr(self.model, "get_input_embeddings", None) is None:
-            return  # not of transformers: how many tokens it has is not known
-        size = vocabulary_size(self.model)
-        # A label of -100 is none; any other must be a token, as those of input_ids.
-        labels = batch.labels.where(batch.labels != IGNORED, 0)
-        extremes = [int(x) for x in (*batch.input_ids.aminmax(), *labels.aminmax())]
-        least, largest = min(extremes), max(extremes)
-        if least < 0 or largest >= size:
-            raise DataError(
-                f"the batch holds token {least if least < 0 else largest}, and the model has "
-                f"tokens 0 to {size - 1}; use the tokenizer that belongs to the model"
-            )
 
 
 def _schedule(

@@ -1,9 +1,7 @@
 """Several replicas make the updates that one would make, and no sample is lost or seen twice."""
 
 import math
-import threading
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,11 +13,10 @@ from evener.errors import (
     ConfigError,
     DataError,
     NonFiniteGradientError,
-    ReplicasDifferError,
     UsageError,
 )
 from evener.tasks.classification.pipeline import ClassifyPipeline
-from helpers.classification import LABELS, TINY_BERT, TINY_LLAMA, config, samples
+from helpers.classification import LABELS, TINY_LLAMA, config, samples
 from helpers.clocks import RankClocks
 from helpers.sinks import Kept
 
@@ -110,10 +107,10 @@ def test_one_device_makes_the_steps_of_plain_pytorch() -> None:
             trained, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
         for batch in batches()[:5]:
-            data = reference.encoder.collate(reference.encode(batch))
-            logits = reference.model(data.input_ids, data.attention_mask)
+            data = reference.collate(reference.pairs(batch))
+            logits = reference.model(data["input_ids"], data["attention_mask"])
             weights = torch.tensor([1.0, 2.0, 0.5])
-            loss = torch.nn.functional.cross_entropy(logits, data.labels, weight=weights)
+            loss = torch.nn.functional.cross_entropy(logits, data["labels"], weight=weights)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
@@ -125,51 +122,31 @@ def test_one_device_makes_the_steps_of_plain_pytorch() -> None:
         assert relative_difference(own, other) <= 1e-5
 
 
+def test_an_empty_batch_makes_no_update_and_one_sample_makes_one() -> None:
+    with make(["cpu"] * 3) as coordinator:
+        before = states(coordinator)[0]
+        result = coordinator.train_batch_parallel([])
+        assert (result.total, math.isnan(result.avg_loss)) == (0, True)
+        assert all(torch.equal(before[k], v) for k, v in states(coordinator)[0].items())
+        assert coordinator.train_batch_parallel(samples(1)).grad_norm > 0
+        assert_identical(coordinator)
+
+
 def test_every_sample_contributes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[str] = Counter()
-    true_loss = ClassifyPipeline.loss
+    collate = ClassifyPipeline.collate
 
-    def counting(self: ClassifyPipeline, batch: Any) -> Any:
-        result = true_loss(self, batch)
-        result.loss.register_hook(lambda _: seen.update(_texts(batch)))
-        return result
+    def counting(self: ClassifyPipeline, pairs: Any) -> Any:
+        seen.update(text for text, _ in pairs)
+        return collate(self, pairs)
 
-    monkeypatch.setattr(ClassifyPipeline, "loss", counting)
+    monkeypatch.setattr(ClassifyPipeline, "collate", counting)
     batch = samples(23)
     with make(["cpu"] * 3, partition_ratios=[4, 2, 1], micro_batch_size=4) as coordinator:
         result = coordinator.train_batch_parallel(batch)
     assert result.total == 23
     assert result.accuracy() == result.correct / 23
     assert seen == Counter(sample.text for sample in batch)
-
-
-def _texts(batch: Any) -> list[str]:
-    rows = zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True)
-    return [
-        bytes(i for i, m in zip(ids, mask, strict=True) if m and i < 256).decode()
-        for ids, mask in rows
-    ]
-
-
-def test_only_adapter_and_head_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-    with make(["cpu"] * 2) as coordinator:
-        comm = coordinator._replicas[0].ddp.assembly.comm
-        all_reduce = comm.all_reduce_each
-
-        def watch(tensors: Sequence[tuple[str, torch.Tensor]], **options: Any) -> None:
-            sent.extend(tensor.numel() for _, tensor in tensors)
-            all_reduce(tensors, **options)
-
-        monkeypatch.setattr(comm, "all_reduce_each", watch)
-        coordinator.train_batch_parallel(samples(6))
-        model = coordinator.primary_pipeline.model
-        trained = [p for p in model.parameters() if p.requires_grad]
-        frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-        names = set(model.state_dict())
-    exact, padding = sum(p.numel() for p in trained), 17 * len(trained) + 2
-    assert exact <= sum(sent) <= exact + padding < frozen
-    assert all(".lora_" in name or "score" in name for name in names)
 
 
 def test_dropout_is_the_same_in_every_run_and_another_in_every_batch() -> None:
@@ -189,7 +166,7 @@ def test_a_slow_replica_gets_less(rank_clocks: RankClocks, monkeypatch: pytest.M
 
     def timed(self: ClassifyPipeline, batch: Any) -> Any:
         is_slow = self is coordinator.pipelines[1]
-        rank_clocks.spend((0.06 if is_slow else 0.01) * len(batch.labels))
+        rank_clocks.spend((0.06 if is_slow else 0.01) * len(batch["labels"]))
         return true_loss(self, batch)
 
     monkeypatch.setattr(ClassifyPipeline, "loss", timed)
@@ -202,32 +179,6 @@ def test_a_slow_replica_gets_less(rank_clocks: RankClocks, monkeypatch: pytest.M
 
 
 # ── sizes that are special ───────────────────────────────────────────────────────────────────────
-
-
-def test_an_empty_batch_makes_no_update() -> None:
-    with make(["cpu"] * 2) as coordinator:
-        before = states(coordinator)
-        result = coordinator.train_batch_parallel([])
-        after = states(coordinator)
-    assert (result.correct, result.total) == (0, 0)
-    assert math.isnan(result.avg_loss)
-    assert math.isnan(result.grad_norm)
-    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
-
-
-def test_fewer_samples_than_devices_leave_some_without_work() -> None:
-    with make(["cpu"] * 3) as coordinator:
-        result = coordinator.train_batch_parallel(samples(1))
-        assert result.total == 1
-        assert result.grad_norm > 0
-        assert_identical(coordinator)
-
-
-def test_another_family_trains_as_well() -> None:
-    with make(["cpu"] * 2, model=TINY_BERT) as coordinator:
-        losses = [coordinator.train_batch_parallel(samples(12)).avg_loss for _ in range(12)]
-        assert_identical(coordinator)
-    assert losses[-1] < losses[0]
 
 
 # ── use ──────────────────────────────────────────────────────────────────────────────────────────
@@ -265,17 +216,10 @@ def test_the_learning_rate_may_change_between_batches() -> None:
 @pytest.mark.parametrize(
     ("sample", "words"),
     [
-        (Sample("text", 3), "sample 1: label 3 is out of range"),
-        (Sample("text", -1), "label -1 is out of range"),
+        (Sample("text", 3), "sample 1: label 3 is unknown"),
         (Sample("text", "fourth"), "label 'fourth' is unknown"),
-        (Sample(" \n", 0), "sample 1 has an empty text"),
-        (Sample(None, 0), "sample 1 has None as its text"),  # type: ignore[arg-type]
-        (Sample("text", None), "sample 1: label None is a NoneType"),  # type: ignore[arg-type]
-        (
-            Sample("half \ud83d", 0),
-            r"sample 1 is malformed: 'text' holds '\\ud83d', which is no character",
-        ),
-        (Sample("text", True), "sample 1: label True is a bool"),
+        (Sample(" \n", 0), "sample 1 has .* as its text"),
+        (Sample("half \ud83d", 0), r"sample 1 is not UTF-8: it holds '\\ud83d'"),
         (("text", 0), r"sample 1 is a tuple; give a Sample\(text, label\)"),
     ],
 )
@@ -286,54 +230,9 @@ def test_a_bad_sample_is_named_and_nothing_is_computed(sample: Any, words: str) 
             coordinator.train_batch_parallel([Sample("text", 0), sample])
         assert coordinator.num_batches == 0
         assert all(torch.equal(before[k], v) for k, v in states(coordinator)[0].items())
+        with pytest.raises(DataError, match="text 2 has ' ' as its text"):
+            coordinator.predict(["a", "b", " "])
         assert coordinator.train_batch_parallel([Sample("text", 0)]).total == 1
-
-
-def test_a_bad_text_is_named_by_its_place_in_the_whole_list() -> None:
-    with make(["cpu"] * 3) as coordinator:
-        with pytest.raises(DataError, match="text 5 has an empty text"):
-            coordinator.predict(["a", "b", "c", "d", "e", " "])
-        with pytest.raises(DataError, match="give a list of texts"):
-            coordinator.predict("abc")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"emulate_slow": {5: 2.0}}, "emulate_slow is .*5: 2.0.*2 ranks"),
-        ({"partition_ratios": [1, 2, 3]}, "partition_ratios is .*the team has 2 ranks"),
-    ],
-)
-def test_a_replica_that_is_not_there_is_named_and_no_thread_is_left(
-    options: dict[str, Any], words: str
-) -> None:
-    before = threading.active_count()
-    with pytest.raises(ConfigError, match=words):
-        make(["cpu"] * 2, **options)
-    assert threading.active_count() == before
-
-
-@pytest.mark.parametrize(
-    ("devices", "words"),
-    [
-        (["cpu", "cuda:99"], "torch finds .* here; devices are numbered from 0"),
-        ([], "a list such as"),
-        (["tpu"], "choose one of 'auto', 'cpu'"),
-    ],
-)
-def test_a_device_that_is_not_there(devices: Sequence[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make(devices)
-
-
-def test_classes_must_be_named() -> None:
-    with pytest.raises(ConfigError, match="labels"):
-        make(labels=None)
-
-
-def test_balanced_weights_need_samples_to_count() -> None:
-    with pytest.raises(ConfigError, match="balanced"):
-        make(class_weights="balanced")
 
 
 def _poison(coordinator: DataParallelCoordinator, rank: int) -> None:
@@ -357,14 +256,6 @@ def test_a_non_finite_loss_stops_every_replica() -> None:
         assert_identical(coordinator)
 
 
-def test_a_non_finite_loss_may_be_left_out() -> None:
-    with make(["cpu"] * 2, partition_ratios=[1, 1], non_finite="skip") as coordinator:
-        _poison(coordinator, 1)
-        before = states(coordinator)
-        assert math.isnan(coordinator.train_batch_parallel(samples(6)).grad_norm)
-        assert all(torch.equal(before[0][k], v) for k, v in states(coordinator)[0].items())
-
-
 def test_fp16_makes_the_steps_of_fp32_at_a_loss_scale_that_fits() -> None:
     """The first scale overflows with these weights: such a batch is computed again."""
     ways: dict[str, list[BatchResult]] = {}
@@ -381,13 +272,6 @@ def test_fp16_makes_the_steps_of_fp32_at_a_loss_scale_that_fits() -> None:
         assert half.grad_norm == pytest.approx(exact.grad_norm, rel=0.02)
 
 
-def test_what_is_not_finite_at_any_loss_scale_stops_every_replica() -> None:
-    with make(["cpu"] * 2, partition_ratios=[1, 1], precision="fp16") as coordinator:
-        _poison(coordinator, 1)
-        with pytest.raises(NonFiniteGradientError, match="loss scale of fp16 is down to 1"):
-            coordinator.train_batch_parallel(samples(6))
-
-
 def test_a_replica_that_fails_in_an_update_does_not_keep_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -397,21 +281,6 @@ def test_a_replica_that_fails_in_an_update_does_not_keep_the_others_waiting(
     with make(["cpu"] * 3, partition_ratios=[1, 1, 1]) as coordinator:
         monkeypatch.setattr(coordinator._replicas[1].optimizer, "step", fail)
         with pytest.raises(MemoryError, match="no room for moments"):
-            coordinator.train_batch_parallel(samples(6))
-        with pytest.raises(UsageError, match="failed half-way"):
-            coordinator.evaluate(samples(6))
-
-
-def test_a_replica_that_is_lost_in_an_exchange_ends_the_others_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("the device is gone")
-
-    with make(["cpu"] * 3, partition_ratios=[1, 1, 1]) as coordinator:
-        comm = coordinator._replicas[1].ddp.assembly.comm
-        monkeypatch.setattr(comm, "all_reduce_each", fail)
-        with pytest.raises(OSError, match="the device is gone"):
             coordinator.train_batch_parallel(samples(6))
         with pytest.raises(UsageError, match="failed half-way"):
             coordinator.evaluate(samples(6))
@@ -451,15 +320,6 @@ def test_batches_can_be_watched() -> None:
     (window,) = (event for event in notes.events if event["type"] == "window")
     assert [row["samples"] for row in window["ranks"]] == [4, 2]
     assert window["loss"] == pytest.approx(result.avg_loss, rel=1e-5)  # six digits
-
-
-def test_replicas_that_differ_are_noticed() -> None:
-    with make(["cpu"] * 2, verify_every=1) as coordinator:
-        coordinator.train_batch_parallel(samples(4))
-        with torch.no_grad():
-            next(p for p in coordinator.pipelines[1].model.parameters() if p.requires_grad)[0] += 1
-        with pytest.raises(ReplicasDifferError, match="rank 1 is not that of rank 0"):
-            coordinator.train_batch_parallel(samples(4))
 
 
 # ── CUDA ─────────────────────────────────────────────────────────────────────────────────────────

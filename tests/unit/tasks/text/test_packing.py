@@ -1,14 +1,12 @@
 """Packed samples against the rule, written down token by token."""
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.errors import ConfigError, DataError
+from evener.errors import DataError
 from evener.tasks.lm_batch import IGNORED
 from evener.tasks.text.packing import PackedDocuments
 
@@ -76,15 +74,6 @@ def test_documents_may_be_read_in_another_order_than_they_lie():
     assert packed[0]["input_ids"][:8].tolist() == [5, EOS, 1, 2, EOS, 3, 4, EOS]
 
 
-def test_many_runs_and_few_runs_read_the_same():
-    documents = [[i, i, EOS] for i in range(60)]
-    for gaps in ([0] * 60, [1] * 60, [i % 7 == 0 for i in range(60)]):
-        packed = pack(documents, 64, gaps)
-        for index, (inputs, labels) in enumerate(naive_samples(documents, 64)):
-            assert packed[index]["input_ids"].tolist() == inputs
-            assert packed[index]["labels"].tolist() == labels
-
-
 def test_samples_are_whole_numbers_of_fixed_length_and_collate():
     packed = pack([[1, 2, 3, EOS], [4, EOS]], 3)
     batch = torch.utils.data.default_collate([packed[i] for i in range(len(packed))])
@@ -108,38 +97,8 @@ def test_ids_above_the_range_of_int32():
     assert packed[0]["input_ids"].tolist() == [2**32 - 1, EOS]
 
 
-def test_memory_mapped_tokens_are_mapped_again_not_pickled(tmp_path):
-    tokens = np.arange(200_000, dtype="<u2") % 1000
-    tokens.tofile(tmp_path / "tokens.bin")
-    mapped = np.memmap(tmp_path / "tokens.bin", "<u2", "r")
-    rows = np.array([[0, 100_000], [150_000, 200_000]])
-    packed = PackedDocuments(mapped, rows, 64, eos_id=0, signature="s")
-    pickled = pickle.dumps(packed)
-    assert len(pickled) < 5000
-    again = pickle.loads(pickled)
-    assert (len(again), again.num_tokens, again.signature) == (
-        len(packed),
-        packed.num_tokens,
-        packed.signature,
-    )
-    for index in (0, 1562, len(packed) - 1):
-        assert torch.equal(again[index]["input_ids"], packed[index]["input_ids"])
-    in_memory = pickle.loads(pickle.dumps(pack([[1, EOS]], 2)))
-    assert in_memory[0]["labels"].tolist() == [EOS, IGNORED]
-
-
 def test_too_little_data_for_a_batch_names_the_counts():
     packed = pack([[1, 2, 3, EOS], [4, EOS]], 3)
     packed.require_windows(2)
     with pytest.raises(DataError, match=r"2 samples of 3 tokens \(4 targets\).*batch_size=3"):
         packed.require_windows(3)
-
-
-def test_bad_arguments_are_named():
-    tokens = np.zeros(10, np.uint16)
-    with pytest.raises(ConfigError, match="seq_len=1"):
-        PackedDocuments(tokens, np.array([[0, 5]]), 1, eos_id=0, signature="s")
-    with pytest.raises(DataError, match="token 11 of 10"):
-        PackedDocuments(tokens, np.array([[0, 11]]), 4, eos_id=0, signature="s")
-    with pytest.raises(DataError, match="document 1 is empty"):
-        PackedDocuments(tokens, np.array([[0, 5], [5, 5]]), 4, eos_id=0, signature="s")

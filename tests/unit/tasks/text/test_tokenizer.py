@@ -1,16 +1,26 @@
-"""Tokenizers: exact round trips, the same ids as Hugging Face's, and nothing from the network."""
+"""Tokenizers: exact round trips, the ids of Hugging Face, nothing from the network, training."""
 
 import json
 import logging
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.config.runs import DataConfig
 from evener.errors import ConfigError, DataError
-from evener.tasks.text.tokenizer import ByteTokenizer, check_vocabulary, load_tokenizer
+from evener.tasks.text import bpe
+from evener.tasks.text.bpe import EOS_ID, trained_tokenizer
+from evener.tasks.text.documents import RecordSource
+from evener.tasks.text.tokenizer import (
+    ByteTokenizer,
+    CausalTokenizer,
+    check_vocabulary,
+    load_tokenizer,
+)
 
 TEXTS = ["", "hello world", " a  b\n\n\tc ", "\u00e9\u65e5\u672c\U0001f600", "\0\r\n\x7f\ufeff"]
 TRICKY = [*TEXTS, "<|endoftext|>", "a<|endoftext|>b", "def f(x):\n    return x's"]
@@ -91,12 +101,6 @@ def test_saved_bytes_load_in_auto_tokenizer_with_the_same_ids(tmp_path):
         assert theirs(text)["input_ids"] == mine.encode(text).tolist()
         assert theirs.decode(mine.encode(text).tolist()) == text
     assert theirs.decode([104, 105, 256], skip_special_tokens=True) == "hi"
-
-
-def test_saved_bytes_come_back_as_the_byte_tokenizer(tmp_path):
-    ByteTokenizer().save(tmp_path)
-    (tmp_path / "config.json").write_text("{}")  # a checkpoint holds more than a tokenizer
-    assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
 
 
 def test_bytes_saved_again_by_transformers_still_give_the_same_ids(tmp_path):
@@ -217,3 +221,74 @@ def test_vocabulary_must_fit_the_model():
     check_vocabulary(257, 32000)
     with pytest.raises(ConfigError, match=r"has 257 ids, the model only 256 .*vocab_size to 257"):
         check_vocabulary(257, 256)
+
+
+# ── trained on the corpus ────────────────────────────────────────────────────────────────────────
+
+CORPUS = [f"the quick brown fox number {k} jumps over the lazy dog\n" for k in range(40)]
+
+
+def source(texts: list[str] = CORPUS, *, quiet: bool = True) -> RecordSource:
+    return RecordSource(texts, DataConfig(), quiet=quiet)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> CausalTokenizer:
+    return trained_tokenizer(source(), 300, tmp_path_factory.mktemp("cache"))
+
+
+def test_texts_come_back_exactly_in_fewer_ids(trained: CausalTokenizer) -> None:
+    assert trained.eos_id == EOS_ID
+    assert 257 < trained.vocab_size <= 300
+    together = trained.encode_batch([*CORPUS, *TRICKY])
+    for text, ids in zip([*CORPUS, *TRICKY], together, strict=True):
+        assert trained.decode(ids) == text
+        assert EOS_ID not in ids  # the end of a text is never inside it, whatever it says
+        assert np.array_equal(trained.encode(text), ids)
+    assert len(together[0]) < len(CORPUS[0]) / 2
+
+
+def test_transformers_gives_the_same_ids_from_what_a_checkpoint_holds(
+    trained: CausalTokenizer, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    trained.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert theirs.eos_token_id == EOS_ID
+    for text in [*CORPUS[:3], *TRICKY]:
+        assert trained.encode(text).tolist() == theirs.encode(text, add_special_tokens=False)
+    assert load_tokenizer(tmp_path).fingerprint == trained.fingerprint
+
+
+def test_it_is_trained_once_for_each_text_and_size(
+    trained: CausalTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(size: int, texts: list[str] = CORPUS) -> tuple[str, str]:
+        found = trained_tokenizer(source(texts, quiet=False), size, tmp_path).fingerprint
+        return found, capsys.readouterr().err
+
+    assert train(300)[0] == trained.fingerprint  # the same text gives the same tokenizer
+    (folder,) = tmp_path.iterdir()
+    said = "note: trained a tokenizer of 270 ids on the data set (list)\n"
+    assert train(270)[1] == said
+    assert train(270)[1] == ""
+    assert "trained a tokenizer" in train(270, CORPUS[1:])[1]
+    (folder / "tokenizer.json").write_text("{")
+    found, said = train(300)
+    assert found == trained.fingerprint
+    assert f"{folder} is damaged" in said
+
+
+def test_of_a_large_corpus_a_part_is_read_that_is_the_same_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = source()
+    monkeypatch.setattr(bpe, "SAMPLE_BYTES", large.num_bytes // 4)
+    taken: list[list[str]] = []
+    monkeypatch.setattr(bpe, "_train", lambda texts, _: taken.append(list(texts)) or 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            trained_tokenizer(large, 300, tmp_path)
+    assert taken[0] == taken[1]
+    assert 3 <= len(taken[0]) <= 20

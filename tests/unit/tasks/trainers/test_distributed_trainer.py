@@ -1,7 +1,7 @@
 """``DistributedTrainer`` on threads: the mathematics of one process, checked replicas, errors."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,54 +190,20 @@ def test_a_run_goes_on_where_it_was_saved_on_another_number_of_ranks(tmp_path: P
 # ── buckets ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def found_in(record: Tensor, gradients: dict[str, Tensor]) -> list[str]:
-    """Names of the gradients that lie in an exchanged tensor, in their order there."""
-    places = {}
-    for name, gradient in gradients.items():
-        flat = gradient.flatten()
-        for start in range(0, record.numel() - flat.numel() + 1, 16):  # 64 bytes
-            if torch.allclose(record[start : start + flat.numel()], flat, rtol=1e-4, atol=1e-7):
-                places[name] = start
-                break
-    return sorted(places, key=places.__getitem__)
-
-
 @pytest.mark.parametrize("tied", [False, True])
-def test_gradients_leave_block_by_block_from_the_last_to_the_first(tied: bool) -> None:
-    own = [lm_batch(1, 2), lm_batch(2, 3)]
-    plain = llama(tied=tied)
-    (own[0].num_tokens * plain_loss(plain, own[0])).backward()
-    gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    records: list[Tensor] = []
-
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> list[str]:
-        if comm.rank == 0:
-            exchange = comm.communicator.all_reduce_each
-
-            def watch(tensors: Sequence[tuple[str, Tensor]], **options: Any) -> None:
-                records.extend(tensor.clone() for _, tensor in tensors)
-                exchange(tensors, **options)
-
-            comm.communicator.all_reduce_each = watch  # type: ignore[method-assign]
-        trainer = TransformerTrainer(llama(tied=tied), OPTIMIZER)
-        with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
-            distributed.train_batch(own[comm.rank])
-            sizes = {n: p.numel() for n, p in trainer.model.named_parameters()}
-            for bucket in distributed.buckets:
-                assert all(size == sizes[name] for name, size in bucket.sizes.items())
-            return [bucket.label for bucket in distributed.buckets]
-
-    labels = on_threads(2, program)[0]
-    seen = [found_in(record, gradients) for record in records]
-    blocks = [
-        {n for n in gradients if n.startswith(f"model.layers.{block}.")} for block in (2, 1, 0)
-    ]
-    head = [] if tied else [{"lm_head.weight"}]
-    rest = [{"model.norm.weight"}, {"model.embed_tokens.weight"}]
-    assert [set(names) for names in seen] == [*blocks, *head, *rest]
-    assert all(len(block) == 9 for block in blocks)
+def test_buckets_are_blocks_from_the_last_to_the_first(tied: bool) -> None:
+    (end,) = DistributedComm.local(1)
+    model = llama(tied=tied)
+    with DistributedTrainer(TransformerTrainer(model, OPTIMIZER), end, **quiet()) as distributed:
+        buckets = distributed.buckets
     heads = [] if tied else ["LM head"]
-    assert labels == ["block 2", "block 1", "block 0", *heads, "final norm", "embedding"]
+    assert [bucket.label for bucket in buckets] == [
+        *("block 2", "block 1", "block 0"),
+        *heads,
+        *("final norm", "embedding"),
+    ]
+    sizes = {name: size for bucket in buckets for name, size in bucket.sizes.items()}
+    assert sizes == {name: p.numel() for name, p in model.named_parameters()}
 
 
 # ── replicas ─────────────────────────────────────────────────────────────────────────────────────
@@ -335,59 +301,6 @@ def test_threads_on_the_cpu_share_its_cores_while_they_train(
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_rank_is_told_of_a_world_size_that_differs_on_one() -> None:
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
-        if comm.rank == 1:
-            config = DistributedTrainConfig.of_rank(1, 3)
-        DistributedTrainer(TransformerTrainer(nn.Identity()), comm, config, **quiet())
-
-    for error in on_threads(2, program):
-        assert isinstance(error, ConfigError)
-        assert "rank 1 has world_size 3" in str(error)
-        assert "joins 2 ranks" in str(error)
-
-
-def test_every_rank_is_told_of_ends_that_were_mixed_up() -> None:
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
-        other = DistributedTrainConfig.of_rank(1 - comm.rank, 2)
-        DistributedTrainer(TransformerTrainer(nn.Identity()), comm, other, **quiet())
-
-    for error in on_threads(2, program):
-        assert isinstance(error, ConfigError)
-        assert "of rank 0 says rank 1" in str(error)
-
-
-def test_ranks_that_would_end_at_other_steps_are_refused_on_every_rank() -> None:
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
-        trainer = TransformerTrainer(llama(1), OPTIMIZER, max_steps=None if comm.rank else 3)
-        DistributedTrainer(trainer, comm, config, **quiet())
-
-    for error in on_threads(2, program):
-        assert isinstance(error, ConfigError)
-        assert "rank 1 has max_steps=None, that of rank 0 3; give all the same" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs", "said"),
-    [
-        ({"total_tokens": 500}, {"total_tokens": 900.5}, "total_tokens=900.5, that of rank 0 500;"),
-        ({"total_tokens": 500}, {}, "total_tokens=None, that of rank 0 500;"),
-        ({}, {"optimizer": {"warmup": 0.2}}, "warmup=0.2, that of rank 0 0.1;"),
-        ({}, {"optimizer": {"min_lr_ratio": 0}}, "min_lr_ratio=0.0, that of rank 0 0.1;"),
-    ],
-)
-def test_ranks_whose_learning_rates_would_part_are_refused_before_they_do(
-    mine: dict[str, Any], theirs: dict[str, Any], said: str
-) -> None:
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
-        trainer = TransformerTrainer(llama(1), **(theirs if comm.rank else mine))
-        DistributedTrainer(trainer, comm, config, **quiet())
-
-    for error in on_threads(2, program):
-        assert isinstance(error, ConfigError)
-        assert f"the TransformerTrainer of rank 1 has {said}" in str(error)
-
-
 @pytest.mark.parametrize("count", [6, 7])
 def test_an_epoch_of_other_batches_on_one_rank_is_refused_on_every_rank(count: int) -> None:
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
@@ -397,7 +310,7 @@ def test_an_epoch_of_other_batches_on_one_rank_is_refused_on_every_rank(count: i
 
     for error in on_threads(2, program):
         assert isinstance(error, ConfigError)
-        assert f"rank 1 was given {count} batches for an epoch, rank 0 5; give" in str(error)
+        assert f"ranks were given epochs of 5, {count} batches; give" in str(error)
 
 
 def test_a_rank_that_leaves_before_the_others_is_told_how_to_go_along() -> None:
@@ -413,8 +326,8 @@ def test_a_rank_that_leaves_before_the_others_is_told_how_to_go_along() -> None:
 
 def test_options_are_followed_or_refused() -> None:
     (end,) = DistributedComm.local(1)
-    with pytest.raises(ConfigError, match=r"max_grad_norm is 0\.5 in DdpConfig.*give it there"):
-        DistributedTrainer(TransformerTrainer(llama(1)), end, **quiet(max_grad_norm=0.5))
+    with DistributedTrainer(TransformerTrainer(llama(1)), end, **quiet(max_grad_norm=0.5)) as d:
+        assert d.trainer.ddp.assembly.engine.options.max_grad_norm == 0.5
 
     def verify_every(given: int | None, **options: Any) -> int:
         (end,) = DistributedComm.local(1)
@@ -424,16 +337,6 @@ def test_options_are_followed_or_refused() -> None:
 
     assert [verify_every(None), verify_every(0), verify_every(3)] == [1, 0, 3]
     assert [verify_every(None, verify_every=5), verify_every(2, verify_every=5)] == [5, 2]
-
-
-def test_ranks_with_other_models_are_refused_on_every_rank() -> None:
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
-        trainer = TransformerTrainer(llama(1 + comm.rank), OPTIMIZER)
-        DistributedTrainer(trainer, comm, config, **quiet())
-
-    for error in on_threads(2, program):
-        assert isinstance(error, ConfigError)
-        assert "rank 1 and rank 0 differ in parameter." in str(error)
 
 
 def test_ranks_may_compute_in_other_precisions() -> None:
@@ -449,27 +352,6 @@ def test_ranks_may_compute_in_other_precisions() -> None:
     first, second = on_threads(2, program)
     assert torch.equal(first, second)
     assert 1e-7 < relative_error(first, true) < 1e-2
-
-
-def test_threads_cannot_exchange_over_nccl() -> None:
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
-        trainer = TransformerTrainer(llama(1), OPTIMIZER)
-        place = DistributedTrainConfig.of_rank(comm.rank, 2, comm_backend="nccl")
-        DistributedTrainer(trainer, comm, place, **quiet())
-
-    for error in on_threads(2, program):
-        assert isinstance(error, ConfigError)
-        assert "NCCL joins processes" in str(error)
-
-
-def test_a_precision_that_does_not_exist_is_refused() -> None:
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
-        trainer = TransformerTrainer(llama(1), OPTIMIZER)
-        DistributedTrainer(trainer, comm, config, precision="fp8", **quiet())
-
-    for error in on_threads(2, program):
-        assert isinstance(error, ConfigError)
-        assert "precision is 'fp8'" in str(error)
 
 
 def test_a_rank_that_fails_to_begin_does_not_keep_the_others_waiting() -> None:
@@ -499,39 +381,58 @@ def test_a_barrier_waits_for_all_and_names_who_has_gone() -> None:
     assert "rank 1 has closed" in str(first)
 
 
-def test_what_is_no_end_and_no_trainer_is_named() -> None:
+REFUSED = {
+    "another world size": ({"place": (1, 3)}, "says rank 1 of 3, and comm is the end of rank 1 of"),
+    "ends mixed up": ({"place": (0, 2)}, "says rank 0 of 2, and comm is the end of rank 1"),
+    "another model": ({"blocks": 2}, "rank 1 and rank 0 differ in parameter."),
+    "threads over NCCL": ({"comm_backend": "nccl"}, "NCCL joins processes"),
+    "no precision": ({"precision": "fp8"}, "precision is 'fp8'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_team_that_does_not_fit_is_refused_on_every_rank(case: str) -> None:
+    changes, said = REFUSED[case]
+
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        own: dict[str, Any] = dict(changes) if comm.rank else {}
+        if place := own.pop("place", None):
+            config = DistributedTrainConfig.of_rank(*place)
+        if backend := changes.get("comm_backend"):
+            own.pop("comm_backend", None)
+            config = DistributedTrainConfig.of_rank(comm.rank, 2, comm_backend=backend)
+        options = {"precision": own.pop("precision", "auto"), **quiet()}
+        trainer = TransformerTrainer(llama(own.pop("blocks", 1)), **own)
+        DistributedTrainer(trainer, comm, config, **options)
+
+    errors = on_threads(2, program)
+    assert all(isinstance(error, ConfigError | PeerLostError) for error in errors)
+    assert any(said in str(error) for error in errors)
+
+
+def test_learning_rates_that_part_are_found_at_the_first_update() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        trainer = TransformerTrainer(llama(1), {"lr": LR * (1 + comm.rank)})
+        with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
+            for step in range(2):
+                distributed.train_batch(share(step, comm.rank))
+
+    for error in on_threads(2, program):
+        assert isinstance(error, ReplicasDifferError | ConfigError)
+
+
+def test_wrong_arguments_are_named() -> None:
     (end,) = DistributedComm.local(1)
-    with pytest.raises(ConfigError, match="comm is a list; give this rank's end"):
-        DistributedTrainer(TransformerTrainer(llama(1)), [end])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"trainer is a Llama.*; give a TransformerTrainer"):
-        DistributedTrainer(llama(1), end)  # type: ignore[arg-type]
-    for wrong, words in (
-        ({"config": {"rank": 0}}, "config is a dict"),
-        ({"options": 3}, "options is a int"),
+    for make, said in (
+        (lambda: DistributedTrainer(TransformerTrainer(llama(1)), [end]), "comm is a list; give"),
+        (lambda: DistributedTrainer(llama(1), end), "trainer is a Llama.*; give a Transformer"),
+        (lambda: DistributedComm.local(0), "num_ranks is 0"),
+        (lambda: DistributedComm.local(2, timeout_s=math.nan), "every wait needs a deadline"),
+        (lambda: DistributedComm.remote({"world_size": 2}), "config is a dict; give this rank's"),
+        (
+            lambda: DistributedComm.remote(DistributedTrainConfig.of_rank(1, 2)),
+            "coordinator_port is 0 for a team of 2",
+        ),
     ):
-        (end,) = DistributedComm.local(1)
-        with pytest.raises(ConfigError, match=f"{words}; give a D"):
-            DistributedTrainer(TransformerTrainer(llama(1)), end, **wrong)  # type: ignore[arg-type]
-
-
-def test_a_team_of_no_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_ranks is 0"):
-        DistributedComm.local(0)
-    with pytest.raises(ConfigError, match="num_ranks is '2'; give a whole number"):
-        DistributedComm.local("2")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1.0, math.inf, math.nan, "60"])
-def test_a_deadline_is_a_number_of_seconds(timeout_s: Any) -> None:
-    for num_ranks in (1, 2):
-        with pytest.raises(ConfigError, match="every wait needs a deadline"):
-            DistributedComm.local(num_ranks, timeout_s=timeout_s)
-    with pytest.raises(ConfigError, match="every wait needs a deadline"):
-        DistributedComm.remote(DistributedTrainConfig(), timeout_s=timeout_s)
-
-
-def test_a_network_team_needs_a_place_and_a_port() -> None:
-    with pytest.raises(ConfigError, match="config is a dict; give this rank's place"):
-        DistributedComm.remote({"world_size": 2})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="coordinator_port is 0 for a team of 2"):
-        DistributedComm.remote(DistributedTrainConfig.of_rank(1, 2))
+        with pytest.raises(ConfigError, match=said):
+            make()

@@ -42,7 +42,11 @@ def test_paths_stay_paths() -> None:
 
 @pytest.mark.parametrize(
     ("rank", "world_size", "said"),
-    [(2, 2, "rank is 2, but world_size is 2"), (-1, 2, "rank is -1"), (0, 0, "world_size is 0")],
+    [
+        (2, 2, "rank is 2, but world_size is 2"),
+        (-1, 2, "rank is -1"),
+        (0, 0, "world_size is 0; give a whole number from 1"),
+    ],
 )
 def test_a_rank_that_is_not_there_is_refused(rank: int, world_size: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -1,0 +1,93 @@
+"""Merge the events of neighbouring windows, so that the file of a long run stays small. Pure."""
+
+from typing import Any, Final
+
+from evener.observe.events import Event, mean_loss
+
+FULL_WINDOWS: Final = 50_000
+"""So many windows of a run have an event of their own."""
+
+_USUAL_RANKS: Final = 16
+"""Of a larger team, fewer windows do: the size of an event grows with its ranks."""
+
+
+def stride(window: int, num_ranks: int, full_windows: int = FULL_WINDOWS) -> int:
+    """Return how many windows share an event; it doubles whenever their number has doubled.
+
+    Args:
+        window: Number of the window.
+        num_ranks: Ranks in it.
+        full_windows: See ``FULL_WINDOWS``.
+    """
+    full = max(1, full_windows * _USUAL_RANKS // max(_USUAL_RANKS, num_ranks))
+    return int(1 << (window // full).bit_length())
+
+
+def can_merge(first: Event, second: Event) -> bool:
+    """Return whether ``second`` is the next window of the same team in the same epoch."""
+    return (
+        second["window"] == first["window"] + 1
+        and all(first[name] == second[name] for name in ("generation", "epoch"))
+        and _members(first) == _members(second)
+    )
+
+
+def merge(first: Event, second: Event) -> dict[str, Any]:
+    """Return one event of two that can be merged.
+
+    Work and seconds of ranks are sums, losses are means by weight, and ranges of samples that
+    touch are joined. All other fields are those of ``second``.
+    """
+    rows = [_merge_rows(*pair) for pair in zip(first["ranks"], second["ranks"], strict=True)]
+    merged = {
+        **first,
+        **second,
+        "windows": first.get("windows", 1) + second.get("windows", 1),
+        "committed": _joined([*first["committed"], *second["committed"]]),
+        "skipped": first.get("skipped", False) or second.get("skipped", False),
+        "ranks": rows,
+    }
+    return {**merged, "loss": mean_loss(merged)}
+
+
+def mean_window(event: Event) -> Event:
+    """Return the event of an average window, for readers that look at single ones."""
+    count = event.get("windows", 1)
+    if count == 1:
+        return event
+    rows = [
+        {name: value if name in _KEPT else _part(value, count) for name, value in row.items()}
+        for row in event["ranks"]
+    ]
+    return {**event, "ranks": rows, "windows": 1}
+
+
+_KEPT: Final = ("rank", "member", "loss")
+
+
+def _part(value: float, count: int) -> float:
+    return round(value / count) if isinstance(value, int) else value / count
+
+
+def _members(event: Event) -> list[tuple[int, str]]:
+    return [(row["rank"], row["member"]) for row in event["ranks"]]
+
+
+def _merge_rows(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    merged = {
+        # When the spans of several windows began is not one moment.
+        name: other[name] if name in _KEPT else one[name] + other[name]
+        for name in one
+        if name in other and not name.endswith("_ago_s")
+    }
+    return {**merged, "loss": mean_loss({"ranks": [one, other]})}
+
+
+def _joined(parts: list[list[int]]) -> list[list[int]]:
+    joined: list[list[int]] = []
+    for start, stop in sorted(parts):
+        if joined and joined[-1][1] == start:
+            joined[-1][1] = stop
+        else:
+            joined.append([start, stop])
+    return joined

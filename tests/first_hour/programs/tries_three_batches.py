@@ -1,0 +1,19 @@
+"""A first try: three batches."""
+
+import torch
+from torch import nn
+
+from evener import Ddp
+
+torch.manual_seed(0)
+x = torch.randn(256, 4)
+dataset = torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True))
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ddp = Ddp.setup(model, optimizer)
+for features, targets in ddp.loader(dataset, batch_size=32, max_steps=3):
+    ddp.backward(nn.functional.mse_loss(model(features), targets))
+    ddp.step()
+if ddp.is_main_process:
+    torch.save(model.state_dict(), "model.pt")
+    print("it runs")
