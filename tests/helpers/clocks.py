@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from evener.engine.background import BackgroundJob
+from evener.comm.background import BackgroundJob
 from helpers.limits import PATIENCE_S
 
 

@@ -42,7 +42,9 @@ WINDOWS = [
 Windows = list[tuple[int, int, tuple[tuple[int, int], ...]]]
 
 
-def set_up(rank: Rank, address: str, limits: str, policy: str = "sync") -> tuple[Ddp, nn.Module]:
+def set_up(
+    rank: Rank, address: str, limits: str, policy: str = "sync", **options: Any
+) -> tuple[Ddp, nn.Module]:
     """Joins the team as member ``w`` and the rank's number; weights differ before."""
     os.environ |= {
         "EVENER_COORDINATOR": address,
@@ -54,7 +56,7 @@ def set_up(rank: Rank, address: str, limits: str, policy: str = "sync") -> tuple
     optimizer = AdamW(model.parameters(), lr=0.05)
     # Two local steps of the slowest rank in each window, where there are local steps.
     anchors = {} if policy == "sync" else {"anchor": 2, "max_anchor": 2}
-    config = DdpConfig(quiet=True, timeout_s=PATIENCE_S, **anchors)
+    config = DdpConfig(quiet=True, timeout_s=PATIENCE_S, **anchors, **options)
     ddp = Ddp.setup(model, optimizer, policy=policy, devices="cpu", config=config)
     # What is worth parking rests on measured times: here nothing does.
     ddp.assembly.engine.policy.decide_parking = lambda batch_size, main: None  # type: ignore[method-assign]

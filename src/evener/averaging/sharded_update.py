@@ -14,7 +14,7 @@ from torch import Tensor, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from evener.averaging.gradients import clip, norm_of
+from evener.averaging.norms import clip, norm_of
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.comm.flat_groups import FlatGroup, view_like

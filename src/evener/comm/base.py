@@ -587,7 +587,12 @@ class Communicator(Closing, NotInherited):
                 self._swap(wait, call, 0)
 
     def split(
-        self, ranks: Sequence[int], *, name: str, timeout_s: float | None = None
+        self,
+        ranks: Sequence[int],
+        *,
+        name: str,
+        timeout_s: float | None = None,
+        reports_waits: bool = True,
     ) -> "Communicator | None":
         """Form a communicator of some of the ranks; collective over *all* ranks of this one.
 
@@ -595,6 +600,7 @@ class Communicator(Closing, NotInherited):
             ranks: Members, in the order of their new ranks; equal on all ranks.
             name: Word for messages; it may be used again.
             timeout_s: Deadline for forming it; ``None`` takes the communicator's.
+            reports_waits: Whether it reports long waits as this one does.
 
         Returns:
             The new communicator, or ``None`` on a rank outside of it. Closing or losing either
@@ -619,7 +625,7 @@ class Communicator(Closing, NotInherited):
             except BaseException:
                 part.close()
                 raise
-        if self._listener is not None:
+        if self._listener is not None and reports_waits:
             part.report_waits_to(self._listener)
         return part
 

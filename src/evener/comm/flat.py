@@ -261,12 +261,9 @@ class FlatBuffers:
         Raises:
             UsageError: A gradient is sparse, or a parameter was moved to another device or dtype.
         """
-        self.attach_data()
-        # Before the exchange is soon enough: until then autograd adds to what was assigned.
-        pointers = [view.data_ptr() for view in self._views]
-        self._attach_grads(are_in_place=pointers == self._view_ptrs)
-        groups, had_any = self.groups_of(part), False
-        for group in groups:
+        self.settle()
+        had_any = False
+        for group in self.groups_of(part):
             missing = [i for i in group.indices if self._held[i] is None]
             had_any = had_any or len(missing) < len(group.parameters)
             if not self._views:
@@ -274,11 +271,67 @@ class FlatBuffers:
             if len(missing) == len(group.parameters):
                 group.grad.zero_()
                 continue
-            group.touched.fill_(1)
-            for i in missing:
-                self._views[i].zero_()
-                group.touched[i - group.indices.start] = 0
+            self.complete(missing)
+            self.flag(group, missing)
         return had_any
+
+    def settle(self) -> None:
+        """Take in what was assigned to ``.data`` and ``.grad`` since the last backward.
+
+        Raises:
+            UsageError: A gradient is sparse, or a parameter was moved to another device or dtype.
+        """
+        self.attach_data()
+        # Before the exchange is soon enough: until then autograd adds to what was assigned.
+        pointers = [view.data_ptr() for view in self._views]
+        self._attach_grads(are_in_place=pointers == self._view_ptrs)
+
+    def flag(self, group: FlatGroup, missing: Iterable[int]) -> None:
+        """Flag the parameters of a group that have a gradient: all but the ``missing`` ones."""
+        group.touched.fill_(1)
+        for i in missing:
+            group.touched[i - group.indices.start] = 0
+
+    # ── gradients that leave before the window's last backward is over ───────────────────────────
+
+    def complete(self, indices: Iterable[int]) -> list[int]:
+        """Put the gradients of some parameters into their places; zeros where there is none.
+
+        Returns:
+            The parameters without a gradient.
+        """
+        missing = []
+        for i in indices:
+            if self._held[i] is None:
+                members = [(i, self.parameters[i])]
+                _move_fresh(members, self._held, self._views, self._view_ptrs)
+                if self.parameters[i].grad is not self._held[i]:
+                    self._restore_grad(i)
+                if self._held[i] is None:
+                    self._views[i].zero_()
+                    missing.append(i)
+        return missing
+
+    def hide(self, indices: Iterable[int]) -> None:
+        """Let autograd begin anew for parameters whose gradients have left."""
+        for i in indices:
+            self._held[i] = self._views[i]  # so that no hook moves further ones there
+            self.parameters[i].grad = None
+
+    def reveal(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """Show gradients that were hidden; return those that have come since, by number."""
+        late = {}
+        for i in indices:
+            parameter, held = self.parameters[i], self._held[i]
+            if parameter.grad is not None and parameter.grad is not held:
+                late[i] = parameter.grad
+            parameter.grad = held
+        return late
+
+    def place_of(self, i: int, buffer: Tensor) -> Tensor:
+        """Return a parameter's place in a buffer like ``FlatGroup.grad`` of its group."""
+        group = self.groups[self._places[i]]
+        return view_like(buffer, group.offsets[i - group.indices.start], self.parameters[i])
 
     def mask_untouched(self, part: int | None = None) -> None:
         """Show optimizers the gradients that some rank had, and ``.grad = None`` where none had.
@@ -312,9 +365,17 @@ class FlatBuffers:
         """Return for each parameter whether it has a gradient in this window."""
         return [held is not None for held in self._held]
 
-    def first_non_finite(self, part: int | None = None) -> int | None:
-        """Return the flat number of the first parameter whose gradient holds an inf or a NaN."""
-        for i in (i for group in self.groups_of(part) for i in group.indices):
+    def first_non_finite(
+        self, part: int | None = None, among: Iterable[int] | None = None
+    ) -> int | None:
+        """Return the flat number of the first parameter whose gradient holds an inf or a NaN.
+
+        Args:
+            part: Only what belongs to this part.
+            among: Only these.
+        """
+        of_part = (i for group in self.groups_of(part) for i in group.indices)
+        for i in of_part if among is None else among:
             held = self._held[i]
             if held is not None and not bool(torch.isfinite(held).all()):
                 return i

@@ -12,7 +12,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from evener.averaging.gradients import norm_of
+from evener.averaging.norms import norm_of
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
 from evener.comm.flat_groups import FlatGroup

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from evener.averaging.gradients import GradientAverager, Reading
+from evener.averaging.gradients import GradientAverager
+from evener.averaging.norms import Reading
 from evener.comm.flat import FlatBuffers
 from evener.devices import DeviceQueue
 from evener.engine.results import Progress, WindowResult

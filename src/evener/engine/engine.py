@@ -118,6 +118,11 @@ class Engine(ABC):
         return self.run.progress.turns
 
     @property
+    def has_begun(self) -> bool:
+        """Return whether gradients of the share are being exchanged, which can't be repeated."""
+        return False
+
+    @property
     def is_training(self) -> bool:
         """Return whether this rank is in a training loop, of a loader or of its own."""
         return self.in_epoch or self.share.in_micro_batch
@@ -243,6 +248,16 @@ class Engine(ABC):
             num_micro_batches, scale, self.options.slowdown, self.queue, self.known_sizes
         )
         return self.share
+
+    @contextmanager
+    def in_backward(self, part: int | None) -> Iterator[None]:
+        """Compute gradients, in a ``with`` block.
+
+        Args:
+            part: Of the optimizer that they are for; ``None`` for all together.
+        """
+        yield
+        self.flat.attach_grads()
 
     def plan_ahead(self) -> None:
         """Use the time in which a device computes gradients; called after each backward."""

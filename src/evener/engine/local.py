@@ -14,10 +14,10 @@ from typing import Final, NamedTuple, NoReturn, final
 from torch import Tensor
 
 from evener.averaging.weights import power_of_two_near
+from evener.comm.background import BackgroundJob
 from evener.comm.base import Communicator
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
-from evener.engine.background import BackgroundJob
 from evener.engine.consensus import Replica
 from evener.engine.engine import Engine
 from evener.engine.engine_options import EngineOptions

@@ -12,7 +12,8 @@ from typing import Any, Final, Self, final
 
 from torch import Tensor
 
-from evener.averaging.gradients import GradientAverager, Reading
+from evener.averaging.gradients import GradientAverager
+from evener.averaging.norms import Reading
 from evener.devices import DeviceQueue, Milestone
 from evener.engine.emulate import Slowdown
 from evener.engine.team import Team
@@ -279,6 +280,11 @@ class Share:
         self.in_micro_batch, self.open_samples = True, samples
         self._first_lap = len(self._laps)
         self._open_weights = {}
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the micro-batch under way is the last one of the share."""
+        return self.micro_batches + 1 == self._planned
 
     def count_since(self, began_s: float) -> None:
         """Count what the user's own loop has done since then: fetching data, the forward pass."""

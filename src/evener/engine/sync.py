@@ -3,12 +3,14 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NoReturn, final
 
 from torch.optim import Optimizer
 
 from evener.averaging.gradients import GradientAverager
+from evener.averaging.overlap import OverlappedExchange
 from evener.averaging.weights import power_of_two_near
 from evener.engine.calibration import time_slices
 from evener.engine.consensus import SyncConsensus
@@ -56,7 +58,12 @@ class SyncEngine(Engine):
         super().__init__(team, training, options, ApplyPolicy.SYNC, consensus)
         self.lookahead = Lookahead(self.generations, self.run, policy, options.guards)
         policy.set_absent(team.absent)
-        self._averager = GradientAverager(self.flat, team.comm)
+        # What emulates slowness sleeps after backward, and gradients are not there before.
+        is_real = options.slowdown.factor == 1
+        self._overlap = OverlappedExchange(self.flat, leaves_early=is_real)
+        #: The generation whose ranks it joins.
+        self._overlaps_in = -1
+        self._averager = GradientAverager(self.flat, team.comm, self._overlap)
         self._sharded = training.sharded
         self._sharded.divide(team.comm)
         #: Tensors that are exchanged lie in its memory.
@@ -80,6 +87,11 @@ class SyncEngine(Engine):
     def policy(self) -> Policy:
         """Return the policy, which knows all windows that are over."""
         return self.lookahead.policy
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether gradients of the share are being exchanged; see ``Engine``."""
+        return self._overlap.has_begun
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
@@ -153,7 +165,27 @@ class SyncEngine(Engine):
             if found is None:
                 return self.generations.change()
             lookahead.check(found.rows[self.rounds.state.planner].plan, number)
+        if self._overlaps_in != self.rounds.state.generation:
+            self._connect_overlap()
         return True
+
+    def _connect_overlap(self) -> None:
+        """Join the ranks that are present once more where overlap pays; they call it together."""
+        self._overlaps_in = self.rounds.state.generation
+        if self.overlaps:
+            self.team.open_gradients()
+        self._overlap.use(self.team.gradients)
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether gradients of the ranks that are present travel during backward."""
+        team = self.team
+        present = [team.people[rank] for rank in team.members]
+        # Inside one host the exchange takes the processor time of the same cores.
+        is_wanted = self.options.overlap == "on" or len({one.host for one in present}) > 1
+        is_wanted &= self.options.overlap != "off" and len(present) > 1
+        on_cpu = all(one.device == "cpu" for one in present)
+        return is_wanted and on_cpu and not self._sharded.is_on
 
     def settle(self) -> None:
         """Commit what has been applied and not yet committed; all ranks call it together."""
@@ -197,8 +229,20 @@ class SyncEngine(Engine):
 
     def drop_share(self) -> None:
         """Discard gradients and buffer changes of the open share."""
+        self._overlap.end_window(is_applied=False)
         self.flat.zero_()
         self.buffers.restore()
+
+    @contextmanager
+    def in_backward(self, part: int | None) -> Iterator[None]:
+        """Compute gradients, which leave meanwhile if they are the share's last; see ``Engine``."""
+        overlap, share = self._overlap, self.share
+        overlaps = overlap.is_on and self.in_epoch and part is None and share.is_last
+        if overlaps and isinstance(self.rounds.state.plan, WindowPlan):
+            overlap.before_backward(self.window)
+        yield
+        overlap.after_backward()
+        self.flat.attach_grads()
 
     def end_micro_batch(self) -> WindowResult | None:
         """End a micro-batch; close the window with the last one of this rank's share."""
@@ -401,6 +445,10 @@ class SyncEngine(Engine):
             result = self._apply(found, plan)
         made = not result.skipped
         weight = result.weight if made else 0.0
+        orders = {row.order for row in found.rows.values()}
+        if len(orders) == 1:
+            self._overlap.sort()
+        self._overlap.end_window(is_applied=True)
         self.windows_s.append(self.spans.elapsed_s)
         self.run.advance(made=made, skipped=not made, samples=plan.size, weight=weight)
         result = replace(result, progress=self.run.progress)
@@ -573,7 +621,26 @@ class SyncEngine(Engine):
             self.run.applied = applied._replace(result=result)
             if applied.leases:
                 self.lookahead.observe(list(result.ranks), unread.plan, math.nan)
-        self.meet(purpose, **said)
+        overlap = self._overlap
+        order = checksum(overlap.order) if overlap.is_on else 0.0
+        self.meet(purpose, begun=overlap.has_begun, late=overlap.is_late, order=order, **said)
+
+    def _follow(self, found: Round) -> None:
+        """Carry out what follows from a round, and end what has begun during backward."""
+        overlap, rows = self._overlap, found.rows.values()
+        begun = overlap.is_on and any(row.begun for row in rows)
+        if begun:
+            is_applied = Action.APPLY in found.decision.actions and not found.decision.skip
+            overlap.join(self.window, contributes=is_applied, has_late=any(r.late for r in rows))
+        try:
+            super()._follow(found)
+        except CollectiveError:
+            raise
+        except BaseException:
+            overlap.discard()
+            raise
+        if begun:
+            overlap.discard()
 
     def _non_finite(self, rank: int, code: int, plan: WindowPlan) -> NonFiniteGradientError:
         scale, step = self.run.loss_scale.of(rank), self.run.progress.steps + 1
@@ -583,6 +650,7 @@ class SyncEngine(Engine):
 
     def drop(self) -> None:
         """Drop the window under way, and all plans."""
+        self._overlap.abandon()
         super().drop()
         self._turns.clear()
         self.lookahead.drop()
@@ -598,10 +666,18 @@ class SyncEngine(Engine):
             # generation's memory, so the tensors move out of it.
             self._home = self.team.whole
             self.flat.move(self._home)
+        self._overlap.use(None)
+        if self._overlaps_in == self.rounds.state.generation and not self.rounds.state.is_parked:
+            self._connect_overlap()
         self._averager.use(self.team.comm)
         self.buffers.use(self.team.comm)
         if not self.rounds.state.is_parked:
             self._sharded.divide(self.team.comm)
+
+    def close_down(self) -> None:
+        """End the exchanges, those in the background too; idempotent."""
+        super().close_down()
+        self._overlap.close()
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 

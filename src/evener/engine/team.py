@@ -33,6 +33,8 @@ class Team:
         comm: Joins the present ranks.
         whole: Joins ``everyone``.
         background: Joins ``everyone`` once more, for a thread; ``None`` if none needs it.
+        gradients: Joins the present ranks once more, for gradients that travel during backward;
+            ``None`` if none do.
         membership: As given.
     """
 
@@ -46,6 +48,7 @@ class Team:
         self.names = [""] * self.world_size
         self.comm = self.whole = comm
         self.background: Communicator | None = None
+        self.gradients: Communicator | None = None
         self._windows_s: Sequence[float] = ()
         #: Bytes that this rank has sent through communicators that were let go.
         self._sent_before = 0
@@ -98,7 +101,8 @@ class Team:
 
     @property
     def _connections(self) -> set[Communicator]:
-        return {comm for comm in (self.comm, self.whole, self.background) if comm is not None}
+        every = (self.comm, self.whole, self.background, self.gradients)
+        return {comm for comm in every if comm is not None}
 
     @property
     def has_ended(self) -> bool:
@@ -166,9 +170,12 @@ class Team:
         self.comm, self.members = self.whole, self.everyone
 
     def _let_go_active(self) -> None:
-        if self.comm is not self.whole:
-            self._sent_before += self.comm.sent_bytes
-            self.comm.close()
+        own = {self.comm, self.gradients} - {self.whole, None}
+        for comm in own:
+            assert comm is not None
+            self._sent_before += comm.sent_bytes
+            comm.close()
+        self.gradients = None
 
     def form(self, formed: Formed) -> None:
         """Be the members of another generation of an elastic team; all of them call it together."""
@@ -186,6 +193,7 @@ class Team:
         self._sent_before = self.sent_bytes
         self.comm = self.whole = comm
         self.members = self.everyone = ranks
+        self.gradients = None
         if self.background is not None:
             self.open_background()
         self._report_waits()
@@ -194,6 +202,11 @@ class Team:
         """Connect the ranks once more, for a thread; all of them call it together."""
         everyone = range(self.whole.world_size)
         self.background = self.whole.split(everyone, name="background")
+
+    def open_gradients(self) -> None:
+        """Connect the present ranks once more, for gradients; all of them call it together."""
+        present = range(self.comm.world_size)
+        self.gradients = self.comm.split(present, name="gradients", reports_waits=False)
 
     def stand_aside(self) -> None:
         """Be alone, as this rank's script is where the others have been before it joined."""

@@ -141,6 +141,8 @@ class Assembly:
         if self.engine.rounds.is_main and not config.quiet:
             present = [self.team.people[rank] for rank in self.team.members]
             exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
+            if isinstance(self.engine, SyncEngine) and self.engine.overlaps:
+                exchange += "\n  gradients travel while backward computes those of other layers"
             say("\n".join([*team_lines(present), exchange]))
 
     def _connect(
@@ -335,6 +337,7 @@ class Assembly:
             ),
             stop_requested=config.stop_when,
             guards=OptimizerGuards(self.flat, self.optimizers, warn=warn),
+            overlap=config.overlap,
         )
 
 

@@ -467,8 +467,8 @@ class Loop:
         if optimizer is not None:
             part = self.assembly.part_of(optimizer)
             own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-        share.backward(loss, weight, part, own, summed=reduction == "sum")
-        engine.flat.attach_grads()
+        with engine.in_backward(part):
+            share.backward(loss, weight, part, own, summed=reduction == "sum")
         engine.team.membership.declare(TRAINING, done=1)
         engine.plan_ahead()
 

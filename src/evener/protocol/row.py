@@ -61,6 +61,9 @@ class Row(NamedTuple):
         left: Whether its loop was left by ``break``.
         leaving: Whether it was told to leave an elastic team for good.
         busy: Whether an exchange of its own has not landed (ASYNC).
+        begun: Whether its gradients have begun to travel, during backward.
+        late: Whether some came after they had left, which are exchanged in addition.
+        order: Digest of the order in which backward has completed its gradients; 0 if not known.
         part: Optimizer that is to be stepped alone; ``ALL`` closes the window.
         renew: Whether the planner wishes to end the generation, as the members of an elastic team
             are to change.
@@ -87,6 +90,9 @@ class Row(NamedTuple):
     left: bool = False
     leaving: bool = False
     busy: bool = False
+    begun: bool = False
+    late: bool = False
+    order: float = 0.0
     part: int = ALL
     renew: bool = False
     trainable: int = 0

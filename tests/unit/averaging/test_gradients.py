@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evener.averaging.gradients import norm_of
+from evener.averaging.norms import norm_of
 from evener.averaging.sharded_update import ShardedUpdate
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers

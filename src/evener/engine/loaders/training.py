@@ -269,7 +269,7 @@ class TeamLoader(TrainingLoader):
             try:
                 yield from self._compute(batch, share, samples, *place)
             except MicroBatchTooLarge:
-                if samples == 1 or share.turns:
+                if samples == 1 or share.turns or engine.has_begun:
                     raise MicroBatchTooLarge(samples) from None
                 engine.run.limits.shrink(samples)
                 engine.drop_share()

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from evener.engine.background import BackgroundJob
+from evener.comm.background import BackgroundJob
 
 
 class Handle:

@@ -1,0 +1,358 @@
+"""Sums a window's gradients piece by piece, while backward computes those of other layers."""
+
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, final
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from evener.averaging.norms import norm_of
+from evener.comm.background import BackgroundJob
+from evener.comm.base import Communicator
+from evener.comm.flat import FlatBuffers
+from evener.comm.flat_groups import FlatGroup
+
+LEAST_BYTES: Final = 2**18
+MOST_PIECES: Final = 64
+"""A piece has so many bytes at least, and there are so many pieces at most, about. What the last
+one takes is not hidden; each one costs about a millisecond of processor time, with Gloo."""
+
+_LOOK_S: Final = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Gradients that are summed by one call.
+
+    Attributes:
+        group: Where they lie.
+        start: First element in ``group.grad``.
+        stop: Last-plus-one element there.
+        indices: Flat numbers of its parameters.
+        has_flags: Whether it is the flags of its group, which are known after the last backward.
+        due: Gradients that are still to come before it leaves.
+        ready: Set when it may leave.
+        has_left: Whether that is so.
+    """
+
+    group: FlatGroup
+    start: int
+    stop: int
+    indices: list[int]
+    has_flags: bool = False
+    due: int = 0
+    ready: threading.Event = field(default_factory=threading.Event)
+    has_left: bool = False
+
+
+@final
+class OverlappedExchange:
+    """Exchanges gradients in a thread of its own, while this rank's last backward is under way.
+
+    A piece leaves as soon as its parameters have as many gradients as in the window before. Pieces
+    leave in one order on all ranks. One rank may be far ahead of another: its pieces then wait for
+    the other's. A gradient that comes after its piece has left is kept apart, and summed in an
+    exchange of its own. So every sum is right, whatever the loop does; only its time may differ.
+
+    What a round of rows leads to is not known while pieces leave. If any rank has begun, all take
+    part to the end, also where the window is not applied: see ``join`` and ``discard``.
+
+    Args:
+        flat: The ranks' buffers.
+        leaves_early: Whether pieces leave during backward; otherwise when it is over, as on a rank
+            whose slowness is emulated after it.
+
+    Attributes:
+        has_begun: Whether pieces of this window leave, or have left.
+        non_finite: Flat number of the first parameter of this rank whose gradient was found to
+            hold an inf or a NaN, if any.
+        norms: The 2-norms of this rank's pieces.
+    """
+
+    def __init__(self, flat: FlatBuffers, *, leaves_early: bool = True) -> None:
+        self._flat, self._leaves_early = flat, leaves_early
+        self._comm: Communicator | None = None
+        self._job: BackgroundJob[None] = BackgroundJob("evener-gradients")
+        self._pieces: list[Piece] = []
+        self._piece_of: list[Piece] = []
+        self._hooks: list[RemovableHandle] = []
+        #: By parameter, whether it was trained when hooks were placed.
+        self._trained: list[bool] = []
+        #: How many gradients each parameter has got in the last micro-batch of the window before.
+        self._expected: list[int] = []
+        self._counts: list[int] = []
+        self._counts_now = False
+        #: When each parameter's last gradient of the window came, as a number.
+        self._arrived: list[int] = []
+        self._num_arrived = 0
+        #: Parameters that had no gradient when their pieces left.
+        self._missing: set[int] = set()
+        self._late: dict[int, Tensor] = {}
+        self._has_late = self._is_abandoned = False
+        self.has_begun = False
+        self.non_finite: int | None = None
+        self.norms: list[float] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether windows are exchanged in this way at all."""
+        return self._comm is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether a gradient has come after its piece had left."""
+        return bool(self._late)
+
+    def use(self, comm: Communicator | None) -> None:
+        """Exchange over ``comm``; with ``None``, not at all."""
+        self.abandon()
+        self._comm = comm
+        self._close_hooks()
+        self._piece_of = []  # ranks that have just come know no order
+
+    # ── backward ─────────────────────────────────────────────────────────────────────────────────
+
+    def before_backward(self, window: int) -> None:
+        """Let pieces leave in the backward that comes, which is of the share's last micro-batch."""
+        if not self._counts_now:
+            self._count_anew()
+            if any(self._expected) and not self.has_begun:
+                self._begin(window)
+        elif self.has_begun:
+            self._flat.hide(self._left())
+
+    def after_backward(self) -> None:
+        """Keep apart what has come too late, and show gradients again."""
+        if not self.has_begun:
+            return
+        for i, grad in self._flat.reveal(self._left()).items():
+            self._late[i] = self._late[i] + grad if i in self._late else grad
+
+    def flush(self) -> None:
+        """Let the rest leave, as no backward follows."""
+        flat = self._flat
+        flat.settle()
+        for piece in self._pieces:
+            if not piece.has_left:
+                if piece.has_flags:  # of a group, it is the last one
+                    inside = self._missing - self._late.keys()
+                    flat.flag(piece.group, inside.intersection(piece.group.indices))
+                self._leave(piece)
+        for i, grad in self._late.items():
+            self.norms.append(norm := norm_of([[grad]]))
+            if not math.isfinite(norm) and self.non_finite is None:
+                self.non_finite = i
+
+    def _count_anew(self) -> None:
+        self._flat.adopt()
+        parameters = self._flat.parameters
+        if len(parameters) != len(self._piece_of):
+            self._cut()
+        if self._trained != [parameter.requires_grad for parameter in parameters]:
+            self._watch()
+        self._counts, self._counts_now = [0] * len(parameters), True
+        self._arrived, self._num_arrived = [0] * len(parameters), 0
+
+    def _left(self) -> list[int]:
+        return [i for piece in self._pieces if piece.has_left for i in piece.indices]
+
+    def _cut(self) -> None:
+        """Cut the buffers, whose parameters may have become more, into pieces."""
+        self._close_hooks()
+        self._expected, self._pieces = [0] * len(self._flat.parameters), []
+        in_all = sum(group.grad.nbytes for group in self._flat.groups)
+        least_bytes = max(LEAST_BYTES, in_all // MOST_PIECES)
+        pieces: dict[int, Piece] = {}
+        for group, bucket in self._flat.buckets_of(None):
+            flags_start = group.grad_values.numel()
+            piece = Piece(group, bucket.start, min(bucket.stop, flags_start), [])
+            self._pieces.append(piece)
+            for i, offset in zip(group.indices, group.offsets, strict=True):
+                if not bucket.start <= offset < bucket.stop:
+                    continue
+                if (offset - piece.start) * group.grad.element_size() >= least_bytes:
+                    piece.stop, stop = offset, piece.stop
+                    piece = Piece(group, offset, stop, [])
+                    self._pieces.append(piece)
+                piece.indices.append(i)
+                pieces[i] = piece
+            if bucket.stop > flags_start:
+                self._pieces.append(Piece(group, flags_start, bucket.stop, [], has_flags=True))
+        self._piece_of = [pieces[i] for i in range(len(pieces))]
+
+    def _watch(self) -> None:
+        """Be told of the gradients of the parameters that are trained now."""
+        self._close_hooks()
+        self._trained = [parameter.requires_grad for parameter in self._flat.parameters]
+        # A parameter and its hook must not keep one another alive.
+        arrive = partial(_arrive, weakref.ref(self))
+        for i, parameter in enumerate(self._flat.parameters):
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(partial(arrive, i))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+
+    def arrive(self, i: int) -> None:
+        """Count a gradient that autograd has accumulated."""
+        if not self._counts_now:
+            return
+        self._counts[i] += 1
+        self._num_arrived += 1
+        self._arrived[i] = self._num_arrived
+        piece = self._piece_of[i]
+        if self.has_begun and self._counts[i] <= self._expected[i]:
+            piece.due -= 1
+            if not piece.due and self._leaves_early:
+                self._leave_early(piece)
+
+    @property
+    def order(self) -> list[int]:
+        """Return the pieces in the order in which this window has completed them, by place."""
+        if not self._counts_now:
+            return []
+        places = range(len(self._pieces))
+        done = [max((self._arrived[i] for i in p.indices), default=0) for p in self._pieces]
+        return sorted(places, key=lambda place: (self._pieces[place].has_flags, done[place]))
+
+    def sort(self) -> None:
+        """Let pieces leave in this order from the next window on; all ranks have the same."""
+        if order := self.order:
+            self._pieces = [self._pieces[place] for place in order]
+
+    # ── the exchange ─────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, window: int) -> None:
+        self.has_begun, self._is_abandoned = True, False
+        self._missing, self.norms, self.non_finite = set(), [], None
+        for piece in self._pieces:
+            piece.due = sum(self._expected[i] for i in piece.indices)
+            piece.has_left = False
+            piece.ready = threading.Event()
+            if not (piece.due or piece.has_flags) and self._leaves_early:
+                self._leave_early(piece)
+        self._start(window, [p.group.grad.data[p.start : p.stop] for p in self._pieces])
+
+    def _start(self, window: int, tensors: Sequence[Tensor]) -> None:
+        comm, pieces = self._comm, list(self._pieces)
+        assert comm is not None
+
+        def exchange() -> None:
+            for number, (piece, tensor) in enumerate(zip(pieces, tensors, strict=True)):
+                while not piece.ready.wait(_LOOK_S):
+                    if not threading.main_thread().is_alive():
+                        return  # the script has ended without closing its team
+                if self._is_abandoned:
+                    return
+                comm.all_reduce(tensor, what=f"gradients of window {window}, piece {number}")
+
+        self._job.start(exchange)
+
+    def _leave_early(self, piece: Piece) -> None:
+        self._leave(piece)
+        self._flat.hide(piece.indices)
+
+    def _leave(self, piece: Piece) -> None:
+        self._missing.update(self._flat.complete(piece.indices))
+        self._measure(piece.indices, piece.group.grad_values[piece.start : piece.stop])
+        piece.has_left = True
+        piece.ready.set()
+
+    def _measure(self, indices: list[int], values: Tensor) -> None:
+        self.norms.append(norm := norm_of([[values]]))
+        if not math.isfinite(norm) and self.non_finite is None:
+            self.non_finite = self._flat.first_non_finite(among=indices)
+
+    def join(self, window: int, *, contributes: bool, has_late: bool) -> None:
+        """Take part in what some rank has begun, with what ``gather`` has put into the buffers.
+
+        Args:
+            window: Its number.
+            contributes: Whether the window is applied. Otherwise the buffers are left alone.
+            has_late: Whether a rank has ``is_late``.
+        """
+        self._has_late = has_late
+        if self.has_begun:
+            return
+        if len(self._flat.parameters) != len(self._piece_of):
+            self._cut()
+        self.has_begun, self._is_abandoned, self._late = True, False, {}
+        for piece in self._pieces:
+            piece.ready = threading.Event()
+            piece.ready.set()
+            piece.has_left = True
+        tensors = [p.group.grad.data[p.start : p.stop] for p in self._pieces]
+        if not contributes:
+            tensors = [torch.zeros_like(tensor) for tensor in tensors]
+        self._start(window, tensors)
+
+    def finish(self) -> None:
+        """Wait until the buffers hold the sums; all ranks call it together."""
+        try:
+            self._job.wait()
+            if self._has_late:
+                self._add_late()
+        finally:
+            self._reset()
+
+    def _add_late(self) -> None:
+        assert self._comm is not None
+        for number, group in enumerate(self._flat.groups):
+            late = torch.zeros_like(group.grad)
+            for i in group.indices:
+                if i in self._late:
+                    self._flat.place_of(i, late).copy_(self._late[i])
+            self._comm.all_reduce(late, what=f"late gradients, group {number}")
+            group.grad.add_(late)
+
+    def discard(self) -> None:
+        """Wait until all have taken part, and forget the sums."""
+        if self.has_begun:
+            for piece in self._pieces:
+                piece.has_left = True
+                piece.ready.set()
+            self._has_late = False
+            self.finish()
+
+    def abandon(self) -> None:
+        """End what is under way, whose connections are closed; idempotent."""
+        self._comm = None
+        if self.has_begun:
+            self._is_abandoned = True
+            for piece in self._pieces:
+                piece.ready.set()
+            self._job.close()
+            self._reset()
+
+    def _reset(self) -> None:
+        self.has_begun, self._has_late, self._late = False, False, {}
+
+    def end_window(self, *, is_applied: bool) -> None:
+        """Count anew in the next window.
+
+        Args:
+            is_applied: Whether to expect as many gradients there as in this one.
+        """
+        if self._counts_now and is_applied:
+            self._expected = self._counts
+        self._counts_now = False
+
+    def _close_hooks(self) -> None:
+        self._trained = []
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def close(self) -> None:
+        """End what is under way, whose connections are closed, and remove the hooks; idempotent."""
+        self.abandon()
+        self._close_hooks()
+
+
+def _arrive(weak: "weakref.ref[OverlappedExchange]", i: int, _: Tensor) -> None:
+    overlap = weak()
+    if overlap is not None:
+        overlap.arrive(i)
