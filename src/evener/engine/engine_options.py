@@ -25,4 +25,4 @@ class EngineOptions:
     slowdown: Slowdown
     stop_requested: Callable[[], bool] | None
     guards: OptimizerGuards
-    overlap: str = "off"
+    overlaps: bool = False

@@ -181,11 +181,8 @@ class SyncEngine(Engine):
         """Return whether gradients of the ranks that are present travel during backward."""
         team = self.team
         present = [team.people[rank] for rank in team.members]
-        # Inside one host the exchange takes the processor time of the same cores.
-        is_wanted = self.options.overlap == "on" or len({one.host for one in present}) > 1
-        is_wanted &= self.options.overlap != "off" and len(present) > 1
-        on_cpu = all(one.device == "cpu" for one in present)
-        return is_wanted and on_cpu and not self._sharded.is_on
+        on_cpu = len(present) > 1 and all(one.device == "cpu" for one in present)
+        return self.options.overlaps and on_cpu and not self._sharded.is_on
 
     def settle(self) -> None:
         """Commit what has been applied and not yet committed; all ranks call it together."""

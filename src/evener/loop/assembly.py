@@ -337,7 +337,7 @@ class Assembly:
             ),
             stop_requested=config.stop_when,
             guards=OptimizerGuards(self.flat, self.optimizers, warn=warn),
-            overlap=config.overlap,
+            overlaps=config.overlap == "on",
         )
 
 
