@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from evener import Ddp
+from evener.comm import background
 from evener.comm.base import Communicator
-from evener.engine import background
 from evener.errors import CollectiveMismatchError, EvenerError
 from evener.planning.shares import apportion
 from helpers.elastic import Died, ElasticThreads, ThreadMembership
