@@ -66,7 +66,7 @@ class MeetingPoint:
     def find_unreached(self, others: Sequence[int]) -> list[int]:
         """Return the ranks that listen, and do not answer there; all are tried at once.
 
-        Those that have not come are no matter of the network.
+        Ranks that have not announced a place are not tried.
         """
         places: dict[int, tuple[str, int]] = {}
         with suppress(RuntimeError):  # the generation is over, because a member is lost

@@ -141,7 +141,7 @@ def timeline(table: RunTable, lanes: "NDArray[np.intp]", most_numbers: int) -> d
     Args:
         table: The windows.
         lanes: Its lanes, in the order in which they are shown.
-        most_numbers: Neighbouring rows are merged until there are no more numbers than these.
+        most_numbers: Most numbers of a curve: neighbouring rows are merged until they fit.
 
     Returns:
         ``merged``: the most windows in a cell. For each cell its first ``window``, ``gap_us`` since

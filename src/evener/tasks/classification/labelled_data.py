@@ -180,7 +180,7 @@ def _given_records(samples: Iterable[Any], data: ClassifyDataConfig) -> list[Rec
             row = {data.text_key: sample.text, data.label_key: sample.label}
         records.append(_record(f"sample {number}", row, data, has_labels=True))
     if not records:
-        raise DataError("there are no samples; give some, each with a text and a label")
+        raise DataError("no samples were given; give at least one, with a text and a label")
     return records
 
 

@@ -97,7 +97,7 @@ class DocumentSource(ABC):
                 yield document
         if is_empty:
             raise DataError(
-                f"{self.name}: there is no text in it. Give some text, or check data.text_key"
+                f"{self.name}: it holds no text. Give some text, or check data.text_key"
             )
 
     @abstractmethod

@@ -138,7 +138,7 @@ def test_a_file_is_a_document_and_its_line_ends_are_kept(tmp_path: Path) -> None
         "d.txt": "\u00e9",
     }
     assert texts_of(files(write(tmp_path / "r", contents))) == ["one\r\ntwo", "\u00e9"]
-    with pytest.raises(DataError, match=r"and 1 other file: there is no text in it"):
+    with pytest.raises(DataError, match=r"and 1 other file: it holds no text"):
         texts_of(files(write(tmp_path / "empty", {"a.txt": "", "b.txt": "\n"})))
 
 
@@ -313,5 +313,5 @@ def test_what_is_no_data_set_is_refused() -> None:
     for wrong in ("text", {"text": ["a"]}, 3, None, (text for text in TEXTS)):
         with pytest.raises(ConfigError, match=f"of type {type(wrong).__name__}; give something"):
             records(wrong)
-    with pytest.raises(DataError, match=r"the data set \(list\): there is no text in it\. Give"):
+    with pytest.raises(DataError, match=r"the data set \(list\): it holds no text\. Give"):
         records([])
