@@ -121,13 +121,6 @@ class Fields:
         """Return an object within this one."""
         return Fields(self[key], self._place(key))
 
-    def tables(self, key: str) -> "list[Fields]":
-        """Return a list of objects."""
-        return [
-            Fields(one, f"{self._place(key)}.{number}")
-            for number, one in enumerate(self.items(key))
-        ]
-
     def _of_kind(self, key: str, kind: type[_Kind], noun: str) -> _Kind:
         value = self[key]
         if not isinstance(value, kind):
