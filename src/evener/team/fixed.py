@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -408,9 +409,8 @@ class _AgentStore:
         self._key = f"evener/coordinator/{attempt}/{team}"
         host, port = environment.coordinator_addr, environment.coordinator_port
         try:
-            timeout = timedelta(seconds=max(1.0, timeout_s))
-            self._store = TCPStore(host, port, wait_for_workers=False, timeout=timeout)
-        except RuntimeError as error:
+            self._store = _connect(host, port, max(1.0, timeout_s))
+        except (RuntimeError, TimeoutError) as error:
             raise LaunchError(
                 f"{host}:{port} does not answer as the store of torchrun's agent "
                 f"({first_line(error)}): is another program using the port, or has the agent ended?"
@@ -453,3 +453,21 @@ class _AgentStore:
             return None
         address, token = json.loads(self._store.get(self._key))
         return Whereabouts(address, token.encode("latin-1") or None, attempt_s=_ATTEMPT_S)
+
+
+def _connect(host: str, port: int, timeout_s: float) -> TCPStore:
+    timeout = timedelta(seconds=timeout_s)
+    answer: Future[TCPStore] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(TCPStore(host, port, wait_for_workers=False, timeout=timeout))
+        except Exception as error:  # raised where it is waited for
+            answer.set_exception(error)
+
+    # A thread, because torch waits without end for a silent server, and ignores Ctrl-C.
+    threading.Thread(target=ask, name="evener-store", daemon=True).start()
+    try:
+        return answer.result(timeout_s)
+    except TimeoutError:
+        raise TimeoutError(f"silent for {timeout_s:.0f} s") from None
