@@ -129,7 +129,7 @@ def test_a_store_of_torchrun_that_says_nothing_is_given_up_at_the_deadline() -> 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(LaunchError, match=rf"127.0.0.1:{port} does not answer .* \(silent for"):
-            join(place(1, port, agent_store=True), 1.0)
+            fixed.meet(place(1, port, agent_store=True), 1.0)
 
 
 def test_a_coordinator_that_ended_ranks_have_left_in_torchruns_store_is_asked_in_vain(
