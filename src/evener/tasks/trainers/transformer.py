@@ -15,12 +15,12 @@ from evener.config.runs import OptimizerConfig, TaskConfig
 from evener.config.settings import DdpConfig
 from evener.ddp import Ddp
 from evener.engine.results import Progress, WindowResult
-from evener.errors import UsageError
+from evener.errors import DataError, UsageError
 from evener.loop.arguments import unwrap_compiled
 from evener.planning.policies import ApplyPolicy
 from evener.tasks.blocks import gradient_buckets
-from evener.tasks.language_model import mean_loss
-from evener.tasks.lm_batch import LMBatch
+from evener.tasks.language_model import mean_loss, vocabulary_size
+from evener.tasks.lm_batch import IGNORED, LMBatch
 from evener.tasks.optimization import WarmupCosine, make_optimizer
 from evener.tasks.trainers.accumulator import Accumulator
 from evener.team.environment import DistributedTrainConfig
@@ -184,13 +184,14 @@ class TransformerTrainer:
 
         Raises:
             ConfigError: It is not an ``LMBatch``.
-            IndexError: A token is not in the model's vocabulary.
+            DataError: A token is not in the model's vocabulary.
             UsageError: ``max_steps`` has been reached, or a loader of the team hands out batches.
         """
         remedy = (
             "an LMBatch(input_ids, labels), whose labels are the tokens after those of input_ids"
         )
         require("batch", batch, LMBatch, remedy)
+        self._check_tokens(batch)
         random_state = torch.get_rng_state()
         window, engine = self._open_window(), self.ddp.assembly.engine
         try:
@@ -219,6 +220,22 @@ class TransformerTrainer:
         """Leave the team; the model stays usable. Idempotent."""
         if self._ddp is not None:
             self._ddp.close()
+
+    def _check_tokens(self, batch: LMBatch) -> None:
+        if batch.input_ids.device.type != "cpu" or batch.labels.device.type != "cpu":
+            return  # looking would wait for the device
+        if getattr(self.model, "get_input_embeddings", None) is None:
+            return  # not of transformers: how many tokens it has is not known
+        size = vocabulary_size(self.model)
+        # A label of -100 is none; any other must be a token, as those of input_ids.
+        labels = batch.labels.where(batch.labels != IGNORED, 0)
+        extremes = [int(x) for x in (*batch.input_ids.aminmax(), *labels.aminmax())]
+        least, largest = min(extremes), max(extremes)
+        if least < 0 or largest >= size:
+            raise DataError(
+                f"the batch holds token {least if least < 0 else largest}, and the model has "
+                f"tokens 0 to {size - 1}; use the tokenizer that belongs to the model"
+            )
 
     def _open_window(self) -> Accumulator:
         """Where batches are accumulated; makes a team of one if this is in none."""

@@ -107,6 +107,19 @@ def test_dropout_leaves_the_random_numbers_of_the_caller_alone() -> None:
     assert losses[0][0] != losses[0][1]
 
 
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    trainer = TransformerTrainer(llama(1))
+    good = lm_batch(1, 2)
+    for ids, labels, said in (
+        (good.input_ids + 30, good.labels, "tokens 0 to 39"),
+        (good.input_ids - 40, good.labels, "holds token -"),
+        (good.input_ids, good.labels + 100, "tokens 0 to 39"),
+        (good.input_ids, torch.full_like(good.labels, -5), "holds token -5"),
+    ):
+        with pytest.raises(DataError, match=said):
+            trainer.forward_backward_batch(LMBatch(ids, labels))
+
+
 class OwnModel(nn.Module):
     """A model that is not of transformers: token ids in, an object with logits out."""
 
