@@ -40,6 +40,8 @@ _FIELDS: Final = (
     *("samples", "micro_batches", "compute_s", "update_s"),
     *("wait_s", "sync_s", "elapsed_s"),
 )
+_OF_LOCAL: Final = (*_FIELDS, "steps")
+"""What windows must say of each rank to count, in SYNC and with local steps."""
 
 Table = NDArray[np.float64]
 Rows = Mapping[str, Table]
@@ -81,12 +83,14 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
         ConfigError: There are too few windows, or no rank has computed anything in them.
     """
     kept = list(events)
-    windows = _windows_that_count(kept)
+    start = next((event for event in kept[::-1] if event["type"] == "run_started"), {})
+    policy = ApplyPolicy(start.get("policy", ApplyPolicy.SYNC))
+    windows = _windows_that_count(kept, _FIELDS if policy is ApplyPolicy.SYNC else _OF_LOCAL)
     if len(windows) < LEAST_WINDOWS:
         raise ConfigError(
-            f"{run} has {len(windows)} windows after its warm-up of {WARM_UP_WINDOWS}, at least "
-            f"{LEAST_WINDOWS} are needed to tell how fast its ranks are; let it run for longer, "
-            "name another run, or give speeds by hand with --speeds"
+            f"{run} has {len(windows)} windows after its warm-up of {WARM_UP_WINDOWS} that say "
+            f"what each rank did, at least {LEAST_WINDOWS} are needed to tell how fast its ranks "
+            "are; let it run for longer, name another run, or give speeds by hand with --speeds"
         )
     rows = {name: _table(windows, name) for name in _FIELDS}
     computed: NDArray[np.bool_] = np.logical_or.reduce(_computed(rows))
@@ -102,14 +106,12 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
         for rank, name in enumerate(names)
         if not computed[rank]
     ]
-    start = next((event for event in kept[::-1] if event["type"] == "run_started"), {})
-    policy = ApplyPolicy(start.get("policy", ApplyPolicy.SYNC))
     parts = max(1, windows[-1]["update_parts"])
     sizes, anchor = rows["samples"].sum(axis=1), ANCHOR
     if policy is not ApplyPolicy.SYNC:
         steps = _table(windows, "steps")
         sizes = np.ceil(rows["samples"][steps > 0] / steps[steps > 0])
-        anchor = min(window["anchor"] for window in windows)
+        anchor = min(window.get("anchor") or ANCHOR for window in windows)
         notes.append(
             "the run made local steps, in which updates are not timed by themselves: sync is "
             "predicted with an update for each step's samples, and so as rather too slow"
@@ -138,7 +140,7 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
     )
 
 
-def _windows_that_count(events: Sequence[Event]) -> list[Event]:
+def _windows_that_count(events: Sequence[Event], needed: Sequence[str]) -> list[Event]:
     """Return the windows of the members of the newest one, after the warm-up of each team.
 
     Those in which the run paused or was suspended do not count.
@@ -148,6 +150,8 @@ def _windows_that_count(events: Sequence[Event]) -> list[Event]:
     former: set[str] = set()
     age = 0
     for window in (event for event in events if event["type"] == "window"):
+        if not all(name in row for row in window["ranks"] for name in needed):
+            continue
         members = {row["member"] for row in window["ranks"]}
         age = age + 1 if members == former else 1
         former = members

@@ -276,6 +276,11 @@ def test_what_a_run_cannot_tell_is_refused():
         measured_team(few, "r")
     with pytest.raises(ConfigError, match="r has 0 windows"):
         measured_team([], "r")
+    silent = events_of(team_at(100, 50), SYNC, 20)
+    for window in silent[5:]:
+        del window["ranks"][1]["micro_batches"]
+    with pytest.raises(ConfigError, match="r has 1 windows .* that say what each rank did"):
+        measured_team(silent, "r")
 
 
 def test_a_rank_that_has_computed_nothing_is_left_out():
