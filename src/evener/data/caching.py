@@ -53,8 +53,8 @@ class Item(NamedTuple):
 # ── where items are held ─────────────────────────────────────────────────────────────────────────
 
 
-class Place(ABC):
-    """Where items are held.
+class ItemStore(ABC):
+    """Where items are held; by default as they are.
 
     Attributes:
         name: For messages.
@@ -68,17 +68,18 @@ class Place(ABC):
     def free_bytes(self) -> int:
         """Return how much is free."""
 
-    @abstractmethod
-    def put(self, index: int, item: Item) -> None:
-        """Hold an item."""
+    def write(self, item: Item) -> Any:
+        """Store an item, and return what it is found by."""
+        return item
+
+    def read(self, place: Any) -> Item:
+        """Return an item that was stored."""
+        item: Item = place
+        return item
 
     @abstractmethod
-    def get(self, index: int) -> Item:
-        """Return an item that is held."""
-
-    @abstractmethod
-    def remove(self, index: int) -> None:
-        """Let an item go."""
+    def free(self, place: Any) -> None:
+        """Let go of what does not go with ``place`` itself."""
 
     @abstractmethod
     def close(self) -> None:
@@ -86,7 +87,7 @@ class Place(ABC):
 
 
 @final
-class Memory(Place):
+class MemoryStore(ItemStore):
     """The memory of a device.
 
     Args:
@@ -95,31 +96,20 @@ class Memory(Place):
 
     def __init__(self, device: torch.device) -> None:
         self.name, self.device = f"in the memory of {device}", device
-        self._items: dict[int, Item] = {}
 
     def free_bytes(self) -> int:
         """Return how much memory is free."""
         return kind_of(self.device).free_bytes(self.device)
 
-    def put(self, index: int, item: Item) -> None:
-        """Hold an item."""
-        self._items[index] = item
-
-    def get(self, index: int) -> Item:
-        """Return an item that is held."""
-        return self._items[index]
-
-    def remove(self, index: int) -> None:
-        """Let an item go."""
-        del self._items[index]
+    def free(self, place: Any) -> None:
+        """Nothing else."""
 
     def close(self) -> None:
-        """Let all go; idempotent."""
-        self._items.clear()
+        """Nothing is held here."""
 
 
 @final
-class Disk(Place):
+class DiskStore(ItemStore):
     """A file without a name, which goes with this process, however that ends.
 
     An item is a line of JSON with its plain values, and its tensors as safetensors.
@@ -143,52 +133,50 @@ class Disk(Place):
                 "cache='disk:/scratch'"
             ) from error
         self._end = 0
-        #: Offset and size in the file, and what is not in it.
-        self._held: dict[int, tuple[int, int, Item]] = {}
 
     def free_bytes(self) -> int:
         """Return how much of the disk is free."""
         return shutil.disk_usage(self._folder).free
 
-    def put(self, index: int, item: Item) -> None:
-        """Append an item to the file."""
+    def write(self, item: Item) -> tuple[int, int, Item]:
+        """Append an item to the file; return its offset and size, and the rest of it."""
         leaves = {str(k): leaf for k, leaf in enumerate(item.leaves)}
         tensors = {k: leaf for k, leaf in leaves.items() if isinstance(leaf, Tensor)}
         plain = {k: leaf for k, leaf in leaves.items() if k not in tensors}
         data = json.dumps(plain).encode() + b"\n" + safetensors.torch.save(tensors)
-        self._file.seek(self._end)
+        start = self._file.seek(self._end)
         self._file.write(data)
-        self._held[index] = self._end, len(data), item._replace(leaves=[])
         self._end += len(data)
+        return start, len(data), item._replace(leaves=[])
 
-    def get(self, index: int) -> Item:
+    def read(self, place: tuple[int, int, Item]) -> Item:
         """Read an item."""
-        start, size, item = self._held[index]
+        start, size, item = place
         self._file.seek(start)
         plain, _, tensors = self._file.read(size).partition(b"\n")
         leaves = json.loads(plain) | safetensors.torch.load(tensors)
         return item._replace(leaves=[leaves[str(k)] for k in range(len(leaves))])
 
-    def remove(self, index: int) -> None:
-        """Let an item go; the pages that it fills leave the file where the system can do that."""
-        start, size, _ = self._held.pop(index)
-        first, page = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE
-        whole = (start + size - first) // page * page
-        if whole > 0:
+    def free(self, place: tuple[int, int, Item]) -> None:
+        """Take the pages that an item fills out of the file, where the system can do that."""
+        start, size, _ = place
+        self._file.flush()
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (start + size - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        if length > 0:
             with (
                 suppress(AttributeError, OSError),
-                mmap.mmap(self._file.fileno(), whole, offset=first) as pages,
+                mmap.mmap(self._file.fileno(), length, offset=first) as pages,
             ):
                 pages.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Give the file up; idempotent."""
-        self._held.clear()
         self._file.close()
 
 
-def find_place(cache: str, device: torch.device) -> Place:
-    """Return the place that a user has named.
+def find_store(cache: str, device: torch.device) -> ItemStore:
+    """Return the store that a user has named.
 
     Args:
         cache: As ``Ddp.loader`` takes it.
@@ -199,11 +187,11 @@ def find_place(cache: str, device: torch.device) -> Place:
     """
     kind, _, folder = str(cache).partition(":")
     if kind == "disk":
-        return Disk(folder)
+        return DiskStore(folder)
     if cache == "device":
-        return Memory(device)
+        return MemoryStore(device)
     if cache == "memory":
-        return Memory(torch.device("cpu"))
+        return MemoryStore(torch.device("cpu"))
     raise ConfigError(
         f"cache={cache!r} is no place for samples; give 'device', 'memory', 'disk' (in the "
         "temporary directory) or 'disk:FOLDER', or leave it out"
@@ -218,7 +206,7 @@ class Cache:
     """Samples by index: those that are held, and those that were fetched for the present batch.
 
     Args:
-        place: Where they are held.
+        store: Where they are held.
         name: The data set's, for messages.
         option: What the user has said, for messages.
         copies: Whether tensors are handed out as copies, for a ``collate_fn`` that may change them.
@@ -227,10 +215,12 @@ class Cache:
         held: Which samples are held.
     """
 
-    def __init__(self, place: Place, name: str, option: str, *, copies: bool) -> None:
+    def __init__(self, store: ItemStore, name: str, option: str, *, copies: bool) -> None:
         self.held = Holdings()
-        self._place, self._name, self._option, self._copies = place, name, option, copies
+        self._store, self._name, self._option, self._copies = store, name, option, copies
         self._fresh: dict[int, Item] = {}
+        #: What the store has returned for those that are held.
+        self._places: dict[int, Any] = {}
         self._spec: TreeSpec | None = None
         self._unchecked = _NUM_CHECKED
         self._remark = ""
@@ -240,7 +230,7 @@ class Cache:
         item = self._fresh.get(index)
         if item is None:
             self.held.use(index)
-            item = self._place.get(index)
+            item = self._store.read(self._places[index])
         leaves = list(item.leaves)
         if self._copies:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -271,7 +261,7 @@ class Cache:
             item = self._fresh[index] = self._take_apart(index, sample)
             size = sum(getattr(leaf, "nbytes", sys.getsizeof(leaf)) for leaf in item.leaves)
             if index not in self.held and self.held.admit(index, size):
-                self._place.put(index, item)
+                self._places[index] = self._store.write(item)
 
     def forget(self) -> None:
         """Forget samples that were added and are not held."""
@@ -279,8 +269,8 @@ class Cache:
 
     def fit(self) -> None:
         """Let samples go if others need the memory."""
-        for index in self.held.fit(self._place.free_bytes()):
-            self._place.remove(index)
+        for index in self.held.fit(self._store.free_bytes()):
+            self._store.free(self._places.pop(index))
 
     @property
     def remark(self) -> str:
@@ -288,14 +278,15 @@ class Cache:
         if self.held.is_full and not self._remark:
             self._remark = (
                 f"cache={self._option!r} holds {len(self.held):,} samples "
-                f"({self.held.num_bytes / 2**30:.2f} GiB) {self._place.name} of this rank, and no "
+                f"({self.held.num_bytes / 2**30:.2f} GiB) {self._store.name} of this rank, and no "
                 "more: what it leaves free is never less. The others are fetched in every epoch"
             )
         return self._remark
 
     def close(self) -> None:
         """Let all go; idempotent."""
-        self._place.close()
+        self._places.clear()
+        self._store.close()
 
     def _take_apart(self, index: int, sample: Any) -> Item:
         leaves, spec = tree_flatten(sample)
@@ -313,7 +304,7 @@ class Cache:
             tensor = torch.from_numpy(np.array(leaf, order="C")) if _is_array(leaf) else leaf
             if type(tensor) is Tensor and tensor.layout == torch.strided:
                 form = torch.contiguous_format
-                return tensor.detach().to(self._place.device, copy=True, memory_format=form)
+                return tensor.detach().to(self._store.device, copy=True, memory_format=form)
         raise ConfigError(
             f"sample {index} of {self._name} contains a {type(leaf).__name__}, which "
             f"cache={self._option!r} cannot hold; return dicts, lists and tuples of dense tensors, "

@@ -182,7 +182,7 @@ def test_where_memory_gets_short_samples_are_fetched_again(cache, monkeypatch):
 
     free = [10**9]
     monkeypatch.setattr(Cpu, "free_bytes", lambda *_: free[0])
-    monkeypatch.setattr(caching.Disk, "free_bytes", lambda _: free[0])
+    monkeypatch.setattr(caching.DiskStore, "free_bytes", lambda _: free[0])
     monkeypatch.setattr(caching, "_WATCH_S", -1.0)  # look at every batch
     monkeypatch.setattr(caching, "_NUM_CHECKED", 4)
     dataset = Large()
@@ -208,7 +208,7 @@ def test_where_memory_gets_short_samples_are_fetched_again(cache, monkeypatch):
 
 def test_the_file_of_a_cache_has_no_name_and_shrinks(tmp_path: Path, monkeypatch):
     free = [10**9]
-    monkeypatch.setattr(caching.Disk, "free_bytes", lambda _: free[0])
+    monkeypatch.setattr(caching.DiskStore, "free_bytes", lambda _: free[0])
     xs = torch.arange(8 * 50_000).reshape(8, -1)
     with fetch(TensorDataset(xs), f"disk:{tmp_path}") as fetcher:
         load(fetcher, 0, [0, 1, 2, 3])

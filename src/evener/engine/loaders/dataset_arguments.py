@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from evener.data.caching import Cache, CachedFetcher, find_place
+from evener.data.caching import Cache, CachedFetcher, find_store
 from evener.data.cursor import derive_seed
 from evener.data.fetching import Fetcher, Pending, Prefetch, Recipe, make_fetcher
 from evener.data.order import Draws, Permutation
@@ -208,7 +208,7 @@ class DatasetArguments:
         name = type(self.samples).__qualname__
         # torch's own function changes nothing, and hands nothing on.
         copies = self.collate_fn is not default_collate
-        kept = Cache(find_place(cache, device), name, cache, copies=copies)
+        kept = Cache(find_store(cache, device), name, cache, copies=copies)
         recipe = Recipe(kept, self.collate_fn, self.seed, name)
         collate = recipe.assemble if prefetch == "thread" else recipe.batch
         return CachedFetcher(self._fetcher_of(list, prefetch), kept, collate)
