@@ -60,6 +60,7 @@ def setup(
     *,
     policy: str = "sync",
     shares: Callable[[int, int], Sequence[float]] | Sequence[float] | None = None,
+    precision: str = "auto",
     **config: Any,
 ) -> Ddp:
     """``Ddp.setup`` on a given communicator; ``shares`` replaces the planner.
@@ -72,6 +73,7 @@ def setup(
         scheduler,
         policy=policy,
         devices="cpu",
+        precision=precision,
         environment=DistributedTrainConfig(),
         communicator=communicator,
         config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
