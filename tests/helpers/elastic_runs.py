@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from evener import Ddp, DdpConfig, WindowResult
-from evener.planning.policies import Parking
-from evener.planning.shares import apportion
 from helpers.clocks import RankClocks
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.limits import PATIENCE_S
 from helpers.loops import STEP_SIZE, OneStep
 from helpers.models import seeded
 from helpers.sinks import Kept
-from helpers.teams import ScriptedPolicy
+from helpers.teams import Parks
 
 EPOCHS = 2
 X = torch.randn(48, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -221,28 +219,3 @@ def train_alone(batch_size: int) -> list[Tensor]:
 
     states: list[list[Tensor]] = [*ElasticThreads(1).run_to_end(body).values()]
     return states[0]
-
-
-class Parks(ScriptedPolicy):
-    """Equal shares of those who are present; some ranks are parked after the first window."""
-
-    def __init__(self, ddp: Ddp, misfits: Iterable[int], apart: int) -> None:
-        super().__init__(ddp.world_size, self._deal)
-        self._ddp, self._misfits, self._apart = ddp, tuple(misfits), apart
-        self._absent, self._parked = ddp.assembly.engine.team.absent, frozenset[int]()
-
-    def _deal(self, window: int, size: int) -> tuple[int, ...]:
-        away = self._absent | self._parked
-        return tuple(apportion(size, [float(r not in away) for r in range(self.world_size)]))
-
-    def set_absent(self, ranks: frozenset[int]) -> None:
-        self._absent = ranks
-
-    def set_parked(self, ranks: frozenset[int]) -> None:
-        self._parked = ranks
-
-    def decide_parking(self, batch_size: int, main: int) -> Parking | None:
-        return Parking(dict.fromkeys(self._misfits, 1.0)) if self._ddp.window == 0 else None
-
-    def windows_apart(self, batch_size: int, change_s: float) -> int:
-        return self._apart
