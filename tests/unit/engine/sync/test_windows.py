@@ -3,7 +3,6 @@
 import math
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator
-from evener.ddp import Ddp
 from evener.engine.results import WindowResult
-from evener.errors import EvenerError, NonFiniteGradientError, UsageError
+from evener.errors import EvenerError, NonFiniteGradientError
 from helpers.clocks import RankClocks
 from helpers.loops import Numbered, flatten, linear, step, train
 from helpers.models import mlp
@@ -41,46 +39,6 @@ def test_shares_follow_measured_speed(rank_clocks: RankClocks) -> None:
         return tuple(r.samples for r in result.ranks)
 
     assert run_team(2, body)[0] == (18, 6)
-
-
-def wrong_order(action: Callable[[Ddp, Tensor], None]) -> str:
-    model, optimizer = linear()
-    with setup(Communicator(), model, optimizer) as ddp:
-        loader = ddp.loader(Numbered(37), batch_size=8)
-
-        def train() -> None:
-            for _, x in loader.epoch(0):
-                action(ddp, model(x).square().mean())
-
-        with pytest.raises(UsageError) as caught:
-            train()
-    return str(caught.value)
-
-
-def test_a_loop_in_the_wrong_order_is_told_what_to_do() -> None:
-    def no_step(ddp: Ddp, loss: Tensor) -> None:
-        ddp.backward(loss)
-
-    def no_backward(ddp: Ddp, loss: Tensor) -> None:
-        ddp.step()
-
-    def bad_weight(ddp: Ddp, loss: Tensor) -> None:
-        ddp.backward(loss, weight=-1)
-
-    def two_weights(ddp: Ddp, loss: Tensor) -> None:
-        ddp.backward(loss, weight=3)
-        ddp.backward(loss, weight=4)
-
-    def twice(ddp: Ddp, loss: Tensor) -> None:
-        ddp.backward(loss)
-        ddp.step()
-        ddp.backward(loss)
-
-    assert "ddp.step()" in wrong_order(no_step)
-    assert "ddp.backward" in wrong_order(no_backward)
-    assert "-1" in wrong_order(bad_weight)
-    assert "one weight" in wrong_order(two_weights)
-    assert "outside a micro-batch" in wrong_order(twice)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
