@@ -158,26 +158,6 @@ def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(
 
 
 @both_policies
-def test_a_stop_and_a_break_at_once(policy: str) -> None:
-    def body(comm: Communicator) -> tuple[float, int, bool]:
-        walk = Walk(comm, policy)
-        with walk.ddp as ddp:
-            for number, (ids, x) in enumerate(walk.loader.epoch(0)):
-                if number == 5 and comm.rank == 0:
-                    break
-                if number == 5:
-                    ddp.stop()
-                walk.step(ids, x)
-            assert ddp.weighted_mean(1.0) == 1.0
-            for _ in walk.loader.epoch(0) if ddp.stopping else ():
-                raise AssertionError("a team that has stopped trains no more")
-            return (*walk.check(), ddp.stopping)
-
-    first, second = run_team(2, body)
-    assert first == second
-
-
-@both_policies
 def test_a_stop_ends_all_ranks_at_one_consensus_and_another_team_goes_on(
     policy: str, tmp_path: Path
 ) -> None:

@@ -17,10 +17,12 @@ from helpers.models import mlp
 from helpers.teams import run_team, setup
 
 
-def begin(comm: Communicator, precision: str, shares: Sequence[float]) -> tuple[Ddp, Any]:
+def begin(
+    comm: Communicator, precision: str, shares: Sequence[float] | None, **options: Any
+) -> tuple[Ddp, Any]:
     model = mlp(3, 16, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return setup(comm, model, optimizer, shares=shares, precision=precision), model
+    return setup(comm, model, optimizer, shares=shares, precision=precision, **options), model
 
 
 def train_results(ddp: Ddp) -> list[Any]:
@@ -83,17 +85,28 @@ def test_the_average_is_right_for_any_mixture() -> None:
         assert norms == pytest.approx(expected_norms, rel=2e-2)
 
 
-@pytest.mark.parametrize("bad", ["fp16", "fp32"])
-def test_what_the_scale_cannot_explain_stops_every_rank(bad: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "bad"), [("sync", "fp16"), ("sync", "fp32"), ("cadence", "fp16")]
+)
+def test_what_the_scale_cannot_explain_stops_every_rank(policy: str, bad: str) -> None:
+    lockstep = {"anchor": 1, "max_anchor": 1, "max_batch_diff": 0} if policy != "sync" else {}
+
     def body(comm: Communicator) -> str:
-        ddp, model = begin(comm, "fp16" if comm.rank else "fp32", (4, 4))
+        precision = "fp16" if comm.rank else "fp32"
+        shares = (4, 4) if policy == "sync" else None
+        ddp, model = begin(comm, precision, shares, policy=policy, **lockstep)
+        scale = ddp.assembly.engine.options.loss_scale
+        scale.value = 2.0 if policy == "sync" else 4.0
+        scale.reset()
         with ddp:
-            if (comm.rank == 1) == (bad == "fp16"):
+            if precision == bad:
                 model[0].weight.register_hook(lambda g: g * float("nan"))
-            ddp.assembly.engine.options.loss_scale.value = 2.0
             with pytest.raises(NonFiniteGradientError) as caught:
                 train_results(ddp)
-            assert ddp.window == (1 if bad == "fp16" else 0)
+            assert caught.value.rank == (bad == "fp16")
+            if policy == "sync":
+                assert ddp.window == (bad == "fp16")
+            assert flatten(model).isfinite().all()
             return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
     first, second = run_team(2, body)
