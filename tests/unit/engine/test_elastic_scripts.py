@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from evener import Ddp, WindowResult
-from evener.errors import RunEndedError, UsageError
+from evener.errors import UsageError
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
-from helpers.elastic_runs import DATA, Run, begin, loss_of, make_model, state_of, train_epochs
+from helpers.elastic_runs import DATA, Run, begin, loss_of, make_model, state_of
 from helpers.models import seeded
 
 EPOCHS = 4
@@ -227,20 +227,3 @@ def test_a_worker_that_joins_trains_what_the_others_have_thawed(policy: str) -> 
         assert flags == [True] * 4 + [False] * 2
         assert [names[0].partition(".")[0] for names in groups] == ["2", "0", "1"]
         assert all(map(torch.equal, state, found["w0"][2]))
-
-
-def test_a_worker_that_comes_after_a_stop_does_not_begin_again() -> None:
-    def body(membership: ThreadMembership) -> int:
-        with begin(membership) as ddp:
-            ddp.on_commit(lambda result: ddp.stop())
-            train_epochs(ddp, ddp.loader(DATA, batch_size=12), epochs=1)
-            window = ddp.window
-        if membership.member == "w0":
-            membership.team.start("late")
-        return window
-
-    team = ElasticThreads(2)
-    team.run(body)
-    assert team.fate("w0").value == team.fate("w1").value < 4
-    assert isinstance(team.fate("late").error, RunEndedError)
-    assert len(team.formations) == 1

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator
-from evener.errors import (
-    CheckpointError,
-    ConfigError,
-    UsageError,
-)
+from evener.errors import CheckpointError, ConfigError, UsageError
 from helpers.loops import Numbered, linear, step
 from helpers.teams import run_team, setup
 
