@@ -1,4 +1,4 @@
-"""fp16 with a loss scale of the team: overflows leave the window out everywhere, identically."""
+"""fp16 with a loss scale of the team: an overflow leaves out the window, or one local step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +10,16 @@ from torch import Tensor
 from evener import Ddp
 from evener.comm.base import Communicator
 from evener.engine.loss_scale import FIRST_SCALE, GROWTH_INTERVAL, LARGEST_SCALE, LossScale
+from evener.engine.results import WindowResult
 from evener.errors import ConfigError, NonFiniteGradientError
 from evener.loop.precision import choose_precision
-from helpers.loops import Numbered, flatten, step
+from evener.planning.report import Report
+from helpers.loops import Numbered, flatten, step, train
 from helpers.models import mlp
 from helpers.teams import run_team, setup
+
+#: One step of each rank a window, whatever their speed.
+LOCKSTEP: dict[str, Any] = {"policy": "cadence", "anchor": 1, "max_anchor": 1, "max_batch_diff": 0}
 
 
 def begin(
@@ -59,6 +64,41 @@ def test_an_overflow_on_one_rank_leaves_the_window_out_on_all_identically() -> N
         assert torch.equal(other[1], end)
 
 
+def test_an_overflow_leaves_out_one_step_of_one_rank() -> None:
+    """Rank 1 overflows in two steps of its own; rank 0 goes on, and its steps count."""
+
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        ddp, model = begin(comm, "fp16", None, **LOCKSTEP)
+        ddp.assembly.engine.options.loss_scale.value = 256.0
+        ddp.assembly.engine.options.loss_scale.reset()
+        number = 0
+
+        def overflow(module: Any, grads: Any, _: Any) -> Any:
+            nonlocal number
+            number += 1
+            return tuple(g * float("inf") for g in grads) if number in (3, 4) else grads
+
+        if comm.rank == 1:  # as if an activation gradient did not fit into fp16
+            model[2].register_full_backward_hook(overflow)
+        results: list[WindowResult] = []
+        with ddp:
+            assert model(torch.ones(2, 3)).dtype == torch.float32
+            ddp.on_commit(results.append)
+            train(ddp, ddp.loader(Numbered(160), batch_size=8))
+        weight = sum(result.ranks[1].weight for result in results)
+        assert all(result.loss == result.loss for result in results)
+        scale = ddp.assembly.engine.options.loss_scale.state_dict()
+        return number, flatten(model).tolist(), ddp.progress, scale, weight
+
+    (_, *first), (number, *second) = run_team(2, body)
+    assert first == second
+    _, progress, scale, weight = first
+    assert (progress.steps, progress.skipped, progress.samples) == (18, 2, 160)
+    assert weight == 8 * (number - 2), "a step left out has no weight"
+    assert scale["value"] == 256.0 / 4
+    assert 0 < scale["good_steps"] < 18
+
+
 def test_the_average_is_right_for_any_mixture() -> None:
     precisions = ("fp32", "fp16", "bf16")
 
@@ -89,12 +129,12 @@ def test_the_average_is_right_for_any_mixture() -> None:
     ("policy", "bad"), [("sync", "fp16"), ("sync", "fp32"), ("cadence", "fp16")]
 )
 def test_what_the_scale_cannot_explain_stops_every_rank(policy: str, bad: str) -> None:
-    lockstep = {"anchor": 1, "max_anchor": 1, "max_batch_diff": 0} if policy != "sync" else {}
+    options = LOCKSTEP if policy == "cadence" else {}
 
     def body(comm: Communicator) -> str:
         precision = "fp16" if comm.rank else "fp32"
         shares = (4, 4) if policy == "sync" else None
-        ddp, model = begin(comm, precision, shares, policy=policy, **lockstep)
+        ddp, model = begin(comm, precision, shares, **options)
         scale = ddp.assembly.engine.options.loss_scale
         scale.value = 2.0 if policy == "sync" else 4.0
         scale.reset()
@@ -157,3 +197,19 @@ def test_auto_is_the_fast_precision_of_the_device(
     assert choose_precision("auto", torch.device("cpu")) == "fp32"
     with pytest.raises(ConfigError, match=r"fp8.*choose one of auto, fp32, bf16, fp16"):
         choose_precision("fp8", torch.device("cpu"))
+
+
+def test_all_take_the_smallest_scale_and_keep_what_they_have_learnt_since() -> None:
+    scales = first, second, third = [LossScale([1, 2], rank) for rank in range(3)]
+    assert (first.own, second.own) == (0.0, FIRST_SCALE)
+    assert not first.shrink()
+    assert [second.shrink() for _ in range(3)] == [True] * 3
+    reports = [
+        Report(steps=10, skipped=n, overflows=n, loss_scale=scale.own)
+        for n, scale in zip((0, 3, 0), scales, strict=True)
+    ]
+    assert second.shrink(), "after the snapshot, while the average is on its way"
+    for scale in scales:
+        scale.agree(reports)
+    assert [scale.value for scale in scales] == [FIRST_SCALE / 8] * 3
+    assert (second.own, third.own, first.own) == (FIRST_SCALE / 16, FIRST_SCALE / 8, 0.0)
