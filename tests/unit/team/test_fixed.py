@@ -87,14 +87,6 @@ def test_teams_of_one_coordinator_do_not_mix() -> None:
         assert not set(first.members) & set(second.members)
 
 
-def test_who_is_missing_is_named_on_every_rank() -> None:
-    with serving(3, 3, Deadlines()) as address:
-        places = [FixedPlace("0", rank, 3) for rank in range(2)]
-        first, second = at_once([lambda p=place: come(address, 2.0, p) for place in places])
-    assert "rank 0 waited 2 s for rank 2 of 3 to join: start what is missing" in first
-    assert "rank 1 waited 2 s for rank 2 of 3 to join" in second
-
-
 def test_unlike_world_sizes_are_told_on_both_sides() -> None:
     with serving(2, 2, Deadlines()) as address:
         places = [FixedPlace("0", 0, 2), FixedPlace("0", 1, 3)]
