@@ -197,6 +197,13 @@ def test_begin_names_the_unfinished_epoch(committing):
     assert rest.epoch == 0
 
 
+def test_an_epoch_that_nobody_began_may_be_passed_over():
+    cursor = Cursor(10, seed=0)
+    assert cursor.begin(4) is True
+    assert cursor.is_committed(3)
+    assert cursor.take(4) == Slice(4, 0, 4)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
