@@ -20,24 +20,9 @@ def test_derived_seeds_are_the_same_everywhere_and_for_ever():
 
 
 def test_derived_seeds_tell_their_parts_apart():
-    seeds = [
-        derive_seed(*parts)
-        for parts in [
-            (),
-            (0,),
-            (0, 0),
-            ("0",),
-            ("",),
-            (-1,),
-            (1, 2),
-            (2, 1),
-            (12,),
-            ("a", "bc"),
-            ("ab", "c"),
-            ("abc",),
-            (2**200,),
-        ]
-    ]
+    numbers = [(), (0,), (0, 0), (-1,), (1, 2), (2, 1), (12,), (2**200,)]
+    texts = [("0",), ("",), ("a", "bc"), ("ab", "c"), ("abc",)]
+    seeds = [derive_seed(*parts) for parts in (*numbers, *texts)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
