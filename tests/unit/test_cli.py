@@ -1,4 +1,3 @@
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,6 @@ from evener.config.options import PretrainOptions
 from evener.team import launch
 from evener.team.launch import LaunchPlan
 from evener.team.nodes import Nodes
-from helpers.limits import PATIENCE_S
 
 RANK_1_OF_2 = {
     "RANK": "1",
@@ -235,25 +233,6 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch, capsys):
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
     assert err.endswith("RuntimeError: a bug\n")
-
-
-def test_help_loads_next_to_nothing():
-    code = (
-        "import sys; from evener.cli import main; code = main(['--help']); "
-        "heavy = {'numpy', 'pydantic', 'rich', 'torch', 'transformers', 'yaml'}; "
-        "sys.exit(code or str(heavy & set(sys.modules) or ''))"
-    )
-    source = Path(cli.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        env={"PYTHONPATH": str(source)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert "pretrain" in done.stdout
-    assert done.stderr.strip() == ""
 
 
 def test_a_dashboard_is_served_while_ranks_run(launched, capfd):

@@ -22,15 +22,6 @@ def report(cadence: ElChe, true_ms: list[float], sync_ms: float = 0.0, jitter=la
 # ── the rules, one by one ────────────────────────────────────────────────────────────────────────
 
 
-def test_before_anything_is_known_every_rank_does_the_anchor():
-    cadence = ElChe(3, anchor=7)
-    assert cadence.batch_counts == (7, 7, 7)
-    assert cadence.total_batches == 21
-    assert cadence.anchor_wall_ms == 0.0
-    assert not cadence.is_calibrated
-    assert not cadence.has_speed_hint
-
-
 def test_a_speed_ratio_gives_the_others_more():
     cadence = ElChe(3, anchor=10).with_speed_ratio(slow_rank=1, ratio=2.35)
     assert cadence.batch_counts == (24, 10, 24)
