@@ -120,6 +120,8 @@ def test_max_batch_diff_limits_a_change():
     report(cadence, [100.0, 100.0])
     cadence.report_timing([1000.0, 4000.0], [10, 10], 0.0)
     assert cadence.batch_counts == (13, 10)
+    cadence.nudge_anchor_down(0.2)  # alone it would be (7, 2)
+    assert cadence.batch_counts == (10, 2)
 
 
 def test_state_goes_into_another_object():
