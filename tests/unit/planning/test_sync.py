@@ -124,17 +124,6 @@ def test_a_rank_that_slows_down_is_followed():
     assert team.efficiency(50) >= 0.95
 
 
-def test_one_disturbed_window_moves_no_share():
-    team = Team(at_speeds(1.0, 0.5), 66, noise=0.01)
-    team.run(20)
-    usual = team.ranks[1].cost
-    team.set_cost(1, usual.scaled(10.0))
-    _, shares = team.run(1)
-    team.set_cost(1, usual)
-    _, more = team.run(20)
-    assert {*shares, *more} == {(44, 22)}
-
-
 @pytest.mark.parametrize("micro_batch_size", [8, 64])
 @pytest.mark.parametrize("factor", [5.0, 40.0])
 def test_a_wrong_hint_comes_to_light(micro_batch_size, factor):
