@@ -185,7 +185,10 @@ def test_damaged_checkpoints_and_events_are_named_and_skipped(lab, done):
             "model.config=" + json.dumps({**TINY["model"]["config"], "intermediate_size": 48}),
             ["different model (model.intermediate_size 64 -> 48; "],
         ),
-        ("precision=bf16", ["different precision (precision auto -> bf16; ", "--allow precision"]),
+        (
+            "precision=bf16",
+            ["different precision (precision 'auto' -> 'bf16'; ", "--allow precision"],
+        ),
     ],
 )
 def test_resuming_something_else_is_refused_with_the_difference(lab, done, change, words):

@@ -38,10 +38,11 @@ def check_changes(
         if found := _differences({name: saved[MADE_OF].get(name)}, {name: part}):
             if name not in (allow or ()):
                 has_option = allow is not None and name in ALLOWED
+                remedy = f", or continue with it by --allow {name}" if has_option else ""
                 raise CheckpointError(
                     f"{checkpoint.path} is not of this run: different {name} "
-                    f"({'; '.join([*found, *keys])}). Put that back, or start without --resume"
-                    f"{f', or continue with it by --allow {name}' * has_option}"
+                    f"({'; '.join(dict.fromkeys([*found, *keys]))}). Put that back, or start "
+                    f"without --resume{remedy}"
                 )
             changed.add(name)
     return changed, keys

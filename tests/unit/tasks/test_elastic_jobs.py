@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import Ddp, DdpConfig
-from evener.checkpoint import Checkpoint, find_newest
+from evener.checkpoint import find_newest
 from evener.config import folders
 from evener.config.folders import FolderLock
 from evener.config.options import TaskOptions
@@ -67,15 +67,11 @@ class Line(Task):
         self.at_end()
         return {}
 
-    def documents(self) -> dict[str, Any]:
-        return {"judged.json": self.judged}
+    def state_dict(self) -> dict[str, Any]:
+        return {"judged": self.judged}
 
-    def adopt(self, documents: Any) -> None:
-        self.judged = list(documents["judged.json"])
-
-    def resume(self, job: Job, checkpoint: Checkpoint) -> None:
-        super().resume(job, checkpoint)
-        self.adopt({"judged.json": checkpoint.document("judged.json")})
+    def load_state_dict(self, state: Any) -> None:
+        self.judged = list(state["judged"])
 
 
 def work(
