@@ -188,17 +188,10 @@ def model_folder(path: str) -> Path:
 def _load_model(path: str, seq_len: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    folder = model_folder(path)
-    try:
-        require_regular(folder)
+    with loading(path, "causal language model") as folder:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32
         )
-    except Exception as error:  # damaged files, other kinds of models: each fails in its own way
-        raise ConfigError(
-            f"model.path {path!r} cannot be loaded: {in_short(error)}; give a folder "
-            "written by save_pretrained or a checkpoint of evener"
-        ) from error
     _refuse_long_samples(model.config, seq_len, f"in {path!r}")
     return model
 
@@ -275,6 +268,20 @@ def configure(config: ModelConfig, keys: Mapping[str, Any]) -> Any:
                 f"{config.type!r}; see the keys of transformers' {type(built).__name__}"
             )
     return built
+
+
+@contextlib.contextmanager
+def loading(path: str, what: str) -> Iterator[Path]:
+    """Enter with the folder of a model, and raise ``ConfigError`` where it does not load."""
+    folder = model_folder(path)
+    try:
+        require_regular(folder)
+        yield folder
+    except Exception as error:  # damaged files, other kinds of models: each fails in its own way
+        raise ConfigError(
+            f"model.path {path!r} cannot be loaded as a {what}: {in_short(error)}; give a "
+            "folder written by save_pretrained or a checkpoint of evener"
+        ) from error
 
 
 @contextlib.contextmanager

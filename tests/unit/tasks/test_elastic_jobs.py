@@ -263,39 +263,6 @@ def test_a_main_process_lost_while_it_sums_up_leaves_that_to_the_next(tmp_path: 
     assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
-def test_a_worker_without_memory_computes_smaller_parts_and_then_costs_the_team_no_sample(
-    error: type[Exception], tmp_path: Path
-) -> None:
-    team = ElasticThreads(2)
-    computed: list[int] = []
-
-    def fill(membership: ThreadMembership, window: int, samples: int) -> None:
-        if membership.member == "w1":
-            if samples > 1 or window >= 6:  # it may have no share of one window or another
-                raise error("no memory is left")
-            computed.append(window)
-        elif window >= 10 and not team.joiners and len(team.formations) == 2:
-            team.start("j")
-            while not team.joiners:
-                time.sleep(0.001)
-
-    team.run(lambda membership: work(membership, tmp_path, before=fill))
-    assert computed, "it has computed single samples"
-    assert max(computed) < 6
-    failure = team.fate("w1").error
-    assert isinstance(failure, error)
-    assert failure.__notes__ == [
-        "evener: not even a micro-batch of one sample fits; use a smaller model"
-    ]
-    assert [f.members for f in team.formations] == [("w0", "w1"), ("w0",), ("w0", "j")]
-    results = [value(team.fate(member)) for member in ("w0", "j")]
-    assert results[0] == results[1]
-    run = RunFolder(results[0][0].run_folder)
-    assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
-    assert [event["rank"] for event in run.of_type("worker_lost")] == [1]
-
-
 def is_free(folder: Path) -> bool:
     with FolderLock(folder) as lock:
         return lock.take()

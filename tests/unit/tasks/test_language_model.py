@@ -135,7 +135,9 @@ def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
     )
     (tmp_path / "config.json").write_text("{}")
     message = refusal(path=str(tmp_path))
-    assert message.startswith(f"model.path '{tmp_path}' cannot be loaded: ")
+    assert message.startswith(
+        f"model.path '{tmp_path}' cannot be loaded as a causal language model: "
+    )
     assert "checkpoint of evener" in message
     assert "\n" not in message
 
