@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset
 
 from evener.config.options import PretrainOptions
 from evener.config.runs import BPE, RunConfig
-from evener.errors import DataError, EvenerError
+from evener.errors import EvenerError
 from evener.tasks.blocks import gradient_buckets
 from evener.tasks.job import Job, Task
 from evener.tasks.language_model import (
@@ -77,17 +77,9 @@ class CausalLanguageModel(Task):
 
     def open_data(self, job: Job) -> tuple[Dataset[Any], Dataset[Any]]:
         """Tokenise the text, with a tokenizer that is trained on it if none was given."""
-        config, team, ddp = self._config, job.team, job.ddp
+        config = self._config
         splits, tokenizer = prepare_text(job, config, self._given_tokenizer, self._records)
-        self._device, self._tokenizer = ddp.device, tokenizer
-        signatures = team.introduce(splits.train.signature)
-        for rank, signature in enumerate(signatures):
-            if signature != signatures[0]:
-                raise DataError(
-                    f"rank {rank} sees other training data than rank 0 (signatures "
-                    f"{signature[:12]} and {signatures[0][:12]}); give every machine the same "
-                    "files and tokenizer"
-                )
+        self._device, self._tokenizer = job.ddp.device, tokenizer
         splits.train.require_windows(config.batch_size)
         self._train = splits.train
         most = min(len(splits.heldout), config.eval.max_sequences or len(splits.heldout))

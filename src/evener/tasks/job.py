@@ -33,7 +33,7 @@ from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
 from evener.tasks.recording import find_sinks, record, show, summarise
 from evener.tasks.resuming import RUN_FOLDER, choose_checkpoint, find_run, is_finished
-from evener.tasks.run_changes import MADE_OF, RUN, check_changes
+from evener.tasks.run_changes import MADE_OF, RUN, check_changes, require_same_parts
 from evener.tasks.run_results import TaskResult
 from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals
@@ -151,7 +151,7 @@ class Task(ABC):
     def made_of(self, job: "Job") -> Mapping[str, Any]:
         """Return the parts without which the weights mean nothing, by name, in JSON types.
 
-        A checkpoint that was written with other parts is refused.
+        Other ranks, or a checkpoint, with other parts are refused.
         """
         return {}
 
@@ -301,7 +301,8 @@ class Job(EpochLoop):
         )
         assert isinstance(loader, TeamLoader)  # not a stream
         self.loader = loader
-        self._run[MADE_OF] = dict(task.made_of(self))
+        self._run[MADE_OF] = parts = dict(task.made_of(self))
+        require_same_parts(self.team, parts)
         self.ddp.register("evener/job", self)
         self._engine.generations.call_on_cold_restart(self._load_newest)
         if self.team.membership.is_joining:

@@ -5,7 +5,8 @@ from typing import Any, Final
 
 from evener.checkpoint import Checkpoint
 from evener.config.keys import ALLOWED
-from evener.errors import CheckpointError
+from evener.engine.team import Team
+from evener.errors import CheckpointError, DataError
 from evener.parsing import short
 
 RUN: Final = "run.json"
@@ -46,6 +47,23 @@ def check_changes(
                 )
             changed.add(name)
     return changed, keys
+
+
+def require_same_parts(team: Team, parts: Mapping[str, Any]) -> None:
+    """Refuse ranks that make the run of something else than rank 0; all call it together.
+
+    Raises:
+        DataError: Names the first rank and the part, on every rank.
+    """
+    first, *others = team.introduce(parts)
+    for rank, own in enumerate(others, start=1):
+        for name, part in own.items():
+            if part != first[name]:
+                raise DataError(
+                    f"rank {rank} sees different {name} than rank 0 ({short(part)} and "
+                    f"{short(first[name])}); give every machine the same files, and the same "
+                    "versions of Python and libraries"
+                )
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,6 @@
 """The frozen base of a classifier, with a head for the classes and room for an adapter."""
 
 import copy
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from evener.errors import ConfigError
 from evener.files import blake2b
 from evener.tasks.language_model import (
     building,
+    check_length,
     check_type,
     configure,
     loading,
@@ -105,12 +105,7 @@ def build_base(config: ModelConfig, labels: Sequence[str], encoder: Any) -> tupl
             "one; give an encoder, such as bert, or a decoder, such as llama"
         )
     check_vocabulary(num_ids, vocabulary_size(model))
-    longest = getattr(with_dropout, "max_position_embeddings", None) or math.inf
-    if longest < encoder.model_max_length:
-        raise ConfigError(
-            f"seq_len is {encoder.model_max_length}, but the base model takes at most {longest} "
-            "tokens; lower seq_len"
-        )
+    check_length(with_dropout, encoder.model_max_length, "base model", "seq_len")
     prefix = f"{model.base_model_prefix}."
     return model.eval(), Base(
         path=str(model_folder(config.path).absolute()) if config.path else "",

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from evener.tasks.classification.adapter import adapter_settings
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.encoding import fingerprint_of_encoder
 from evener.tasks.classification.head import fit_head
-from evener.tasks.classification.labelled_data import agree_on_data, load_data
+from evener.tasks.classification.labelled_data import load_data
 from evener.tasks.classification.metrics import Evaluation, EvaluationHistory, Kind
 from evener.tasks.classification.pipeline import Batch, ClassifyPipeline
 from evener.tasks.classification.report_files import write_report
@@ -21,6 +21,16 @@ from evener.tasks.classification.samples import Pair
 from evener.tasks.job import Job, Task
 from evener.tasks.optimization import WarmupCosine, apply_settings, make_optimizer
 from evener.tasks.run_results import ClassifyResult, TaskResult
+
+#: Figures of the best adapter.
+_SCORES: Final = ("accuracy", "macro_f1", "majority_accuracy")
+
+#: Evaluations before the adapter is trained, and the head that they are made with.
+_BEFORE: Final[Mapping[Kind, str]] = {
+    "frozen": "a random head",
+    "start": "the head that was there",
+    "probe": "a fitted one",
+}
 
 
 class TextClassifier(Task):
@@ -66,8 +76,7 @@ class TextClassifier(Task):
         self._best: dict[str, Tensor] = {}
 
     def open_data(self, job: Job) -> tuple[Any, Any]:
-        """Compare the data of all ranks."""
-        agree_on_data(job.team, self._data)
+        """Return the labelled texts."""
         return self._data.train, self._data.heldout
 
     def collate(self, samples: list[Pair]) -> Batch:
@@ -104,12 +113,8 @@ class TextClassifier(Task):
         history.begun = not job.ddp.stopping
         known = [
             f"{accuracy:.1%} with {head}"
-            for head, accuracy in (
-                ("a random head", history.accuracy("frozen")),
-                ("the head that was there", history.accuracy("start")),
-                ("a fitted one", history.accuracy("probe")),
-            )
-            if accuracy is not None
+            for kind, head in _BEFORE.items()
+            if (accuracy := history.accuracy(kind)) is not None
         ]
         if known:
             job.say(f"held-out accuracy before training: {', '.join(known)}")
@@ -216,13 +221,9 @@ class TextClassifier(Task):
             job.say("training a bag-of-words model to compare with ...")
             linear = linear_accuracy(data.train, data.heldout)
         return {
-            "accuracy": best.accuracy if best else None,
-            "macro_f1": best.macro_f1 if best else None,
-            "majority_accuracy": best.majority_accuracy if best else None,
+            **{key: getattr(best, key, None) for key in _SCORES},
             "linear_accuracy": linear,
-            "frozen_accuracy": history.accuracy("frozen"),
-            "start_accuracy": history.accuracy("start"),
-            "probe_accuracy": history.accuracy("probe"),
+            **{f"{kind}_accuracy": history.accuracy(kind) for kind in _BEFORE},
             "best_step": history.best_window if best else None,
             "early_stopped": self.is_done,
             "confusion": [list(row) for row in best.confusion] if best else None,
@@ -273,8 +274,8 @@ class TextClassifier(Task):
             adapter=folder / "adapter" if best else None,
             merged=folder / "merged" if best else None,
             labels=self._data.labels.names,
-            accuracy=best.accuracy if best else None,
-            macro_f1=best.macro_f1 if best else None,
+            accuracy=getattr(best, "accuracy", None),
+            macro_f1=getattr(best, "macro_f1", None),
         )
 
 
