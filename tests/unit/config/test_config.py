@@ -227,9 +227,13 @@ def test_what_the_configuration_points_to_must_exist(key: str) -> None:
     resolve_config(PretrainOptions(overrides=(f"{key}=absent",)))
 
 
-def test_tensorboard_must_be_installed_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_must_be_installed_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     options = PretrainOptions(overrides=("tensorboard=true",))
     resolve_config(options)
-    monkeypatch.setattr("evener.config.presets.find_spec", lambda name: None)
+    missing = {"tensorboard"}
+    monkeypatch.setattr("evener.config.presets.find_spec", lambda name: name not in missing or None)
     with pytest.raises(ConfigError, match=r"pip install 'evener\[tensorboard\]'"):
+        resolve_config(options)
+    missing.add("transformers")
+    with pytest.raises(ConfigError, match=r"transformers is needed .* 'evener\[hf\]'"):
         resolve_config(options)
