@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class OverlappedExchange:
 
     Attributes:
         has_begun: Whether pieces of this window leave, or have left.
+        hidden_s: Seconds for which pieces have travelled before this rank's backward was over.
         non_finite: Flat number of the first parameter of this rank whose gradient was found to
             hold an inf or a NaN, if any.
         norms: The 2-norms of this rank's pieces.
@@ -95,7 +97,9 @@ class OverlappedExchange:
         self._missing: set[int] = set()
         self._late: dict[int, Tensor] = {}
         self._has_late = self._is_abandoned = False
+        self._backward_end_s = math.inf
         self.has_begun = False
+        self.hidden_s = 0.0
         self.non_finite: int | None = None
         self.norms: list[float] = []
 
@@ -137,6 +141,7 @@ class OverlappedExchange:
     def flush(self) -> None:
         """Let the rest leave, as no backward follows."""
         flat = self._flat
+        self._backward_end_s = time.monotonic()
         flat.settle()
         for piece in self._pieces:
             if not piece.has_left:
@@ -228,6 +233,7 @@ class OverlappedExchange:
 
     def _begin(self, window: int) -> None:
         self.has_begun, self._is_abandoned = True, False
+        self._backward_end_s = math.inf
         self._missing, self.norms, self.non_finite = set(), [], None
         for piece in self._pieces:
             piece.due = sum(self._expected[i] for i in piece.indices)
@@ -248,7 +254,10 @@ class OverlappedExchange:
                         return  # the script has ended without closing its team
                 if self._is_abandoned:
                     return
+                started_s = time.monotonic()
                 comm.all_reduce(tensor, what=f"gradients of window {window}, piece {number}")
+                hidden_until_s = min(time.monotonic(), self._backward_end_s)
+                self.hidden_s += max(0.0, hidden_until_s - started_s)
 
         self._job.start(exchange)
 
@@ -281,6 +290,7 @@ class OverlappedExchange:
         if len(self._flat.parameters) != len(self._piece_of):
             self._cut()
         self.has_begun, self._is_abandoned, self._late = True, False, {}
+        self._backward_end_s = 0.0
         for piece in self._pieces:
             piece.ready = threading.Event()
             piece.ready.set()
@@ -340,6 +350,7 @@ class OverlappedExchange:
         if self._counts_now and is_applied:
             self._expected = self._counts
         self._counts_now = False
+        self.hidden_s = 0.0
 
     def _close_hooks(self) -> None:
         self._trained = []
