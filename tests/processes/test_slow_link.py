@@ -55,7 +55,7 @@ model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 config = DdpConfig(overlap="on", sharded_update="off", quiet=True)
 with Ddp.setup(model, optimizer, devices="cpu", sinks=[Windows()], config=config) as ddp:
-    data = torch.ones(30 * BATCH, WIDTH)
+    data = torch.ones(60 * BATCH, WIDTH)
     for x in ddp.loader(data, batch_size=BATCH, micro_batch_size=BATCH // 2).epoch(0):
         ddp.backward(model(x).square().mean())
         ddp.step()
