@@ -9,8 +9,6 @@ there are enough, and the slow ones share.
 
 At last, a rank with a fiftieth of the speed on a small model: it is parked, with a warning, and
 ``of_fastest`` is the throughput from the 20th window on over that of the fast rank alone.
-
-The table of a team is printed, and the report written, once the team has been measured.
 """
 
 import argparse

@@ -2,7 +2,6 @@
 
     python benchmarks/link.py --json link.json      (as root)
     python benchmarks/link.py --quick
-    python benchmarks/link.py --rates 200 --sizes 2M --teams equal --ways ddp.4mb,sync.on
 
 It needs root and iproute2: a machine is a network namespace, whose cable carries so many Mbit/s in
 each direction. Teams: ``equal`` and ``unequal`` (the second rank has a third of the speed) are two
