@@ -3,8 +3,8 @@
 import copy
 import platform
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
@@ -32,6 +32,10 @@ class Milestone:
     def wait(self) -> None:
         """Return when the device has come to this point."""
         self._event.synchronize()
+
+    def hold(self) -> None:
+        """Let what this thread queues from now on wait for this point; the host does not wait."""
+        self._event.wait()
 
     def seconds_to(self, later: "Milestone") -> float:
         """Return the device's seconds from this point to a later one; wait until it is there."""
@@ -91,6 +95,13 @@ class DeviceKind:
         event = self.module.Event(enable_timing=True)
         event.record(self.module.current_stream(device))
         return Milestone(event)
+
+    @contextmanager
+    def beside(self, device: torch.device, milestone: Milestone) -> Iterator[None]:
+        """Queue what a block does beside other work on a device, but behind a milestone."""
+        with self.module.stream(self.module.Stream(device)):
+            milestone.hold()
+            yield
 
     def seed(self, seed: int) -> None:
         """Seed the generator from which a model on the current device draws."""
