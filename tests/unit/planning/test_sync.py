@@ -281,9 +281,30 @@ def test_exchange_is_the_usual_one():
     policy = SyncPolicy(["a"], [None])
     plan = policy.plan(0, 0, 0, 1)
     assert policy.forecast(1, frozenset()).exchange_s == 0.0
-    for sync_s in (0.01, 0.01, 5.0, 0.02, 0.01, float("nan"), -1.0):
-        policy.observe([Report()], plan, sync_s)
+    for sync_s in (9.0, 0.01, 0.01, 5.0, 0.02, 0.01, float("nan"), -1.0):
+        policy.observe([Report(elapsed_s=1.0)], plan, sync_s)
     assert policy.forecast(1, frozenset()).exchange_s == 0.01
+
+
+def test_an_exchange_counts_for_the_ranks_that_were_in_it_whoever_the_plans_are_for():
+    policy = SyncPolicy(["a", "b"], [None] * 2)
+    plan, both, alone = policy.plan(0, 0, 0, 2), frozenset(), frozenset({1})
+    took_part, was_parked = Report(elapsed_s=1.0), Report()
+
+    def observe(other, *seconds):
+        for sync_s in seconds:
+            policy.observe([took_part, other], plan, sync_s)
+
+    observe(took_part, 9.0, 0.5, 0.5)
+    policy.set_parked(alone)  # in the window after the next
+    observe(took_part, 0.5, 0.5)
+    observe(was_parked, 9.0, 0.001)
+    assert policy.forecast(2, both).exchange_s == 0.5
+    assert policy.forecast(2, alone).exchange_s == 0.001
+    policy.set_parked(both)
+    observe(was_parked, 0.001, 0.001)
+    observe(took_part, 9.0, 0.2)
+    assert policy.forecast(2, both).exchange_s == 0.2, "the link has become faster meanwhile"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +322,7 @@ def test_where_one_rank_alone_is_fastest_all_others_are_named(speeds, main, name
         measure(policy, rank, 1.0 / speed)
     plan = policy.plan(0, 0, 0, 32)
     for _ in range(15):
-        policy.observe([Report()] * len(speeds), plan, 100.0)
+        policy.observe([Report(elapsed_s=1.0)] * len(speeds), plan, 100.0)
     *before, found = [policy.decide_parking(32, main) for _ in range(6)]
     assert before == [None] * 5
     assert found.ranks == named
