@@ -113,8 +113,7 @@ class CoordinatorConnection(Closing, NotInherited):
             self._closed = True
             self._changed.notify_all()
         self._nudge()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_CONNECT_S)
+        self._thread.join(_CONNECT_S)
 
     def leave_behind(self) -> None:
         """Close a forked child's copies of the sockets; see ``NotInherited``."""

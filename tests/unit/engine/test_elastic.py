@@ -170,6 +170,30 @@ def test_events_tell_who_was_lost_and_who_joined() -> None:
         if event["type"] == "reformed":
             assert min(event[f"{phase}_s"] for phase in ("detect", "reform", "heal")) >= 0
         assert event["type"] != "healed" or event["num_bytes"] > 0
+    *_, after_loss = (event for event in run.events if event["type"] == "reformed")
+    assert after_loss["detect_s"] == run.team.deadlines.lease_s
+
+
+@pytest.mark.parametrize("host", ["the same", "another"])
+def test_speeds_last_over_changes_of_the_team_but_for_a_rank_on_another_device(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_host() -> str:
+        return host if threading.current_thread().name == "j" else "the same"
+
+    monkeypatch.setattr("evener.team.members.socket.gethostname", find_host)
+    known: list[list[bool]] = []
+
+    def watch(ddp: Ddp, membership: ThreadMembership, result: WindowResult) -> None:
+        if membership.member == "w0" and result.window == 0:
+            engine = ddp.assembly.engine
+            engine.generations.call_on_change(
+                lambda _: known.append([speed > 0 for speed in engine.policy.solo_speeds(12)[:2]])
+            )
+
+    run = Run(2, [Kill("w1", "gradients of window 2")], joins_after=3, at_commit=watch)
+    assert run.members == [("w0", "w1"), ("w0",), ("w0", "j")]
+    assert known == [[True, True], [True, host == "the same"]]
 
 
 # ── epochs of one window ─────────────────────────────────────────────────────────────────────────
