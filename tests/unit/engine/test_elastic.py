@@ -42,6 +42,7 @@ def heard_by(told: str, what: str, skip: int = 0) -> Kill:
         ("sync", heard_by("w2", "a round", CALIBRATES), None),
         ("sync", heard_by("w2", "a round", CLOSES_WINDOW_2), None),
         ("sync", heard_by("w2", "a round", ENDS_EPOCH), None),
+        ("sync", heard_by("w2", "answers"), None),
         ("sync", heard_by("w0", "gradients of window 1"), None),
         ("sync", Kill("w0", "of the team's state"), 0),
         ("sync", Kill("j", "of the team's state", when="after"), 0),
