@@ -75,12 +75,15 @@ def test_a_rank_is_lost(
 
 @pytest.mark.parametrize("moment", ["before backward", "before step"])
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_a_rank_is_lost_while_others_ask_for_a_value_in_mid_batch(policy: str, moment: str) -> None:
+def test_a_rank_is_lost_while_others_ask_for_a_value_in_mid_batch(
+    policy: str, moment: str, rank_clocks: RankClocks
+) -> None:
     team = ElasticThreads(3)
     windows: dict[int, WindowResult] = {}
 
     def body(membership: ThreadMembership) -> tuple[int, Any]:
         asked = False
+        rank_clocks.start()  # all are as fast, so each has a share of every window
 
         def ask(ddp: Ddp, now: str) -> None:
             nonlocal asked
@@ -93,6 +96,7 @@ def test_a_rank_is_lost_while_others_ask_for_a_value_in_mid_batch(policy: str, m
         with begin(membership, policy=policy) as ddp:
             ddp.on_commit(lambda result: windows.setdefault(result.window, result))
             for x, y in ddp.loader(DATA * 2, batch_size=4, seed=3).epoch(0):
+                rank_clocks.spend(0.01 * len(x))
                 loss = loss_of(ddp, x, y)
                 ask(ddp, "before backward")
                 ddp.backward(loss)
