@@ -92,9 +92,8 @@ class CoordinatorConnection(Closing, NotInherited):
         self._role = role
         self._changed = threading.Condition()
         self._outgoing: deque[Message] = deque()
-        self._is_welcome = False
         self._failure: EvenerError | None = None
-        self._has_met = self._closed = False
+        self._is_welcome = self._has_met = self._closed = False
         self._why = "no answer"  # to the last attempt to connect
         self._beat_due_s = 0.0 if has_beats else inf
         self._has_beats = has_beats
