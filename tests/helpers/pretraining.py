@@ -18,11 +18,11 @@ import yaml
 from evener.data.order import Permutation
 from evener.observe.events import FIELDS
 from evener.observe.following import read_events
-from evener.observe.lineage import effective
 from helpers.event_cases import check_kinds
 from helpers.forking import Zygote
 from helpers.launched import Running, Sandbox
 from helpers.limits import wait_until
+from helpers.lineage import effective
 from helpers.ranks import Rank, RankTeam
 
 #: Hard limit for a whole run; it takes seconds, but others may use the same cores.

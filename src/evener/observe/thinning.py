@@ -50,23 +50,7 @@ def merge(first: Event, second: Event) -> dict[str, Any]:
     return {**merged, "loss": mean_loss(merged)}
 
 
-def mean_window(event: Event) -> Event:
-    """Return the event of an average window, for readers that look at single ones."""
-    count = event.get("windows", 1)
-    if count == 1:
-        return event
-    rows = [
-        {name: value if name in _KEPT else _part(value, count) for name, value in row.items()}
-        for row in event["ranks"]
-    ]
-    return {**event, "ranks": rows, "windows": 1}
-
-
 _KEPT: Final = ("rank", "member", "loss")
-
-
-def _part(value: float, count: int) -> float:
-    return round(value / count) if isinstance(value, int) else value / count
 
 
 def _members(event: Event) -> list[tuple[int, str]]:

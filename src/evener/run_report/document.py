@@ -8,7 +8,8 @@ import numpy as np
 from evener.observe.events import SPANS
 from evener.observe.multiples import SPEEDS_CHANGED, multiples
 from evener.observe.numbers import human_duration
-from evener.observe.table import SUMS, RunTable, add_up, ratio, wait_parts
+from evener.observe.progress_line import progress_line
+from evener.observe.table import SUMS, RunTable, ratio, wait_parts
 from evener.run_report.curves import number, series, timeline
 from evener.run_report.history import MOST_LISTED, RunHistory
 from evener.run_report.summary_facts import SummaryFacts
@@ -61,7 +62,7 @@ def figures(
         "notes": list(notes),
         "run": _run(history, facts, is_running=is_running),
         "is_running": bool(is_running) and history.ending is None,
-        "line": history.progress.line() if len(table) else "",
+        "line": progress_line(table, history.facts),
         "team": _team(history, facts, speed, alone),
         "ranks": ranks,
         "straggler": _straggler(ranks, waits, order, history),
@@ -117,10 +118,10 @@ def _team(
     table = history.table
     speed = table.speed() if facts.tokens_per_s is None else facts.tokens_per_s
     times = multiples(beside, alone.values())
-    sums = {name: float(values.sum()) for name, values in table.lane_sums().items()}
+    rows = table.rows()
+    sums = {name: float(rows[name].sum()) for name in SUMS}
     total_s = sum(sums[f"{span}_s"] for span in SPANS)
-    losses = table.rows()["loss"]
-    known = losses[np.isfinite(losses)]
+    known = rows["loss"][np.isfinite(rows["loss"])]
     evals = [one["loss"] for one in history.evals if one["loss"] is not None]
     heldout = evals[-1] if facts.heldout_loss is None and evals else facts.heldout_loss
     return {
@@ -225,8 +226,7 @@ def _straggler(
         f"{human_duration(waited_s)} for it, {part:.1%} of the team's time. Had it arrived with "
         f"the next one, windows would have ended {human_duration(delay_s)} sooner"
     )
-    rows = history.table.rows()
-    whole_s = float((rows["end_s"] - rows["begin_s"]).sum())
+    whole_s = float(history.table.rows()["length_s"].sum())
     text += f" ({delay_s / whole_s:.1%} of the run)." if whole_s > 0 else "."
     return {
         "rank": row["rank"],
@@ -245,8 +245,8 @@ def _evals(history: RunHistory) -> list[dict[str, Any]]:
     """
     step = -(-len(history.evals) // MOST_LISTED) or 1
     evals = history.evals[::-step][::-1]  # with the newest
-    rows, parts = history.table.rows(), history.table.parts()
-    own = add_up(parts["row"], parts["samples"], len(history.table))
+    rows = history.table.rows()
+    own = rows["samples"]
     done = np.cumsum(own)
     at = np.stack([rows["window"] - rows["windows"] + 1, rows["window"] + 1], axis=1).ravel()
     samples = np.stack([done - own, done], axis=1).ravel()
