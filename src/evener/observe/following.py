@@ -11,8 +11,8 @@ from evener.errors import ConfigError
 from evener.files import open_for_reading
 from evener.observe.event_lines import from_line
 
-MOST_LINE_BYTES: Final = 1 << 20
-"""A longer line is not an event; that of a window of 1,000 ranks has 100 kB."""
+MOST_LINE_BYTES: Final = 1 << 22
+"""A longer line is not an event; that of a window of 1,000 ranks has 300 kB."""
 
 
 class EventFollower:

@@ -32,6 +32,7 @@ SUMS: Final = (
 PART_NUMBERS: Final = ("row", "lane", *SUMS, "work_ago_s", "wait_ago_s", "sync_ago_s")
 """What is known of a member's part in a row; 0 for sums of which nothing is known."""
 
+_PAUSES: Final = ("eval", "checkpoint", "checkpoint_missed")
 _SESSION_STARTS: Final = ("run_started", "run_resumed", "reformed")
 
 
@@ -52,6 +53,7 @@ class RunTable:
         newest: The newest window event that counts.
         void_windows: Windows that were dropped.
         eval_s: When the newest evaluation began and ended.
+        paused: Windows before which the run evaluated or saved.
     """
 
     def __init__(self) -> None:
@@ -61,6 +63,7 @@ class RunTable:
         self.newest: Event | None = None
         self.void_windows = 0
         self.eval_s = (0.0, 0.0)
+        self.paused: set[int] = set()
         self._lanes: dict[str, int] = {}
         self._rows = array("d")
         self._parts = array("d")
@@ -88,6 +91,8 @@ class RunTable:
         self.elapsed_s = max(self.elapsed_s, t - self._origin_t)
         if kind in VOIDING:
             self._drop(event["window"])
+        if kind in _PAUSES:
+            self.paused.add(event["window"])
         if kind in _SESSION_STARTS:
             team = event.get("members")
             self._teams.append(self._teams[-1] if team is None else frozenset(team))

@@ -128,13 +128,15 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
 
 
 def _windows_that_count(table: RunTable, policy: ApplyPolicy) -> NDArray[np.bool_]:
-    """Return which measured rows say what each rank did, and are not those of a suspended run."""
+    """Return which measured rows say what each rank did, without pauses of the run in them."""
     counted = table.measured()
     counted[:-_MOST_WINDOWS] = False
     is_idle = table.cells("samples") == 0
     for name in ("micro_batches",) if policy is ApplyPolicy.SYNC else ("micro_batches", "steps"):
         counted &= (is_idle | (table.cells(name) > 0)).all(axis=1)
-    lengths_s = table.rows()["length_s"] / table.rows()["windows"]
+    rows = table.rows()
+    counted &= ~np.isin(rows["window"] - rows["windows"] + 1, list(table.paused))
+    lengths_s = rows["length_s"] / rows["windows"]
     if counted.any():
         counted &= lengths_s <= _MOST_TIMES * np.median(lengths_s[counted])
     return counted

@@ -14,7 +14,7 @@ from helpers.lineage import check_exactly_once
 
 def test_the_stride_doubles_with_the_number_of_windows() -> None:
     assert [stride(k, 2, 100) for k in (0, 99, 100, 199, 200, 399, 400)] == [1, 1, 2, 2, 4, 4, 8]
-    assert stride(99, 32, 100) == 2, "events of large teams are larger"
+    assert stride(99, 8, 100) == 2, "events of large teams are larger"
     # A run of twice the length has half as many further events as it had of the first windows.
     assert sum(1 / stride(k, 2, 100) for k in range(12_800)) == pytest.approx(450)
 

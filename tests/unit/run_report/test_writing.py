@@ -161,7 +161,7 @@ def test_damaged_lines_are_named_and_left_out():
         stream.write(b'{"t": 1, "type": "window"}\n[]\nnot json\n\xff\n{"t": NaN, "type": "x"}\n')
         stream.write(b"[" * 10_000 + b"\n")
         good = to_line(committed_window(3, t=4.0))
-        stream.write(good.replace(b'"compute_us":[', b'"compute_us":[-'))
+        stream.write(good.replace(b'"compute_s":', b'"compute_s":-'))
         stream.write(b'{"t": 4.5, "type": "unknown", "x": 1}\n')
         stream.write(good)
         stream.write(b'{"t": 5, "type": "wind')
