@@ -9,7 +9,7 @@ from evener.observe.events import SPANS
 from evener.observe.multiples import SPEEDS_CHANGED, multiples
 from evener.observe.numbers import human_duration
 from evener.observe.progress_line import progress_line
-from evener.observe.table import SUMS, RunTable, ratio, wait_parts
+from evener.observe.table import SUMS, ratio, wait_parts
 from evener.run_report.curves import number, series, timeline
 from evener.run_report.history import MOST_LISTED, RunHistory
 from evener.run_report.summary_facts import SummaryFacts
@@ -52,7 +52,7 @@ def figures(
     table = history.table
     order = sorted(range(len(table.members)), key=lambda i: (table.ranks[i], table.members[i]))
     lanes = np.array(order, dtype=np.intp)
-    speed, alone = _speeds(table, facts)
+    alone = table.speeds_alone()
     waits = Waits.of(table)
     ranks = _ranks(history, order, alone, waits, is_running=is_running)
     most = MOST_NUMBERS // divisor // (3 * (4 + 2 * len(order)))
@@ -63,7 +63,7 @@ def figures(
         "run": _run(history, facts, is_running=is_running),
         "is_running": bool(is_running) and history.ending is None,
         "line": progress_line(table, history.facts),
-        "team": _team(history, facts, speed, alone),
+        "team": _team(history, alone),
         "ranks": ranks,
         "straggler": _straggler(ranks, waits, order, history),
         "series": series(table, lanes, parked, max(20, min(MOST_POINTS, most))),
@@ -102,28 +102,15 @@ def _run(history: RunHistory, facts: SummaryFacts, *, is_running: bool | None) -
 _UNENDED: Final = {True: "running", False: "ended unexpectedly", None: "no end recorded"}
 
 
-def _speeds(table: RunTable, facts: SummaryFacts) -> tuple[float | None, dict[str, float]]:
-    """Return the team's units per second, and those of members alone in the same windows."""
-    if facts.solo:  # of the members at the end
-        return facts.tokens_per_s, facts.solo
-    return table.speed(), table.speeds_alone()
-
-
-def _team(
-    history: RunHistory,
-    facts: SummaryFacts,
-    beside: float | None,
-    alone: dict[str, float],
-) -> dict[str, Any]:
+def _team(history: RunHistory, alone: dict[str, float]) -> dict[str, Any]:
     table = history.table
-    speed = table.speed() if facts.tokens_per_s is None else facts.tokens_per_s
-    times = multiples(beside, alone.values())
+    speed = table.speed()
+    times = multiples(speed, alone.values())
     rows = table.rows()
     sums = {name: float(rows[name].sum()) for name in SUMS}
     total_s = sum(sums[f"{span}_s"] for span in SPANS)
     known = rows["loss"][np.isfinite(rows["loss"])]
     evals = [one["loss"] for one in history.evals if one["loss"] is not None]
-    heldout = evals[-1] if facts.heldout_loss is None and evals else facts.heldout_loss
     return {
         "samples": number(sums["samples"]),
         "weight": number(sums["weight"]),
@@ -134,7 +121,7 @@ def _team(
         "of_ideal": number(times.of_ideal),
         "no_multiple": SPEEDS_CHANGED if times.speeds_changed else None,
         "last_loss": number(float(known[-1])) if len(known) else None,
-        "heldout_loss": number(heldout),
+        "heldout_loss": number(evals[-1] if evals else None),
         **{
             f"{span}_fraction": number(sums[f"{span}_s"] / total_s) if total_s > 0 else None
             for span in SPANS

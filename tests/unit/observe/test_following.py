@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from evener.errors import ConfigError
 from evener.observe.event_lines import to_line
 from evener.observe.events import make_event
 from evener.observe.following import MOST_LINE_BYTES, EventFollower, newest_event
@@ -69,7 +70,7 @@ def test_a_file_that_was_replaced_or_cut_is_known(path: Path) -> None:
 
 def test_a_pipe_is_not_waited_for(path: Path) -> None:
     os.mkfifo(path)
-    with pytest.raises(OSError, match="not a regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         Reader(path).windows()
 
 
