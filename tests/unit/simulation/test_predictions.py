@@ -1,7 +1,6 @@
 """What ``evener plan`` predicts of teams and recommends."""
 
 from dataclasses import replace
-from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from evener.simulation.advice import advise, best_policy, predict_all
 from evener.simulation.measured_team import measured_team
 from evener.simulation.prediction import TeamSpec, predict, simulate
 from evener.simulation.simulated_rank import UNDISTURBED, Link, Noise, SimulatedRank
-from evener.simulation.telling import document, text
+from evener.simulation.telling import text
 
 SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=5, database=None)
@@ -142,16 +141,6 @@ def test_another_device_never_lowers_the_best_throughput(speeds, added, link):
     )
     best = [found[best_policy(found)].samples_per_s for found in (before, after)]
     assert best[1] >= 0.95 * best[0]
-
-
-def test_the_document_has_the_numbers_of_the_text():
-    team = team_at(100, 50)
-    told = document(advise(team))
-    assert [row["policy"] for row in told["policies"]] == ["sync", "cadence", "async"]
-    assert told["policies"][0]["sent_bytes"] is None, "nothing says how much is exchanged"
-    assert told["best"] == best_policy(predict_all(team))
-    assert [row["samples_per_s"] for row in told["ranks"]] == pytest.approx([100, 50])
-    assert [row["rank"] for row in told["worth"]] == [0, 1]
 
 
 # ── measured ─────────────────────────────────────────────────────────────────────────────────────
@@ -288,11 +277,3 @@ def test_a_window_in_which_the_run_was_suspended_does_not_count():
     read = measured_team(events, "r")
     assert read.source == "r: 35 windows of policy sync"
     assert predict(read, SYNC).samples_per_s == pytest.approx(150, rel=0.03)
-
-
-def test_noise_keeps_its_mean():
-    rank = replace(team_at(100).ranks[0], noise=Noise((1.0, 3.0), (3.0, 6.0)))
-    team = replace(team_at(100, 100), ranks=(rank, rank))
-    read = measured_team(events_of(team, SYNC, 100), "r")
-    seconds = read.ranks[0].cost.seconds(32, None) * fmean(read.ranks[0].noise.factors)
-    assert seconds == pytest.approx(32 * 0.015, rel=0.05)
