@@ -16,6 +16,7 @@ _TAIL = 0.2
 _WARM_UP = 0.2
 # Losses nearer than this (relative), or than rounds of one combination differ, are taken for equal.
 _NOISE = 0.005
+_MAX_POINTS = 200
 
 _LOCAL_LOSSES = (
     "in cadence and async these are losses of each rank's own copy, and held-out ones of the mean"
@@ -111,6 +112,7 @@ class Candidate:
         loss_by_units: After the units that every trial has done.
         spread: Largest difference of ``loss_by_time`` between rounds.
         heldout_loss: The last one, where the configuration evaluates.
+        curve: (seconds, units, loss) of the first round, thinned.
     """
 
     policy: str
@@ -121,6 +123,7 @@ class Candidate:
     loss_by_units: float
     spread: float
     heldout_loss: float | None
+    curve: Sequence[tuple[float, float, float]]
 
     @property
     def name(self) -> str:
@@ -217,6 +220,10 @@ def _candidate(trials: Sequence[Trial], seconds: float, units: float) -> Candida
     by_time = [t.loss_by_time(seconds) for t in trials]
     heldout = [t.heldout_loss for t in trials if t.heldout_loss is not None]
     first = trials[0]
+    step = -(-len(first.units) // _MAX_POINTS)
+    points = list(
+        zip(first.elapsed_s.tolist(), first.units.tolist(), first.losses.tolist(), strict=True)
+    )
     return Candidate(
         policy=first.policy,
         backend=first.backend,
@@ -226,6 +233,7 @@ def _candidate(trials: Sequence[Trial], seconds: float, units: float) -> Candida
         loss_by_units=statistics.median(t.loss_by_units(units) for t in trials),
         spread=max(by_time) - min(by_time),
         heldout_loss=statistics.median(heldout) if heldout else None,
+        curve=points[::step],
     )
 
 
