@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from evener.config.folders import FolderLock
 from evener.config.runs import ClassifyDataConfig, ModelConfig
@@ -99,16 +98,6 @@ def test_a_bad_line_is_left_out_of_the_events_and_named(kind: str, tmp_path: Pat
     events = read_events(path, lambda line, why: skipped.append(line))
     assert events == EVENTS
     assert skipped == [4]  # the last line may be one that is being written
-    read_all(path)
-
-
-@given(st.sampled_from([json.loads(to_line(event)) for event in EVENTS]).flatmap(changed))
-def test_whatever_an_event_holds_its_readers_go_on(
-    tmp_path_factory: pytest.TempPathFactory, event: Any
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
-    lines = [to_line(one) for one in EVENTS]
-    path.write_bytes(b"".join([*lines[:2], json.dumps(event).encode() + b"\n", *lines[2:]]))
     read_all(path)
 
 

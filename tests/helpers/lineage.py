@@ -3,7 +3,19 @@
 from collections.abc import Iterable, Sequence
 
 from evener.observe.events import Event
-from evener.observe.lineage import effective
+from evener.observe.table import VOIDING
+
+
+def effective(events: Iterable[Event]) -> list[Event]:
+    """Return the events of a run without ``window`` events that a later one made void."""
+    kept: list[Event] = []
+    for event in events:
+        if event["type"] in VOIDING:
+            kept = [
+                one for one in kept if one["type"] != "window" or one["window"] < event["window"]
+            ]
+        kept.append(event)
+    return kept
 
 
 def lineage(events: Iterable[Event]) -> dict[int, list[tuple[int, int]]]:

@@ -1,9 +1,8 @@
 import pytest
 
 from evener.observe.events import make_event
-from evener.observe.lineage import effective
 from helpers.event_cases import committed_window, started
-from helpers.lineage import check_exactly_once, lineage
+from helpers.lineage import check_exactly_once, effective, lineage
 
 
 def test_ranges_are_merged_by_epoch() -> None:
@@ -38,14 +37,6 @@ def test_windows_that_were_lost_are_void(void: dict[str, object]) -> None:
     assert lineage(events) == {0: [(0, 20)]}
     assert check_exactly_once(events, 20, whole_epochs=1) == []
     assert [event["type"] for event in effective(events)].count("window") == 3
-
-
-def test_the_newest_events_keep_what_is_not_a_window() -> None:
-    saved = make_event("checkpoint", t=1.0, window=2, path="p", num_bytes=1, write_s=0.1)
-    void = make_event("run_resumed", t=9.0, window=1, path="p", new_data=False)
-    events = [*map(committed_window, (0, 1)), saved, committed_window(2), void]
-    assert effective(events) == [events[0], saved, void]
-    assert effective(events, newest=2) == [saved, void]
 
 
 def test_samples_committed_twice_are_named_with_their_windows() -> None:
