@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -154,70 +152,6 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(folder: Path) -> Non
     ).read_bytes()
 
 
-def stop_before_training(rank: Rank, folder: str, command: Sequence[str]) -> int:
-    """A rank that is told to stop when the head is about to be fitted."""
-    from evener.tasks.classification import task
-
-    fit_head = task.fit_head
-
-    def told_to_stop(*arguments: Any) -> bool:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return fit_head(*arguments)
-
-    task.fit_head = told_to_stop
-    return be_evener(rank, folder, command)
-
-
-def test_a_run_that_was_stopped_before_its_first_window_begins_anew(folder: Path) -> None:
-    configure(folder)
-    Zygote.get().preload(*NEEDED)
-    with RankTeam(stop_before_training, 1, str(folder), ["classify", "run.yaml"]) as team:
-        (stopped,) = team.wait(RUN_TIMEOUT_S)
-    assert stopped.value == 128 + signal.SIGTERM, stopped.story()
-    result = RunFolder(folder / "runs" / "run")
-    assert result.summary["steps"] == 0
-    assert result.summary["adapter"] is None
-    assert result.summary["best_step"] is None
-    assert "best step" not in stopped.output
-    assert not (result.path / "adapter").exists()  # nothing to predict with
-    run(folder, "run.yaml", "--resume")
-    run(folder, "run.yaml", "--name", "whole")
-    whole = RunFolder(folder / "runs" / "whole")
-    for key in ("steps", "frozen_accuracy", "probe_accuracy", "accuracy"):
-        assert result.summary[key] == whole.summary[key]
-    assert relative_difference(result.path, whole.path) <= 1e-6
-
-
-def without_memory(rank: Rank, folder: str, command: Sequence[str]) -> int:
-    """A rank on which two texts do not fit into memory; the others have plenty."""
-    import torch
-
-    from evener.tasks.classification.pipeline import ClassifyPipeline
-
-    loss = ClassifyPipeline.loss
-
-    def small_loss(self: ClassifyPipeline, batch: Any) -> Any:
-        if rank.rank == 0 and len(batch["labels"]) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return loss(self, batch)
-
-    ClassifyPipeline.loss = small_loss  # type: ignore[method-assign]
-    return be_evener(rank, folder, command)
-
-
-def test_a_rank_without_memory_continues_in_smaller_micro_batches(folder: Path) -> None:
-    configure(folder, verify_every=1)
-    Zygote.get().preload(*NEEDED)
-    with RankTeam(without_memory, 2, str(folder), ["classify", "run.yaml"]) as team:
-        outcomes = team.wait(RUN_TIMEOUT_S)
-    assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].story()
-    result = RunFolder(folder / "runs" / "run")
-    assert check_exactly_once(result.events, NUM_TRAIN, whole_epochs=2) == []
-    assert result.summary["steps"] == NUM_WINDOWS
-    state = json.loads((result.checkpoints[-1] / "state.json").read_text())
-    assert 1 in state["micro_batch_limits"].values()
-
-
 def test_more_ranks_than_samples_take_over_the_head_of_the_first(folder: Path) -> None:
     held = (folder / "held.csv").read_text()
     texts = {line.rpartition(",")[2]: line for line in held.splitlines()}
@@ -230,16 +164,6 @@ def test_more_ranks_than_samples_take_over_the_head_of_the_first(folder: Path) -
     summary = json.loads((folder / "runs" / "few" / "summary.json").read_text())
     assert summary["probe_accuracy"] is not None
     assert summary["num_train"] == 2
-
-
-def test_patience_ends_a_run_and_keeps_the_best_adapter(folder: Path) -> None:
-    configure(folder, epochs=30, eval={"every": 2, "patience": 2, "metric": "accuracy"})
-    run(folder, "run.yaml", nproc=2)
-    summary = RunFolder(folder / "runs" / "run").summary
-    assert summary["early_stopped"]
-    # The windows that are under way when the team agrees on the end are still applied.
-    assert summary["best_step"] + 4 <= summary["steps"] <= summary["best_step"] + 6 < 210
-    assert "nothing to do" in run(folder, "run.yaml", "--resume")
 
 
 def test_a_finished_run_predicts_and_its_adapter_may_be_trained_on(folder: Path) -> None:
@@ -268,21 +192,3 @@ def test_a_checkpoint_of_another_base_or_adapter_is_refused(folder: Path) -> Non
     other = {**TINY_LLAMA, "config": {**TINY_LLAMA["config"], "initializer_range": 0.3}}
     configure(folder, max_steps=4, model=other)
     assert "trained with another base model" in run(folder, "run.yaml", "--resume", fails=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"labels": [*NAMES, "fourth"]}, "no sample of 'fourth' in the training data"),
-        ({"model": {"path": "nowhere"}}, "model.path is 'nowhere', which does not exist"),
-        ({"epoch": 3}, "epoch is 3: unknown key; allowed are "),
-    ],
-)
-def test_bad_input_is_named(folder: Path, changes: dict[str, Any], words: str) -> None:
-    configure(folder, **changes)
-    assert words in run(folder, "run.yaml", fails=True)
-    assert not (folder / "runs").exists()
-
-
-def test_a_rank_of_another_launcher_is_told_where_the_base_comes_from(folder: Path) -> None:
-    assert "run 'evener pretrain --demo' first" in run(folder, fails=True)

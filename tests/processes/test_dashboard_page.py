@@ -94,36 +94,6 @@ def test_it_connects_again_to_a_server_that_was_started_again(sandbox: Sandbox) 
     again.end()
 
 
-def test_keyboard_zoom_survives_updates_and_runs_can_be_chosen(sandbox: Sandbox) -> None:
-    root = sandbox.folder / "runs"
-    root.mkdir()
-    append(root / "other", started(run="other"), *(committed_window(k) for k in range(5)))
-    append(root / "run", started(), *(committed_window(k) for k in range(200)))
-    os.utime(root / "other" / "events.jsonl", (1e9, 1e9))
-    served = serve(sandbox, root)
-    with browsing(served.url) as tab:
-        has(tab, "step 200")
-        chart = tab.locator('[data-chart="shares"]')
-        chart.focus()
-        whole = chart.locator("canvas").evaluate("canvas => canvas.toDataURL()")
-        for _ in range(6):
-            tab.keyboard.press("+")
-        changed = (
-            "([was]) => document.querySelector('[data-chart=shares] canvas').toDataURL() !== was"
-        )
-        tab.wait_for_function(changed, arg=[whole])
-        zoomed = chart.locator("canvas").evaluate("canvas => canvas.toDataURL()")
-        append(root / "run", committed_window(200, samples=(9, 1)))
-        has(tab, "step 201")
-        assert chart.locator("canvas").evaluate("canvas => canvas.toDataURL()") == zoomed
-        tab.select_option("#choice", "other")
-        has(tab, "step 5")
-        assert tab.locator("h1").inner_text() == "other"
-        tab.reload()
-        has(tab, "step 5")
-    served.end()
-
-
 def test_a_token_is_asked_for_where_it_is_needed(sandbox: Sandbox) -> None:
     root = sandbox.folder / "runs"
     root.mkdir()

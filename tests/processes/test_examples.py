@@ -1,23 +1,17 @@
-"""What examples/ holds runs: configurations on CPU ranks, batch scripts with a stand-in srun."""
+"""The configurations of examples/ train on CPU ranks."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import slurm
 from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
-from helpers.lineage import check_exactly_once
 from helpers.pretraining import (
     LLAMA,
-    NUM_SAMPLES,
     RUN_TIMEOUT_S,
     Lab,
     be_evener,
-    relative_difference,
 )
 from helpers.ranks import RankTeam
 from helpers.source import ROOT
@@ -48,13 +42,6 @@ def settings(**changes):
 def lab(tmp_path_factory):
     lab = Lab(tmp_path_factory.mktemp("lab"))
     (lab.folder / "examples").symlink_to(ROOT / "examples")
-    lab.sandbox.environ["PATH"] = os.pathsep.join(
-        [
-            str(slurm.install(lab.folder / "bin")),
-            str(Path(sys.executable).parent),
-            lab.sandbox.environ["PATH"],
-        ]
-    )
     yield lab
     lab.close()
 
@@ -91,45 +78,3 @@ def test_a_classifier_trains(tmp_path):
     assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].story()
     summary = json.loads((tmp_path / "runs" / "classify" / "summary.json").read_text())
     assert (summary["steps"], summary["world_size"]) == (2, 2)
-
-
-# ── batch scripts ────────────────────────────────────────────────────────────────────────────────
-
-
-def submit(lab, script, layout, *arguments):
-    """Runs a batch script as SLURM would; what it printed."""
-    before = dict(lab.sandbox.environ)
-    lab.sandbox.environ |= slurm.batch_environment(layout, slurm.free_job())
-    lab.sandbox.environ["NAME"] = "job"
-    try:
-        ended = lab.sandbox.start("bash", f"examples/{script}", *arguments).end(RUN_TIMEOUT_S)
-    finally:
-        lab.sandbox.environ = before
-    assert ended.code == 0, ended.out + ended.err
-    return ended.out + ended.err
-
-
-@pytest.mark.long
-def test_a_job_on_two_nodes_goes_on_as_a_heterogeneous_one(lab):
-    """The second script finds the checkpoint of the first, on another number of ranks.
-
-    There, task 0 is on the node of component 0, which comes last by name.
-    """
-    # A learning rate that does not depend on the number of steps.
-    constant = {"optimizer.warmup": 0, "optimizer.min_lr_ratio": 1}
-    changes = {"policy": "sync", "checkpoint.every": 1, **constant}
-    alike = [{"127.0.0.1": 1, "127.0.0.2": 1}]
-    submit(lab, "pretrain.sbatch", alike, *settings(max_steps=2, **changes))
-    run = lab.path_of("job")
-    assert (run.summary["steps"], run.summary["world_size"]) == (2, 2)
-    unlike = [{"127.0.0.2": 1}, {"127.0.0.1": 2}]
-    said = submit(lab, "pretrain_hetjob.sbatch", unlike, *settings(max_steps=4, **changes))
-    assert "team of 3: 3 CPU ranks" in said
-    assert (run.summary["steps"], run.summary["world_size"]) == (4, 3)
-    assert [event["rank"] for event in run.of_type("worker_started")] == [0, 1, 0, 1, 2]
-    assert check_exactly_once(run.events, NUM_SAMPLES, whole_epochs=0) == []
-    example = "examples/pretrain_machines.yaml"
-    lab.run(example, "--name", "alone", *settings(max_steps=4, **changes))
-    alone = lab.path_of("alone")
-    # float32 sums in another order, over 4 steps of AdamW
-    assert relative_difference(run.checkpoints[-1], alone.checkpoints[-1]) <= 1e-5

@@ -13,7 +13,6 @@ import pytest
 
 from helpers.launched import SRC, Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S
-from helpers.ports import free_port
 
 LONG_S = 3600.0  # a period of grace that no test waits for
 
@@ -156,21 +155,6 @@ def test_the_first_failure_is_shown_and_what_follows_from_it_is_one_line(sandbox
     assert "/evener/" not in ended.err  # the user's frames only
 
 
-def test_an_error_that_the_user_can_mend_comes_once_and_without_a_traceback(sandbox):
-    script = sandbox.script(
-        "from evener.errors import ConfigError\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "tell('ready')\n"
-        "pass_gate()\n"
-        "raise ConfigError('batch_size is 0; give 1 or more')\n"
-    )
-    running = sandbox.launch(script, nproc=2, grace_s=LONG_S)
-    assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
-    sandbox.open_gate(2)
-    ended = running.end()
-    assert (ended.code, ended.err) == (2, "error: batch_size is 0; give 1 or more\n")
-
-
 @pytest.mark.parametrize(
     ("end", "code", "words"),
     [
@@ -206,19 +190,6 @@ def test_ranks_that_do_not_stop_after_a_failure_are_killed(sandbox):
     assert ended.code == 1
     assert "had not ended 0.3 s after being asked to: killed rank 0 (pid " in ended.err
     assert "ValueError: boom" in ended.err
-
-
-@pytest.mark.long
-def test_descriptors_that_are_used_up_are_an_error_with_limit_and_remedy(sandbox):
-    """In the launcher at every moment of its start, and in a rank."""
-    script = sandbox.script("kept = [open(os.devnull) for _ in range(10**6)]\n")
-    limits = (*range(8, 21, 2), 300)
-    launch = f"exec {sys.executable} -P -m evener launch --nproc 2 {script}"
-    running = {limit: sandbox.start("sh", "-c", f"ulimit -n {limit}; {launch}") for limit in limits}
-    for limit, each in running.items():
-        ended = each.end()
-        assert (ended.code, "Traceback" in ended.err) == (1, False), (limit, ended.err)
-        assert f"{limit} files and connections open (`ulimit -n`)" in ended.err, (limit, ended.err)
 
 
 # ── ranks that leave others waiting ──────────────────────────────────────────────────────────────
@@ -257,21 +228,6 @@ def test_a_rank_that_leaves_others_waiting_ends_the_team_and_is_named(sandbox):
         assert (ended.code, "Traceback" in ended.err) == (1, False), (way, ended.err)
         assert "rank 1 " in ended.err
         assert said[way] in ended.err
-
-
-def test_without_a_launcher_of_ours_a_survivor_prints_one_message(sandbox):
-    script = sandbox.script(SETUP + "ddp = setup()\ntrain(lambda: os._exit(3))\n")
-    place = ("WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1")
-    place = (*place, f"MASTER_PORT={free_port()}")
-    running = [
-        sandbox.start("env", *place, f"RANK={k}", f"LOCAL_RANK={k}", sys.executable, script)
-        for k in range(2)
-    ]
-    survivor, lost = (each.end() for each in running)
-    assert (survivor.code, lost.code, lost.err) == (1, 3, "")
-    message, where = survivor.err.splitlines()
-    assert message.startswith("error: rank 0 lost a peer in ")
-    assert where.startswith("evener: raised on rank 0 at ")
 
 
 def test_a_stopped_rank_is_named_at_once_and_nothing_ends(sandbox):
@@ -355,15 +311,6 @@ def test_a_terminals_ctrl_c_arrives_once_and_the_second_one_kills(sandbox):
     assert ended.code == 130
     assert "interrupted again: killed rank 0 (pid " in ended.err
     assert sandbox.mailbox.rest() == []
-
-
-def test_ranks_that_do_not_stop_in_time_are_killed_and_that_is_said(sandbox):
-    running = sandbox.launch(sandbox.script(COUNTS + "wait_forever()\n"), nproc=2, grace_s=0.5)
-    assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
-    running.signal(signal.SIGTERM)
-    ended = running.end()
-    assert ended.code == 143
-    assert "had not ended 0.5 s after being asked to: killed rank 0 (pid " in ended.err
 
 
 #: As the interpreter is interrupted while it imports evener's command line.

@@ -108,18 +108,6 @@ def test_an_exception_on_one_rank_surfaces_and_the_others_keep_the_model():
     assert all(wait_until_gone(pid) for pid in pids)
 
 
-def test_an_exception_before_the_team_has_formed_ends_it_soon():
-    def model(device: torch.device) -> nn.Module:
-        if os.environ["RANK"] == "1":
-            raise MemoryError("too large")
-        return make_model(device)
-
-    handle = describe_job(**TWO, model_fn=model).run()
-    with pytest.raises(WorkerError, match="MemoryError: too large") as caught:
-        handle.join()
-    assert caught.value.state is handle.state is None
-
-
 def test_a_killed_worker_is_named_and_the_others_keep_the_model():
     handle = describe_job(**TWO, num_epochs=10**6).run()
     assert next(handle.metrics()).epoch == 0
@@ -259,26 +247,6 @@ def test_workers_of_a_handle_that_goes_away_end(capfd):
 
 
 # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────
-
-
-def lower_rate(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_a_run_that_is_resumed_ends_as_one_that_never_stopped(policy: str, tmp_path: Path) -> None:
-    """In the middle of an epoch, with momentum and a schedule, to the bit."""
-    options: dict[str, Any] = {"policy": policy, "scheduler": lower_rate, "num_epochs": None}
-    if policy != "sync":
-        # Windows of one step, which no clock closes: where one ends decides how sums are rounded.
-        options |= {"anchor": 1, "max_anchor": 1, "max_batch_diff": 0, "batch_size": 4}
-    whole = describe_job(num_steps=5, **options).run().join()
-    describe_job(num_steps=4, checkpoint_dir=tmp_path, **options).run().join()
-    resumed = describe_job(num_steps=5, resume=tmp_path, **options).run().join()
-    assert resumed.progress.steps == whole.progress.steps == 5
-    assert resumed.progress.samples == whole.progress.samples
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], tensor), name
 
 
 def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
