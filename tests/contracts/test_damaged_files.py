@@ -17,7 +17,7 @@ from evener.tasks.classification.labelled_data import read_records
 from evener.tasks.language_model import build_model
 from evener.tasks.text.tokenizer import load_tokenizer
 from helpers.event_cases import committed_window, started, to_line
-from helpers.lineage import check_exactly_once, lineage
+from helpers.lineage import check_exactly_once
 from helpers.tampering import NESTED, damaged, read_or_refuse
 
 # ── events ───────────────────────────────────────────────────────────────────────────────────────
@@ -51,7 +51,6 @@ def read_all(path: Path) -> None:
     """What a resume and a report do with the events of a run."""
     events = read_events(path)
     RunTable.of(events)
-    lineage(events)
     check_exactly_once(events, 10)
 
 

@@ -7,7 +7,6 @@ which saves the seconds that importing transformers takes: for all that is not a
 
 import os
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +14,8 @@ from typing import Any
 
 import yaml
 
-from evener.data.order import Permutation
 from evener.observe.events import FIELDS
 from evener.observe.following import read_events
-from evener.observe.lineage import effective
 from helpers.event_cases import check_kinds
 from helpers.forking import Zygote
 from helpers.launched import Running, Sandbox
@@ -201,22 +198,6 @@ def refused(lab: Lab, *arguments: object, code: int = 1, nproc: int = 1) -> str:
     (error,) = [line for line in finished.said.splitlines() if line.startswith("error: ")]
     assert error == finished.said.splitlines()[-1]
     return error
-
-
-def seen_samples(events: Sequence[dict[str, Any]], epoch: int) -> Counter[int]:
-    """How often each sample of an epoch is in the parameters at the end of the events."""
-    permutation = Permutation(NUM_SAMPLES, 0, epoch)
-    return Counter(
-        permutation[position]
-        for event in effective(events)
-        if event["type"] == "window" and event["epoch"] == epoch
-        for start, stop in event["committed"]
-        for position in range(start, stop)
-    )
-
-
-#: What ``seen_samples`` gives for an epoch that is whole.
-ONCE = Counter(range(NUM_SAMPLES))
 
 
 def relative_difference(first: Path, second: Path) -> float:

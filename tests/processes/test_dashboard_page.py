@@ -31,13 +31,6 @@ def append(folder: Path, *events: dict[str, Any]) -> None:
         stream.write(b"".join(map(to_line, events)))
 
 
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    sandbox = Sandbox(tmp_path)
-    yield sandbox
-    sandbox.close()
-
-
 def has(tab: Any, text: str, within: str = "main") -> None:
     """Waits until an element shows a text."""
     tab.wait_for_function(
@@ -108,13 +101,6 @@ def test_a_token_is_asked_for_where_it_is_needed(sandbox: Sandbox) -> None:
     with browsing(f"{url}#a%20token%20of%20some%20length") as tab:
         has(tab, "step 1")
     served.end()
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    lab = Lab(tmp_path)
-    yield lab
-    lab.close()
 
 
 def url_of(text: Iterator[bytes]) -> str:

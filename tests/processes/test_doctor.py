@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +23,6 @@ HEALTHY_CPU = host(
     architectures=(),
     nccl="",
 )
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    sandbox = Sandbox(tmp_path)
-    yield sandbox
-    sandbox.close()
 
 
 def check_form(document: dict[str, Any]) -> list[Problem]:

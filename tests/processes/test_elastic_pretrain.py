@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,13 +15,6 @@ from helpers.limits import wait_until
 from helpers.lineage import check_exactly_once
 from helpers.pretraining import NEEDED, NUM_SAMPLES, RUN_TIMEOUT_S, Lab, be_evener
 from helpers.ranks import Rank, RankTeam
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    lab = Lab(tmp_path)
-    yield lab
-    lab.close()
 
 
 @pytest.fixture

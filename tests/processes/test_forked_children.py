@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,13 +19,6 @@ from helpers.launched import Sandbox
 from helpers.ranks import Rank, run_ranks_to_end
 
 SAMPLES = 48
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    sandbox = Sandbox(tmp_path)
-    yield sandbox
-    sandbox.close()
 
 
 class Unpicklable:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,6 @@ from helpers.limits import PATIENCE_S
 from helpers.managed import assert_same, describe_job, make_model, train_plainly, train_step
 
 TWO = {"devices": ["cpu", "cpu"], "partition_ratios": [1.0, 0.3]}
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    box = Sandbox(tmp_path)
-    yield box
-    box.close()
 
 
 def test_workers_train_what_a_plain_loop_trains_and_metrics_land_on_the_way(capfd):

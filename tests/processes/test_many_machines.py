@@ -3,8 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,15 +16,8 @@ LEASE_S = 4.0
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    sandbox = Sandbox(tmp_path)
-    sandbox.environ["OMP_NUM_THREADS"] = "1"
-    yield sandbox
-    sandbox.close()
-
-
-@pytest.fixture
 def hosts(sandbox: Sandbox) -> Hosts:
+    sandbox.environ["OMP_NUM_THREADS"] = "1"
     return Hosts(sandbox)
 
 

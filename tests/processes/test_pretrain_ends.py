@@ -4,7 +4,6 @@ import resource
 import signal
 
 import psutil
-import pytest
 
 from helpers.forking import Zygote
 from helpers.launched import wait_until_gone
@@ -14,18 +13,9 @@ from helpers.pretraining import (
     NUM_SAMPLES,
     NUM_WINDOWS,
     RUN_TIMEOUT_S,
-    Lab,
     be_evener,
 )
 from helpers.ranks import Rank, RankTeam
-
-
-@pytest.fixture
-def lab(tmp_path):
-    lab = Lab(tmp_path)
-    yield lab
-    lab.close()
-
 
 # Ranks that are slowed on purpose sleep after each micro-batch and each update. Here they do not,
 # until the second update: then a micro-batch would take an hour, longer than they get to end.

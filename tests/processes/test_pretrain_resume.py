@@ -15,7 +15,6 @@ from helpers.pretraining import (
     NEEDED,
     NUM_SAMPLES,
     NUM_WINDOWS,
-    ONCE,
     RUN_TIMEOUT_S,
     TINY,
     WINDOWS_PER_EPOCH,
@@ -23,7 +22,6 @@ from helpers.pretraining import (
     be_evener,
     refused,
     relative_difference,
-    seen_samples,
     wait_for_events,
     write_corpus,
 )
@@ -88,7 +86,6 @@ def test_killed_runs_resume_on_other_numbers_of_ranks_as_if_nothing_had_been(lab
     assert "resumed after " in lab.run("run.yaml", "--resume", nproc=2).said
 
     assert check_exactly_once(run.events, NUM_SAMPLES, whole_epochs=2) == []
-    assert seen_samples(run.events, 0) == seen_samples(run.events, 1) == ONCE
     assert [len(event["members"]) for event in run.of_type("run_started")] == [1, 3, 2]
     first, second = [event["window"] for event in run.of_type("run_resumed")]
     assert 0 < first < second < NUM_WINDOWS

@@ -1,13 +1,8 @@
 """Rank 0 is far too slow (emulated) and is parked like any other; whatever it did, rank 1 does."""
 
 import json
-from pathlib import Path
 
 from helpers.launched import Sandbox
-from helpers.pretraining import RUN_TIMEOUT_S
-
-SLOW = ("--emulate-slow", "0:50")
-
 
 SCRIPT = """
 import json
@@ -50,15 +45,11 @@ with Ddp.setup(model, optimizer, devices="cpu", quiet=True) as ddp:
 """
 
 
-def test_a_script(tmp_path: Path) -> None:
-    sandbox = Sandbox(tmp_path)
-    try:
-        script = sandbox.script(SCRIPT)
-        ended = sandbox.evener("launch", "--nproc", 2, *SLOW, script).end(RUN_TIMEOUT_S)
-        assert ended.code == 0, ended.err
-        told = [line.split(" ", 2) for line in sandbox.mailbox.read(6)]
-    finally:
-        sandbox.close()
+def test_a_slow_rank_0_is_parked_and_another_one_leads(sandbox: Sandbox) -> None:
+    slow = ("--emulate-slow", "0:50")
+    ended = sandbox.evener("launch", "--nproc", 2, *slow, sandbox.script(SCRIPT)).end()
+    assert ended.code == 0, ended.err
+    told = [line.split(" ", 2) for line in sandbox.mailbox.read(6)]
     lines = [f"window {window} is done" for window in (0, 20, 40)]
     assert ended.out.splitlines() == lines, "whichever rank is the main process"
     said = {(int(rank), kind): json.loads(text) for rank, kind, text in told}
