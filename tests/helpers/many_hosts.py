@@ -10,7 +10,6 @@ import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,7 @@ with Ddp.setup(model, optimizer, devices="cpu") as ddp:
     @ddp.on_commit
     def commit(result):
         note(window=result.window, epoch=result.epoch, ranges=result.ranges or [result.committed],
-             digest=digest(), size=len(ddp.assembly.team.members), t=result.applied_t,
-             main=ddp.is_main_process)
+             digest=digest(), size=len(ddp.assembly.team.members), main=ddp.is_main_process)
         if (here / "stop").exists():
             ddp.stop()
     loader = ddp.loader(data, batch_size=8, seed=5)
@@ -196,19 +194,6 @@ def wait_for_more(journal: Journal, count: int = 5, size: int = 0) -> None:
         return len([row for row in rows if not size or row["size"] == size]) >= count
 
     wait_until(have_come)
-
-
-def longest_gap_s(journal: Journal, since_s: float, until_s: float) -> float:
-    """The longest time between two windows that a worker has applied, in a period.
-
-    Not between commits: the last window of an epoch is committed at once, the others with the next.
-    """
-    times = [row["t"] for row in journal.windows]
-    before = [t for t in times if t <= since_s][-1:]
-    within = [*before, *(t for t in times if since_s < t < until_s)]
-    after = [t for t in times if t >= until_s][:1]
-    line = [*within, *after]
-    return max(b - a for a, b in pairwise(line))
 
 
 def check(journals: Sequence[Journal]) -> None:

@@ -200,11 +200,11 @@ def refused(lab: Lab, *arguments: object, code: int = 1, nproc: int = 1) -> str:
     return error
 
 
-def relative_difference(first: Path, second: Path) -> float:
-    """2-norm of the difference of two checkpoints' parameters, relative to that of the first."""
+def relative_difference(first: Path, second: Path, file: str = "model.safetensors") -> float:
+    """2-norm of the difference of two folders' parameters, relative to that of the first."""
     from safetensors.numpy import load_file
 
-    ours, theirs = (load_file(path / "model.safetensors") for path in (first, second))
+    ours, theirs = (load_file(path / file) for path in (first, second))
     assert ours.keys() == theirs.keys()
     squared = sum(float(((ours[k].astype("f8") - theirs[k]) ** 2).sum()) for k in ours)
     norm = sum(float((ours[k].astype("f8") ** 2).sum()) for k in ours)

@@ -39,13 +39,12 @@ def has(tab: Any, text: str, within: str = "main") -> None:
     )
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_live_updates_and_who_is_gone(sandbox: Sandbox, scheme: str) -> None:
+def test_live_updates_and_who_is_gone(sandbox: Sandbox) -> None:
     root = sandbox.folder / "runs"
     root.mkdir()
     append(root / "run", started(total_windows=100), *(committed_window(k) for k in range(20)))
     served = serve(sandbox, root)
-    for width in (1200, 360):
+    for scheme, width in (("light", 1200), ("dark", 360)):
         options = {"color_scheme": scheme, "viewport": {"width": width, "height": 900}}
         with browsing(served.url, **options) as tab:
             tab.wait_for_selector("html[data-drawn]")

@@ -1,9 +1,7 @@
 """Forked children of a rank: they keep none of its connections open, and disturb nothing."""
 
-import json
 import os
 import signal
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -141,48 +139,3 @@ def test_a_child_has_no_part_in_the_team_and_ends_in_order(sandbox: Sandbox) -> 
             f"this process was forked from rank {rank}, which keeps the connections" in line
             for line in own
         )
-
-
-WORKERS = """\
-import torch
-from evener import Ddp
-tell("starts")
-class Mine(torch.utils.data.Dataset):
-    def __init__(self):
-        self.read = lambda index: (index, torch.ones(3))
-    def __len__(self):
-        return 50
-    def __getitem__(self, index):
-        return (*self.read(index), __name__)
-def main():
-    model = torch.nn.Linear(3, 1)
-    with Ddp.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True) as ddp:
-        loader = ddp.loader(Mine(), batch_size=8, num_workers=2)
-        for indices, x, names in loader.epoch(0):
-            assert set(names) == {"__main__"}  # forked
-            tell(f"saw {indices.tolist()}")
-            ddp.backward(model(x).mean())
-            ddp.step()
-"""
-
-
-@pytest.mark.parametrize(
-    ("start", "num_ranks"),
-    [
-        ("main()\n", 0),  # plainly
-        ("if __name__ == '__main__':\n    main()\n", 2),
-    ],
-)
-def test_workers_need_neither_a_guard_nor_data_that_pickles(
-    sandbox: Sandbox, start: str, num_ranks: int
-) -> None:
-    script = sandbox.script(WORKERS + start)
-    if num_ranks:
-        ended = sandbox.evener("launch", "--nproc", num_ranks, script).end()
-    else:
-        ended = sandbox.start(sys.executable, script).end()
-    assert (ended.code, ended.out) == (0, ""), ended.err
-    said = [line[2:] for line in sandbox.mailbox.rest()]
-    assert said.count("starts") == max(1, num_ranks)
-    seen = [index for line in said if line[:4] == "saw " for index in json.loads(line[4:])]
-    assert sorted(seen) == list(range(50))

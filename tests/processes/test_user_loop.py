@@ -188,19 +188,6 @@ def test_a_name_of_a_body_that_did_not_run_for_lack_of_a_share(
     assert "rank 1 has had no share of any window so far, so its loop's body has not run" in said
 
 
-def test_an_error_in_the_loop_names_rank_file_and_line(fork: Callable[[str], str]) -> None:
-    said = fork(
-        "ddp = setup()\n"
-        "for batch in ddp.loader(DATA, batch_size=4).epoch(0):\n"
-        "    weight = -1 if RANK == 1 else 1\n"
-        "    ddp.backward(model(batch).mean(), weight=weight)\n"
-        "    ddp.step()\n"
-    )
-    assert "error: weight is -1;" in said
-    line = line_of("weight=weight")
-    assert f"raised on rank 1 at {Path('script.py').resolve()}:{line}" in said
-
-
 def test_different_collectives_name_file_and_line_of_every_rank(
     fork: Callable[[str], str],
 ) -> None:
