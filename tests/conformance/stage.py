@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from evener.comm.base import Communicator
 from evener.errors import CollectiveError, CollectiveTimeoutError
@@ -91,9 +91,6 @@ class Stage(RankTeam):
         for rank in ranks:
             self.send(rank, "go")
         return self.end(ranks)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:

@@ -142,10 +142,3 @@ def test_a_failure_is_a_failure_and_the_rest_runs_all_the_same(made):
     made.fail("--ignore")
     calls, done = made.run(".ci/run")
     assert (len(calls), done.returncode) == (2, 3)
-
-
-def test_an_unknown_task_shows_the_tasks(clone):
-    _, done = clone.run("tset")
-    assert done.returncode == 2
-    assert done.stdout == clone.run("--help")[1].stdout
-    assert "python3 dev.py demo" in done.stdout
