@@ -19,8 +19,8 @@ import torch
 
 from evener import ConfigError
 from helpers.launched import Ended, Sandbox
-from helpers.loops import BEGIN, LOOPS
 from helpers.markdown import blocks
+from helpers.newcomers import BEGIN, LOOPS
 from helpers.ranks import Rank, be_script, launch_variables, run_ranks, run_ranks_to_end
 from helpers.source import ROOT
 

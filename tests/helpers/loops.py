@@ -1,77 +1,80 @@
-"""Loops of newcomers that differ from one another only after a usual beginning."""
+"""What loops of tests train with: numbered samples, one layer, and steps that can be counted."""
 
-BEGIN = """\
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
-from torch import nn
-from torch.nn import functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from evener import Ddp
+from evener import Ddp, WindowResult
+from helpers.models import seeded
 
-torch.manual_seed(0)
-x = torch.randn(512, 4)
-dataset = torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True))
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-ddp = Ddp.setup(model, optimizer)
-loader = ddp.loader(dataset, batch_size=64)
-"""
+#: Of ``OneStep``; a power of two, so that sums of steps are exact.
+STEP_SIZE = 2.0**-6
 
-LOOPS = {
-    "clips_by_hand": """\
-for features, targets in loader.epoch(0):
-    ddp.backward(F.mse_loss(model(features), targets))
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    ddp.step()
-""",
-    "steps_by_hand": """\
-for features, targets in loader.epoch(0):
-    optimizer.zero_grad()
-    ddp.backward(F.mse_loss(model(features), targets))
-    optimizer.step()
-""",
-    "accumulates_by_hand": """\
-for i, (features, targets) in enumerate(loader.epoch(0)):
-    ddp.backward(F.mse_loss(model(features), targets) / 4)
-    if (i + 1) % 4 == 0:
-        ddp.step()
-""",
-    "saves_on_one_rank": """\
-for epoch in range(3):
-    for features, targets in loader.epoch(epoch):
-        ddp.backward(F.mse_loss(model(features), targets))
-        ddp.step()
-    if ddp.is_main_process:
-        ddp.save("checkpoint")
-""",
-    "stops_on_rank_0": """\
-for epoch in range(50):
-    for features, targets in loader.epoch(epoch):
-        ddp.backward(F.mse_loss(model(features), targets))
-        ddp.step()
-    if ddp.rank == 0 and F.mse_loss(model(x), dataset.tensors[1]) < 0.1:
-        print(f"stopped in epoch {epoch}")
-        break
-""",
-    "trains_for_ever": """\
-for epoch in range(1_000_000_000):
-    for features, targets in loader.epoch(epoch):
-        ddp.backward(F.mse_loss(model(features), targets))
-        ddp.step()
-    if epoch == 0:
-        print(f"rank {ddp.rank} is training", flush=True)
-""",
-    "saves_when_interrupted": """\
-try:
-    for epoch in range(1_000_000_000):
-        for features, targets in loader.epoch(epoch):
-            ddp.backward(F.mse_loss(model(features), targets))
-            ddp.step()
-        if epoch == 0:
-            print(f"rank {ddp.rank} is training", flush=True)
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-if ddp.rank == 0:
-    torch.save(model.state_dict(), "model.pt")
-    print("saved")
-""",
-}
+
+class Numbered(Dataset[tuple[int, Tensor]]):
+    """Samples of three numbers that know their index."""
+
+    def __init__(self, size: int, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(size, 3, generator=generator).to(dtype)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, self.x[index]
+
+
+def linear(
+    dtype: torch.dtype = torch.float32, *, lr: float = 0.01
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A layer for ``Numbered`` with an optimizer, the same on all ranks."""
+    model = seeded(lambda: nn.Linear(3, 1), 0, dtype)
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def step(ddp: Ddp, x: Tensor) -> WindowResult | None:
+    ddp.backward(ddp.assembly.model(x).square().mean())
+    return ddp.step()
+
+
+def train(ddp: Ddp, loader: Any, epochs: Iterable[int] = (0,)) -> list[int]:
+    """Train; return the samples that this rank has seen."""
+    seen: list[int] = []
+    for epoch in epochs:
+        for ids, x in loader.epoch(epoch):
+            seen += ids.tolist()
+            step(ddp, x)
+    return seen
+
+
+def flatten(*models: nn.Module) -> Tensor:
+    """A copy of all parameters, one after another."""
+    return torch.cat([p.detach().flatten() for m in models for p in m.parameters()])
+
+
+class OneStep(nn.Module):
+    """Each step moves the weight by ``-STEP_SIZE``, whatever the batch; a buffer counts steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.norm = nn.BatchNorm1d(3, affine=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.sum() + 0.0 * self.norm(x).sum()
+
+    def check(self, windows: Sequence[WindowResult]) -> None:
+        """Compare with what windows of local steps must come to.
+
+        A window in which rank r does ``n_r`` steps of equal weight moves the consensus by
+        ``-STEP_SIZE * sum(n_r * n_r) / sum(n_r)``. If a step had been lost or counted twice, the
+        sum would differ.
+        """
+        counts = [[record.steps for record in result.ranks] for result in windows]
+        moved = -STEP_SIZE * sum(sum(n * n for n in own) / sum(own) for own in counts if sum(own))
+        assert abs(self.weight.item() - moved) <= 1e-9 * abs(moved)
+        assert int(self.norm.num_batches_tracked) == sum(map(sum, counts))

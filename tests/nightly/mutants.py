@@ -38,15 +38,20 @@ class Package(NamedTuple):
 
 
 PACKAGES = {
-    "protocol": Package(16, ("tests/unit/protocol", "tests/unit/team/test_fixed.py")),
+    "protocol": Package(
+        16,
+        (
+            "tests/unit/protocol",
+            "tests/unit/team/test_fixed.py",
+            "tests/processes/test_waits.py",
+        ),
+    ),
     "averaging": Package(8, ("tests/unit/averaging", "tests/unit/manual", "tests/unit/engine")),
     "data": Package(10, ("tests/unit/data", "tests/processes/test_fetch_processes.py")),
     "planning": Package(
         12, ("tests/unit/planning", "tests/unit/simulation", "tests/unit/engine/local")
     ),
-    "engine": Package(
-        24, ("tests/unit/engine", "tests/processes/test_loader_attributes.py", "tests/unit/managed")
-    ),
+    "engine": Package(24, ("tests/unit/engine", "tests/unit/loop", "tests/unit/managed")),
     "comm": Package(15, ("tests/unit/comm", "tests/conformance", "tests/unit/engine/sync")),
     "team": Package(15, ("tests/unit/team", "tests/unit/managed", "tests/conformance")),
 }

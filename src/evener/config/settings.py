@@ -167,7 +167,7 @@ class TrainingOptions(LocalOptions):
         overlap: In SYNC, ``"on"`` exchanges gradients while backward computes those of other
             layers, ``"off"`` when it is over. ``"auto"`` times the link before the first window
             and backward in it, and takes what is faster over sockets; inside one host it is
-            ``"off"``. Ranks on GPUs, and a sharded update, never do it.
+            ``"off"``, and so it is on GPUs. A sharded update never does it.
         timeout_s: Longest wait for another rank, in seconds.
     """
 

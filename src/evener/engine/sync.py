@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NoReturn, final
 
+import torch
 from torch.optim import Optimizer
 
 from evener.averaging.gradients import GradientAverager
@@ -177,16 +178,22 @@ class SyncEngine(Engine):
         if self._can_overlap():
             self.team.open_gradients()
         self._overlap.use(gradients := self.team.gradients)
-        self._exchange_cost = time_link(gradients[0], self.team) if gradients else None
+        self._exchange_cost = (
+            time_link(gradients[0], self.team, self.flat.groups[0].grad.device)
+            if gradients
+            else None
+        )
 
     def _can_overlap(self) -> bool:
         """Return whether gradients of the ranks that are present could travel during backward."""
         team, wanted = self.team, self.options.overlap
-        present = [team.people[rank] for rank in team.members]
-        on_cpu = len(present) > 1 and all(one.device == "cpu" for one in present)
-        # Inside a host most of an exchange is work for the cores that compute.
-        is_wanted = wanted == "on" or (wanted == "auto" and team.comm.backend == "gloo")
-        return is_wanted and on_cpu and not self._sharded.is_on
+        kinds = {torch.device(team.people[rank].device).type for rank in team.members}
+        # Inside a host most of an exchange is work for the cores that compute. On GPUs it has not
+        # been measured.
+        pays = kinds == {"cpu"} and team.comm.backend == "gloo"
+        is_wanted = wanted == "on" or (wanted == "auto" and pays)
+        is_possible = kinds <= {"cpu", "cuda"} and not self._sharded.is_on
+        return is_wanted and is_possible and len(team.members) > 1
 
     def _choose_pieces(self, found: Round) -> None:
         """Choose how gradients travel, once the first window has shown how long backward takes."""
@@ -455,7 +462,7 @@ class SyncEngine(Engine):
                 lookahead.observe(reports, plan, _exchange_s(found))
         else:
             plan = self._unplanned(reports)
-        told: Mapping[str, Any] = {}
+        told: dict[str, Any] = {}
         if state.is_parked:  # this rank follows what the others have applied
             result = self._result_of(found, plan, skipped=found.decision.skip)
         elif self._turns:
@@ -464,6 +471,7 @@ class SyncEngine(Engine):
             result = self._apply(found, plan)
         made = not result.skipped
         weight = result.weight if made else 0.0
+        hidden_s = self._overlap.hidden_s
         self._choose_pieces(found)
         if len({row.order for row in found.rows.values()}) == 1:
             self._overlap.sort()
@@ -475,7 +483,8 @@ class SyncEngine(Engine):
             result = self._on_device.show(result)
         if not state.is_parked:
             self.result = result
-            told = {"wait_s": found.wait_s, "sync_s": self._sync_s, **self.spans.apply()}
+            told = {"wait_s": found.wait_s, "sync_s": self._sync_s, "hidden_s": hidden_s}
+            told |= self.spans.apply()
         self.run.applied = Applied(result, leases, told)
         self._unread, self._on_device = self._on_device, None
         if (torn := self._torn) is not None:  # the window counts as applied by now
@@ -724,8 +733,11 @@ class SyncEngine(Engine):
 
 
 def _exchange_s(found: Round) -> float:
-    """Return the cost of the previous window's exchange: waiting, and moving bytes."""
-    if Action.COMMIT not in found.decision.actions:
+    """Return the cost of the previous window's exchange: waiting, and moving bytes.
+
+    Where gradients travel during backward, ranks only wait for what backward has not hidden.
+    """
+    took_part = [row.report for row in found.rows.values() if row.report.elapsed_s]
+    if Action.COMMIT not in found.decision.actions or not took_part:
         return math.nan
-    reports = [row.report for row in found.rows.values()]
-    return min(r.wait_s for r in reports) + max(r.sync_s for r in reports)
+    return min(r.wait_s for r in took_part) + max(r.sync_s for r in took_part)
