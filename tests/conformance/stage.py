@@ -154,6 +154,15 @@ class SharedProcesses(Processes):
     leaf = "shared"
 
 
+@final
+class HostsProcesses(Processes):
+    """The first two ranks are on one host, others on another."""
+
+    def __init__(self, part: Part, world_size: int, *arguments: Any) -> None:
+        self.leaf = "hosts 2" if world_size == 2 else f"hosts 2+{world_size - 2}"
+        super().__init__(part, world_size, *arguments)
+
+
 def _play(rank: Rank, leaf: str, part: Part, arguments: tuple[Any, ...]) -> Any:
     with rank.connect(backend=leaf, timeout_s=TIMEOUT_S) as comm:
         return part(comm, rank, *arguments)

@@ -11,6 +11,7 @@ import torch
 
 from conformance.stage import (
     TIMEOUT_S,
+    HostsProcesses,
     Line,
     Processes,
     Seen,
@@ -22,7 +23,12 @@ from conformance.stage import (
 from evener.comm.base import Communicator
 from evener.errors import CollectiveError
 
-LEAVES = {"threads": Threads, "gloo": Processes, "shared": SharedProcesses}
+LEAVES = {
+    "threads": Threads,
+    "gloo": Processes,
+    "shared": SharedProcesses,
+    "hosts": HostsProcesses,
+}
 SOON_S = 50.0  # far below the deadline of 100 s, far above what a busy machine needs
 DEADLINE_S = 1.5  # twice as long as ranks that set out together may arrive one after the other
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from evener.comm.base import Call, Communicator, Transport, Wait
+from evener.comm.base import Communicator, Transport, Wait
+from evener.comm.calls import Call
 from evener.comm.threads import ThreadTeam, ThreadTransport
 from evener.errors import (
     LaunchError,

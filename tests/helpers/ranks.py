@@ -69,17 +69,24 @@ class Rank:
         return pickle.loads(self._channel.recv_bytes())
 
     def connect(self, *, backend: str = "gloo", timeout_s: float = PATIENCE_S) -> Any:
-        """The evener communicator of this team; "shared" is what "auto" takes on one host."""
-        from evener.comm import shared
+        """The evener communicator of this team; "shared" is what "auto" takes on one host.
+
+        "hosts 2+1" is what it takes if the third rank is on another host than the first two.
+        """
+        from evener.comm import hosts, shared
 
         comm = join_at(
             self.rank,
             self.world_size,
             self.address,
             self.port,
-            backend="gloo" if backend == "shared" else backend,
+            backend="gloo" if backend.startswith(("shared", "hosts")) else backend,
             timeout_s=timeout_s,
         )
+        if backend.startswith("hosts"):
+            sizes = map(int, backend.removeprefix("hosts ").split("+"))
+            places = [f"host {number}" for number, size in enumerate(sizes) for _ in range(size)]
+            return hosts.connect_hosts(comm, places[self.rank])[0]
         if backend != "shared":
             return comm
         comm, obstacle = shared.share_memory(comm)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from evener.comm.base import (
     CELL_BYTES,
-    Call,
     Communicator,
     Transport,
     Wait,
@@ -33,11 +32,12 @@ from evener.comm.c10d import (
     form_nccl,
     options,
 )
+from evener.comm.calls import Call
 from evener.comm.causes import Cause, cause_of
 from evener.comm.forks import never_destroy
 from evener.comm.messages import closed_message, first_line, lost_message
 from evener.comm.network import MeetingPoint
-from evener.comm.notices import Notice, StoreNotices
+from evener.comm.notices import Notice, NoticeBoard, StoreNotices
 from evener.comm.wires import Wires, list_sockets
 from evener.devices import kind_of
 from evener.errors import CollectiveError, PeerLostError
@@ -124,7 +124,7 @@ class GroupTransport(Transport):
         self._meeting, self._key, self._timeout_s = meeting, key, timeout_s
         self._store = store = PrefixStore(key, meeting.store)
         place = (self.numbers, meeting.host_rank)
-        self._board = StoreNotices(PrefixStore("notices", store), *place)
+        self.board: NoticeBoard = StoreNotices(PrefixStore("notices", store), *place)
         self._before, self._wires = list_sockets(), Wires()
         self._gloo: ProcessGroupGloo | None = form_gloo(
             PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
@@ -300,7 +300,7 @@ class GroupTransport(Transport):
             failure, cause = first_line(error), cause_of(error)
         finally:
             works.clear()
-        raise self._explain(wait, calls[done], calls, failure, cause)
+        raise self._explain(wait, calls[done], failure, cause)
 
     def cut(self) -> None:
         """End the groups, also during another thread's operation; see the base class."""
@@ -324,28 +324,48 @@ class GroupTransport(Transport):
         server, rather than one that goes while it answers, over which torch prints a stack trace.
         """
         meeting = self._meeting
-        del self._board, self._meeting, self._store
+        del self.board, self._meeting, self._store
         meeting.release()
 
-    def _explain(
-        self, wait: Wait, call: Call, calls: Sequence[Call], failure: str, cause: Cause
-    ) -> CollectiveError:
+    def _explain(self, wait: Wait, call: Call, failure: str, cause: Cause) -> CollectiveError:
         """End the groups and find the cause, with the help of the notices.
 
-        ``call`` of ``calls`` has failed; ``failure`` is what the process group said of it.
+        ``call`` has failed; ``failure`` is what the process group said of it.
         """
         number, waited_s = self.number, wait.waited_s
         if wait.has_ended:  # by another thread
             return CollectiveError(closed_message(number, call.what))
         if cause is not Cause.TIMED_OUT:
             self.cut()
-            if not self._board.read():  # otherwise a rank gave up waiting, and so closed them
+            notices = self.board.read()
+            if not notices:  # otherwise a rank gave up waiting, and so closed them
                 if cause is Cause.LOST:
+                    if notices is not None:
+                        failure = self.board.share_loss(failure, is_known=False)
                     return PeerLostError(lost_message(number, call.what, failure))
                 return CollectiveError(f"rank {number} failed in {call.what!r}: {failure}")
-        self._board.post(number, Notice(call.number, waited_s, call.what))
+        self.board.post(number, Notice(call.number, waited_s, call.what))
         self.cut()
-        return self._board.explain(number, call, calls, waited_s)
+        return self.board.explain(number, call, wait.together, waited_s)
+
+    def explain_by(self, board: NoticeBoard) -> None:
+        """Use another board; see the base class."""
+        self.board = board
+
+    def begin_watch(self) -> None:
+        """Let ``watch`` count from now."""
+        self._broken_s = math.inf
+
+    def watch(self, wait: Wait) -> None:
+        """Look after the peers while another transport carries out the call.
+
+        Raises:
+            CollectiveError: One has been gone for long.
+        """
+        try:
+            self._check_wires()
+        except RuntimeError as error:
+            raise self._explain(wait, wait.call, first_line(error), Cause.LOST) from None
 
     def _check_wires(self) -> None:
         """Raise ``RuntimeError`` where an operation goes on long after a connection was closed.

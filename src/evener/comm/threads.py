@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from evener.comm.base import CELL_BYTES, DEFAULT_TIMEOUT_S, Call, Communicator, Transport, Wait
+from evener.comm.base import CELL_BYTES, DEFAULT_TIMEOUT_S, Communicator, Transport, Wait
+from evener.comm.calls import Call
 from evener.comm.messages import closed_message, late_message, lost_message, timeout_message
 from evener.devices import kind_of
 from evener.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
