@@ -2,8 +2,9 @@
 
 import math
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, final
@@ -17,11 +18,6 @@ from evener.comm.background import BackgroundJob
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.comm.flat_groups import FlatGroup
-
-LEAST_BYTES: Final = 2**18
-MOST_PIECES: Final = 64
-"""A piece has so many bytes at least, and there are so many pieces at most, about. What the last
-one takes is not hidden; each one costs about a millisecond of processor time, with Gloo."""
 
 _LOOK_S: Final = 1.0
 
@@ -37,6 +33,7 @@ class Piece:
         indices: Flat numbers of its parameters.
         has_flags: Whether it is the flags of its group, which are known after the last backward.
         due: Gradients that are still to come before it leaves.
+        leaves_s: When it leaves, on ``time.monotonic``, if this rank's slowness is emulated.
         ready: Set when it may leave.
         has_left: Whether that is so.
     """
@@ -47,6 +44,7 @@ class Piece:
     indices: list[int]
     has_flags: bool = False
     due: int = 0
+    leaves_s: float = 0.0
     ready: threading.Event = field(default_factory=threading.Event)
     has_left: bool = False
 
@@ -55,30 +53,34 @@ class Piece:
 class OverlappedExchange:
     """Exchanges gradients in a thread of its own, while this rank's last backward is under way.
 
-    A piece leaves as soon as its parameters have as many gradients as in the window before. Pieces
-    leave in one order on all ranks. One rank may be far ahead of another: its pieces then wait for
-    the other's. A gradient that comes after its piece has left is kept apart, and summed in an
-    exchange of its own. So every sum is right, whatever the loop does; only its time may differ.
+    In the first window with given ranks, nothing leaves: it is seen how many gradients each
+    parameter gets, in which order, and how long backward takes. Then ``cut`` says how large pieces
+    are. A piece leaves as soon as its parameters have as many gradients as in the window before.
+    Pieces leave in one order on all ranks. One rank may be far ahead of another: its pieces then
+    wait for the other's. A gradient that comes after its piece has left is kept apart, and summed
+    in an exchange of its own. So every sum is right, whatever the loop does; only its time may
+    differ.
 
     What a round of rows leads to is not known while pieces leave. If any rank has begun, all take
     part to the end, also where the window is not applied: see ``join`` and ``discard``.
 
     Args:
         flat: The ranks' buffers.
-        leaves_early: Whether pieces leave during backward; otherwise when it is over, as on a rank
-            whose slowness is emulated after it.
 
     Attributes:
         has_begun: Whether pieces of this window leave, or have left.
+        backward_s: Seconds of the last micro-batch's backward in this window.
         non_finite: Flat number of the first parameter of this rank whose gradient was found to
             hold an inf or a NaN, if any.
         norms: The 2-norms of this rank's pieces.
     """
 
-    def __init__(self, flat: FlatBuffers, *, leaves_early: bool = True) -> None:
-        self._flat, self._leaves_early = flat, leaves_early
-        self._comm: Communicator | None = None
-        self._job: BackgroundJob[None] = BackgroundJob("evener-gradients")
+    def __init__(self, flat: FlatBuffers) -> None:
+        self._flat = flat
+        self._comms: Sequence[Communicator] = ()
+        self._jobs: list[BackgroundJob[None]] = []
+        #: Bytes of a piece; 0 before ``cut``.
+        self._piece_bytes = 0
         self._pieces: list[Piece] = []
         self._piece_of: list[Piece] = []
         self._hooks: list[RemovableHandle] = []
@@ -95,6 +97,9 @@ class OverlappedExchange:
         self._missing: set[int] = set()
         self._late: dict[int, Tensor] = {}
         self._has_late = self._is_abandoned = False
+        #: How far this rank is ahead of the slower device that it emulates.
+        self._ahead_s: Callable[[], float] = _not_ahead
+        self._started_s = self.backward_s = 0.0
         self.has_begun = False
         self.non_finite: int | None = None
         self.norms: list[float] = []
@@ -102,33 +107,45 @@ class OverlappedExchange:
     @property
     def is_on(self) -> bool:
         """Return whether windows are exchanged in this way at all."""
-        return self._comm is not None
+        return bool(self._comms)
 
     @property
     def is_late(self) -> bool:
         """Return whether a gradient has come after its piece had left."""
         return bool(self._late)
 
-    def use(self, comm: Communicator | None) -> None:
-        """Exchange over ``comm``; with ``None``, not at all."""
+    def use(self, comms: Sequence[Communicator]) -> None:
+        """Exchange over these, piece by piece in turns; with none, not at all."""
         self.abandon()
-        self._comm = comm
+        self._comms = comms
+        self._jobs = [BackgroundJob("evener-gradients") for _ in comms]
         self._close_hooks()
         self._piece_of = []  # ranks that have just come know no order
+        self._piece_bytes = 0
 
     # ── backward ─────────────────────────────────────────────────────────────────────────────────
 
-    def before_backward(self, window: int) -> None:
-        """Let pieces leave in the backward that comes, which is of the share's last micro-batch."""
+    def before_backward(self, window: int, ahead_s: Callable[[], float] | None = None) -> None:
+        """Let pieces leave in the backward that comes, which is of the share's last micro-batch.
+
+        Args:
+            window: Its number.
+            ahead_s: Returns how many seconds this rank is ahead of the slower device that it
+                emulates, if it does: pieces leave so much later.
+        """
+        self._ahead_s = ahead_s or _not_ahead
         if not self._counts_now:
             self._count_anew()
-            if any(self._expected) and not self.has_begun:
+            if self._piece_bytes and any(self._expected) and not self.has_begun:
                 self._begin(window)
         elif self.has_begun:
             self._flat.hide(self._left())
+        self._started_s = time.monotonic() + self._ahead_s()
 
     def after_backward(self) -> None:
         """Keep apart what has come too late, and show gradients again."""
+        if self._counts_now:
+            self.backward_s += time.monotonic() + self._ahead_s() - self._started_s
         if not self.has_begun:
             return
         for i, grad in self._flat.reveal(self._left()).items():
@@ -153,21 +170,31 @@ class OverlappedExchange:
         self._flat.adopt()
         parameters = self._flat.parameters
         if len(parameters) != len(self._piece_of):
-            self._cut()
+            self._cut_anew()
         if self._trained != [parameter.requires_grad for parameter in parameters]:
             self._watch()
-        self._counts, self._counts_now = [0] * len(parameters), True
+        self._counts, self._counts_now, self.backward_s = [0] * len(parameters), True, 0.0
         self._arrived, self._num_arrived = [0] * len(parameters), 0
 
     def _left(self) -> list[int]:
         return [i for piece in self._pieces if piece.has_left for i in piece.indices]
 
-    def _cut(self) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """Return how much is exchanged in a window."""
+        return sum(group.grad.nbytes for group in self._flat.groups)
+
+    def cut(self, piece_bytes: int) -> None:
+        """Exchange in pieces of this size, above 0, from the next window on."""
+        expected = self._expected
+        self._piece_bytes = piece_bytes
+        self._cut_anew()
+        self._expected = expected
+
+    def _cut_anew(self) -> None:
         """Cut the buffers, whose parameters may have become more, into pieces."""
-        self._close_hooks()
         self._expected, self._pieces = [0] * len(self._flat.parameters), []
-        in_all = sum(group.grad.nbytes for group in self._flat.groups)
-        least_bytes = max(LEAST_BYTES, in_all // MOST_PIECES)
+        least_bytes = self._piece_bytes or self.num_bytes
         pieces: dict[int, Piece] = {}
         for group, bucket in self._flat.buckets_of(None):
             flags_start = group.grad_values.numel()
@@ -207,22 +234,22 @@ class OverlappedExchange:
         piece = self._piece_of[i]
         if self.has_begun and self._counts[i] <= self._expected[i]:
             piece.due -= 1
-            if not piece.due and self._leaves_early:
+            if not piece.due:
                 self._leave_early(piece)
 
     @property
     def order(self) -> list[int]:
-        """Return the pieces in the order in which this window has completed them, by place."""
-        if not self._counts_now:
-            return []
-        places = range(len(self._pieces))
-        done = [max((self._arrived[i] for i in p.indices), default=0) for p in self._pieces]
-        return sorted(places, key=lambda place: (self._pieces[place].has_flags, done[place]))
+        """Return when this window has completed each parameter's gradient, as a number."""
+        return self._arrived if self._counts_now else []
 
     def sort(self) -> None:
         """Let pieces leave in this order from the next window on; all ranks have the same."""
-        if order := self.order:
-            self._pieces = [self._pieces[place] for place in order]
+        if when := self.order:
+            last = [max((when[i] for i in piece.indices), default=0) for piece in self._pieces]
+            places = sorted(
+                range(len(last)), key=lambda place: (self._pieces[place].has_flags, last[place])
+            )
+            self._pieces = [self._pieces[place] for place in places]
 
     # ── the exchange ─────────────────────────────────────────────────────────────────────────────
 
@@ -232,27 +259,31 @@ class OverlappedExchange:
         for piece in self._pieces:
             piece.due = sum(self._expected[i] for i in piece.indices)
             piece.has_left = False
-            piece.ready = threading.Event()
-            if not (piece.due or piece.has_flags) and self._leaves_early:
+            piece.leaves_s, piece.ready = 0.0, threading.Event()
+            if not (piece.due or piece.has_flags):
                 self._leave_early(piece)
         self._start(window, [p.group.grad.data[p.start : p.stop] for p in self._pieces])
 
     def _start(self, window: int, tensors: Sequence[Tensor]) -> None:
-        comm, pieces = self._comm, list(self._pieces)
-        assert comm is not None
+        numbered = list(enumerate(zip(self._pieces, tensors, strict=True)))
+        step = len(self._comms)
 
-        def exchange() -> None:
-            for number, (piece, tensor) in enumerate(zip(pieces, tensors, strict=True)):
+        def exchange(comm: Communicator, first: int) -> None:
+            for number, (piece, tensor) in numbered[first::step]:
                 while not piece.ready.wait(_LOOK_S):
                     if not threading.main_thread().is_alive():
                         return  # the script has ended without closing its team
+                while not self._is_abandoned and (left_s := piece.leaves_s - time.monotonic()) > 0:
+                    time.sleep(min(left_s, _LOOK_S))
                 if self._is_abandoned:
                     return
                 comm.all_reduce(tensor, what=f"gradients of window {window}, piece {number}")
 
-        self._job.start(exchange)
+        for first, (job, comm) in enumerate(zip(self._jobs, self._comms, strict=True)):
+            job.start(partial(exchange, comm, first))
 
     def _leave_early(self, piece: Piece) -> None:
+        piece.leaves_s = time.monotonic() + self._ahead_s()
         self._leave(piece)
         self._flat.hide(piece.indices)
 
@@ -279,10 +310,10 @@ class OverlappedExchange:
         if self.has_begun:
             return
         if len(self._flat.parameters) != len(self._piece_of):
-            self._cut()
+            self._cut_anew()
         self.has_begun, self._is_abandoned, self._late = True, False, {}
         for piece in self._pieces:
-            piece.ready = threading.Event()
+            piece.leaves_s, piece.ready = 0.0, threading.Event()
             piece.ready.set()
             piece.has_left = True
         tensors = [p.group.grad.data[p.start : p.stop] for p in self._pieces]
@@ -293,20 +324,25 @@ class OverlappedExchange:
     def finish(self) -> None:
         """Wait until the buffers hold the sums; all ranks call it together."""
         try:
-            self._job.wait()
+            for job in self._jobs:
+                job.wait()
             if self._has_late:
                 self._add_late()
-        finally:
-            self._reset()
+        except BaseException:
+            for comm in self._comms:  # or another piece may land in a later window
+                comm.close()
+            self.abandon()
+            raise
+        self._reset()
 
     def _add_late(self) -> None:
-        assert self._comm is not None
+        comm = self._comms[0]
         for number, group in enumerate(self._flat.groups):
             late = torch.zeros_like(group.grad)
             for i in group.indices:
                 if i in self._late:
                     self._flat.place_of(i, late).copy_(self._late[i])
-            self._comm.all_reduce(late, what=f"late gradients, group {number}")
+            comm.all_reduce(late, what=f"late gradients, group {number}")
             group.grad.add_(late)
 
     def discard(self) -> None:
@@ -320,12 +356,13 @@ class OverlappedExchange:
 
     def abandon(self) -> None:
         """End what is under way, whose connections are closed; idempotent."""
-        self._comm = None
+        self._comms = ()
         if self.has_begun:
             self._is_abandoned = True
             for piece in self._pieces:
                 piece.ready.set()
-            self._job.close()
+            for job in self._jobs:
+                job.close()
             self._reset()
 
     def _reset(self) -> None:
@@ -350,6 +387,10 @@ class OverlappedExchange:
         """End what is under way, whose connections are closed, and remove the hooks; idempotent."""
         self.abandon()
         self._close_hooks()
+
+
+def _not_ahead() -> float:
+    return 0.0
 
 
 def _arrive(weak: "weakref.ref[OverlappedExchange]", i: int, _: Tensor) -> None:

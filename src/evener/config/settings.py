@@ -165,8 +165,9 @@ class TrainingOptions(LocalOptions):
             NCCL, the optimizers are elementwise ones of ``torch.optim``, and half a million
             numbers or more are trained.
         overlap: In SYNC, ``"on"`` exchanges gradients while backward computes those of other
-            layers, ``"off"`` when it is over. It pays over slow links. Ranks on GPUs, and a sharded
-            update, never do it.
+            layers, ``"off"`` when it is over. ``"auto"`` times the link before the first window
+            and backward in it, and takes what is faster over sockets; inside one host it is
+            ``"off"``. Ranks on GPUs, and a sharded update, never do it.
         timeout_s: Longest wait for another rank, in seconds.
     """
 
@@ -176,7 +177,7 @@ class TrainingOptions(LocalOptions):
     partition_ratios: Annotated[Sequence[NotBelowZero], AfterValidator(_not_all_zero)] | None = None
     verify_every: NotNegativeInt | None = None
     sharded_update: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
-    overlap: Annotated[Literal["on", "off"], BeforeValidator(_as_word)] = "off"
+    overlap: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
     timeout_s: AboveZero = 600.0
 
     @model_validator(mode="after")

@@ -103,13 +103,18 @@ class Slowdown:
             Seconds slept: what is missing to ``factor`` times the compute since then. The caller
             adds them to its compute time.
         """
+        extra_s = self.ahead_s(start)
+        if extra_s:
+            self._sleep(extra_s)
+        return extra_s
+
+    def ahead_s(self, start: Started) -> float:
+        """Return how many seconds after now the slower device would be as far; see ``after``."""
         if self.factor == 1:
             return 0.0
         compute_s, wall_s = start
         due_s = self.factor * (self._clock() - compute_s)
-        extra_s = max(0.0, due_s - (time.perf_counter() - wall_s))
-        self._sleep(extra_s)
-        return extra_s
+        return max(0.0, due_s - (time.perf_counter() - wall_s))
 
     def _sleep(self, seconds: float) -> None:
         until_s = time.monotonic() + seconds

@@ -25,4 +25,5 @@ class EngineOptions:
     slowdown: Slowdown
     stop_requested: Callable[[], bool] | None
     guards: OptimizerGuards
-    overlaps: bool = False
+    say: Callable[[str], None]
+    overlap: str = "off"

@@ -53,6 +53,11 @@ class Stopwatch:
         return self
 
     @property
+    def ahead_s(self) -> float:
+        """Return how many seconds this thread is ahead of the slower device that it emulates."""
+        return self._slowdown.ahead_s(self._before)
+
+    @property
     def seconds(self) -> float:
         """Return what was measured, the sleep included; waits until the device has stopped, too."""
         if self._queue is not None:
@@ -285,6 +290,10 @@ class Share:
     def is_last(self) -> bool:
         """Return whether the micro-batch under way is the last one of the share."""
         return self.micro_batches + 1 == self._planned
+
+    def ahead_s(self) -> float:
+        """Return how many seconds this rank is ahead of the slower device that it emulates."""
+        return self._watch.ahead_s
 
     def count_since(self, began_s: float) -> None:
         """Count what the user's own loop has done since then: fetching data, the forward pass."""

@@ -18,6 +18,7 @@ from evener.engine.device_update import DeviceUpdate
 from evener.engine.engine import Engine
 from evener.engine.engine_options import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
+from evener.engine.link import time_link
 from evener.engine.lookahead import Lookahead
 from evener.engine.results import Applied, WindowResult, Work
 from evener.engine.rounds import Round
@@ -25,6 +26,7 @@ from evener.engine.share import Share, Stopwatch
 from evener.engine.team import Team
 from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import CollectiveError, NonFiniteGradientError, UsageError
+from evener.planning.pieces import ExchangeCost, choose_pieces, describe
 from evener.planning.plans import WindowPlan
 from evener.planning.policies import ApplyPolicy, Policy
 from evener.planning.report import NOTHING, Report
@@ -58,11 +60,11 @@ class SyncEngine(Engine):
         super().__init__(team, training, options, ApplyPolicy.SYNC, consensus)
         self.lookahead = Lookahead(self.generations, self.run, policy, options.guards)
         policy.set_absent(team.absent)
-        # What emulates slowness sleeps after backward, and gradients are not there before.
-        is_real = options.slowdown.factor == 1
-        self._overlap = OverlappedExchange(self.flat, leaves_early=is_real)
-        #: The generation whose ranks it joins.
+        self._overlap = OverlappedExchange(self.flat)
+        #: The generation whose ranks it joins, and what an exchange costs there, until it is known
+        #: whether overlap pays.
         self._overlaps_in = -1
+        self._exchange_cost: ExchangeCost | None = None
         self._averager = GradientAverager(self.flat, team.comm, self._overlap)
         self._sharded = training.sharded
         self._sharded.divide(team.comm)
@@ -172,17 +174,36 @@ class SyncEngine(Engine):
     def _connect_overlap(self) -> None:
         """Join the ranks that are present once more where overlap pays; they call it together."""
         self._overlaps_in = self.rounds.state.generation
-        if self.overlaps:
+        if self._can_overlap():
             self.team.open_gradients()
-        self._overlap.use(self.team.gradients)
+        self._overlap.use(gradients := self.team.gradients)
+        self._exchange_cost = time_link(gradients[0], self.team) if gradients else None
 
-    @property
-    def overlaps(self) -> bool:
-        """Return whether gradients of the ranks that are present travel during backward."""
-        team = self.team
+    def _can_overlap(self) -> bool:
+        """Return whether gradients of the ranks that are present could travel during backward."""
+        team, wanted = self.team, self.options.overlap
         present = [team.people[rank] for rank in team.members]
         on_cpu = len(present) > 1 and all(one.device == "cpu" for one in present)
-        return self.options.overlaps and on_cpu and not self._sharded.is_on
+        # Inside a host most of an exchange is work for the cores that compute.
+        is_wanted = wanted == "on" or (wanted == "auto" and team.comm.backend == "gloo")
+        return is_wanted and on_cpu and not self._sharded.is_on
+
+    def _choose_pieces(self, found: Round) -> None:
+        """Choose how gradients travel, once the first window has shown how long backward takes."""
+        rows, cost, overlap = found.rows.values(), self._exchange_cost, self._overlap
+        if cost is None or any(not row.order for row in rows if row.report.samples):
+            return  # nothing is to be chosen, or a rank has computed nothing that tells
+        self._exchange_cost = None
+        backward_s = min(row.backward_s for row in rows)
+        chosen = choose_pieces(overlap.num_bytes, backward_s, cost)
+        if self.options.overlap == "on" and not chosen.num_bytes:
+            chosen = chosen._replace(num_bytes=overlap.num_bytes)
+        if chosen.num_bytes:
+            overlap.cut(chosen.num_bytes)
+        else:
+            overlap.use(())
+        if self.rounds.is_main:
+            self.options.say(describe(chosen, backward_s))
 
     def settle(self) -> None:
         """Commit what has been applied and not yet committed; all ranks call it together."""
@@ -236,7 +257,8 @@ class SyncEngine(Engine):
         overlap, share = self._overlap, self.share
         overlaps = overlap.is_on and self.in_epoch and part is None and share.is_last
         if overlaps and isinstance(self.rounds.state.plan, WindowPlan):
-            overlap.before_backward(self.window)
+            is_real = self.options.slowdown.factor == 1
+            overlap.before_backward(self.window, None if is_real else share.ahead_s)
         yield
         overlap.after_backward()
         self.flat.attach_grads()
@@ -442,8 +464,8 @@ class SyncEngine(Engine):
             result = self._apply(found, plan)
         made = not result.skipped
         weight = result.weight if made else 0.0
-        orders = {row.order for row in found.rows.values()}
-        if len(orders) == 1:
+        self._choose_pieces(found)
+        if len({row.order for row in found.rows.values()}) == 1:
             self._overlap.sort()
         self._overlap.end_window(is_applied=True)
         self.windows_s.append(self.spans.elapsed_s)
@@ -619,8 +641,14 @@ class SyncEngine(Engine):
             if applied.leases:
                 self.lookahead.observe(list(result.ranks), unread.plan, math.nan)
         overlap = self._overlap
-        order = checksum(overlap.order) if overlap.is_on else 0.0
-        self.meet(purpose, begun=overlap.has_begun, late=overlap.is_late, order=order, **said)
+        self.meet(
+            purpose,
+            begun=overlap.has_begun,
+            late=overlap.is_late,
+            order=checksum(overlap.order),
+            backward_s=overlap.backward_s if overlap.order else 0.0,
+            **said,
+        )
 
     def _follow(self, found: Round) -> None:
         """Carry out what follows from a round, and end what has begun during backward."""
@@ -663,7 +691,7 @@ class SyncEngine(Engine):
             # generation's memory, so the tensors move out of it.
             self._home = self.team.whole
             self.flat.move(self._home)
-        self._overlap.use(None)
+        self._overlap.use(())
         if self._overlaps_in == self.rounds.state.generation and not self.rounds.state.is_parked:
             self._connect_overlap()
         self._averager.use(self.team.comm)

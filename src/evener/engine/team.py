@@ -33,8 +33,8 @@ class Team:
         comm: Joins the present ranks.
         whole: Joins ``everyone``.
         background: Joins ``everyone`` once more, for a thread; ``None`` if none needs it.
-        gradients: Joins the present ranks once more, for gradients that travel during backward;
-            ``None`` if none do.
+        gradients: Join the present ranks once more, for gradients that travel during backward;
+            none if none do.
         membership: As given.
     """
 
@@ -48,7 +48,7 @@ class Team:
         self.names = [""] * self.world_size
         self.comm = self.whole = comm
         self.background: Communicator | None = None
-        self.gradients: Communicator | None = None
+        self.gradients: tuple[Communicator, ...] = ()
         self._windows_s: Sequence[float] = ()
         #: Bytes that this rank has sent through communicators that were let go.
         self._sent_before = 0
@@ -101,7 +101,7 @@ class Team:
 
     @property
     def _connections(self) -> set[Communicator]:
-        every = (self.comm, self.whole, self.background, self.gradients)
+        every = (self.comm, self.whole, self.background, *self.gradients)
         return {comm for comm in every if comm is not None}
 
     @property
@@ -170,12 +170,10 @@ class Team:
         self.comm, self.members = self.whole, self.everyone
 
     def _let_go_active(self) -> None:
-        own = {self.comm, self.gradients} - {self.whole, None}
-        for comm in own:
-            assert comm is not None
+        for comm in {self.comm, *self.gradients} - {self.whole}:
             self._sent_before += comm.sent_bytes
             comm.close()
-        self.gradients = None
+        self.gradients = ()
 
     def form(self, formed: Formed) -> None:
         """Be the members of another generation of an elastic team; all of them call it together."""
@@ -193,7 +191,7 @@ class Team:
         self._sent_before = self.sent_bytes
         self.comm = self.whole = comm
         self.members = self.everyone = ranks
-        self.gradients = None
+        self.gradients = ()
         if self.background is not None:
             self.open_background()
         self._report_waits()
@@ -204,9 +202,15 @@ class Team:
         self.background = self.whole.split(everyone, name="background")
 
     def open_gradients(self) -> None:
-        """Connect the present ranks once more, for gradients; all of them call it together."""
+        """Connect the present ranks twice more, for gradients; all of them call it together.
+
+        While one piece waits for the other ranks' processors, the other one uses the link.
+        """
         present = range(self.comm.world_size)
-        self.gradients = self.comm.split(present, name="gradients", reports_waits=False)
+        for _ in range(2):
+            comm = self.comm.split(present, name="gradients", reports_waits=False)
+            assert comm is not None
+            self.gradients = (*self.gradients, comm)
 
     def stand_aside(self) -> None:
         """Be alone, as this rank's script is where the others have been before it joined."""

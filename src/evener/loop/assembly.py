@@ -141,8 +141,6 @@ class Assembly:
         if self.engine.rounds.is_main and not config.quiet:
             present = [self.team.people[rank] for rank in self.team.members]
             exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
-            if isinstance(self.engine, SyncEngine) and self.engine.overlaps:
-                exchange += "\n  gradients travel while backward computes those of other layers"
             say("\n".join([*team_lines(present), exchange]))
 
     def _connect(
@@ -337,8 +335,13 @@ class Assembly:
             ),
             stop_requested=config.stop_when,
             guards=OptimizerGuards(self.flat, self.optimizers, warn=warn),
-            overlaps=config.overlap == "on",
+            say=_say_nothing if config.quiet else say,
+            overlap=config.overlap,
         )
+
+
+def _say_nothing(text: str) -> None:
+    """Keep a line for people from those who want silence."""
 
 
 def _check_kernels(device: torch.device) -> None:
