@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from evener.averaging.feedback import ErrorFeedback
 from evener.averaging.norms import norm_of
 from evener.comm.background import BackgroundJob
 from evener.comm.base import Communicator
@@ -66,8 +67,10 @@ class OverlappedExchange:
 
     Args:
         flat: The ranks' buffers.
+        feedback: Of the buffers' gradients; exact by default.
 
     Attributes:
+        feedback: As given.
         has_begun: Whether pieces of this window leave, or have left.
         backward_s: Seconds of the last micro-batch's backward in this window.
         non_finite: Flat number of the first parameter of this rank whose gradient was found to
@@ -75,8 +78,9 @@ class OverlappedExchange:
         norms: The 2-norms of this rank's pieces.
     """
 
-    def __init__(self, flat: FlatBuffers) -> None:
+    def __init__(self, flat: FlatBuffers, feedback: ErrorFeedback | None = None) -> None:
         self._flat = flat
+        self.feedback = ErrorFeedback() if feedback is None else feedback
         self._comms: Sequence[Communicator] = ()
         self._jobs: list[BackgroundJob[None]] = []
         #: Bytes of a piece; 0 before ``cut``.
@@ -262,14 +266,23 @@ class OverlappedExchange:
             piece.leaves_s, piece.ready = 0.0, threading.Event()
             if not (piece.due or piece.has_flags):
                 self._leave_early(piece)
-        self._start(window, [p.group.grad.data[p.start : p.stop] for p in self._pieces])
+        lost = [self.feedback.of(piece.group.grad) for piece in self._pieces]
+        self._start(window, [piece.group.grad.data for piece in self._pieces], lost)
 
-    def _start(self, window: int, tensors: Sequence[Tensor]) -> None:
-        numbered = list(enumerate(zip(self._pieces, tensors, strict=True)))
+    def _start(
+        self, window: int, buffers: Sequence[Tensor], losses: Sequence[Tensor | None]
+    ) -> None:
+        """Exchange the pieces of ``buffers``, one for each, with what was ``lost`` of those."""
+        numbered = [
+            (number, piece, buffer[piece.start : piece.stop], _part_of(lost, piece))
+            for number, (piece, buffer, lost) in enumerate(
+                zip(self._pieces, buffers, losses, strict=True)
+            )
+        ]
         step = len(self._comms)
 
         def exchange(comm: Communicator, first: int) -> None:
-            for number, (piece, tensor) in numbered[first::step]:
+            for number, piece, tensor, lost in numbered[first::step]:
                 while not piece.ready.wait(_LOOK_S):
                     if not threading.main_thread().is_alive():
                         return  # the script has ended without closing its team
@@ -277,7 +290,8 @@ class OverlappedExchange:
                     time.sleep(min(left_s, _LOOK_S))
                 if self._is_abandoned:
                     return
-                comm.all_reduce(tensor, what=f"gradients of window {window}, piece {number}")
+                what = f"gradients of window {window}, piece {number}"
+                comm.all_reduce(tensor, what=what, lost=lost)
 
         for first, (job, comm) in enumerate(zip(self._jobs, self._comms, strict=True)):
             job.start(partial(exchange, comm, first))
@@ -316,10 +330,16 @@ class OverlappedExchange:
             piece.leaves_s, piece.ready = 0.0, threading.Event()
             piece.ready.set()
             piece.has_left = True
-        tensors = [p.group.grad.data[p.start : p.stop] for p in self._pieces]
+        buffers = {piece.group.grad: piece.group.grad.data for piece in self._pieces}
+        losses = {grad: self.feedback.of(grad) for grad in buffers}
         if not contributes:
-            tensors = [torch.zeros_like(tensor) for tensor in tensors]
-        self._start(window, tensors)
+            buffers = {grad: torch.zeros_like(grad) for grad in buffers}
+            losses = {
+                grad: None if lost is None else torch.zeros_like(lost)
+                for grad, lost in losses.items()
+            }
+        grads = [piece.group.grad for piece in self._pieces]
+        self._start(window, [buffers[grad] for grad in grads], [losses[grad] for grad in grads])
 
     def finish(self) -> None:
         """Wait until the buffers hold the sums; all ranks call it together."""
@@ -391,6 +411,10 @@ class OverlappedExchange:
 
 def _not_ahead() -> float:
     return 0.0
+
+
+def _part_of(lost: Tensor | None, piece: Piece) -> Tensor | None:
+    return None if lost is None else lost[piece.start : piece.stop]
 
 
 def _arrive(weak: "weakref.ref[OverlappedExchange]", i: int, _: Tensor) -> None:

@@ -209,8 +209,26 @@ class Transport(ABC):
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None: ...
 
     @abstractmethod
-    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
-        """Sum tensors, none of them empty, each in the call of ``wait`` of the same place."""
+    def sum_each(
+        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+    ) -> None:
+        """Sum tensors, none of them empty, each in the call of ``wait`` of the same place.
+
+        Args:
+            flats: The tensors.
+            wait: What is under way.
+            lost: As in ``all_reduce``, for each tensor; only where ``can_round``.
+        """
+
+    @property
+    def can_round(self) -> bool:
+        """Return whether this rank sends to other hosts, for which numbers can be rounded."""
+        return False
+
+    def bytes_of_sum(self, num_bytes: int, *, is_rounded: bool) -> int:
+        """Return what this rank sends at least of a tensor of so many bytes that is summed."""
+        size = num_bytes // 2 if is_rounded and self.can_round else num_bytes
+        return 2 * size * (len(self.numbers) - 1) // len(self.numbers)
 
     def sum_parts(self, flat: Tensor, wait: Wait) -> bool:
         """Sum ``flat``, at least this rank's part; return whether that left the others."""
@@ -311,7 +329,8 @@ class Communicator(Closing, NotInherited):
         sent_bytes: Bytes of data that this rank has sent to the others so far, headers not
             included. Of a sum or a gathering that is what the exchange moves at least, as a ring
             does: ``(n - 1) / n`` of a tensor to add up its parts among ``n`` ranks, as much again
-            to gather them. A broadcast counts ``n - 1`` copies, all for its source.
+            to gather them; with ranks on several hosts, among those of the host, and for its first
+            rank among the hosts. A broadcast counts ``n - 1`` copies, all for its source.
     """
 
     def __init__(
@@ -405,40 +424,62 @@ class Communicator(Closing, NotInherited):
 
     # ── collectives ──────────────────────────────────────────────────────────────────────────────
 
-    def all_reduce(self, tensor: Tensor, *, what: str, timeout_s: float | None = None) -> None:
+    @property
+    def can_round(self) -> bool:
+        """Return whether ``lost`` of ``all_reduce`` has an effect on this rank."""
+        return self.backend != "nccl" and self._transport is not None and self._transport.can_round
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        *,
+        what: str,
+        timeout_s: float | None = None,
+        lost: Tensor | None = None,
+    ) -> None:
         """Replace ``tensor`` on every rank by the sum over ranks, with the same bits everywhere.
 
         Args:
             tensor: Contiguous; same shape and dtype on every rank. Sums are formed in its dtype.
             what: What is summed, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
+            lost: Lets numbers travel between hosts in bfloat16, where the tensor is large. A tensor
+                like ``tensor``, both float32. What this rank's rounding takes from this sum is
+                written there, after what it took from an earlier one was added to this. Finite
+                before and after. Given on all ranks that ``can_round``, or on none.
         """
-        self.all_reduce_each([(what, tensor)], timeout_s=timeout_s)
+        self.all_reduce_each([(what, tensor)], timeout_s=timeout_s, lost=[lost])
 
     def all_reduce_each(
-        self, tensors: Sequence[tuple[str, Tensor]], *, timeout_s: float | None = None
+        self,
+        tensors: Sequence[tuple[str, Tensor]],
+        *,
+        timeout_s: float | None = None,
+        lost: Sequence[Tensor | None] = (),
     ) -> None:
         """Replace tensors by their sums; they leave in this order, without waiting for each other.
 
         Args:
             tensors: ``what`` and ``tensor`` of each, as for ``all_reduce``; disjoint in memory.
             timeout_s: Deadline of all together; ``None`` takes the communicator's.
+            lost: That of each, as for ``all_reduce``; none by default.
         """
-        flats, calls = [], []
-        for what, tensor in tensors:
+        flats, calls, rests = [], [], []
+        for (what, tensor), rest in zip(tensors, lost or [None] * len(tensors), strict=True):
             flat = _real(_flat(tensor, what))
             call = self._begin("all_reduce", what, timeout_s, _size_of(flat))
             if flat.numel():
                 flats.append(flat)
                 calls.append(call)
-                self._count_parts(flat, 2)  # added up, then gathered
+                rests.append(rest if self.can_round else None)
+                self._count_sum(flat, is_rounded=rests[-1] is not None)
         if self._transport is None or not calls:
             return
         with self._under_way(*calls) as wait:
             if len(flats) == 1 and flats[0].nbytes <= self._transport.payload_bytes:
                 self._sum_by_cells(flats[0], wait)
             else:
-                self._mover(flats).sum_each(flats, wait)
+                self._mover(flats).sum_each(flats, wait, rests)
 
     def broadcast(
         self, tensor: Tensor, src: int, *, what: str, timeout_s: float | None = None
@@ -489,7 +530,7 @@ class Communicator(Closing, NotInherited):
         size = f"{whole.numel() // self.world_size} bytes"
         call = self._begin("all_gather_parts", what, timeout_s, size)
         if whole.numel():
-            self._count_parts(whole, 1)
+            self._count_parts(whole)
             self._gather_parts(whole, call._replace(have_met=have_met))
 
     def _gather_parts(self, whole: Tensor, call: Call) -> None:
@@ -533,8 +574,10 @@ class Communicator(Closing, NotInherited):
                 are_left = False
             else:
                 are_left = self._mover([whole]).sum_parts(whole, wait)
-        # With the parts of others, which this rank got, too.
-        self._count_parts(whole, 1 if are_left else 2)
+        if are_left:
+            self._count_parts(whole)
+        else:  # this rank got the parts of others, too
+            self._count_sum(whole, is_rounded=False)
         return are_left
 
     def all_gather_rows(
@@ -840,9 +883,18 @@ class Communicator(Closing, NotInherited):
     def _sum_by_cells(self, flat: Tensor, wait: Wait) -> None:
         flat.copy_(reduce(torch.add, self._swap_payloads(flat, wait)))
 
-    def _count_parts(self, flat: Tensor, times: int) -> None:
-        """Count parts of a tensor, one for each other rank, that are sent so many times."""
-        self.sent_bytes += times * flat.nbytes * (self.world_size - 1) // self.world_size
+    def _count_parts(self, flat: Tensor) -> None:
+        """Count parts of a tensor, one for each other rank."""
+        self.sent_bytes += flat.nbytes * (self.world_size - 1) // self.world_size
+
+    def _count_sum(self, flat: Tensor, *, is_rounded: bool) -> None:
+        self.sent_bytes += self.bytes_of_sum(flat.nbytes, is_rounded=is_rounded)
+
+    def bytes_of_sum(self, num_bytes: int, *, is_rounded: bool) -> int:
+        """Return by how much ``sent_bytes`` rises when a tensor of so many bytes is summed."""
+        if self._transport is None:
+            return 0
+        return self._transport.bytes_of_sum(num_bytes, is_rounded=is_rounded)
 
     def _check_parts(self, flat: Tensor, what: str) -> None:
         if flat.numel() % self.world_size:

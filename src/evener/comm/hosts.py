@@ -1,6 +1,6 @@
 """The transport of ranks on several hosts, some of which have two ranks or more."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import final
 
@@ -60,6 +60,11 @@ class HostsTransport(Transport):
             part.explain_by(beneath.board)
 
     @property
+    def can_round(self) -> bool:
+        """Return whether this rank is a leader."""
+        return self._between is not None
+
+    @property
     def _parts(self) -> list[Communicator]:
         return [part for part in (self._inside, self._between) if part is not None]
 
@@ -83,24 +88,30 @@ class HostsTransport(Transport):
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
         self._beneath.swap(wait, call)
 
-    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
+    def bytes_of_sum(self, num_bytes: int, *, is_rounded: bool) -> int:
+        """Return what travels inside the host, and between hosts if this rank is a leader."""
+        return sum(part.bytes_of_sum(num_bytes, is_rounded=is_rounded) for part in self._parts)
+
+    def sum_each(
+        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+    ) -> None:
         """Sum tensors; see the base class."""
         self._beneath.begin_watch()
         chunks = [
-            (call, chunk)
-            for flat, call in zip(flats, wait.calls, strict=True)
-            for chunk in torch.split(flat, _CHUNK_BYTES // flat.element_size())
+            (call, chunk, None if rest is None else rest[start : start + chunk.numel()])
+            for flat, call, rest in zip(flats, wait.calls, lost or [None] * len(flats), strict=True)
+            for start, chunk in _chunks_of(flat)
         ]
         under_way = None
         for chunk in [*chunks, None]:
             if chunk is not None:
-                self._sum_inside(wait, *chunk)
+                self._sum_inside(wait, *chunk[:2])
             if under_way is not None and self._between is not None:
                 self._job.wait()
             if chunk is not None and self._between is not None:
                 self._start(self._between, wait, *chunk)
             if under_way is not None:
-                self._spread(wait, *under_way)
+                self._spread(wait, *under_way[:2])
             under_way = chunk
 
     def _sum_inside(self, wait: Wait, call: Call, chunk: Tensor) -> None:
@@ -108,10 +119,12 @@ class HostsTransport(Transport):
             with self._inside.within(wait, call):
                 self._inside.all_reduce(chunk, what=call.what, timeout_s=call.timeout_s)
 
-    def _start(self, between: Communicator, wait: Wait, call: Call, chunk: Tensor) -> None:
+    def _start(
+        self, between: Communicator, wait: Wait, call: Call, chunk: Tensor, lost: Tensor | None
+    ) -> None:
         def exchange() -> None:
             with between.within(wait, call):
-                between.all_reduce(chunk, what=call.what, timeout_s=call.timeout_s)
+                between.all_reduce(chunk, what=call.what, timeout_s=call.timeout_s, lost=lost)
 
         self._job.start(exchange)
 
@@ -235,6 +248,13 @@ def _connect(
         "ranks of one host exchange through its memory, and "
         f"{which} through sockets, each for its host"
     )
+
+
+def _chunks_of(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Return the first element of each chunk of a tensor, and the chunk."""
+    step = _CHUNK_BYTES // flat.element_size()
+    for start in range(0, flat.numel(), step):
+        yield start, flat[start : start + step]
 
 
 def _hosts_of(numbers: Sequence[int], places: Mapping[int, str]) -> list[list[int]]:

@@ -82,7 +82,9 @@ class SharedTransport(Transport):
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
         self._barrier.meet(wait, call)
 
-    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
+    def sum_each(
+        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+    ) -> None:
         """Sum tensors; see the base class."""
         is_open = False
         for flat, call in zip(flats, wait.calls, strict=True):

@@ -152,7 +152,9 @@ class ThreadTransport(Transport):
         for cell, content in zip(cells, told, strict=True):
             cell[:] = content
 
-    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
+    def sum_each(
+        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+    ) -> None:
         """Sum tensors; see the base class."""
         for flat, call in zip(flats, wait.calls, strict=True):
             wait.announce(call)

@@ -9,6 +9,7 @@ from typing import Any, Final, NoReturn, final
 
 from torch.optim import Optimizer
 
+from evener.averaging.feedback import ErrorFeedback
 from evener.averaging.gradients import GradientAverager
 from evener.averaging.overlap import OverlappedExchange
 from evener.averaging.weights import power_of_two_near
@@ -36,6 +37,8 @@ from evener.protocol.row import ALL, Purpose, checksum
 
 #: An epoch may be lengthened by this part, so that every rank has work in its first window.
 _LONGER_EPOCH: Final = 0.01
+#: Backends whose exchanges wait for a link between hosts.
+_ACROSS_HOSTS: Final = ("gloo", "hosts")
 
 
 @final
@@ -60,7 +63,7 @@ class SyncEngine(Engine):
         super().__init__(team, training, options, ApplyPolicy.SYNC, consensus)
         self.lookahead = Lookahead(self.generations, self.run, policy, options.guards)
         policy.set_absent(team.absent)
-        self._overlap = OverlappedExchange(self.flat)
+        self._overlap = OverlappedExchange(self.flat, ErrorFeedback(options.wire))
         #: The generation whose ranks it joins, and what an exchange costs there, until it is known
         #: whether overlap pays.
         self._overlaps_in = -1
@@ -185,7 +188,7 @@ class SyncEngine(Engine):
         present = [team.people[rank] for rank in team.members]
         on_cpu = len(present) > 1 and all(one.device == "cpu" for one in present)
         # Inside a host most of an exchange is work for the cores that compute.
-        is_wanted = wanted == "on" or (wanted == "auto" and team.comm.backend == "gloo")
+        is_wanted = wanted == "on" or (wanted == "auto" and team.comm.backend in _ACROSS_HOSTS)
         return is_wanted and on_cpu and not self._sharded.is_on
 
     def _choose_pieces(self, found: Round) -> None:
@@ -243,6 +246,7 @@ class SyncEngine(Engine):
         if not whole_window or loss_scale.is_used:
             expected = self.run.expected_weight or float(self.batch_size or 1)
             scale = power_of_two_near(expected) / loss_scale.value
+            self._overlap.feedback.rescale(scale)
         return self._open(num_micro_batches, scale)
 
     def drop_share(self) -> None:
