@@ -3,13 +3,15 @@
 import copy
 import platform
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
 import torch
 from torch import nn
+
+from evener.cgroups import read_group_limits
 
 #: Half precision that a device is good at; ``"fp32"`` where it is at none.
 Half = Literal["bf16", "fp16", "fp32"]
@@ -32,6 +34,10 @@ class Milestone:
     def wait(self) -> None:
         """Return when the device has come to this point."""
         self._event.synchronize()
+
+    def hold(self) -> None:
+        """Let what this thread queues from now on wait for this point; the host does not wait."""
+        self._event.wait()
 
     def seconds_to(self, later: "Milestone") -> float:
         """Return the device's seconds from this point to a later one; wait until it is there."""
@@ -74,6 +80,10 @@ class DeviceKind:
         properties = self.module.get_device_properties(device)
         return str(properties.name), int(properties.total_memory)
 
+    def free_bytes(self, device: torch.device) -> int:
+        """Return how much memory of a device is free; 0 where torch cannot tell."""
+        return int(self.module.mem_get_info(device)[0])
+
     def count(self) -> int:
         """Devices that torch finds here."""
         return int(self.module.device_count())
@@ -91,6 +101,13 @@ class DeviceKind:
         event = self.module.Event(enable_timing=True)
         event.record(self.module.current_stream(device))
         return Milestone(event)
+
+    @contextmanager
+    def beside(self, device: torch.device, milestone: Milestone) -> Iterator[None]:
+        """Queue what a block does beside other work on a device, but behind a milestone."""
+        with self.module.stream(self.module.Stream(device)):
+            milestone.hold()
+            yield
 
     def seed(self, seed: int) -> None:
         """Seed the generator from which a model on the current device draws."""
@@ -131,6 +148,13 @@ class Cpu(DeviceKind):
         import psutil  # takes 10 ms to load
 
         return _cpu_name(), int(psutil.virtual_memory().total)
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Return what a new process can have, the limit of its control group included."""
+        import psutil
+
+        available, limit = int(psutil.virtual_memory().available), read_group_limits().free_bytes
+        return available if limit is None else min(available, limit)
 
     def select(self, device: torch.device) -> None:
         """Nothing to select."""
@@ -208,6 +232,10 @@ class Mps(DeviceKind):
         """As much memory as the system wants the GPU to take of the host's."""
         return "Apple GPU", int(torch.mps.recommended_max_memory())
 
+    def free_bytes(self, device: torch.device) -> int:
+        """Return how much memory of the host is free."""
+        return _CPU.free_bytes(device)
+
     def select(self, device: torch.device) -> None:
         """There is one."""
 
@@ -239,6 +267,12 @@ class OtherAccelerator(DeviceKind):
     def describe(self, device: torch.device) -> tuple[str, int]:
         """Return the backend's name; torch asks of no module to know more."""
         return self.name, 0
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Return how much memory is free where the backend tells; not all of them do."""
+        with suppress(AttributeError):
+            return super().free_bytes(device)
+        return 0
 
     def finish(self, device: torch.device) -> None:
         """Wait for all that is queued: whether there are streams is not known."""

@@ -31,9 +31,6 @@ from evener.protocol.roster import Roster
 from evener.team.membership import Formed, Membership
 from helpers.limits import PATIENCE_S
 
-#: In a step of an optimizer, which has changed a parameter; see ``begin`` of ``elastic_runs``.
-STEP = "an optimizer step"
-
 
 class Died(BaseException):
     """Ends the thread of a member that is killed."""
@@ -54,7 +51,7 @@ class Kill:
 
     Attributes:
         member: Who.
-        what: Part of the words for an exchange, such as ``"gradients of window 2"``; or ``STEP``.
+        what: Part of the words for an exchange, such as ``"gradients of window 2"``.
         skip: How many of these pass first.
         when: ``"before"`` it is there; ``"after"`` all have finished; ``"inside"``: it has brought
             its part, and the members of ``told`` have received the result, the others not.

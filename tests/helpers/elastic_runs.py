@@ -1,111 +1,60 @@
-"""Runs of an elastic team of threads, and what an undisturbed team makes of the same plans."""
+"""Runs of an elastic team of threads, and what each of them must come to.
 
-import threading
+In SYNC a team ends where one process ends, but for rounding: in float64, and with layers that treat
+each sample by itself. Local steps are those of ``OneStep``, whose sum is known.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evener import Ddp, DdpConfig, WindowResult
-from evener.planning.policies import Parking
-from evener.planning.shares import apportion
-from helpers.elastic import STEP, ElasticThreads, Kill, ThreadMembership
+from helpers.clocks import RankClocks
+from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.limits import PATIENCE_S
-from helpers.teams import ScriptedPolicy
+from helpers.loops import STEP_SIZE, OneStep
+from helpers.models import seeded
+from helpers.sinks import Kept
+from helpers.teams import Parks
 
-NUM_SAMPLES, BATCH, EPOCHS, MICRO_BATCH = 32, 8, 2, 4
-DATA = [(torch.tensor([k / 32, 1.0, k * k / 1024]), torch.tensor([k / 16])) for k in range(32)]
+EPOCHS = 2
+X = torch.randn(48, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+DATA = [(x, x.sum().reshape(1)) for x in X]
+#: A step of each number in the team takes so long, where time is given.
+STEP_S = (0.01, 0.02, 0.01, 0.02, 0.01, 0.01)
 
-SEEDED = threading.Lock()
-
-
-class Trained(NamedTuple):
-    """What a rank has at its end."""
-
-    committed: list[WindowResult]
-    state: list[Tensor]
-    values: list[float]
-    handed_out: list[int]
-
-
-def loop(
-    ddp: Ddp,
-    model: nn.Module,
-    at_commit: Callable[[WindowResult], None],
-    *,
-    batch_size: int = BATCH,
-    num_workers: int = 0,
-) -> Trained:
-    committed: list[WindowResult] = []
-    handed_out, values = [], []
-
-    def commit(result: WindowResult) -> None:
-        committed.append(result)
-        at_commit(result)
-
-    ddp.on_commit(commit)
-    sizes = {"batch_size": batch_size, "micro_batch_size": min(batch_size, MICRO_BATCH)}
-    loader = ddp.loader(DATA, seed=3, num_workers=num_workers, **sizes)
-    for epoch in ddp.epochs(EPOCHS):
-        for x, y in loader.epoch(epoch):
-            handed_out.append(len(x))
-            ddp.backward(((model(x) - y) ** 2).mean())
-            ddp.step()
-        values.append(ddp.weighted_mean(float(epoch)))
-    state = [tensor.detach().clone() for tensor in model.state_dict().values()]
-    return Trained(committed, state, values, handed_out)
-
-
-def train(
-    membership: ThreadMembership,
-    at_commit: Callable[[Ddp, WindowResult], None],
-    *,
-    batch_size: int = BATCH,
-    **options: Any,
-) -> Trained:
-    """A worker of an elastic team; its weights differ from those of others before it joins."""
-    with begin(membership, seed=membership.number + 1, **options) as ddp:
-        return loop(
-            ddp, ddp.assembly.model, lambda result: at_commit(ddp, result), batch_size=batch_size
-        )
-
-
-def make_model(
-    seed: int,
-    norm: Callable[[int], nn.Module] = nn.BatchNorm1d,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Linear(4, 1))
-    return model, optimizer(model.parameters(), lr=0.05)
+AtCommit = Callable[[Ddp, ThreadMembership, WindowResult], object]
 
 
 def begin(
     membership: ThreadMembership,
     *,
-    seed: int,
-    norm: Callable[[int], nn.Module] = nn.BatchNorm1d,
-    freezes: Sequence[int] = (),
     policy: str = "sync",
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    model: nn.Module | None = None,
     prepare: Callable[[Ddp], None] | None = None,
     **options: Any,
 ) -> Ddp:
-    with SEEDED:  # threads share torch's generator
-        model, made = make_model(seed, norm, optimizer)
-    for layer in freezes:
-        model.get_submodule(str(layer)).requires_grad_(False)
-    kills = membership.team.kills
-    if any((kill.member, kill.what) == (membership.member, STEP) for kill in kills):
-        made.register_step_pre_hook(lambda *_: step_or_die(membership, model))
-    config = replace(config_for(policy), max_grad_norm=1.0)
+    """A worker of the team; its weights differ from those of others before it joins."""
+    seed = membership.number + 1
+    if model is None:
+        model = seeded(make_model, seed, torch.float64) if policy == "sync" else OneStep()
+    momentum = 0.9 if policy == "sync" else 0.0  # what a change of the team drops leaves no trace
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=STEP_SIZE, momentum=momentum)
+    anchors = {} if policy == "sync" else {"anchor": 2, "max_anchor": 2}
+    config = DdpConfig(quiet=True, timeout_s=PATIENCE_S, **anchors)
     options |= {"devices": "cpu", "elastic": membership, "policy": policy, "config": config}
-    ddp = Ddp.setup(model, made, **options)
+    ddp = Ddp.setup(model, optimizer, **options)
     (prepare or park_nobody)(ddp)
     return ddp
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
 
 
 def park_nobody(ddp: Ddp) -> None:
@@ -114,130 +63,159 @@ def park_nobody(ddp: Ddp) -> None:
     policy.decide_parking = lambda batch_size, main: None
 
 
-def config_for(policy: str) -> DdpConfig:
-    """Two local steps of the slowest rank in each window, where there are local steps."""
-    anchors = {} if policy == "sync" else {"anchor": 2, "max_anchor": 2}
-    return DdpConfig(quiet=True, timeout_s=PATIENCE_S, **anchors)
+def loss_of(ddp: Ddp, x: Tensor, y: Tensor) -> Tensor:
+    model = ddp.assembly.model
+    loss: Tensor = model(x) if isinstance(model, OneStep) else (model(x) - y).square().mean()
+    return loss
 
 
-@torch.no_grad()
-def step_or_die(membership: ThreadMembership, model: nn.Module) -> None:
-    """Ends this rank in the step in which it is to die: one parameter has changed by then."""
-    if membership.team.kill_due(membership.member, STEP):
-        next(model.parameters()).add_(1.0)
-        membership.team.die(membership.member)
+def train_epochs(ddp: Ddp, loader: Any, epochs: int = EPOCHS) -> None:
+    for epoch in ddp.epochs(epochs):
+        for x, y in loader.epoch(epoch):
+            ddp.backward(loss_of(ddp, x, y))
+            ddp.step()
 
 
-def run(
-    founders: int,
-    kills: Sequence[Kill] = (),
-    *,
-    joins_after: int | None = None,
-    at_commit: Callable[[ThreadMembership, WindowResult], None] | None = None,
-    **options: Any,
-) -> tuple[ElasticThreads, dict[str, Trained]]:
-    """Train; return the team, and what each member has that has come to the end.
+@dataclass
+class Trained:
+    """What a rank has at its end, and the number of samples that it was given."""
 
-    Args:
-        founders: Members of the first generation.
-        kills: Where members die.
-        joins_after: Commit of this window starts another worker, and waits until it is there.
-        at_commit: Called on every rank.
-        options: Of every rank; see ``begin``.
+    state: list[Tensor]
+    handed_out: int
+
+
+class Run:
+    """A run over all epochs, which is checked.
+
+    Attributes:
+        team: The team.
+        windows: What was committed, by window.
+        trained: What each rank has that has come to the end.
+        committed: The windows that each rank has committed.
+        events: Those of the main process.
+        told: What was said at the terminal.
     """
-    team = ElasticThreads(founders, kills=kills)
 
-    def body(membership: ThreadMembership) -> Trained:
-        def commit(ddp: Ddp, result: WindowResult) -> None:
-            if joins_after == result.window and ddp.is_main_process:
-                team.add("j", body)
-            if at_commit is not None:
-                at_commit(membership, result)
+    def __init__(
+        self,
+        founders: int,
+        kills: Iterable[Kill] = (),
+        *,
+        policy: str = "sync",
+        batch_size: int = 0,
+        clocks: RankClocks | None = None,
+        joins_after: int | None = None,
+        at_commit: AtCommit = lambda *_: None,
+        parks: tuple[Sequence[int], int] | None = None,
+    ) -> None:
+        """Train.
 
-        return train(membership, commit, **options)
+        Args:
+            founders: Members of the first generation.
+            kills: Where members die.
+            policy: Of all ranks.
+            batch_size: Samples of a window in SYNC, of a local step else; 0 for 12 and 2.
+            clocks: Where steps take the time of ``STEP_S``, and averages land a step later.
+            joins_after: Commit of this window starts another worker, and waits until it is there.
+            at_commit: Called on every rank.
+            parks: Ranks that are parked after the first window, and for how many windows.
+        """
+        self.team = ElasticThreads(founders, kills=[*kills])
+        self.windows: dict[int, WindowResult] = {}
+        self.committed: dict[str, list[int]] = {}
+        self.told: list[str] = []
+        self.policy, self.batch_size = policy, batch_size or (12 if policy == "sync" else 2)
+        self._clocks, self._joins_after, self._at_commit = clocks, joins_after, at_commit
+        self._parks, kept = parks, Kept()
+        self._sinks = [lambda: kept]
+        self.trained: dict[str, Trained] = self.team.run_to_end(self._work)
+        self.events = kept.events
+        self._check()
 
-    return team, team.run_to_end(body)
+    def _work(self, membership: ThreadMembership) -> Trained:
+        def commit(result: WindowResult) -> None:
+            known = self.windows.setdefault(result.window, result)
+            assert (known.loss, known.ranges) == (result.loss, result.ranges)
+            self.committed.setdefault(membership.member, []).append(result.window)
+            if self._joins_after == result.window and ddp.is_main_process:
+                self.team.add("j")
+            self._at_commit(ddp, membership, result)
+
+        if self._clocks is not None:
+            self._clocks.start()
+        handed_out = 0
+        with begin(membership, policy=self.policy, sinks=self._sinks, prepare=self._prepare) as ddp:
+            ddp.on_commit(commit)
+            loader = ddp.loader(DATA, batch_size=self.batch_size, seed=3, micro_batch_size=2)
+            for epoch in ddp.epochs(EPOCHS):
+                for x, y in loader.epoch(epoch):
+                    handed_out += len(x)
+                    if self._clocks is not None:
+                        self._clocks.spend(STEP_S[membership.number])
+                    ddp.backward(loss_of(ddp, x, y))
+                    ddp.step()
+                assert ddp.weighted_mean(float(epoch)) == epoch
+            return Trained(state_of(ddp), handed_out)
+
+    def _prepare(self, ddp: Ddp) -> None:
+        engine: Any = ddp.assembly.engine
+        engine.options.guards.notice = self.told.append
+        if self._parks is None:
+            park_nobody(ddp)
+        else:
+            engine.lookahead.stale_policy = Parks(ddp, *self._parks)
+
+    def _check(self) -> None:
+        """Every sample once an epoch, every window once, and all ranks alike at its end."""
+        windows = [self.windows[number] for number in range(len(self.windows))]
+        once = {(e, p): 1 for e in range(EPOCHS) for p in range(len(DATA))}
+        assert once == Counter(
+            (result.epoch, position)
+            for result in windows
+            for start, stop in result.ranges or (result.committed,)
+            for position in range(start, stop)
+        )
+        one = next(iter(self.trained.values()))
+        for name, other in self.trained.items():
+            assert all(map(torch.equal, other.state, one.state))
+            assert self.committed[name] == sorted({*self.committed[name]}), "none twice"
+            if self.team.numbers[name] not in windows[-1].parked:
+                assert self.committed[name][-1] == windows[-1].window
+        if self.policy == "sync":
+            for found, expected in zip(one.state, train_alone(self.batch_size), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+        else:
+            model = OneStep()
+            names = model.state_dict()
+            model.load_state_dict(dict(zip(names, one.state, strict=True)))
+            model.check(windows)
+
+    @property
+    def members(self) -> list[tuple[str, ...]]:
+        return [formation.members for formation in self.team.formations]
+
+    @property
+    def changes(self) -> list[tuple[str, int | None]]:
+        """Events of changes of the team, with the ranks that they name."""
+        kinds = ("worker_lost", "worker_left", "reformed", "healed", "worker_joined")
+        return [(e["type"], e.get("rank")) for e in self.events if e["type"] in kinds]
+
+    def samples(self, rank: int) -> list[int]:
+        """What a rank has done in each window."""
+        return [self.windows[window].ranks[rank].samples for window in range(len(self.windows))]
 
 
-def check(
-    team: ElasticThreads, trained: dict[str, Trained], *, replays: bool = True, **options: Any
-) -> None:
-    """Every sample once an epoch, all members alike, and as an undisturbed team by these plans.
-
-    Without ``replays`` the last is left out: the order of ranks, in which sums are formed, changed.
-    ``options`` are those of ``run``.
-    """
-    one = next(iter(trained.values()))
-    batch_size = options.pop("batch_size", BATCH)
-    windows = NUM_SAMPLES // batch_size * EPOCHS
-    complete = max(trained.values(), key=lambda other: len(other.committed))
-    assert [r.window for r in complete.committed] == list(range(windows))
-    assert [r.committed[0] for r in complete.committed] == [
-        *range(0, NUM_SAMPLES, batch_size)
-    ] * EPOCHS
-    for other in trained.values():
-        assert all(map(torch.equal, other.state, one.state))
-        expected = complete.committed[windows - len(other.committed) :]
-        assert [(r.window, r.loss) for r in other.committed] == [
-            (r.window, r.loss) for r in expected
-        ]
-        assert other.values[-1] == EPOCHS - 1
-    if not replays:
-        return
-    shares = {r.window: [record.samples for record in r.ranks] for r in complete.committed}
-    order = {number: place for place, number in enumerate(team.formations[0].numbers)}
-    assert all(
-        sorted(f.numbers, key=lambda n: order.get(n, n)) == [*f.numbers] for f in team.formations
-    )
-    numbers = sorted({number for formation in team.formations for number in formation.numbers})
-    for state in replay(shares, len(numbers), batch_size, **options):
-        assert all(map(torch.equal, state, one.state))
+def state_of(ddp: Ddp) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in ddp.assembly.model.state_dict().values()]
 
 
-def replay(
-    shares: dict[int, list[int]], founders: int, batch_size: int = BATCH, **options: Any
-) -> list[list[Tensor]]:
-    """What a team without any change makes of the same plans."""
+def train_alone(batch_size: int) -> list[Tensor]:
+    """The state in which a team of one rank ends."""
 
     def body(membership: ThreadMembership) -> list[Tensor]:
-        with begin(membership, seed=1, **options) as ddp:
-            engine: Any = ddp.assembly.engine
-            engine.lookahead.stale_policy = ScriptedPolicy(
-                membership.most, lambda window, size: shares[window]
-            )
-            return loop(ddp, ddp.assembly.model, lambda result: None, batch_size=batch_size).state
+        with begin(membership) as ddp:
+            train_epochs(ddp, ddp.loader(DATA, batch_size=batch_size, seed=3))
+            return state_of(ddp)
 
-    team = ElasticThreads(founders, most=len(shares[0]))
-    return [*team.run_to_end(body).values()]
-
-
-@cache
-def alone(norm: Callable[[int], nn.Module]) -> list[Tensor]:
-    """The state in which one process ends; ``norm`` treats each sample by itself."""
-    _, trained = run(1, norm=norm)
-    return trained["w0"].state
-
-
-class Parks(ScriptedPolicy):
-    """Equal shares of those who are present; some ranks are parked after the first window."""
-
-    def __init__(self, ddp: Ddp, misfits: Iterable[int], apart: int) -> None:
-        super().__init__(ddp.world_size, self._deal)
-        self._ddp, self._misfits, self._apart = ddp, tuple(misfits), apart
-        self._absent, self._parked = ddp.assembly.engine.team.absent, frozenset[int]()
-
-    def _deal(self, window: int, size: int) -> tuple[int, ...]:
-        away = self._absent | self._parked
-        return tuple(apportion(size, [float(r not in away) for r in range(self.world_size)]))
-
-    def set_absent(self, ranks: frozenset[int]) -> None:
-        self._absent = ranks
-
-    def set_parked(self, ranks: frozenset[int]) -> None:
-        self._parked = ranks
-
-    def decide_parking(self, batch_size: int, main: int) -> Parking | None:
-        return Parking(dict.fromkeys(self._misfits, 1.0)) if self._ddp.window == 0 else None
-
-    def windows_apart(self, batch_size: int, change_s: float) -> int:
-        return self._apart
+    states: list[list[Tensor]] = [*ElasticThreads(1).run_to_end(body).values()]
+    return states[0]

@@ -1,42 +1,25 @@
 """Small models for tests: the same weights for the same seed, in any dtype, whatever ran before."""
 
+import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-#: What modules draw their weights with; each takes a generator.
-DRAWS = frozenset(
-    {"rand", "randn", "randint", "randperm", "bernoulli", "uniform_", "normal_", "trunc_normal_"}
-    | {f"{name}_{kind}_" for name in ("kaiming", "xavier") for kind in ("uniform", "normal")}
-)
+SEEDED = threading.Lock()
+"""Ranks may be threads, which share torch's generator."""
 
 
-class _DrawsFrom(TorchFunctionMode):
-    """Whatever fills tensors at random on this thread draws from a generator of its own."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self._generator = generator
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        if func.__name__ in DRAWS:
-            given = {**given, "generator": self._generator}
-        return func(*args, **given)
-
-
-def seeded(make: Callable[[], nn.Module], seed: int, dtype: torch.dtype) -> nn.Module:
-    """Builds a module from a seed, without the process's generator: ranks may be threads.
+def seeded(
+    make: Callable[[], nn.Module], seed: int = 0, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """Build a module from a seed, the same on every rank, and leave torch's generator as it was.
 
     Weights are drawn in float32 and converted, so that all dtypes start from the same numbers.
     """
-    with _DrawsFrom(torch.Generator().manual_seed(seed)):
+    with SEEDED, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         return make().to(dtype)
 
 

@@ -81,6 +81,10 @@ class _Module:
     def empty_cache(self) -> None:
         pass
 
+    def mem_get_info(self, device: Any) -> tuple[int, int]:
+        assert torch.device(device) == torch.device(NAME, 0)
+        return 10**6, 10**9
+
     def manual_seed_all(self, seed: int) -> None:
         seeds.append(seed)
 

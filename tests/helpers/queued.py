@@ -26,6 +26,9 @@ class Event:
         queue.marked += 1
         self._queue, self._number, self._at_s = queue, queue.marked, time.perf_counter()
 
+    def wait(self) -> None:
+        """Lets a stream wait, and not the host."""
+
     def synchronize(self) -> None:
         self._queue.waited = max(self._queue.waited, self._number)
 

@@ -16,7 +16,7 @@ the order of sums alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
@@ -28,19 +28,6 @@ from helpers.teams import run_team, setup
 SEED = 3
 SHARES = (3, 1)
 """Of two ranks."""
-
-
-class Loop(Protocol):
-    """What a script trains with."""
-
-    rank: int
-
-    def batches(self, epochs: int = 2) -> Iterator[Any]: ...
-
-    def backward(self, loss: Tensor) -> None: ...
-
-    def step(self) -> bool:
-        """True after an optimizer step."""
 
 
 class PlainLoop:

@@ -1,7 +1,7 @@
 """Teams of ranks inside one process: a thread per rank, for tests of the mathematics."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator
 from evener.comm.threads import ThreadTeam
 from evener.planning.plans import WindowPlan
-from evener.planning.policies import Parking, Policy
+from evener.planning.policies import Forecast, Parking, Policy
 from evener.planning.report import Report
 from evener.planning.shares import apportion
 from evener.team.environment import DistributedTrainConfig
@@ -60,6 +60,7 @@ def setup(
     *,
     policy: str = "sync",
     shares: Callable[[int, int], Sequence[float]] | Sequence[float] | None = None,
+    precision: str = "auto",
     **config: Any,
 ) -> Ddp:
     """``Ddp.setup`` on a given communicator; ``shares`` replaces the planner.
@@ -72,6 +73,7 @@ def setup(
         scheduler,
         policy=policy,
         devices="cpu",
+        precision=precision,
         environment=DistributedTrainConfig(),
         communicator=communicator,
         config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
@@ -125,3 +127,37 @@ class ScriptedPolicy(Policy):
 
     def load_state_dict(self, state: Any) -> None:
         pass
+
+
+class Parks(ScriptedPolicy):
+    """Equal shares of those who are present; some ranks are parked from window 2 on.
+
+    Args:
+        ddp: Of this rank.
+        misfits: Who is parked.
+        apart: For how many windows.
+    """
+
+    def __init__(self, ddp: Ddp, misfits: Iterable[int], apart: int) -> None:
+        super().__init__(ddp.world_size, self._deal)
+        self._ddp, self._misfits, self._apart = ddp, tuple(misfits), apart
+        self._absent, self._parked = ddp.assembly.engine.team.absent, frozenset[int]()
+
+    def _deal(self, window: int, size: int) -> tuple[int, ...]:
+        away = self._absent | self._parked
+        return tuple(apportion(size, [float(r not in away) for r in range(self.world_size)]))
+
+    def set_absent(self, ranks: frozenset[int]) -> None:
+        self._absent = ranks
+
+    def set_parked(self, ranks: frozenset[int]) -> None:
+        self._parked = ranks
+
+    def decide_parking(self, batch_size: int, main: int) -> Parking | None:
+        if self._ddp.window != 0:
+            return None
+        before, after = Forecast(1.0, 0.5, 0.1), Forecast(0.5, 0.0, 0.1)
+        return Parking(dict.fromkeys(self._misfits, 1.0), before, after)
+
+    def windows_apart(self, batch_size: int, change_s: float) -> int:
+        return self._apart

@@ -44,9 +44,7 @@ PACKAGES = {
     "planning": Package(
         12, ("tests/unit/planning", "tests/unit/simulation", "tests/unit/engine/local")
     ),
-    "engine": Package(
-        24, ("tests/unit/engine", "tests/processes/test_loader_attributes.py", "tests/unit/managed")
-    ),
+    "engine": Package(24, ("tests/unit/engine", "tests/unit/loop", "tests/unit/managed")),
     "comm": Package(15, ("tests/unit/comm", "tests/conformance", "tests/unit/engine/sync")),
     "team": Package(15, ("tests/unit/team", "tests/unit/managed", "tests/conformance")),
 }

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from evener import NonFiniteGradientError
 from evener.comm.base import Communicator
+from evener.devices import Cpu
 from evener.engine import sync
 from evener.planning.pieces import Pieces
+from helpers.queued import give_milestones
 from helpers.teams import run_team, setup
 
 SAMPLES, WIDTH, BATCH = 26, 5, 8
@@ -116,6 +118,14 @@ def on_team(comm: Communicator, seed: int, extra: bool, shares: Any, size: int) 
     return result
 
 
+@pytest.fixture(params=["host", "queue"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor, and one that looks like a device with a queue."""
+    if request.param == "queue":
+        give_milestones(monkeypatch, Cpu)
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_graphs_train_as_in_one_process(seed: int) -> None:
     draw = random.Random(100 + seed)
@@ -173,6 +183,7 @@ def test_a_layer_is_summed_before_the_backward_of_an_earlier_one_is_over() -> No
     assert run_team(2, train)[0]
 
 
+@pytest.mark.usefixtures("device")
 def test_what_is_not_finite_is_named_and_training_can_go_on() -> None:
     def train(comm: Communicator) -> tuple[str, int]:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
@@ -242,3 +253,30 @@ def test_a_loop_that_is_left_gives_nothing_and_the_next_one_is_right(where: str)
     sums += [3 * k + 1 for k in range(4)]
     wanted = 0.5 - 0.1 * sum(sums) / 10
     torch.testing.assert_close(one, torch.full_like(one, wanted), rtol=1e-12, atol=0)
+
+
+def test_the_host_does_not_wait_for_a_device_before_backward_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = give_milestones(monkeypatch, Cpu)
+
+    def train(comm: Communicator) -> int:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        ddp = setup(
+            comm, model, torch.optim.SGD(model.parameters(), 0.1), overlap="on", shares=[1, 1]
+        )
+        waits = 0
+        for x in ddp.loader([torch.ones(WIDTH)] * 8, batch_size=2):
+            comm.barrier(what="before backward")
+            before = queue.waited
+            comm.barrier(what="this rank has looked")
+            ddp.backward(model(x).mean())
+            comm.barrier(what="after backward")
+            waits += queue.waited - before
+            comm.barrier(what="this rank has looked")
+            ddp.step()
+        ddp.close()
+        return waits
+
+    assert run_team(2, train) == [0, 0]
+    assert queue.waited

@@ -267,3 +267,30 @@ def test_the_command_line_takes_it_beside_the_cpu(tmp_path: Path) -> None:
         assert check_exactly_once(lab.path_of().events, NUM_SAMPLES) == []
     finally:
         lab.close()
+
+
+def cached_batches() -> None:
+    ddp = set_up(mlp(seed=1), HERE)
+    fetched: list[int] = []
+
+    class Counted(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            fetched.append(index)
+            return super().__getitem__(index)
+
+    samples = data(48)
+    loader = ddp.loader(Counted(samples), batch_size=12, seed=5, cache="device")
+    with ddp:
+        for epoch in range(2):
+            found = []
+            for x, y in loader.epoch(epoch):
+                assert x.device == y.device == torch.device(HERE)
+                found += x.cpu().tolist()
+                ddp.backward(F.cross_entropy(ddp.assembly.model(x), y))
+                ddp.step()
+            assert sorted(found) == sorted(x.tolist() for x, _ in samples)
+        assert len(fetched) == 48 + 32, "each once, and the first ones once more"
+
+
+def test_a_cache_on_the_device_hands_out_tensors_that_are_there() -> None:
+    run_there(cached_batches)

@@ -8,7 +8,7 @@ same bits on all ranks, however their devices round: only the owner computes, th
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -68,8 +68,7 @@ class GradientAverager:
         """
         self.has_measured = not unmeasured
         if self._overlap.has_begun:
-            self._overlap.flush()
-            return [torch.tensor(self._overlap.norms, dtype=torch.float64)]
+            return self._overlap.flush()
         if not self._flat.gather(part) or unmeasured:
             return []
         return [
@@ -78,7 +77,7 @@ class GradientAverager:
             if (tensors := self._flat.gradients(group))
         ]
 
-    def judge(self, norms: Iterable[Iterable[float]], part: int | None = None) -> int | None:
+    def judge(self, norms: Sequence[Sequence[float]], part: int | None = None) -> int | None:
         """Return what is not finite in this rank's gradients, if anything.
 
         Args:
@@ -91,7 +90,7 @@ class GradientAverager:
         # One pass tells both: with one rank this norm is the one that average returns.
         self.own_norm = root(norms)
         if self._overlap.has_begun:
-            return self._overlap.non_finite
+            return self._overlap.judge(norms)
         if not math.isfinite(self.own_norm):
             self.own_norm = self._norm(part)
         return None if math.isfinite(self.own_norm) else self._flat.first_non_finite(part)

@@ -4,7 +4,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, final
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from evener.averaging.feedback import ErrorFeedback
-from evener.averaging.norms import norm_of
+from evener.averaging.norms import norm_of, norms_of
 from evener.comm.background import BackgroundJob
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.comm.flat_groups import FlatGroup
+from evener.devices import Milestone, kind_of
 
 _LOOK_S: Final = 1.0
 
@@ -34,6 +36,8 @@ class Piece:
         indices: Flat numbers of its parameters.
         has_flags: Whether it is the flags of its group, which are known after the last backward.
         due: Gradients that are still to come before it leaves.
+        made: The point in a device's queue at which its gradients are there; ``None`` where they
+            are there when the host says so.
         leaves_s: When it leaves, on ``time.monotonic``, if this rank's slowness is emulated.
         ready: Set when it may leave.
         has_left: Whether that is so.
@@ -45,6 +49,7 @@ class Piece:
     indices: list[int]
     has_flags: bool = False
     due: int = 0
+    made: Milestone | None = None
     leaves_s: float = 0.0
     ready: threading.Event = field(default_factory=threading.Event)
     has_left: bool = False
@@ -62,6 +67,9 @@ class OverlappedExchange:
     in an exchange of its own. So every sum is right, whatever the loop does; only its time may
     differ.
 
+    On a device with a queue, pieces leave in streams of their own, behind what computes their
+    gradients, and the host waits for nothing before ``judge``.
+
     What a round of rows leads to is not known while pieces leave. If any rank has begun, all take
     part to the end, also where the window is not applied: see ``join`` and ``discard``.
 
@@ -72,10 +80,6 @@ class OverlappedExchange:
     Attributes:
         feedback: As given.
         has_begun: Whether pieces of this window leave, or have left.
-        backward_s: Seconds of the last micro-batch's backward in this window.
-        non_finite: Flat number of the first parameter of this rank whose gradient was found to
-            hold an inf or a NaN, if any.
-        norms: The 2-norms of this rank's pieces.
     """
 
     def __init__(self, flat: FlatBuffers, feedback: ErrorFeedback | None = None) -> None:
@@ -103,10 +107,12 @@ class OverlappedExchange:
         self._has_late = self._is_abandoned = False
         #: How far this rank is ahead of the slower device that it emulates.
         self._ahead_s: Callable[[], float] = _not_ahead
-        self._started_s = self.backward_s = 0.0
+        #: Begins and ends of the backward passes of the last micro-batch.
+        self._laps: list[Milestone | float] = []
         self.has_begun = False
-        self.non_finite: int | None = None
-        self.norms: list[float] = []
+        #: Parameters, and the 2-norms of their gradients: of each one or of all together.
+        self._measured: list[tuple[Sequence[int], Tensor]] = []
+        self._non_finite: int | None = None
 
     @property
     def is_on(self) -> bool:
@@ -144,19 +150,42 @@ class OverlappedExchange:
                 self._begin(window)
         elif self.has_begun:
             self._flat.hide(self._left())
-        self._started_s = time.monotonic() + self._ahead_s()
+        self._laps.append(self._now())
 
     def after_backward(self) -> None:
         """Keep apart what has come too late, and show gradients again."""
         if self._counts_now:
-            self.backward_s += time.monotonic() + self._ahead_s() - self._started_s
+            self._laps.append(self._now())
         if not self.has_begun:
             return
         for i, grad in self._flat.reveal(self._left()).items():
             self._late[i] = self._late[i] + grad if i in self._late else grad
 
-    def flush(self) -> None:
-        """Let the rest leave, as no backward follows."""
+    def _now(self) -> Milestone | float:
+        device = self._flat.groups[0].data.device
+        if kind_of(device).has_milestones:
+            return kind_of(device).mark(device)
+        return time.monotonic() + self._ahead_s()
+
+    @property
+    def backward_s(self) -> float:
+        """Return the seconds of the last micro-batch's backward; wait until a device is done."""
+        total_s = 0.0
+        for start, end in zip(self._laps[::2], self._laps[1::2], strict=False):
+            if isinstance(start, Milestone):
+                assert isinstance(end, Milestone)
+                total_s += start.seconds_to(end)
+            else:
+                assert isinstance(end, float)
+                total_s += end - start
+        return total_s
+
+    def flush(self) -> list[Tensor]:
+        """Let the rest leave, as no backward follows.
+
+        Returns:
+            Norms of gradients; ``judge`` takes their values.
+        """
         flat = self._flat
         flat.settle()
         for piece in self._pieces:
@@ -166,9 +195,20 @@ class OverlappedExchange:
                     flat.flag(piece.group, inside.intersection(piece.group.indices))
                 self._leave(piece)
         for i, grad in self._late.items():
-            self.norms.append(norm := norm_of([[grad]]))
-            if not math.isfinite(norm) and self.non_finite is None:
-                self.non_finite = i
+            self._measure([i], [grad])
+        return [norms for _, norms in self._measured]
+
+    def judge(self, norms: Iterable[Sequence[float]]) -> int | None:
+        """Return the first parameter whose gradient holds an inf or a NaN on this rank, if any.
+
+        Args:
+            norms: The values of what ``flush`` returned.
+        """
+        for (indices, _), values in zip(self._measured, norms, strict=True):
+            for i, norm in zip(indices, values, strict=False):
+                if not math.isfinite(norm):
+                    return i if self._non_finite is None else self._non_finite
+        return None
 
     def _count_anew(self) -> None:
         self._flat.adopt()
@@ -177,7 +217,7 @@ class OverlappedExchange:
             self._cut_anew()
         if self._trained != [parameter.requires_grad for parameter in parameters]:
             self._watch()
-        self._counts, self._counts_now, self.backward_s = [0] * len(parameters), True, 0.0
+        self._counts, self._counts_now, self._laps = [0] * len(parameters), True, []
         self._arrived, self._num_arrived = [0] * len(parameters), 0
 
     def _left(self) -> list[int]:
@@ -259,11 +299,11 @@ class OverlappedExchange:
 
     def _begin(self, window: int) -> None:
         self.has_begun, self._is_abandoned = True, False
-        self._missing, self.norms, self.non_finite = set(), [], None
+        self._missing, self._measured, self._non_finite = set(), [], None
         for piece in self._pieces:
             piece.due = sum(self._expected[i] for i in piece.indices)
             piece.has_left = False
-            piece.leaves_s, piece.ready = 0.0, threading.Event()
+            piece.made, piece.leaves_s, piece.ready = None, 0.0, threading.Event()
             if not (piece.due or piece.has_flags):
                 self._leave_early(piece)
         lost = [self.feedback.of(piece.group.grad) for piece in self._pieces]
@@ -290,8 +330,10 @@ class OverlappedExchange:
                     time.sleep(min(left_s, _LOOK_S))
                 if self._is_abandoned:
                     return
-                what = f"gradients of window {window}, piece {number}"
-                comm.all_reduce(tensor, what=what, lost=lost)
+                device, made = tensor.device, piece.made
+                with nullcontext() if made is None else kind_of(device).beside(device, made):
+                    what = f"gradients of window {window}, piece {number}"
+                    comm.all_reduce(tensor, what=what, lost=lost)
 
         for first, (job, comm) in enumerate(zip(self._jobs, self._comms, strict=True)):
             job.start(partial(exchange, comm, first))
@@ -303,14 +345,37 @@ class OverlappedExchange:
 
     def _leave(self, piece: Piece) -> None:
         self._missing.update(self._flat.complete(piece.indices))
-        self._measure(piece.indices, piece.group.grad_values[piece.start : piece.stop])
+        group, device = piece.group, piece.group.grad.device
+        if kind_of(device).has_milestones:
+            each = [self._flat.place_of(i, group.grad) for i in piece.indices]
+            self._measure(piece.indices, each)
+        else:
+            self._measure(piece.indices, [group.grad_values[piece.start : piece.stop]])
+        self._release(piece)
+
+    def _release(self, piece: Piece) -> None:
+        device = piece.group.grad.device
+        if kind_of(device).has_milestones:
+            piece.made = kind_of(device).mark(device)
         piece.has_left = True
         piece.ready.set()
 
-    def _measure(self, indices: list[int], values: Tensor) -> None:
-        self.norms.append(norm := norm_of([[values]]))
-        if not math.isfinite(norm) and self.non_finite is None:
-            self.non_finite = self._flat.first_non_finite(among=indices)
+    def _measure(self, indices: Sequence[int], gradients: list[Tensor]) -> None:
+        """Take norms, before sums take the gradients' places.
+
+        The host sees at once what a processor computes. What a device computes it reads later, so
+        that has a norm for each parameter, in float64, in which no finite gradient overflows.
+        """
+        if not gradients:
+            return
+        if kind_of(gradients[0].device).has_milestones:
+            self._measured.append((indices, norms_of(gradients, torch.float64, each=True)))
+            return
+        norm = norm_of([gradients])
+        self._measured.append((indices, torch.tensor([norm], dtype=torch.float64)))
+        if not math.isfinite(norm) and self._non_finite is None:
+            found = self._flat.first_non_finite(among=indices)
+            self._non_finite = indices[0] if found is None else found  # a late one is not there
 
     def join(self, window: int, *, contributes: bool, has_late: bool) -> None:
         """Take part in what some rank has begun, with what ``gather`` has put into the buffers.
@@ -327,9 +392,7 @@ class OverlappedExchange:
             self._cut_anew()
         self.has_begun, self._is_abandoned, self._late = True, False, {}
         for piece in self._pieces:
-            piece.leaves_s, piece.ready = 0.0, threading.Event()
-            piece.ready.set()
-            piece.has_left = True
+            piece.made, piece.leaves_s, piece.ready = None, 0.0, threading.Event()
         buffers = {piece.group.grad: piece.group.grad.data for piece in self._pieces}
         losses = {grad: self.feedback.of(grad) for grad in buffers}
         if not contributes:
@@ -338,6 +401,8 @@ class OverlappedExchange:
                 grad: None if lost is None else torch.zeros_like(lost)
                 for grad, lost in losses.items()
             }
+        for piece in self._pieces:
+            self._release(piece)
         grads = [piece.group.grad for piece in self._pieces]
         self._start(window, [buffers[grad] for grad in grads], [losses[grad] for grad in grads])
 

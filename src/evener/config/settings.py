@@ -167,7 +167,7 @@ class TrainingOptions(LocalOptions):
         overlap: In SYNC, ``"on"`` exchanges gradients while backward computes those of other
             layers, ``"off"`` when it is over. ``"auto"`` times the link before the first window
             and backward in it, and takes what is faster over sockets; inside one host it is
-            ``"off"``. Ranks on GPUs, and a sharded update, never do it.
+            ``"off"``, and so it is on GPUs. A sharded update never does it.
         wire: What gradients travel in between hosts (in CADENCE and ASYNC, differences of
             parameters): ``"float32"``, or ``"bfloat16"``, half the bytes. They are added up in
             float32, and what rounding has taken from one exchange is added to the next. Without

@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -60,6 +61,7 @@ class Recipe:
         dataset: Map-style data set.
         collate_fn: Makes one batch of a list of samples.
         seed: Seed of the run; with epoch and index it fixes the randomness of each sample.
+        name: The data set's, for messages.
         draws: Whether the data set or ``collate_fn`` was seen to draw random numbers.
         watch: Notices that it does.
     """
@@ -67,6 +69,7 @@ class Recipe:
     dataset: Any
     collate_fn: Callable[[list[Any]], Any] = default_collate
     seed: int = 0
+    name: str = ""
     draws: bool = False
     watch: DrawWatch = field(default_factory=DrawWatch)
 
@@ -92,7 +95,7 @@ class Recipe:
             DataError: The data set or ``collate_fn`` raised; names the index or the indices, and
                 where it happened.
         """
-        samples, name = [], type(self.dataset).__qualname__
+        samples = []
         for index in indices:
             try:
                 if seeded:
@@ -100,7 +103,7 @@ class Recipe:
                 samples.append(self.dataset[index])
             except Exception as error:
                 raise DataError(
-                    f"sample {index} of epoch {epoch} could not be loaded from {name}: "
+                    f"sample {index} of epoch {epoch} could not be loaded from {self.name}: "
                     f"{describe(error)}. Mend or leave out this sample; dataset[{index}] alone "
                     "reproduces the error"
                 ) from error
@@ -112,7 +115,7 @@ class Recipe:
             return self.collate_fn(samples)
         except Exception as error:
             raise DataError(
-                f"{name_samples(epoch, indices)} from {name} could not be collated: "
+                f"{name_samples(epoch, indices)} from {self.name} could not be collated: "
                 f"{describe(error)}. Samples of one batch need equal shapes, or pass a collate_fn "
                 "that pads them"
             ) from error
@@ -144,13 +147,17 @@ class Pending(Future[Any]):
         fetcher: Loads it, and is kept as long as this.
         epoch: Epoch of its samples.
         indices: Their indices in the data set.
+        inline: What the calling thread loads it with, when it is asked for, if no other does.
     """
 
-    def __init__(self, fetcher: "Fetcher", epoch: int, indices: list[int]) -> None:
+    def __init__(
+        self, fetcher: "Fetcher", epoch: int, indices: list[int], inline: Load | None
+    ) -> None:
         super().__init__()
         self._fetcher = fetcher
         self._epoch = epoch
         self._indices = indices
+        self._inline = inline
 
     def load(self, load: Load) -> None:
         """Load the batch, or keep the error for ``result``."""
@@ -170,8 +177,8 @@ class Pending(Future[Any]):
                 deadline has passed.
             CancelledError: The fetcher was closed before it was begun.
         """
-        if self._fetcher.inline is not None and not self.done():
-            self.load(self._fetcher.inline)
+        if self._inline is not None and not self.done():
+            self.load(self._inline)
         try:
             return super().result(timeout)
         except TimeoutError:
@@ -182,16 +189,38 @@ class Pending(Future[Any]):
             ) from None
 
 
-#: What threads load, until ``None`` comes.
-Tasks = SimpleQueue[Pending | None]
-
-
-@final
 class Fetcher(Closing):
     """Loads micro-batches ahead of need, in the order in which they are submitted.
 
     Each submitted batch stays in memory until its ``Pending`` is dropped: the *caller* bounds the
     number of submissions that are outstanding. One thread at a time may use a fetcher.
+    """
+
+    @property
+    def remark(self) -> str:
+        """What the user should know; empty while there is nothing."""
+        return ""
+
+    @abstractmethod
+    def submit(self, epoch: int, indices: Sequence[int]) -> Pending:
+        """Start to load the samples of ``indices`` as one batch and return at once.
+
+        Args:
+            epoch: Epoch, for the randomness of augmentation.
+            indices: Indices into the data set, at least one.
+
+        Raises:
+            UsageError: The fetcher is closed.
+        """
+
+
+#: What threads load, until ``None`` comes.
+Tasks = SimpleQueue[Pending | None]
+
+
+@final
+class PlainFetcher(Fetcher):
+    """Loads each sample from its data set.
 
     Args:
         loads: What each of its threads loads with.
@@ -203,7 +232,7 @@ class Fetcher(Closing):
         self, loads: Sequence[Load], workers: Sequence["Worker"] = (), inline: Load | None = None
     ) -> None:
         self.workers = workers
-        self.inline = inline
+        self._inline = inline
         self._tasks: Tasks = SimpleQueue()
         # Also for one that is forgotten, and where the interpreter ends.
         self._end = weakref.finalize(self, _end, os.getpid(), self._tasks, workers)
@@ -214,19 +243,11 @@ class Fetcher(Closing):
             ).start()
 
     def submit(self, epoch: int, indices: Sequence[int]) -> Pending:
-        """Start to load the samples of ``indices`` as one batch and return at once.
-
-        Args:
-            epoch: Epoch, for the randomness of augmentation.
-            indices: Indices into the data set, at least one.
-
-        Raises:
-            UsageError: The fetcher is closed.
-        """
+        """Start to load a batch; see ``Fetcher``."""
         if not self._end.alive:
             raise UsageError("this fetcher is closed: submit before close()")
-        pending = Pending(self, epoch, [int(index) for index in indices])
-        if self.inline is None:
+        pending = Pending(self, epoch, [int(index) for index in indices], self._inline)
+        if self._inline is None:
             self._tasks.put(pending)
         return pending
 
@@ -369,7 +390,7 @@ def make_fetcher(
     num_workers: int = 0,
     prefetch: Prefetch = "auto",
     context: BaseContext | None = None,
-) -> Fetcher:
+) -> PlainFetcher:
     """Choose a fetcher.
 
     Args:
@@ -384,17 +405,17 @@ def make_fetcher(
     Raises:
         ConfigError: ``prefetch`` has no such value, or does not go with ``num_workers``.
     """
-    recipe = Recipe(dataset, collate_fn or default_collate, seed)
+    recipe = Recipe(dataset, collate_fn or default_collate, seed, type(dataset).__qualname__)
     if num_workers == 0 and prefetch in ("auto", "inline"):
         # The process's generators move: whoever trains seeds them after loading.
-        return Fetcher([], inline=recipe.batch)
+        return PlainFetcher([], inline=recipe.batch)
     if num_workers == 0 and prefetch == "thread":
         # Nothing is seeded: threads share the process's generators with training.
-        return Fetcher([recipe.assemble])
+        return PlainFetcher([recipe.assemble])
     if num_workers > 0 and prefetch in ("auto", "process"):
         context = start_context(context)
         workers = [Worker(f"data worker {k}", recipe, context) for k in range(num_workers)]
-        return Fetcher([worker.load for worker in workers], workers)
+        return PlainFetcher([worker.load for worker in workers], workers)
     raise ConfigError(
         f"prefetch={prefetch!r} contradicts num_workers={num_workers}: give 'process' with "
         "num_workers >= 1, 'inline' or 'thread' with num_workers=0, or 'auto' with either"

@@ -52,9 +52,13 @@ def sign(fetcher: Fetcher, num_samples: int) -> dict[str, Any]:
 def _read(fetcher: Fetcher, index: int) -> list[tuple[str, str]]:
     """Return type and content of each value of an item; nothing if it cannot be read."""
     try:
-        item = fetcher.submit(0, [index]).result(DEFAULT_TIMEOUT_S)
+        return show_contents(fetcher.submit(0, [index]).result(DEFAULT_TIMEOUT_S))
     except DataError:
         return []
+
+
+def show_contents(item: Any) -> list[tuple[str, str]]:
+    """Return type and content of each value of an item, or of a batch; contents as digests."""
     if isinstance(item, Mapping):  # also those that torch's pytree does not know
         item = dict(sorted(item.items(), key=lambda entry: str(entry[0])))
     return [_show(value) for value in tree_leaves(item)]

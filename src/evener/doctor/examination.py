@@ -13,10 +13,10 @@ from typing import Final
 import psutil
 import torch
 
+from evener.cgroups import read_group_limits
 from evener.comm.c10d import nccl_version
 from evener.comm.messages import first_line
 from evener.devices import count_accelerators, kind_of
-from evener.doctor.cgroups import read_group_limits
 from evener.doctor.host_facts import DeviceFacts, ExchangeTrials, HostFacts
 from evener.doctor.trials import try_exchange
 from evener.team.host import available_cores, local_devices
@@ -58,7 +58,7 @@ def examine_host() -> HostFacts:
         cores=os.cpu_count() or 1,
         usable_cores=available_cores(),
         memory_bytes=memory.total,
-        free_bytes=min(one for one in (memory.available, group.free_bytes) if one is not None),
+        free_bytes=kind_of(torch.device("cpu")).free_bytes(torch.device("cpu")),
     )
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NoReturn, final
 
+import torch
 from torch.optim import Optimizer
 
 from evener.averaging.feedback import ErrorFeedback
@@ -180,16 +181,22 @@ class SyncEngine(Engine):
         if self._can_overlap():
             self.team.open_gradients()
         self._overlap.use(gradients := self.team.gradients)
-        self._exchange_cost = time_link(gradients[0], self.team) if gradients else None
+        self._exchange_cost = (
+            time_link(gradients[0], self.team, self.flat.groups[0].grad.device)
+            if gradients
+            else None
+        )
 
     def _can_overlap(self) -> bool:
         """Return whether gradients of the ranks that are present could travel during backward."""
         team, wanted = self.team, self.options.overlap
-        present = [team.people[rank] for rank in team.members]
-        on_cpu = len(present) > 1 and all(one.device == "cpu" for one in present)
-        # Inside a host most of an exchange is work for the cores that compute.
-        is_wanted = wanted == "on" or (wanted == "auto" and team.comm.backend in _ACROSS_HOSTS)
-        return is_wanted and on_cpu and not self._sharded.is_on
+        kinds = {torch.device(team.people[rank].device).type for rank in team.members}
+        # Inside a host most of an exchange is work for the cores that compute. On GPUs it has not
+        # been measured.
+        pays = kinds == {"cpu"} and team.comm.backend in _ACROSS_HOSTS
+        is_wanted = wanted == "on" or (wanted == "auto" and pays)
+        is_possible = kinds <= {"cpu", "cuda"} and not self._sharded.is_on
+        return is_wanted and is_possible and len(team.members) > 1
 
     def _choose_pieces(self, found: Round) -> None:
         """Choose how gradients travel, once the first window has shown how long backward takes."""

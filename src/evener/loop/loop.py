@@ -36,7 +36,7 @@ from evener.engine.share import (
 from evener.engine.sync import SyncEngine
 from evener.engine.team_change import cannot_join
 from evener.engine.training_state import Stateful
-from evener.errors import CheckpointError, EvenerError, PeerLostError, UsageError
+from evener.errors import CheckpointError, ConfigError, EvenerError, PeerLostError, UsageError
 from evener.loop.arguments import Models, Schedulers, check_arguments, in_evaluation
 from evener.loop.assembly import Assembly
 from evener.loop.event_stream import EventStream, SinkMaker
@@ -253,6 +253,7 @@ class Loop:
         micro_batch_size: MicroBatchSize = "auto",
         whole_micro_batches: bool = False,
         prefetch: Prefetch = "auto",
+        cache: str | None = None,
         max_steps: int | None = None,
     ) -> TeamLoader | StreamLoader:
         """Return a loader for training, which gives each rank its part of the data.
@@ -288,6 +289,11 @@ class Loop:
                 then be smaller, as in one process.
             prefetch: ``"thread"`` loads ahead in a thread: for data sets that draw no random
                 numbers. ``"auto"`` loads inline, or ahead with worker processes.
+            cache: Keep the samples of a map-style data set after this rank's first fetch, for later
+                epochs: ``"memory"`` in this process, ``"device"`` as tensors on this rank's device,
+                ``"disk"`` or ``"disk:FOLDER"`` in a file that ends with this process. A cache holds
+                at most as much as it leaves free. Random samples are refused; ``collate_fn`` may
+                draw.
             max_steps: End the run after this many optimizer steps (of all ranks together).
 
         Raises:
@@ -300,6 +306,11 @@ class Loop:
         if is_stream(dataset):
             if not isinstance(engine, SyncEngine):
                 raise needs_plans()
+            if cache is not None:
+                raise ConfigError(
+                    f"cache={cache!r} needs samples that are asked for by index, and a stream has "
+                    "none; give a map-style data set, or leave cache out"
+                )
             loader = StreamLoader(engine, dataset, **source, seed=seed, max_steps=max_steps)
         else:
             arguments = DatasetArguments(dataset, **source, shuffle=shuffle, seed=seed)
@@ -313,8 +324,12 @@ class Loop:
             engine.policy.set_micro_batch_sizes(engine.run.limits.sizes)
             engine.whole_micro_batches = size if whole_micro_batches else 0
             self.events.learn(num_samples=arguments.count_trained())
+            if cache is None:
+                fetcher = arguments.fetcher(prefetch)
+            else:
+                fetcher = arguments.cached_fetcher(prefetch, cache, self.device)
             loader = TeamLoader(
-                engine, arguments, prefetch=prefetch, micro_batch_size=size, max_steps=max_steps
+                engine, arguments, fetcher=fetcher, micro_batch_size=size, max_steps=max_steps
             )
             if not self._loaders:
                 loader.introduce_data()

@@ -57,6 +57,8 @@ class DdpBuilder:
         precision: As ``Ddp.setup`` takes it: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
         num_workers: Processes that load data, for each device; 0 loads between steps.
+        cache: Where each rank keeps samples of ``dataset`` for later epochs, as in ``Ddp.loader``;
+            nowhere otherwise.
         scheduler: ``function(optimizer)`` returns a torch scheduler, stepped once per optimizer
             step.
         checkpoint_every: Optimizer steps from one checkpoint (or call of ``checkpoint_fn``) to the

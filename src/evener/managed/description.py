@@ -111,6 +111,7 @@ class ManagedRun(DdpConfig):
     precision: _AsGiven[str] = "auto"
     collate_fn: _Function[Callable[[list[Any]], Any]] | None = None
     num_workers: _Index = 0
+    cache: str | None = None
     scheduler: _Function[SchedulerFn] | None = None
     checkpoint_every: _Count | None = None
     checkpoint_fn: _Function[ModelHook] | None = None

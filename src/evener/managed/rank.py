@@ -186,6 +186,7 @@ class ManagedRank(EpochLoop):
             collate_fn=job.collate_fn,
             num_workers=job.num_workers,
             micro_batch_size=job.micro_batch_size,
+            cache=job.cache,
             max_steps=job.num_steps,
         )
         if not isinstance(loader, TeamLoader):

@@ -1,7 +1,6 @@
 """Ranks leave, stop, average and find numbers that are not finite, at random: all end alike.
 
-Either every rank ends with the same model and counters, or every rank has an error. No rank waits
-for one that does not come.
+Either every rank ends with the same model and counters, or every rank has an error.
 """
 
 import random
@@ -14,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
 from evener.errors import EvenerError
+from helpers.loops import flatten
 from helpers.models import mlp, regression_data
 from helpers.teams import run_team, setup
 
@@ -83,8 +83,7 @@ def run(seed: int) -> None:
                 counters = ddp.window, ddp.progress.steps, ddp.progress.samples, ddp.stopping
         except EvenerError as error:
             return type(error)
-        bits = torch.cat([p.detach().flatten() for p in model.parameters()])
-        return counters, bits.numpy().tobytes()
+        return counters, flatten(model).numpy().tobytes()
 
     ends = run_team(len(scripts), body)
     failed = [isinstance(end, type) for end in ends]

@@ -1,4 +1,8 @@
-"""Elastic teams in SYNC: ranks die at every point, and others join; on threads."""
+"""Elastic teams: ranks are lost, join, leave and are left out, and the others continue.
+
+``tests/unit/protocol/test_lost.py`` has a rank lost at every point of a window, and
+``tests/processes/test_elastic.py`` kills processes there.
+"""
 
 import socket
 import threading
@@ -17,30 +21,108 @@ from evener.comm.base import Communicator
 from evener.errors import ConfigError, CoordinatorLostError, ReplicasDifferError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
+from helpers.clocks import RankClocks
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
-from helpers.elastic_runs import (
-    BATCH,
-    DATA,
-    EPOCHS,
-    MICRO_BATCH,
-    Trained,
-    begin,
-    check,
-    run,
-    train,
+from helpers.elastic_runs import DATA, Run, begin, loss_of, state_of, train_epochs
+
+# Rounds of rows in the order of a run in SYNC: 0, 1 calibrate; 2, 3 plan; 4 to 7 close the windows
+# of an epoch; 8 ends it. Local steps: 0 plans; then two for each window.
+CALIBRATES, CLOSES_WINDOW_2, ENDS_EPOCH = 1, 6, 8
+PLANS_AFTER_WINDOW_2 = 6
+
+
+def heard_by(told: str, what: str, skip: int = 0) -> Kill:
+    """w1 dies in an exchange whose result one of the others has."""
+    return Kill("w1", what, skip=skip, when="inside", told=[told])
+
+
+@pytest.mark.parametrize(
+    ("policy", "kill", "joins_after"),
+    [
+        ("sync", heard_by("w2", "a round", CALIBRATES), None),
+        ("sync", heard_by("w2", "a round", CLOSES_WINDOW_2), None),
+        ("sync", heard_by("w2", "a round", ENDS_EPOCH), None),
+        ("sync", heard_by("w0", "gradients of window 1"), None),
+        ("sync", Kill("w0", "of the team's state"), 0),
+        ("sync", Kill("j", "of the team's state", when="after"), 0),
+        *(
+            (policy, kill, joins_after)
+            for policy in ("cadence", "async")
+            for kill, joins_after in (
+                (heard_by("w0", "a round", PLANS_AFTER_WINDOW_2), None),
+                (heard_by("w2", "a round", PLANS_AFTER_WINDOW_2), None),
+                (heard_by("w0", "buffers of window 1"), None),
+                (Kill("w1", "of the team's state"), 0),
+            )
+        ),
+    ],
 )
-from helpers.sinks import Kept
+def test_a_rank_is_lost(
+    policy: str, kill: Kill, joins_after: int | None, rank_clocks: RankClocks
+) -> None:
+    if policy == "async":
+        rank_clocks.land_after(1)
+    clocks = None if policy == "sync" else rank_clocks
+    run = Run(3, [kill], policy=policy, clocks=clocks, joins_after=joins_after)
+    joiner = set() if joins_after is None else {"j"}
+    assert set(run.trained) == {"w0", "w1", "w2", *joiner} - {kill.member}
+    if kill.skip == PLANS_AFTER_WINDOW_2 and policy != "sync":
+        # The rank on which the window has not landed receives the consensus.
+        behind = {"w0": "w2", "w2": "w0"}[kill.told[0]]
+        assert run.team.formations[-1].receivers == (behind,)
 
-# Rounds of rows in the order of a run: 0, 1 calibrate; 2, 3 plan; 4 to 7 close the windows of an
-# epoch; 8 ends it; 9 averages a value; 10, 11 plan the next epoch; 12 to 15 close its windows.
-ROUNDS = (1, 6, 8)
+
+@pytest.mark.parametrize("moment", ["before backward", "before step"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_rank_is_lost_while_others_ask_for_a_value_in_mid_batch(policy: str, moment: str) -> None:
+    team = ElasticThreads(3)
+    windows: dict[int, WindowResult] = {}
+
+    def body(membership: ThreadMembership) -> tuple[int, Any]:
+        asked = False
+
+        def ask(ddp: Ddp, now: str) -> None:
+            nonlocal asked
+            if ddp.window >= 2 and not asked and moment == now:
+                asked = True
+                if membership.member == "w1":
+                    team.die("w1")
+                ddp.weighted_mean(1.0)
+
+        with begin(membership, policy=policy) as ddp:
+            ddp.on_commit(lambda result: windows.setdefault(result.window, result))
+            for x, y in ddp.loader(DATA * 2, batch_size=4, seed=3).epoch(0):
+                loss = loss_of(ddp, x, y)
+                ask(ddp, "before backward")
+                ddp.backward(loss)
+                ask(ddp, "before step")
+                ddp.step()
+            return ddp.progress.samples, ddp.assembly.model
+
+    found = team.run_to_end(body)
+    assert {member: samples for member, (samples, _) in found.items()} == {"w0": 96, "w2": 96}
+    if policy != "sync":
+        found["w0"][1].check([windows[number] for number in sorted(windows)])
 
 
-@pytest.mark.parametrize("skip", ROUNDS)
-def test_a_rank_dies_in_a_round_of_which_only_one_of_the_others_hears(skip: int) -> None:
-    team, trained = run(3, [Kill("w1", "a round", skip=skip, when="inside", told=["w2"])])
-    check(team, trained)
-    assert [len(formation.members) for formation in team.formations] == [3, 2]
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_rank_dies_when_another_one_has_left_its_loop(policy: str) -> None:
+    """The others are led out of theirs, and all are at the last average."""
+    team = ElasticThreads(3, kills=[Kill("w1", "parameters of window 2")])
+
+    def body(membership: ThreadMembership) -> float:
+        with begin(membership, policy=policy) as ddp:
+            for x, y in ddp.loader(DATA, batch_size=2, seed=3).epoch(0):
+                ddp.backward(loss_of(ddp, x, y))
+                ddp.step()
+                if ddp.window == 2 and ddp.rank == 0:
+                    break
+            ddp.weighted_mean(1.0)
+            return ddp.assembly.model.get_parameter("weight").item()
+
+    found = team.run_to_end(body)
+    assert found["w0"] == found["w2"] != 0.0
+    assert len(team.formations) == 2
 
 
 def test_a_rank_that_has_received_other_bits_contributes_nothing(
@@ -57,45 +139,40 @@ def test_a_rank_that_has_received_other_bits_contributes_nothing(
 
     monkeypatch.setattr(Communicator, "broadcast", damage)
     with pytest.raises(ReplicasDifferError, match="rank 2 does not hold the parameters"):
-        run(2, joins_after=1)
+        Run(2, joins_after=1)
 
 
-@pytest.mark.parametrize("leaver", ["w0"])
-def test_a_rank_that_is_told_to_leave_finishes_its_window_and_nothing_is_done_again(
-    leaver: str,
-) -> None:
-    kept = Kept()
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_rank_that_is_told_to_leave_finishes_its_window(policy: str) -> None:
+    def tell(_: Ddp, membership: ThreadMembership, result: WindowResult) -> None:
+        membership.is_told_to_leave |= membership.member == "w0" and result.window == 1
 
-    def tell(membership: ThreadMembership, result: WindowResult) -> None:
-        membership.is_told_to_leave |= membership.member == leaver and result.window == 1
+    run = Run(3, policy=policy, at_commit=tell)
+    assert isinstance(run.team.fate("w0").error, KeyboardInterrupt)
+    assert [len(members) for members in run.members] == [3, 2]
+    assert run.changes == [("worker_left", 0), ("reformed", None)]
+    if policy == "sync":  # all had committed the leaver's last window: nothing is done again
+        assert run.team.formations[1].receivers == ()
+        assert run.samples(0)[run.team.formations[1].base - 1] > 0
 
-    team = ElasticThreads(3)
 
-    def body(membership: ThreadMembership) -> Trained:
-        sinks = [lambda: kept]
-        return train(membership, lambda _, result: tell(membership, result), sinks=sinks)
-
-    team.run(body)
-    assert isinstance(team.fate(leaver).error, KeyboardInterrupt)
-    trained = {fate.member: fate.value for fate in team.fates if fate.error is None}
-    check(team, trained)
-    assert len(trained) == 2
-    # All had committed the leaver's last window: nobody had anything in hand.
-    base = team.formations[1].base
-    assert team.formations[1].receivers == ()
-    assert [one.committed[base - 1].ranks[int(leaver[1])].samples > 0 for one in trained.values()]
-    assert [(e["type"], e.get("rank")) for e in changes(kept)] == [
-        ("worker_left", int(leaver[1])),
+def test_events_tell_who_was_lost_and_who_joined() -> None:
+    run = Run(2, [Kill("w1", "gradients of window 6")], joins_after=1)
+    assert run.members == [("w0", "w1"), ("w0", "w1", "j"), ("w0", "j")]
+    assert run.changes == [
+        ("reformed", None),
+        ("healed", 2),
+        ("worker_joined", 2),
+        ("worker_lost", 1),
         ("reformed", None),
     ]
+    for event in run.events:
+        if event["type"] == "reformed":
+            assert min(event[f"{phase}_s"] for phase in ("detect", "reform", "heal")) >= 0
+        assert event["type"] != "healed" or event["num_bytes"] > 0
 
 
-def train_epochs_of_one_window(ddp: Ddp) -> None:
-    model, loader = ddp.assembly.model, ddp.loader(DATA, batch_size=len(DATA))
-    for epoch in ddp.epochs(8):
-        for x, y in loader.epoch(epoch):
-            ddp.backward(((model(x) - y) ** 2).mean())
-            ddp.step()
+# ── epochs of one window ─────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
@@ -108,11 +185,10 @@ def test_ranks_join_and_leave_where_each_epoch_is_one_window(policy: str) -> Non
                 team.add("j")
             membership.is_told_to_leave |= membership.member == "w1" and result.window == 3
 
-        with begin(membership, seed=membership.number + 1, policy=policy) as ddp:
+        with begin(membership, policy=policy) as ddp:
             ddp.on_commit(commit)
-            train_epochs_of_one_window(ddp)
-            state = ddp.assembly.model.state_dict()
-            return [tensor.detach().clone() for tensor in state.values()]
+            train_epochs(ddp, ddp.loader(DATA, batch_size=len(DATA)), epochs=8)
+            return state_of(ddp)
 
     trained = team.run_to_end(body)
     assert [(one.base, one.members) for one in team.formations] == [
@@ -120,7 +196,6 @@ def test_ranks_join_and_leave_where_each_epoch_is_one_window(policy: str) -> Non
         (2, ("w0", "w1", "j")),
         (5, ("w0", "j")),
     ]
-    assert sorted(trained) == ["j", "w0"]
     assert all(map(torch.equal, trained["w0"], trained["j"]))
 
 
@@ -133,33 +208,59 @@ def test_a_team_whose_last_rank_is_told_to_leave_stops_and_forms_no_more(policy:
         def commit(result: WindowResult) -> None:
             membership.is_told_to_leave |= result.window == last[membership.member]
 
-        with begin(membership, seed=1, policy=policy) as ddp:
+        with begin(membership, policy=policy) as ddp:
             ddp.on_commit(commit)
-            train_epochs_of_one_window(ddp)
+            train_epochs(ddp, ddp.loader(DATA, batch_size=len(DATA)), epochs=8)
             return ddp.progress.window
 
     assert team.run_to_end(body) == {"w0": 5, "w1": 5}
     assert [one.base for one in team.formations] == [0]
 
 
-@pytest.mark.parametrize(("member", "window"), [("w2", 3), ("w0", 2)])
-def test_a_rank_that_was_left_out_joins_again_in_its_loop(member: str, window: int) -> None:
-    def stop(membership: ThreadMembership, result: WindowResult) -> None:
+def test_a_rank_leaves_a_loop_without_a_loader() -> None:
+    team = ElasticThreads(2)
+
+    def body(membership: ThreadMembership) -> tuple[int, int]:
+        with begin(membership) as ddp:
+            results = 0
+            while ddp.window < 6:
+                membership.is_told_to_leave |= membership.member == "w0" and ddp.window == 2
+                ddp.backward(loss_of(ddp, *DATA[ddp.window]))
+                results += ddp.step() is not None
+            return results, ddp.window
+
+    assert team.run_to_end(body) == {"w1": (6, 6)}, "no window is done again"
+    assert isinstance(team.fate("w0").error, KeyboardInterrupt)
+
+
+# ── ranks that were left out, jobs ───────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_rank_that_was_left_out_joins_again_in_its_loop(policy: str) -> None:
+    def stop(_: Ddp, membership: ThreadMembership, result: WindowResult) -> None:
         team = membership.team
-        if membership.member == member and result.window == window and len(team.formations) == 1:
-            team.leave_out(member)
-        while len(team.formations) == 2 and membership.member == "w1" and not team.joiners:
+        if membership.member == "w2" and result.window == 2 and len(team.formations) == 1:
+            team.leave_out("w2")
+        while len(team.formations) == 2 and membership.member == "w0" and not team.joiners:
             time.sleep(0.001)  # or the others would do the run to its end
 
-    team, trained = run(3, at_commit=stop)
-    # It misses windows that the others have committed meanwhile.
-    again, others = trained[member], trained["w1"]
-    missed = {r.window for r in others.committed} - {r.window for r in again.committed}
-    after = [r for r in again.committed if r.window > max(missed, default=-1)]
-    trained[member] = again._replace(committed=after)
-    check(team, trained, replays=member == "w2")
-    assert [len(formation.members) for formation in team.formations] == [3, 2, 3]
-    assert team.formations[2].receivers == (member,)
+    run = Run(3, policy=policy, at_commit=stop)
+    assert [len(members) for members in run.members] == [3, 2, 3]
+    assert run.team.formations[2].receivers == ("w2",)
+
+
+class Small(EpochLoop):
+    """A job over ``DATA`` that saves checkpoints."""
+
+    def __init__(self, ddp: Ddp, folder: Path) -> None:
+        super().__init__(ddp, num_epochs=2, max_steps=None, checkpoint_every=None)
+        self.loader = ddp.loader(DATA, batch_size=12, seed=3)
+        self.saves = Checkpointer(ddp, folder, keep_last=1)
+        self.checkpointer = self.saves
+
+    def train_micro_batch(self, batch: Any) -> None:
+        self.ddp.backward(loss_of(self.ddp, *batch))
 
 
 def test_a_main_rank_that_was_left_out_writes_no_checkpoints_any_more(tmp_path: Path) -> None:
@@ -172,31 +273,16 @@ def test_a_main_rank_that_was_left_out_writes_no_checkpoints_any_more(tmp_path: 
             while membership.member == "w1" and len(team.formations) == 2 and not team.joiners:
                 time.sleep(0.001)  # or it would do the run to its end
 
-        with begin(membership, seed=1) as ddp:
+        with begin(membership) as ddp:
             ddp.on_commit(commit)
             small = Small(ddp, tmp_path)
-            assert small.checkpointer is not None
-            with closing(small.checkpointer):
+            with closing(small.saves):
                 for _ in small.epochs():
                     pass
                 return small.finish(), ddp.is_main_process
 
-    fates = {fate.member: fate.error or fate.value for fate in team.run(body)}
     last = tmp_path / "step-8"
-    assert fates == {"w0": (last, False), "w1": (last, True)}, "it is only told the path"
-
-
-class Small(EpochLoop):
-    """A job over ``DATA`` that saves checkpoints."""
-
-    def __init__(self, ddp: Ddp, folder: Path) -> None:
-        super().__init__(ddp, num_epochs=EPOCHS, max_steps=None, checkpoint_every=None)
-        self.loader = ddp.loader(DATA, batch_size=BATCH, seed=3, micro_batch_size=MICRO_BATCH)
-        self.checkpointer = Checkpointer(ddp, folder, keep_last=1)
-
-    def train_micro_batch(self, batch: Any) -> None:
-        x, y = batch
-        self.ddp.backward(((self.ddp.assembly.model(x) - y) ** 2).mean())
+    assert team.run_to_end(body) == {"w0": (last, False), "w1": (last, True)}
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
@@ -207,10 +293,9 @@ def test_the_main_rank_saves_what_it_holds_where_the_coordinator_is_lost(
     monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
 
     def train(membership: ThreadMembership) -> None:
-        with begin(membership, seed=1) as ddp:
+        with begin(membership) as ddp:
             small = Small(ddp, tmp_path / "saved")
-            assert small.checkpointer is not None
-            with closing(small.checkpointer):
+            with closing(small.saves):
                 [*small.epochs()]
 
     def body(membership: ThreadMembership) -> list[str]:
@@ -235,29 +320,6 @@ def test_the_main_rank_saves_what_it_holds_where_the_coordinator_is_lost(
     assert open_checkpoint(folder / "step-6").step == 6
 
 
-def test_a_rank_leaves_a_loop_without_a_loader() -> None:
-    team = ElasticThreads(2)
-
-    def body(membership: ThreadMembership) -> tuple[int, int]:
-        with begin(membership, seed=1) as ddp:
-            results = 0
-            while ddp.window < 6:
-                membership.is_told_to_leave |= membership.member == "w0" and ddp.window == 2
-                x, y = DATA[ddp.window]
-                ddp.backward(((ddp.assembly.model(torch.stack([x, x])) - y) ** 2).mean())
-                results += ddp.step() is not None
-            return results, ddp.window
-
-    team.run(body)
-    assert isinstance(team.fate("w0").error, KeyboardInterrupt)
-    assert team.fate("w1").value == (6, 6), "no window is done again"
-
-
-def changes(kept: Kept) -> list[dict[str, Any]]:
-    kinds = ("worker_lost", "worker_left", "reformed", "healed", "worker_joined")
-    return [event for event in kept.events if event["type"] in kinds]
-
-
 def test_a_rank_that_cannot_be_put_together_leaves_the_team() -> None:
     memberships = []
 
@@ -271,24 +333,3 @@ def test_a_rank_that_cannot_be_put_together_leaves_the_team() -> None:
     (fate,) = ElasticThreads(1).run(body)
     assert isinstance(fate.error, ConfigError)
     assert memberships[0].is_closed
-
-
-def test_events_tell_who_was_lost_and_who_joined() -> None:
-    kept = Kept()
-    kills = [Kill("w1", "gradients of window 6")]
-    run(2, kills, joins_after=1, sinks=[lambda: kept])
-    events = changes(kept)
-    told = [(event["type"], event.get("rank"), event.get("members")) for event in events]
-    assert told == [
-        ("reformed", None, ["w0", "w1", "j"]),
-        ("healed", 2, None),
-        ("worker_joined", 2, None),
-        ("worker_lost", 1, None),
-        ("reformed", None, ["w0", "j"]),
-    ]
-    assert all(
-        min(event[f"{phase}_s"] for phase in ("detect", "reform", "heal")) >= 0
-        for event in events
-        if event["type"] == "reformed"
-    )
-    assert all(event["num_bytes"] > 0 for event in events if event["type"] == "healed")

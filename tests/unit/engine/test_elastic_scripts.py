@@ -1,104 +1,125 @@
-"""What a script does besides training windows, while ranks die and join; on threads."""
+"""What a script does besides training windows, while ranks are lost and join."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from evener import Ddp, WindowResult
-from evener.errors import RunEndedError, UsageError
+from evener.errors import UsageError
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
-from helpers.elastic_runs import BATCH, DATA, begin, train
-from helpers.elastic_runs import check as check_training
-from helpers.elastic_scripts import Finding, run_script
+from helpers.elastic_runs import DATA, Run, begin, loss_of, make_model, state_of
+from helpers.models import seeded
 
-# Rounds of rows of the script: 0 averages a number; 1, 2 calibrate; 3, 4 plan; 5 to 8 close the
+EPOCHS = 4
+HELD_OUT = DATA[:13]
+
+# Rounds of rows of ``Script``: 0 averages a number; 1, 2 calibrate; 3, 4 plan; 5 to 8 close the
 # windows of an epoch; 9 ends it; 10 begins an evaluation, 11 ends it; 12 averages its results.
-FIRST_MEAN, BEGIN_EVALUATION, END_EVALUATION, AVERAGE_RESULTS = 0, 10, 11, 12
+BEGIN_EVALUATION, AVERAGE_RESULTS = 10, 12
 
 
-def check(found: dict[str, Finding]) -> None:
-    """All members have the same, and every held-out sample counts once."""
-    first = max(found.values(), key=lambda one: len(one.alone))
-    for one in found.values():
-        assert one.scale == first.scale
-        assert one.losses == {epoch: first.losses[epoch] for epoch in one.losses}
-        assert all(map(torch.equal, one.state, first.state))
-        assert all(one.losses[epoch] == pytest.approx(one.alone[epoch]) for epoch in one.alone)
+class Scale:
+    """A number that a script has found before its loop, and registers for workers that join."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
 
 
-@pytest.mark.parametrize("joins_after", [5])
-def test_a_rank_joins_a_script(joins_after: int) -> None:
-    team, found = run_script(2, joins_after=joins_after)
-    check(found)
-    assert sorted(found) == ["j", "w0", "w1"]
-    # The last window of an epoch is committed when no window is planned: a joiner waits.
-    assert [len(formation.members) for formation in team.formations] == [2, 3]
+class Script:
+    """Averages a number before the loop, and evaluates after each epoch."""
 
+    def __init__(
+        self, founders: int, kills: list[Kill] | None = None, joins_after: int = -1
+    ) -> None:
+        self.team = ElasticThreads(founders, kills=kills or [])
+        self.joins_after = joins_after
+        self.losses: dict[str, dict[int, float]] = {}
+        self.found = self.team.run_to_end(self._work)
 
-def test_a_worker_that_joins_in_a_loop_over_range_is_told_what_to_write() -> None:
-    def body(membership: ThreadMembership) -> None:
-        with begin(membership, seed=1) as ddp:
-            model = ddp.assembly.model
-            ddp.on_commit(
-                lambda result: (
-                    membership.team.start("j")
-                    if result.window == 1 and ddp.is_main_process
-                    else None
-                )
-            )
-            loader = ddp.loader(DATA, batch_size=BATCH, micro_batch_size=4)
-            for epoch in range(2):
+    def _work(self, membership: ThreadMembership) -> tuple[float, list[Tensor]]:
+        losses = self.losses[membership.member] = {}
+        with begin(membership) as ddp:
+            scale = Scale(ddp.weighted_mean(membership.number + 1.0))
+            ddp.register("scale", scale)
+            ddp.on_commit(lambda result: self._add(ddp, result))
+            loader = ddp.loader(DATA, batch_size=12, seed=3, micro_batch_size=2)
+            for epoch in ddp.epochs(EPOCHS):
                 for x, y in loader.epoch(epoch):
-                    ddp.backward(((model(x) - y) ** 2).mean())
+                    ddp.backward(loss_of(ddp, x, y) * scale.value)
                     ddp.step()
+                losses[epoch] = evaluate(ddp)
+            return scale.value, state_of(ddp)
 
-    team = ElasticThreads(2)
-    team.run(body)
-    assert [team.fate(name).error for name in ("w0", "w1")] == [None, None]
-    error = team.fate("j").error
-    assert isinstance(error, UsageError)
-    assert "for epoch in ddp.epochs(num_epochs)" in str(error)
+    def _add(self, ddp: Ddp, result: WindowResult) -> None:
+        if result.window == self.joins_after and ddp.is_main_process:
+            self.team.add("j")
+
+    def check(self, *members: str) -> None:
+        """Check who came to the end, and that all have the same, the true loss included."""
+        assert {*self.found} == {*members}
+        (scale, state), *others = self.found.values()
+        for other_scale, other in others:
+            assert other_scale == scale
+            assert all(map(torch.equal, other, state))
+        names = make_model().state_dict()
+        model = seeded(make_model, 0, torch.float64)
+        model.load_state_dict(dict(zip(names, state, strict=True)))
+        x, y = (torch.stack(part) for part in zip(*HELD_OUT, strict=True))
+        for member in members:
+            true = (model(x) - y).square().mean().item()
+            assert self.losses[member][EPOCHS - 1] == pytest.approx(true)
 
 
-@pytest.mark.parametrize(
-    ("member", "what", "skip", "when"),
-    [
-        ("w0", "a round", BEGIN_EVALUATION, "inside"),
-    ],
-)
-def test_a_rank_dies_in_an_evaluation(member: str, what: str, skip: int, when: str) -> None:
-    told = ["w2"] if when == "inside" else []
-    _, found = run_script(3, [Kill(member, what, skip=skip, when=when, told=told)])
-    check(found)
-    assert len(found) == 2
+def evaluate(ddp: Ddp) -> float:
+    """The mean loss of the held-out samples, each of which counts once."""
+    total = count = 0.0
+    with ddp.evaluating():
+        for x, y in ddp.eval_loader(HELD_OUT, batch_size=2):
+            total += float((ddp.assembly.model(x) - y).square().sum())
+            count += len(x)
+    return ddp.weighted_mean(total / max(count, 1.0), count)
+
+
+def test_a_rank_joins_a_script() -> None:
+    script = Script(2, joins_after=5)
+    script.check("w0", "w1", "j")
+    # The last window of an epoch is committed when no window is planned: a joiner waits.
+    assert [len(formation.members) for formation in script.team.formations] == [2, 3]
+
+
+def test_a_rank_dies_in_an_evaluation() -> None:
+    kill = Kill("w0", "a round", skip=BEGIN_EVALUATION, when="inside", told=["w2"])
+    Script(3, [kill]).check("w1", "w2")
 
 
 def test_an_average_without_a_lost_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    _, found = run_script(2, [Kill("w1", "a round", skip=AVERAGE_RESULTS)])
-    assert sorted(found["w0"].losses) == [0, 1, 2, 3]
+    script = Script(2, [Kill("w1", "a round", skip=AVERAGE_RESULTS)])
+    assert sorted(script.losses["w0"]) == [0, 1, 2, 3]
     told = capsys.readouterr().err
     assert "rank 1 was lost after its part of an evaluation" in told
-    assert "elastic_scripts.py" in told
+    assert "test_elastic_scripts.py" in told
 
 
 @pytest.mark.parametrize(("member", "what"), [("w0", "a round"), ("w1", "rows of all ranks")])
-@pytest.mark.parametrize("when", ["inside"])
-def test_every_row_is_gathered_once(what: str, when: str, member: str) -> None:
-    kill = Kill(member, what, skip=2, when=when, told=["w2"] if when == "inside" else [])
-
+def test_every_row_is_gathered_once(what: str, member: str) -> None:
     def body(membership: ThreadMembership) -> list[float]:
-        with begin(membership, seed=1) as ddp:
-            rows = []
-            for x, _ in ddp.eval_loader(DATA[:13], batch_size=2):
-                rows.append(ddp.gather(x[:, 0]))
-            return (torch.cat(rows) * 32).tolist()
+        with begin(membership) as ddp:
+            batches = ddp.eval_loader(torch.arange(13.0), batch_size=2)
+            return torch.cat([ddp.gather(x) for x in batches]).tolist()
 
-    team = ElasticThreads(3, kills=[kill])
-    team.run(body)
-    found = [team.fate(name).value for name in ({"w0", "w1", "w2"} - {member})]
-    assert sorted(found[0]) == [*range(13)]
-    assert found[0] == found[1]
+    kill = Kill(member, what, skip=2, when="inside", told=["w2"])
+    one, other = ElasticThreads(3, kills=[kill]).run_to_end(body).values()
+    assert sorted(one) == [*range(13)]
+    assert one == other
 
 
 @pytest.mark.parametrize(("skip", "told"), [(5, ["w2"]), (6, [])])
@@ -108,120 +129,101 @@ def test_functions_of_a_commit_average_on_all_ranks_that_remain(skip: int, told:
     kill = Kill("w1", "a round", skip=skip, when="inside" if told else "before", told=told)
     means: dict[str, list[float]] = {}
 
-    def mean(ddp: Ddp, result: WindowResult) -> None:
-        means.setdefault(ddp.assembly.team.membership.member, []).append(
-            ddp.weighted_mean(result.window)
-        )
+    def mean(ddp: Ddp, membership: ThreadMembership, result: WindowResult) -> None:
+        means.setdefault(membership.member, []).append(ddp.weighted_mean(result.window))
 
-    team = ElasticThreads(3, kills=[kill])
-    team.run(lambda membership: train(membership, mean))
-    trained = {fate.member: fate.value for fate in team.fates if fate.error is None}
-    check_training(team, trained)
+    Run(3, [kill], at_commit=mean)
     assert means["w0"] == means["w2"] == [*range(8)]
 
 
 def test_the_next_main_rank_saves_where_the_first_is_lost(tmp_path: Path) -> None:
-    def body(membership: ThreadMembership) -> None:
-        with begin(membership, seed=1) as ddp:
+    def body(membership: ThreadMembership) -> bool:
+        with begin(membership) as ddp:
             ddp.save(tmp_path)
+            return True
 
     team = ElasticThreads(3, kills=[Kill("w0", "answers", skip=1)])
-    team.run(body)
-    assert [team.fate(name).error for name in ("w1", "w2")] == [None, None]
-    assert len(team.formations) == 2
+    assert {*team.run_to_end(body)} == {"w1", "w2"}
     assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
 
 
+# ── workers that join ────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_worker_that_joins_in_a_loop_over_range_is_told_what_to_write() -> None:
+    def body(membership: ThreadMembership) -> None:
+        with begin(membership) as ddp:
+
+            def commit(result: WindowResult) -> None:
+                if result.window == 1 and ddp.is_main_process:
+                    team.start("j")
+
+            ddp.on_commit(commit)
+            for x, y in ddp.loader(DATA, batch_size=12).epoch(0):
+                ddp.backward(loss_of(ddp, x, y))
+                ddp.step()
+
+    team = ElasticThreads(2)
+    with pytest.raises(UsageError, match=r"for epoch in ddp.epochs\(num_epochs\)"):
+        team.run_to_end(body)
+    assert [fate.member for fate in team.fates if fate.error is not None] == ["j"]
+
+
 def test_positions_of_all_loaders_travel() -> None:
-    def body(membership: ThreadMembership) -> list[tuple[int, int]]:
-        with begin(membership, seed=membership.number + 1) as ddp:
-            model, seen = ddp.assembly.model, []
+    def body(membership: ThreadMembership) -> tuple[int, set[tuple[int, int]]]:
+        seen = set()
+        with begin(membership) as ddp:
 
-            def start(result: WindowResult) -> None:
-                team = membership.team
+            def commit(result: WindowResult) -> None:
                 if result.window == 4 and ddp.is_main_process:
-                    team.add("j", body)
+                    team.add("j")
 
-            ddp.on_commit(start)
-            loaders = [
-                ddp.loader(DATA, batch_size=BATCH, seed=seed, micro_batch_size=4) for seed in (1, 2)
-            ]
+            ddp.on_commit(commit)
+            loaders = [ddp.loader(DATA, batch_size=12, seed=seed) for seed in (1, 2)]
             for epoch in ddp.epochs(2):
                 for number, loader in enumerate(loaders):
                     for x, y in loader.epoch(epoch):
-                        seen.append((epoch, number))
-                        ddp.backward(((model(x) - y) ** 2).mean())
+                        seen.add((epoch, number))
+                        ddp.backward(loss_of(ddp, x, y))
                         ddp.step()
-            assert ddp.window == 16
-            return sorted({*seen})
+            return ddp.window, seen
 
     team = ElasticThreads(2)
-    team.run(body)
-    assert [fate.error for fate in team.fates] == [None] * 3
-    assert (0, 0) not in team.fate("j").value
-
-
-def start_joiner(team: ElasticThreads, ddp: Ddp) -> None:
-    """Let the main rank start another worker, and wait until it is there."""
-    if ddp.is_main_process:
-        team.add("j")
+    found = team.run_to_end(body)
+    assert [window for window, _ in found.values()] == [16] * 3
+    assert (0, 0) not in found["j"][1]
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
 def test_a_worker_that_joins_trains_what_the_others_have_thawed(policy: str) -> None:
     """And does not train what they have frozen since, however its own script has left it."""
 
-    def body(membership: ThreadMembership) -> tuple[list[bool], list[torch.Tensor]]:
-        with begin(membership, seed=membership.number + 1, freezes=[0, 1], policy=policy) as ddp:
-            model = ddp.assembly.model
-            ddp.on_commit(
-                lambda result: start_joiner(membership.team, ddp) if result.epoch == 2 else None
-            )
-            loader = ddp.loader(DATA, batch_size=2, seed=3)
+    def body(membership: ThreadMembership) -> tuple[list[bool], Any, list[Tensor]]:
+        model = seeded(make_model, membership.number, torch.float64)
+        assert isinstance(model, torch.nn.Sequential)
+        model[:2].requires_grad_(False)
+        with begin(membership, model=model, policy=policy) as ddp:
+
+            def commit(result: WindowResult) -> None:
+                if result.epoch == 2 and ddp.is_main_process:
+                    team.add("j")
+
+            ddp.on_commit(commit)
+            loader = ddp.loader(DATA[:32], batch_size=2, seed=3)
             for epoch in ddp.epochs(5):
                 if membership.member != "j" and epoch in (1, 2):
                     model[epoch - 1].requires_grad_(True)
                     model[2].requires_grad_(False)
                 for x, y in loader.epoch(epoch):
-                    ddp.backward(((model(x) - y) ** 2).mean())
+                    ddp.backward(loss_of(ddp, x, y))
                     ddp.step()
             groups = [group.names for group in ddp.assembly.flat.groups]
-            assert groups == [
-                ("2.bias", "2.weight"),
-                ("0.bias", "0.weight"),
-                ("1.bias", "1.weight"),
-            ]
-            state = [tensor.detach().clone() for tensor in model.state_dict().values()]
-            return [p.requires_grad for p in model.parameters()], state
+            return [p.requires_grad for p in model.parameters()], groups, state_of(ddp)
 
     team = ElasticThreads(2)
-    team.run(body)
-    assert [fate.error for fate in team.fates] == [None] * 3
+    found = team.run_to_end(body)
     assert team.formations[-1].members == ("w0", "w1", "j")
-    flags, state = team.fate("w0").value
-    assert flags == [True] * 4 + [False] * 2
-    for other in ("w1", "j"):
-        assert team.fate(other).value[0] == flags
-        assert all(map(torch.equal, team.fate(other).value[1], state))
-
-
-def test_a_worker_that_comes_after_a_stop_does_not_begin_again() -> None:
-    def body(membership: ThreadMembership) -> int:
-        with begin(membership, seed=1) as ddp:
-            ddp.on_commit(lambda result: ddp.stop())
-            model = ddp.assembly.model
-            loader = ddp.loader(DATA, batch_size=BATCH, micro_batch_size=4)
-            for epoch in ddp.epochs(1):
-                for x, y in loader.epoch(epoch):
-                    ddp.backward(((model(x) - y) ** 2).mean())
-                    ddp.step()
-            window = ddp.window
-        if membership.member == "w0":
-            membership.team.start("late")
-        return window
-
-    team = ElasticThreads(2)
-    team.run(body)
-    assert team.fate("w0").value == team.fate("w1").value < 4
-    assert isinstance(team.fate("late").error, RunEndedError)
-    assert len(team.formations) == 1
+    for flags, groups, state in found.values():
+        assert flags == [True] * 4 + [False] * 2
+        assert [names[0].partition(".")[0] for names in groups] == ["2", "0", "1"]
+        assert all(map(torch.equal, state, found["w0"][2]))

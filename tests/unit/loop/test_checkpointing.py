@@ -13,7 +13,7 @@ from evener.ddp import Ddp
 from evener.engine.results import Progress
 from evener.errors import CheckpointError, ReplicasDifferError
 from evener.loop.checkpointing import Checkpointer
-from evener.observe.events import Event, Sink
+from helpers.sinks import Kept
 from helpers.teams import run_team, setup
 
 CURSOR = {"seed": 0, "epoch": 0, "committed": [], "num_samples": 8}
@@ -22,20 +22,6 @@ CURSOR = {"seed": 0, "epoch": 0, "committed": [], "num_samples": 8}
 def team_of(comm: Communicator, **config: int) -> Ddp:
     model = nn.Linear(2, 1)
     return setup(comm, model, torch.optim.AdamW(model.parameters(), lr=0.1), **config)
-
-
-class Steps(Sink):
-    """The steps of the checkpoints that have been written."""
-
-    def __init__(self) -> None:
-        self.written: list[int] = []
-
-    def emit(self, event: Event) -> None:
-        if event["type"] == "checkpoint":
-            self.written.append(event["window"])
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +43,11 @@ def checkpointer_of(ddp: Ddp, folder: Path) -> Checkpointer:
     )
 
 
+def save_at(checkpointer: Checkpointer, ddp: Ddp, window: int) -> None:
+    ddp.assembly.engine.run.progress = Progress(window=window)
+    checkpointer.save(CURSOR)
+
+
 def block(folder: Path) -> None:
     """Nothing can be written to it any more, nor can it be made anew."""
     shutil.rmtree(folder)
@@ -74,18 +65,17 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) ->
 
 def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path, failures: list[str]) -> None:
     def body(comm: Communicator) -> tuple[Path | None, list[int]]:
-        sink = Steps()
+        kept = Kept()
         with team_of(comm) as ddp:
-            ddp.events.report_to([sink])
+            ddp.events.report_to([lambda: kept])
             checkpointer = checkpointer_of(ddp, tmp_path)
             for window in (2, 4, 6):
-                ddp.assembly.engine.run.progress = Progress(window=window)
-                checkpointer.save(CURSOR)
+                save_at(checkpointer, ddp, window)
                 checkpointer.finish(CURSOR)
             newest = checkpointer.path
             checkpointer.close()
             checkpointer.close()
-        return newest, sink.written
+        return newest, [e["window"] for e in kept.events if e["type"] == "checkpoint"]
 
     (newest, steps), other = run_team(2, body)
     assert other == (newest, [])
@@ -105,20 +95,18 @@ def test_what_is_saved_has_been_compared_where_that_was_asked_for(tmp_path: Path
     def body(comm: Communicator) -> None:
         with team_of(comm, verify_every=1000) as ddp:
             checkpointer = checkpointer_of(ddp, tmp_path)
-            ddp.assembly.engine.run.progress = Progress(window=2)
-            checkpointer.save(CURSOR)
+            save_at(checkpointer, ddp, 2)
             if comm.rank == 1:
                 ddp.assembly.model.get_parameter("bias").data += 1e-3
-            ddp.assembly.engine.run.progress = Progress(window=4)
             with pytest.raises(ReplicasDifferError, match="after window 3, parameter 'bias'"):
-                checkpointer.save(CURSOR)
+                save_at(checkpointer, ddp, 4)
             checkpointer.close()
 
     run_team(2, body)
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
-class Held(Steps):
+class Held(Kept):
     """What it was told is not written before ``written`` is set."""
 
     def __init__(self) -> None:
@@ -134,8 +122,7 @@ def test_a_save_waits_for_nothing_and_its_checkpoint_for_the_events_before(tmp_p
     with team_of(Communicator()) as ddp:
         ddp.events.report_to([sink])
         checkpointer = checkpointer_of(ddp, tmp_path)
-        ddp.assembly.engine.run.progress = Progress(window=2)
-        checkpointer.save(CURSOR)
+        save_at(checkpointer, ddp, 2)
         time.sleep(0.3)  # more than it takes to write it
         assert checkpointer.path is None
         sink.written.set()
@@ -191,8 +178,7 @@ def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path, failures: lis
         checkpointer.save(CURSOR)
         checkpointer.finish(CURSOR)
         shutil.rmtree(tmp_path / "run")
-        ddp.assembly.engine.run.progress = Progress(window=2)
-        checkpointer.save(CURSOR)
+        save_at(checkpointer, ddp, 2)
         checkpointer.finish(CURSOR)
         assert checkpointer.path == folder / "step-2"
         checkpointer.close()

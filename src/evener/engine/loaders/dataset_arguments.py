@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import (
@@ -16,10 +17,12 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    default_collate,
 )
 
+from evener.data.caching import Cache, CachedFetcher, find_store
 from evener.data.cursor import derive_seed
-from evener.data.fetching import Fetcher, Pending, Prefetch, make_fetcher
+from evener.data.fetching import Fetcher, Pending, Prefetch, Recipe, make_fetcher
 from evener.data.order import Draws, Permutation
 from evener.data.randomness import generators_lock, preserved_generators, seed_generators
 from evener.devices import pins_memory
@@ -194,8 +197,25 @@ class DatasetArguments:
 
     def fetcher(self, prefetch: Prefetch = "auto") -> Fetcher:
         """Return what loads the samples."""
+        return self._fetcher_of(self.collate_fn, prefetch)
+
+    def cached_fetcher(self, prefetch: Prefetch, cache: str, device: torch.device) -> Fetcher:
+        """Return what loads the samples and keeps them; see ``Ddp.loader``.
+
+        Raises:
+            ConfigError: They cannot be kept there.
+        """
+        name = type(self.samples).__qualname__
+        # torch's own function changes nothing, and hands nothing on.
+        copies = self.collate_fn is not default_collate
+        kept = Cache(find_store(cache, device), name, cache, copies=copies)
+        recipe = Recipe(kept, self.collate_fn, self.seed, name)
+        collate = recipe.assemble if prefetch == "thread" else recipe.batch
+        return CachedFetcher(self._fetcher_of(list, prefetch), kept, collate)
+
+    def _fetcher_of(self, collate_fn: Collate, prefetch: Prefetch) -> Fetcher:
         samples, workers = self.samples, self.num_workers
-        return make_fetcher(samples, self.collate_fn, self.seed, workers, prefetch, self._context)
+        return make_fetcher(samples, collate_fn, self.seed, workers, prefetch, self._context)
 
     def count_trained(self) -> int:
         """Return how many samples an epoch trains on.
@@ -212,6 +232,10 @@ class DatasetArguments:
                 "batch_size or no drop_last"
             )
         return trained
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
 #: What says how data is loaded.
@@ -232,7 +256,7 @@ class LikeDataLoader:
     def _received(self, pending: Pending) -> Any:
         """Return a batch, in page-locked memory where the user's ``DataLoader`` asked for it."""
         batch = pending.result()
-        return tree_map_only(Tensor, Tensor.pin_memory, batch) if self.pin_memory else batch
+        return tree_map_only(Tensor, _pin, batch) if self.pin_memory else batch
 
     @property
     def sampler(self) -> NoReturn:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Final, final
 
 from evener.data.cursor import Cursor
-from evener.data.fetching import Pending, Prefetch
+from evener.data.fetching import Fetcher, Pending
 from evener.data.signature import sign
 from evener.engine.engine import Engine
 from evener.engine.loaders.dataset_arguments import (
@@ -167,7 +167,7 @@ class TeamLoader(TrainingLoader):
     Args:
         engine: Says what this rank is to compute.
         arguments: The data set, and how to go through it.
-        prefetch: How samples are loaded ahead.
+        fetcher: Loads its samples.
         micro_batch_size: Most samples of one forward and backward.
         max_steps: Optimizer steps of the run; ``None`` for no limit.
     """
@@ -179,14 +179,14 @@ class TeamLoader(TrainingLoader):
         engine: Engine,
         arguments: DatasetArguments,
         *,
-        prefetch: Prefetch,
+        fetcher: Fetcher,
         micro_batch_size: int,
         max_steps: int | None,
     ) -> None:
         super().__init__(engine, arguments, max_steps)
         self.cursor = Cursor(arguments.count_trained(), arguments.seed)
         self._arguments = arguments
-        self._fetcher = arguments.fetcher(prefetch)
+        self._fetcher = fetcher
         self._most_samples = micro_batch_size
         self._left = False
         #: What is on its way, by positions in the epoch.
@@ -249,6 +249,8 @@ class TeamLoader(TrainingLoader):
     def _hand_out(self, work: Work, permutation: Indices) -> Generator[Any, None, None]:
         """Hand out a share, or a batch; again from its start if a micro-batch does not fit."""
         engine, window = self._engine, work.window
+        if remark := self._fetcher.remark:
+            engine.options.guards.tell_once(remark)
         self._fetched = {
             positions: self._fetched.get(positions) or self._submit(positions, permutation)
             for positions in work.positions

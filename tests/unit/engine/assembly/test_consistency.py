@@ -24,6 +24,10 @@ def net(channels: int = 4) -> nn.Module:
     return model
 
 
+def with_sgd(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, SGD(model.parameters(), lr=0.1)
+
+
 def start(of_rank: Callable[[int], Part]) -> list[int]:
     def body(comm: Communicator) -> int:
         model, optimizer, options = of_rank(comm.rank)
@@ -38,21 +42,16 @@ def refused(of_rank: Callable[[int], Part], said: str) -> None:
         start(of_rank)
 
 
+def halve(progress: Progress) -> float:
+    return 0.5**progress.steps
+
+
+#: An option, its values on both ranks, and what is said.
 OPTIONS: list[tuple[str, Any, str]] = [
     ("max_grad_norm", (1.0, None), "option.max_grad_norm: None instead of 1.0"),
     ("policy", ("cadence", "async"), "policy: 'async' instead of 'cadence'"),
     ("partition_ratios", ((1, 2), (2, 1)), "partition_ratios.0: 2.0 instead of 1.0"),
 ]
-
-
-@pytest.mark.parametrize(("name", "values", "said"), OPTIONS)
-def test_other_options(name: str, values: Any, said: str) -> None:
-    def of_rank(rank: int) -> Part:
-        model = net()
-        return model, SGD(model.parameters(), lr=0.1), {name: values[rank]}
-
-    refused(of_rank, said)
-
 
 #: What rank 1 has beside an AdamW over all parameters with a learning rate of 0.1.
 OPTIMIZERS: list[tuple[Callable[[Any], Any], str]] = [
@@ -69,20 +68,6 @@ OPTIMIZERS: list[tuple[Callable[[Any], Any], str]] = [
     ),
 ]
 
-
-@pytest.mark.parametrize(("other", "said"), OPTIMIZERS)
-def test_another_optimizer(other: Callable[[Any], Any], said: str) -> None:
-    def of_rank(rank: int) -> Part:
-        model = net()
-        return model, other(model) if rank else AdamW(model.parameters(), lr=0.1), {}
-
-    refused(of_rank, said)
-
-
-def halve(progress: Progress) -> float:
-    return 0.5**progress.steps
-
-
 #: What rank 1 has beside a StepLR.
 SCHEDULERS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda o: None, "scheduler.0.class: 'NoneType' instead of 'StepLR'"),
@@ -92,27 +77,39 @@ SCHEDULERS: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("other", "said"), SCHEDULERS)
-def test_another_scheduler(other: Callable[[Any], Any], said: str) -> None:
-    def of_rank(rank: int) -> Part:
-        model = net()
-        optimizer = SGD(model.parameters(), lr=0.1)
-        return model, optimizer, {"scheduler": other(optimizer) if rank else StepLR(optimizer, 5)}
+def test_what_differs_is_named_with_both_values() -> None:
+    def with_option(name: str, values: Any) -> Callable[[int], Part]:
+        return lambda rank: (*with_sgd(net()), {name: values[rank]})
 
-    refused(of_rank, said)
+    def with_optimizer(other: Any) -> Callable[[int], Part]:
+        def of_rank(rank: int) -> Part:
+            model = net()
+            return model, other(model) if rank else AdamW(model.parameters(), lr=0.1), {}
 
+        return of_rank
 
-def test_another_model() -> None:
-    def wider(rank: int) -> Part:
-        model = net(4 + rank)
-        return model, SGD(model.parameters(), lr=0.1), {}
+    def with_scheduler(other: Any) -> Callable[[int], Part]:
+        def of_rank(rank: int) -> Part:
+            model, optimizer = with_sgd(net())
+            made = other(optimizer) if rank else StepLR(optimizer, 5)
+            return model, optimizer, {"scheduler": made}
 
-    def deeper(rank: int) -> Part:
-        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 + rank)))
-        return model, SGD(model.parameters(), lr=0.1), {}
+        return of_rank
 
-    refused(wider, r"buffer.0: 'seen \[5\] .* instead of 'seen \[4\]")
-    refused(deeper, r"parameter.4: '2.weight \[2, 2\] torch.float32' instead of None")
+    for name, values, said in OPTIONS:
+        refused(with_option(name, values), said)
+    for other, said in OPTIMIZERS:
+        refused(with_optimizer(other), said)
+    for other, said in SCHEDULERS:
+        refused(with_scheduler(other), said)
+    refused(
+        lambda rank: (*with_sgd(net(4 + rank)), {}),
+        r"buffer.0: 'seen \[5\] .* instead of 'seen \[4\]",
+    )
+    refused(
+        lambda rank: (*with_sgd(nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 + rank)))), {}),
+        r"parameter.4: '2.weight \[2, 2\] torch.float32' instead of None",
+    )
 
 
 def test_what_is_a_rank_s_own_business_may_differ() -> None:

@@ -1,6 +1,5 @@
 """Loops that are left early, resumed, or interrupted by an error; several loaders; the counters."""
 
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,35 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator
-from evener.ddp import Ddp
-from evener.errors import (
-    CheckpointError,
-    CollectiveMismatchError,
-    ConfigError,
-    PeerLostError,
-    UsageError,
-)
+from evener.errors import CheckpointError, ConfigError, UsageError
+from helpers.loops import Numbered, linear, step
 from helpers.teams import run_team, setup
 
-LOCK = threading.Lock()
 SIZE = 30
-DATA = torch.utils.data.TensorDataset(
-    torch.arange(SIZE), torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(1))
-)
 SHARES = [(1,), (2, 0, 1)]
 TEAMS = [pytest.param(len(s), s, id=f"{len(s)} ranks") for s in SHARES]
-
-
-def line() -> tuple[nn.Module, torch.optim.Optimizer]:
-    with LOCK:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1)
-    return model, torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def step(ddp: Ddp, model: nn.Module, x: Tensor) -> Any:
-    ddp.backward(model(x).square().mean())
-    return ddp.step()
 
 
 @pytest.mark.parametrize(("world_size", "shares"), TEAMS)
@@ -46,18 +23,18 @@ def test_break_at_a_window_then_the_next_epoch(world_size: int, shares: Any) -> 
     """A rank without a share is inside its loader when the others break: it leaves it, too."""
 
     def body(comm: Communicator) -> tuple[list[int], list[tuple[int, int]], Tensor]:
-        model, optimizer = line()
+        model, optimizer = linear()
         seen: list[int] = []
         committed: list[tuple[int, int]] = []
         with setup(comm, model, optimizer, shares=shares) as ddp:
             ddp.on_commit(lambda result: committed.append((result.epoch, result.window)))
-            loader = ddp.loader(DATA, batch_size=5)
+            loader = ddp.loader(Numbered(SIZE), batch_size=5)
             for epoch in range(3):
                 for ids, x in loader.epoch(epoch):
                     if ddp.window >= (epoch + 1) * 2:
                         break
                     seen.extend(ids.tolist())
-                    step(ddp, model, x)
+                    step(ddp, x)
                 assert ddp.weighted_mean(1.0) == 1.0
             assert ddp.window == 6
             assert [len(loader), loader.state_dict()["epoch"]] == [6, 2]
@@ -70,72 +47,32 @@ def test_break_at_a_window_then_the_next_epoch(world_size: int, shares: Any) -> 
         assert torch.equal(weight, results[0][2])
 
 
-def test_break_on_one_rank_alone_is_an_error_on_all() -> None:
-    def body(comm: Communicator) -> str:
-        model, optimizer = line()
-        with setup(comm, model, optimizer, shares=(1, 1)) as ddp:
-            loader = ddp.loader(DATA, batch_size=6)
-
-            def train() -> None:
-                for i, (_, x) in enumerate(loader.epoch(0)):
-                    if comm.rank == 0 and i == 2:
-                        break
-                    step(ddp, model, x)
-                ddp.weighted_mean(1.0)
-
-            with pytest.raises(CollectiveMismatchError) as caught:
-                train()
-            return str(caught.value)
-
-    for message in run_team(2, body):
-        assert "rank 0 is ending an epoch" in message
-        assert "break has left it" in message
-        assert "rank 1 is closing a window" in message
-
-
 def test_iterating_goes_on_epoch_by_epoch() -> None:
-    model, optimizer = line()
+    model, optimizer = linear()
     with setup(Communicator(), model, optimizer) as ddp:
-        loader = ddp.loader(DATA, batch_size=10)
+        loader = ddp.loader(Numbered(SIZE), batch_size=10)
         orders: list[list[int]] = [[], []]
         for order in orders:
             for ids, x in loader:
                 order.extend(ids.tolist())
-                step(ddp, model, x)
+                step(ddp, x)
         assert sorted(orders[0]) == sorted(orders[1]) == list(range(SIZE))
         assert orders[0] != orders[1]
         assert loader.state_dict()["epoch"] == 2
 
 
 def test_an_epoch_inside_an_epoch() -> None:
-    model, optimizer = line()
+    model, optimizer = linear()
     with setup(Communicator(), model, optimizer) as ddp:
-        first, second = ddp.loader(DATA, batch_size=10), ddp.loader(DATA, batch_size=10)
+        first, second = (
+            ddp.loader(Numbered(SIZE), batch_size=10),
+            ddp.loader(Numbered(SIZE), batch_size=10),
+        )
         outer = first.epoch(0)
         next(outer)
         with pytest.raises(UsageError, match="begun inside the loop over another one"):
             next(second.epoch(0))
         outer.close()
-
-
-def test_an_error_in_the_loop_of_one_rank_ends_the_others_at_once() -> None:
-    def body(comm: Communicator) -> str:
-        model, optimizer = line()
-
-        def train() -> None:
-            with setup(comm, model, optimizer, shares=(1, 1, 1)) as ddp:
-                for _, x in ddp.loader(DATA, batch_size=6).epoch(0):
-                    if comm.rank == 1 and ddp.window == 2:
-                        raise ZeroDivisionError("mine")
-                    step(ddp, model, x)
-
-        try:
-            train()
-        except (ZeroDivisionError, PeerLostError) as error:
-            return type(error).__name__
-        return "nothing"
-
-    assert run_team(3, body) == ["PeerLostError", "ZeroDivisionError", "PeerLostError"]
 
 
 # ── several loaders ──────────────────────────────────────────────────────────────────────────────
@@ -146,11 +83,11 @@ def test_evaluation_in_mid_epoch_is_exact_with_unequal_parts(world_size: int, sh
     held_out = torch.utils.data.TensorDataset(torch.arange(17.0))
 
     def body(comm: Communicator) -> tuple[list[float], list[int]]:
-        model, optimizer = line()
+        model, optimizer = linear()
         means: list[float] = []
         seen: list[int] = []
         with setup(comm, model, optimizer, shares=shares) as ddp:
-            loader = ddp.loader(DATA, batch_size=5)
+            loader = ddp.loader(Numbered(SIZE), batch_size=5)
             evaluation = ddp.eval_loader(held_out, batch_size=4)
             assert len(evaluation) == 5
 
@@ -171,7 +108,7 @@ def test_evaluation_in_mid_epoch_is_exact_with_unequal_parts(world_size: int, sh
                     evaluate()
 
             for _, x in loader.epoch(0):
-                step(ddp, model, x)
+                step(ddp, x)
             evaluate()
             assert model.training
         return means, seen
@@ -181,36 +118,14 @@ def test_evaluation_in_mid_epoch_is_exact_with_unequal_parts(world_size: int, sh
     assert Counter(i for _, seen in results for i in seen) == dict.fromkeys(range(17), 2)
 
 
-def test_evaluation_by_a_local_counter_names_who_does_what() -> None:
-    def body(comm: Communicator) -> str:
-        model, optimizer = line()
-        with setup(comm, model, optimizer, shares=(3, 1)) as ddp:
-            loader = ddp.loader(DATA, batch_size=8, micro_batch_size=2)
-            evaluation = ddp.eval_loader(DATA, batch_size=8)
-
-            def train() -> None:
-                for i, (_, x) in enumerate(loader.epoch(0)):
-                    step(ddp, model, x)
-                    if i == 2:
-                        list(evaluation)
-
-            with pytest.raises(CollectiveMismatchError) as caught:
-                train()
-            return str(caught.value)
-
-    for message in run_team(2, body):
-        assert "starting an evaluation" in message
-        assert "ddp.on_commit" in message
-
-
 def two_sets(comm: Communicator, folder: Path, *, resume: bool, windows: int) -> list[list[int]]:
     """Two training loaders in turn, an average of the weights, and a checkpoint at the end."""
-    model, optimizer = line()
+    model, optimizer = linear()
     average = torch.optim.swa_utils.AveragedModel(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     seen: list[list[int]] = [[], []]
     with setup(comm, model, optimizer, shares=(2, 1)[: comm.world_size]) as ddp:
-        loaders = [ddp.loader(DATA, batch_size=5, seed=s) for s in range(2)]
+        loaders = [ddp.loader(Numbered(SIZE), batch_size=5, seed=s) for s in range(2)]
         ddp.register("average", average)
         if resume:
             ddp.load(folder)
@@ -226,7 +141,7 @@ def two_sets(comm: Communicator, folder: Path, *, resume: bool, windows: int) ->
                 if ddp.window == windows:
                     break
                 seen[number].extend(ids.tolist())
-                step(ddp, model, x)
+                step(ddp, x)
         ddp.save(folder)
     return seen
 
@@ -240,9 +155,9 @@ def test_two_loaders_and_registered_objects_in_one_checkpoint(tmp_path: Path) ->
 
 
 def test_what_cannot_be_registered_or_is_missing(tmp_path: Path) -> None:
-    model, optimizer = line()
+    model, optimizer = linear()
     with setup(Communicator(), model, optimizer) as ddp:
-        ddp.loader(DATA, batch_size=5)
+        ddp.loader(Numbered(SIZE), batch_size=5)
         ddp.save(tmp_path / "a")
         ddp.register("one", nn.Linear(1, 1))
         with pytest.raises(ConfigError, match="used once"):
@@ -251,37 +166,32 @@ def test_what_cannot_be_registered_or_is_missing(tmp_path: Path) -> None:
             ddp.load(tmp_path / "a")
 
 
-@pytest.mark.parametrize("shares", [(1, 0)])
-def test_a_collective_at_the_commit_that_follows_a_break(shares: Any) -> None:
+def test_a_collective_at_the_commit_that_follows_a_break() -> None:
     """Rank 1 may have no share, and then knows nothing of the break at the commit."""
 
     def body(comm: Communicator) -> list[float]:
-        model, optimizer = line()
+        model, optimizer = linear()
         means: list[float] = []
-        with setup(comm, model, optimizer, shares=shares) as ddp:
+        with setup(comm, model, optimizer, shares=(1, 0)) as ddp:
             ddp.on_commit(lambda _: means.append(ddp.weighted_mean(comm.rank)))
-            for _, x in ddp.loader(DATA, batch_size=5).epoch(0):
+            for _, x in ddp.loader(Numbered(SIZE), batch_size=5).epoch(0):
                 if ddp.window == 3:
                     break
-                step(ddp, model, x)
+                step(ddp, x)
         return means
 
     assert run_team(2, body) == [[0.5] * 3] * 2
 
 
-@pytest.mark.parametrize("ends", ["after its step"])
-def test_an_update_outside_of_a_loader_after_a_break_takes_no_samples_of_it(ends: str) -> None:
+def test_an_update_outside_of_a_loader_after_a_break_takes_no_samples_of_it() -> None:
     def body(comm: Communicator) -> tuple[int, int, Any]:
-        model, optimizer = line()
+        model, optimizer = linear()
         with setup(comm, model, optimizer, shares=(1, 1)) as ddp:
-            loader = ddp.loader(DATA, batch_size=10)
+            loader = ddp.loader(Numbered(SIZE), batch_size=10)
             for _, x in loader.epoch(0):
-                if ddp.window == 1:
-                    break
-                step(ddp, model, x)
-                if ends == "after its step":
-                    break
-            result = step(ddp, model, torch.ones(1, 3))
+                step(ddp, x)
+                break
+            result = step(ddp, torch.ones(1, 3))
             assert ddp.weighted_mean(1.0) == 1.0
             return result.size, ddp.progress.samples, loader.state_dict()["committed"]
 

@@ -1,6 +1,5 @@
 """The loaders that people have: mapped, read rank by rank, or refused by name."""
 
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -24,26 +22,19 @@ from evener.ddp import Ddp
 from evener.engine.loaders.stream import StreamLoader, count_samples
 from evener.engine.loaders.training import TeamLoader
 from evener.errors import CheckpointError, CollectiveMismatchError, ConfigError, UsageError
+from helpers.loops import Numbered, linear, step
 from helpers.teams import run_team, setup
 
-LOCK = threading.Lock()
 SIZE = 22
-X = torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(1)).double()
-DATA = TensorDataset(torch.arange(SIZE), X)
-
-
-def line() -> tuple[nn.Module, torch.optim.Optimizer]:
-    with LOCK:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1).double()
-    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+DATA = Numbered(SIZE, torch.float64)
+X = DATA.x
 
 
 def go_through(
     comm: Communicator, make: Any, *, epochs: int = 1, shares: Any = (3, 2, 1), **options: Any
 ) -> tuple[list[int], Tensor, int, list[str]]:
     """Trains over what ``make(ddp)`` gives; returns ids seen, parameters, windows, notices."""
-    model, optimizer = line()
+    model, optimizer = linear(torch.float64)
     said: list[str] = []
     with setup(comm, model, optimizer, shares=shares[: comm.world_size]) as ddp:
         ddp.assembly.engine.options.guards.notice = said.append  # type: ignore[method-assign]
@@ -52,8 +43,7 @@ def go_through(
         for epoch in range(epochs):
             for ids, x in loader.epoch(epoch):
                 seen.extend(ids.tolist())
-                ddp.backward(model(x).square().mean())
-                ddp.step()
+                step(ddp, x)
         return seen, model.weight.detach().clone(), ddp.window, said
 
 
@@ -61,49 +51,64 @@ def everything(results: Any) -> Counter[int]:
     return Counter(i for seen, *_ in results for i in seen)
 
 
+class NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (DataLoader(DATA, batch_size=None), "batch_size=None"),
+        (DATA, "batch_size is not given"),
+        (
+            DataLoader(DATA, batch_size=50, drop_last=True),
+            "22 samples, batch_size=50 and drop_last=True",
+        ),
+        (DataLoader([], batch_size=4), "an epoch has no batch: 0 samples"),
+        ((x for x in X), r"a generator, which has no length .*list\(generator\)"),
+        ({1, 2}, "a set, which has no length"),
+        (NoLength(), "a NoLength, which has no length"),
+    ],
+)
+def test_data_that_is_refused(data: Any, named: str) -> None:
+    model, optimizer = linear()
+    given = {} if isinstance(data, DataLoader | Numbered) else {"batch_size": 4}
+    with setup(Communicator(), model, optimizer) as ddp, pytest.raises(ConfigError, match=named):
+        ddp.loader(data, **given)
+
+
 # ── a DataLoader over a map-style data set ───────────────────────────────────────────────────────
 
 
-def test_what_a_data_loader_keeps() -> None:
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_what_a_data_loader_keeps(shuffle: bool) -> None:
+    """Its collate_fn, its order, and its batch size, which is that of the team."""
+
     def double(samples: list[Any]) -> Any:
         ids, xs = torch.utils.data.default_collate(samples)
         return ids, 2 * xs
 
-    given = DataLoader(DATA, batch_size=4, shuffle=True, collate_fn=double, num_workers=0)
-    model, optimizer = line()
-    with setup(Communicator(), model, optimizer) as ddp:
-        loader = ddp.loader(given)
-        assert isinstance(loader, TeamLoader)
-        assert (loader.batch_size, len(loader)) == (4, 6)
-        for ids, x in loader.epoch(0):
-            assert torch.equal(x, 2 * X[ids])
-            ddp.backward(model(x).mean())
-            ddp.step()
-        other = ddp.loader(given, batch_size=11, collate_fn=list, shuffle=False)
-        assert [i for batch in other.epoch(0) for i, _ in _stepping(ddp, model, batch)] == list(
-            range(SIZE)
-        )
+    def body(comm: Communicator) -> tuple[list[int], list[int], Tensor]:
+        model, optimizer = linear(torch.float64)
+        given = DataLoader(DATA, batch_size=4, shuffle=shuffle, collate_fn=double)
+        seen: list[int] = []
+        with setup(comm, model, optimizer, shares=(3, 2, 1)[: comm.world_size]) as ddp:
+            loader = ddp.loader(given)
+            assert isinstance(loader, TeamLoader)
+            sizes = [loader.batch_size, len(loader), ddp.loader(given, batch_size=11).batch_size]
+            for ids, x in loader.epoch(0):
+                assert torch.equal(x, 2 * X[ids])
+                seen += ids.tolist()
+                step(ddp, x)
+        return sizes, seen, model.weight.detach()
 
-
-def _stepping(ddp: Ddp, model: nn.Module, batch: Any) -> Any:
-    ddp.backward(model(batch[0][1]).mean())
-    ddp.step()
-    return batch
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_batch_size_is_that_of_the_team(world_size: int, shuffle: bool) -> None:
-    def make(ddp: Ddp) -> Any:
-        return DataLoader(DATA, batch_size=4, shuffle=shuffle)
-
-    results = run_team(world_size, lambda comm: go_through(comm, make, epochs=2))
-    assert everything(results) == dict.fromkeys(range(SIZE), 2)
-    assert [windows for _, _, windows, _ in results] == [12] * world_size
-    single = go_through(Communicator(), make, epochs=2)
-    assert all(torch.allclose(w, single[1], rtol=1e-12) for _, w, _, _ in results)
-    if not shuffle:
-        assert single[0] == 2 * list(range(SIZE))
+    ((sizes, seen, weight),) = run_team(1, body)
+    assert sizes == [4, 6, 11]
+    assert (seen == list(range(SIZE))) == (not shuffle)
+    for others, _, other in run_team(3, body):
+        assert others == sizes
+        assert torch.allclose(other, weight, rtol=1e-12)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -137,32 +142,8 @@ def test_a_sampler_that_draws_other_samples_on_another_rank(kind: str) -> None:
             sampler = DistributedSampler(DATA, num_replicas=2, rank=ddp.rank)
         return DataLoader(DATA, batch_size=4, sampler=sampler)
 
-    def body(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match=r"rank \d has \d+ samples in order .* Leave a "):
-            go_through(comm, make)
-
-    run_team(2, body)
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: DataLoader(DATA, batch_size=None), "batch_size=None"),
-        (lambda: DATA, "batch_size is not given"),
-        (
-            lambda: DataLoader(DATA, batch_size=50, drop_last=True),
-            "22 samples, batch_size=50 and drop_last=True",
-        ),
-        (lambda: DataLoader([], batch_size=4), "an epoch has no batch: 0 samples"),
-    ],
-)
-def test_loaders_that_are_refused(make: Any, named: str) -> None:
-    model, optimizer = line()
-    with (
-        setup(Communicator(), model, optimizer) as ddp,
-        pytest.raises(ConfigError, match=named),
-    ):
-        ddp.loader(make())
+    with pytest.raises(UsageError, match=r"rank \d has \d+ samples in order .* Leave a "):
+        run_team(2, lambda comm: go_through(comm, make))
 
 
 # ── read rank by rank ────────────────────────────────────────────────────────────────────────────
@@ -180,7 +161,7 @@ class Part(IterableDataset[tuple[int, Tensor]]):
 
 def reference(batches: list[list[int]]) -> Tensor:
     """One process, a step for the union of what the ranks contribute to a window."""
-    model, optimizer = line()
+    model, optimizer = linear(torch.float64)
     for batch in batches:
         optimizer.zero_grad()
         model(X[batch]).square().mean().backward()
@@ -188,28 +169,19 @@ def reference(batches: list[list[int]]) -> Tensor:
     return model.weight.detach().clone()
 
 
-def windows_of(parts: list[list[int]], sizes: list[int]) -> list[list[int]]:
-    batches = [
-        [part[k : k + n] for k in range(0, len(part), n)]
-        for part, n in zip(parts, sizes, strict=True)
-    ]
-    return [
-        [i for own in batches if k < len(own) for i in own[k]]
-        for k in range(max(len(own) for own in batches))
-    ]
-
-
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_stream_on_every_rank_of_unlike_length(world_size: int, wrapped: bool) -> None:
     """Rank 0 has most of the data; the others, once through, take part with nothing."""
+    parts = [
+        [i for i in range(SIZE) if min(i % 5, world_size - 1) == rank] for rank in range(world_size)
+    ]
+    sizes = [7 // world_size + (rank < 7 % world_size) for rank in range(world_size)]
+    num_windows = max(-(-len(part) // size) for part, size in zip(parts, sizes, strict=True))
 
-    def part_of(rank: int) -> list[int]:
-        return [i for i in range(SIZE) if min(i % 5, world_size - 1) == rank]
-
-    class Own(Part):
+    class Own(IterableDataset[tuple[int, Tensor]]):
         def __init__(self, rank: int) -> None:
-            self.ids = part_of(rank)
+            self.ids = parts[rank]
 
         def __iter__(self) -> Iterator[tuple[int, Tensor]]:
             return ((i, X[i]) for i in self.ids)
@@ -219,37 +191,23 @@ def test_a_stream_on_every_rank_of_unlike_length(world_size: int, wrapped: bool)
 
     options = {} if wrapped else {"batch_size": 7}
     results = run_team(world_size, lambda comm: go_through(comm, make, **options))
-    sizes = [7 // world_size + (r < 7 % world_size) for r in range(world_size)]
-    windows = windows_of([part_of(r) for r in range(world_size)], sizes)
     assert everything(results) == dict.fromkeys(range(SIZE), 1)
-    expected = reference(windows)
-    for _, weight, num_windows, said in results:
+    expected = reference(
+        [
+            [i for part, n in zip(parts, sizes, strict=True) for i in part[k * n : (k + 1) * n]]
+            for k in range(num_windows)
+        ]
+    )
+    for _, weight, windows, said in results:
         assert torch.allclose(weight, expected, rtol=1e-12)
-        assert num_windows == len(windows)
+        assert windows == num_windows
         assert len(said) == 1
         assert "Own: each rank reads it by itself" in said[0]
 
 
-class NoLength(Dataset[int]):
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-@pytest.mark.parametrize(
-    ("data", "kind"), [((x for x in X), "generator"), ({1, 2}, "set"), (NoLength(), "NoLength")]
-)
-def test_what_cannot_be_split_is_refused_with_the_remedy(data: Any, kind: str) -> None:
-    model, optimizer = line()
-    with (
-        setup(Communicator(), model, optimizer) as ddp,
-        pytest.raises(ConfigError, match=rf"a {kind}, which has no length .*list\(generator\)"),
-    ):
-        ddp.loader(data, batch_size=4)
-
-
 def test_a_stream_has_no_length_and_goes_on_by_epochs(tmp_path: Path) -> None:
     def run(load: bool, epochs: int) -> list[int]:
-        model, optimizer = line()
+        model, optimizer = linear(torch.float64)
         with setup(Communicator(), model, optimizer) as ddp:
             loader = ddp.loader(Part(0, 1), batch_size=6)
             assert isinstance(loader, StreamLoader)
@@ -268,7 +226,7 @@ def test_a_stream_has_no_length_and_goes_on_by_epochs(tmp_path: Path) -> None:
 
     assert len(run(False, 2)) == 2 * SIZE
     assert len(run(True, 3)) == SIZE
-    model, optimizer = line()
+    model, optimizer = linear(torch.float64)
     with setup(Communicator(), model, optimizer) as ddp:
         ddp.load(tmp_path / "a")
         with pytest.raises(CheckpointError, match="data cursor has num_samples=1"):
@@ -296,7 +254,7 @@ def test_without_a_loader_each_step_is_an_update_by_weight(world_size: int) -> N
     rows = [[0, 1, 2], [3, 4], [5]][:world_size]
 
     def body(comm: Communicator) -> tuple[Tensor, list[int], int]:
-        model, optimizer = line()
+        model, optimizer = linear(torch.float64)
         committed: list[int] = []
         own = rows[comm.rank]
         with setup(comm, model, optimizer) as ddp:
@@ -320,28 +278,9 @@ def test_without_a_loader_each_step_is_an_update_by_weight(world_size: int) -> N
         assert notices == 1
 
 
-def test_without_a_loader_ranks_that_end_early_are_named() -> None:
-    def body(comm: Communicator) -> str:
-        model, optimizer = line()
-
-        def train() -> None:
-            with setup(comm, model, optimizer) as ddp:
-                for k in range(3 - comm.rank):
-                    ddp.backward(model(X[k : k + 2]).square().mean())
-                    ddp.step()
-
-        with pytest.raises(CollectiveMismatchError) as caught:
-            train()
-        return str(caught.value)
-
-    for message in run_team(2, body):
-        assert "rank 0 is closing a window" in message
-        assert "rank 1 is ending an epoch" in message
-
-
 def test_a_stream_that_one_rank_leaves_before_the_others_is_named() -> None:
     def body(comm: Communicator) -> str:
-        model, optimizer = line()
+        model, optimizer = linear(torch.float64)
 
         def train() -> None:
             with setup(comm, model, optimizer) as ddp:

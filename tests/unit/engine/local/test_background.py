@@ -1,11 +1,15 @@
-"""What the thread of ASYNC hands back: results, and errors that hold nothing."""
+"""What the thread of ASYNC hands back: errors that hold nothing, and results to nobody else."""
 
 import gc
+import threading
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
+from evener.comm import background
 from evener.comm.background import BackgroundJob
+from helpers.limits import PATIENCE_S
 
 
 class Handle:
@@ -17,26 +21,17 @@ class LostError(Exception):
 
 
 @pytest.fixture
-def exchanger():
-    with_thread = BackgroundJob("test")
-    yield with_thread
-    with_thread.close()
-
-
-@pytest.fixture
-def _without_collector():
+def _without_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
 
 
-def test_the_result_of_a_job_comes_back(exchanger):
-    exchanger.start(lambda: 7)
-    assert exchanger.wait() == 7
-
-
 @pytest.mark.usefixtures("_without_collector")
-def test_an_error_that_was_caught_keeps_no_handle_alive(exchanger):
+def test_an_error_that_was_caught_keeps_no_handle_alive() -> None:
+    held: list[weakref.ref[Handle]] = []
+    job: BackgroundJob[None] = BackgroundJob("flight")
+
     def exchange() -> None:
         own = Handle()
         held.append(weakref.ref(own))
@@ -45,11 +40,27 @@ def test_an_error_that_was_caught_keeps_no_handle_alive(exchanger):
     def land() -> None:
         own = Handle()
         held.append(weakref.ref(own))
-        exchanger.wait()
+        job.wait()
 
-    held: list[weakref.ref[Handle]] = []
-    exchanger.start(exchange)
+    job.start(exchange)
     with pytest.raises(LostError) as caught:
         land()
     del caught
     assert [handle() for handle in held] == [None, None]
+    job.close()
+
+
+def test_a_stale_exchange_hands_its_result_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_LIMIT_S", 0.0)
+    job: BackgroundJob[str] = BackgroundJob("flight")
+    hangs, continues = threading.Event(), threading.Event()
+    job.start(lambda: "stale" if hangs.wait(PATIENCE_S) else "late")
+    (thread,) = [one for one in threading.enumerate() if one.name == "flight"]
+    job.close()  # gives up
+    job.start(lambda: "new" if continues.wait(PATIENCE_S) else "late")
+    hangs.set()
+    thread.join(PATIENCE_S)
+    is_ready = job.ready
+    continues.set()
+    assert not is_ready, "the new exchange is under way"
+    assert job.wait() == "new"

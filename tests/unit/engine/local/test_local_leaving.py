@@ -3,94 +3,62 @@
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evener.comm.base import Communicator
+from evener.data.order import Permutation
 from evener.ddp import Ddp
 from evener.engine.results import WindowResult
 from helpers.clocks import RankClocks
 from helpers.limits import PATIENCE_S
+from helpers.loops import STEP_SIZE, Numbered, OneStep, flatten, linear, train
 from helpers.teams import run_team, setup
 
-LOCAL = ("cadence", "async")
-LR = 2.0**-6
 SIZE = 400
-
-
-class Counted(torch.utils.data.Dataset[tuple[int, Tensor]]):
-    """Samples that know their index."""
-
-    def __init__(self, size: int = SIZE) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        return index, torch.full((3,), index + 1.0, dtype=torch.float64)
-
-
-class OneStep(nn.Module):
-    """Each step moves the weight by -LR, whatever the batch; counts forwards in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        self.norm = nn.BatchNorm1d(3, affine=False, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight.sum() + 0.0 * self.norm(x).sum()
+EACH_ONCE = dict.fromkeys(range(SIZE), 1)
+SHORT = {"anchor": 1, "max_anchor": 1, "max_batch_diff": 1}
+both_policies = pytest.mark.parametrize("policy", ["cadence", "async"])
 
 
 class Walk:
     """Trains on one rank and keeps account: what was stepped on, and what windows came to."""
 
-    def __init__(
-        self, comm: Communicator, policy: str, clocks: RankClocks | None = None, **options: Any
-    ) -> None:
+    def __init__(self, comm: Communicator, policy: str, clocks: RankClocks | None = None) -> None:
         self.clocks = clocks  # where they are given, each step takes as long
         if clocks is not None:
             clocks.start()
         self.model = OneStep()
         self.seen: list[int] = []
-        self.windows: list[tuple[int, ...]] = []
-        short = {"anchor": 1, "max_anchor": 1, "max_batch_diff": 1, **options}
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
-        self.ddp: Ddp = setup(comm, self.model, optimizer, policy=policy, **short)
-        self.ddp.on_commit(self._note)
-        self.loader = self.ddp.loader(Counted(), batch_size=4)
+        self.windows: list[WindowResult] = []
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=STEP_SIZE)
+        self.ddp: Ddp = setup(comm, self.model, optimizer, policy=policy, **SHORT)
+        self.ddp.on_commit(self.windows.append)
+        self.loader = self.ddp.loader(Numbered(SIZE, torch.float64), batch_size=4)
 
-    def _note(self, result: WindowResult) -> None:
-        self.windows.append(tuple(record.steps for record in result.ranks))
-
-    def step(self, ids: Tensor, x: Tensor) -> WindowResult | None:
+    def step(self, ids: Tensor, x: Tensor) -> None:
         if self.clocks is not None:
             self.clocks.spend(0.01)
         self.ddp.backward(self.model(x))
-        result = self.ddp.step()
+        self.ddp.step()
         self.seen.extend(ids.tolist())
-        return result
 
     @property
     def in_flight(self) -> bool:
         return self.ddp.assembly.engine.rounds.state.flight is not None
 
     def check(self) -> tuple[float, int]:
-        """No step was lost: see ``test_no_local_step_is_lost``. Returns what ranks must share."""
-        weight = self.model.weight.item()
-        expected = -LR * sum(sum(n * n for n in w) / sum(w) for w in self.windows if sum(w))
-        assert weight == pytest.approx(expected, rel=1e-9)
-        steps = sum(map(sum, self.windows))
-        assert int(self.model.norm.num_batches_tracked) == steps == self.ddp.progress.steps
-        return weight, steps
+        """No step was lost. Returns what ranks must share."""
+        self.model.check(self.windows)
+        steps = int(self.model.norm.num_batches_tracked)
+        assert steps == self.ddp.progress.steps
+        return self.model.weight.item(), steps
 
 
 @pytest.mark.parametrize("others", ["break, too", "go on"])
-@pytest.mark.parametrize("policy", LOCAL)
+@both_policies
 def test_break_in_mid_window_then_the_rest_of_the_epoch(
     policy: str, others: str, tmp_path: Path
 ) -> None:
@@ -128,7 +96,7 @@ def test_break_in_mid_window_then_the_rest_of_the_epoch(
     (first, seen, agreed), (second, others_seen, same) = run_team(2, body)
     assert agreed == same
     assert len(first) + len(second) == 4 * agreed[1], "what was stepped on is what was averaged"
-    assert Counter(seen + others_seen) == dict.fromkeys(range(SIZE), 1)
+    assert Counter(seen + others_seen) == EACH_ONCE
 
     def resume(comm: Communicator) -> list[int]:
         walk = Walk(comm, policy)
@@ -140,10 +108,10 @@ def test_break_in_mid_window_then_the_rest_of_the_epoch(
         return walk.seen
 
     rest = [i for seen in run_team(3, resume) for i in seen]
-    assert Counter(first + second + rest) == dict.fromkeys(range(SIZE), 1)
+    assert Counter(first + second + rest) == EACH_ONCE
 
 
-@pytest.mark.parametrize("policy", LOCAL)
+@both_policies
 def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(
     policy: str, tmp_path: Path, rank_clocks: RankClocks
 ) -> None:
@@ -153,7 +121,6 @@ def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(
     """
     arrived, saves = threading.Event(), threading.Event()
     has_begun: list[bool] = []
-
     windows: dict[int, int] = {}
     meeting = threading.Barrier(2, timeout=PATIENCE_S)
 
@@ -172,54 +139,62 @@ def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(
             saves.set()
         return walk.in_flight or has_begun[0]
 
-    def body(comm: Communicator) -> tuple[list[int], list[int], tuple[float, int]]:
+    def body(comm: Communicator) -> tuple[list[int], tuple[float, int]]:
         walk = Walk(comm, policy, rank_clocks)
-        first: list[int] = []
+        is_saved = False
         with walk.ddp as ddp:
             for ids, x in walk.loader.epoch(0):
-                here = ddp.window >= 3 and not first  # a rank that was held up may skip a window
+                here = ddp.window >= 3 and not is_saved  # a rank that was held up may skip a window
                 if here and (policy == "cadence" or is_time(comm.rank, walk)):
                     ddp.save(tmp_path)
-                    first = list(walk.seen)
+                    is_saved = True
                 walk.step(ids, x)
-            assert first
-        return first, walk.seen, walk.check()
+            assert is_saved
+        return walk.seen, walk.check()
 
-    (_, seen, agreed), (_, others, same) = run_team(2, body)
+    (seen, agreed), (others, same) = run_team(2, body)
     assert agreed == same
-    assert Counter(seen + others) == dict.fromkeys(range(SIZE), 1)
+    assert Counter(seen + others) == EACH_ONCE
 
 
-@pytest.mark.parametrize("policy", LOCAL)
-def test_a_stop_and_a_break_at_once(policy: str) -> None:
-    def body(comm: Communicator) -> tuple[float, int, bool]:
-        walk = Walk(comm, policy)
-        with walk.ddp as ddp:
-            for number, (ids, x) in enumerate(walk.loader.epoch(0)):
-                if number == 5 and comm.rank == 0:
-                    break
-                if number == 5:
-                    ddp.stop()
-                walk.step(ids, x)
-            assert ddp.weighted_mean(1.0) == 1.0
-            for _ in walk.loader.epoch(0) if ddp.stopping else ():
-                raise AssertionError("a team that has stopped trains no more")
-            return (*walk.check(), ddp.stopping)
+@both_policies
+def test_a_stop_ends_all_ranks_at_one_consensus_and_another_team_goes_on(
+    policy: str, tmp_path: Path
+) -> None:
+    """Moments in the checkpoint are the main rank's; all ranks of the next team take them."""
 
-    first, second = run_team(2, body)
-    assert first == second
+    def session(comm: Communicator, *, resumes: bool) -> tuple[list[int], Tensor, Tensor]:
+        model, _ = linear()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        done: list[int] = []
+        order = Permutation(SIZE, seed=0, epoch=0)
 
+        def commit(result: WindowResult) -> None:
+            done.extend(order[p] for start, stop in result.ranges for p in range(start, stop))
+            if not resumes and result.window == 3 and comm.rank == 1:
+                ddp.stop()
 
-@pytest.mark.parametrize("policy", LOCAL)
-def test_a_step_that_is_left_out_leaves_no_trace_in_the_buffers(policy: str) -> None:
-    """Statistics of a batch that holds a NaN would be NaN for good."""
+        def state() -> tuple[Tensor, Tensor]:
+            moment = optimizer.state[model.get_parameter("weight")]["exp_avg"]
+            return flatten(model), moment.clone()
 
-    def body(comm: Communicator) -> tuple[bool, int, int]:
-        walk = Walk(comm, policy, non_finite="skip")
-        with walk.ddp as ddp:
-            for ids, x in walk.loader.epoch(0):
-                walk.step(ids, x * (float("nan") if 0 in ids.tolist() else 1.0))
-            finite = all(bool(t.isfinite().all()) for t in walk.model.state_dict().values())
-            return finite, int(walk.model.norm.num_batches_tracked), ddp.progress.skipped
+        with setup(comm, model, optimizer, policy=policy, **SHORT) as ddp:
+            ddp.on_commit(commit)
+            loader = ddp.loader(Numbered(SIZE), batch_size=4)
+            if resumes:
+                ddp.load(tmp_path)
+                loaded = state()
+                train(ddp, loader)
+                return done, *loaded
+            train(ddp, loader)
+            assert ddp.stopping
+            ddp.save(tmp_path)
+            return done, *state()
 
-    assert run_team(2, body) == [(True, SIZE // 4 - 1, 1)] * 2
+    (done, weights, moment), (same, other, _) = run_team(2, lambda c: session(c, resumes=False))
+    assert done == same
+    assert torch.equal(weights, other)
+    for rest, restored, taken in run_team(3, lambda c: session(c, resumes=True)):
+        assert Counter(done + rest) == EACH_ONCE
+        assert torch.equal(restored, weights)
+        assert torch.equal(taken, moment)

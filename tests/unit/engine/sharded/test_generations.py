@@ -6,43 +6,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
-from evener.planning.plans import WindowPlan
-from evener.planning.policies import Parking
 from helpers.limits import PATIENCE_S
+from helpers.loops import flatten
 from helpers.models import mlp, regression_data
-from helpers.teams import ScriptedPolicy, run_team, setup
+from helpers.teams import Parks, run_team, setup
 
 X, Y = (t.double() for t in regression_data(240))
-#: See ``test_same_update``; more updates.
+#: See ``test_states``; more updates.
 NEAR = {"rtol": 1e-8, "atol": 1e-11}
-
-
-class Parks(ScriptedPolicy):
-    """Equal shares of those who are present; some are parked in the third window."""
-
-    def __init__(self, world_size: int, misfits: tuple[int, ...]) -> None:
-        super().__init__(world_size, (1,) * world_size)
-        self.away: frozenset[int] = frozenset()
-        self.misfits = misfits
-        self.asked = 0
-
-    def set_parked(self, ranks: frozenset[int]) -> None:
-        self.away = ranks
-
-    def decide_parking(self, batch_size: int, main: int) -> Parking | None:
-        self.asked += 1
-        return Parking(dict.fromkeys(self.misfits, 1.0)) if self.asked == 3 else None
-
-    def windows_apart(self, batch_size: int, change_s: float) -> int:
-        return 10
-
-    def plan(self, *args: Any, **options: Any) -> WindowPlan:
-        self.shares = [float(rank not in self.away) for rank in range(self.world_size)]
-        return super().plan(*args, **options)
 
 
 def train(
@@ -53,7 +28,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     divided = {}
     with setup(comm, model, optimizer, sharded_update=mode, verify_every=1) as ddp:
-        ddp.assembly.engine.lookahead.stale_policy = Parks(comm.world_size, misfits)
+        ddp.assembly.engine.lookahead.stale_policy = Parks(ddp, misfits, 10)
         loader = ddp.loader(TensorDataset(X, Y), batch_size=12, shuffle=False)
         for x, y in loader.epoch(0):
             divided[ddp.window] = ddp.assembly.state.sharded.is_on
@@ -62,11 +37,7 @@ def train(
         for x, y in loader.epoch(1):
             ddp.backward(F.mse_loss(model(x), y))
             ddp.step()
-    return flat(model), optimizer.state_dict(), divided
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return flatten(model), optimizer.state_dict(), divided
 
 
 @pytest.mark.parametrize(("world_size", "misfits"), [(4, (1,)), (3, (1, 2))])

@@ -1,7 +1,6 @@
 """Several models and optimizers: stepped together, or taking turns as in a GAN."""
 
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,21 +13,18 @@ from evener.comm.base import Communicator
 from evener.data.order import Permutation
 from evener.engine.results import WindowResult
 from evener.errors import UsageError
+from helpers.loops import flatten
+from helpers.models import mlp
 from helpers.teams import run_team, setup
 
-LOCK = threading.Lock()
 SAMPLES, BATCH, EPOCHS = 40, 8, 2
 REAL = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1)).double()
 NOISE = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(2)).double()
 DATA = torch.utils.data.TensorDataset(REAL, NOISE)
 
 
-def networks() -> tuple[nn.Module, nn.Module]:
-    with LOCK:
-        torch.manual_seed(0)
-        generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6)).double()
-        discriminator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    return generator, discriminator
+def networks() -> tuple[nn.Sequential, nn.Sequential]:
+    return mlp(3, 8, 6, dtype=torch.float64), mlp(6, 8, 1, dtype=torch.float64)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -37,10 +33,6 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def score(logits: Tensor, label: float) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label))
-
-
-def flatten(*models: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for m in models for p in m.parameters()])
 
 
 def plain_gan(critic_steps: int = 1) -> Tensor:
@@ -163,44 +155,44 @@ def gan_error(comm: Communicator, body: Any, **options: Any) -> str:
         return str(caught.value)
 
 
-def no_name(ddp: Any, loss: Tensor, optimizers: Sequence[Any]) -> None:
-    ddp.backward(loss)
-    ddp.step(optimizers[1])
+def turn(*steps: str) -> Any:
+    """A loop's body: backward and step, each for one of the optimizers or for none."""
 
+    def body(ddp: Any, loss: Tensor, optimizers: Sequence[Any]) -> None:
+        chosen = {
+            "discriminator": {"optimizer": optimizers[1]},
+            "foreign": {"optimizer": adam(nn.Linear(1, 1))},
+            "by rank": {"optimizer": optimizers[ddp.rank]},
+            "all": {},
+        }
+        for step in steps:
+            call, _, whose = step.partition(" ")
+            ddp.backward(loss, **chosen[whose]) if call == "backward" else ddp.step(**chosen[whose])
 
-def with_and_without(ddp: Any, loss: Tensor, optimizers: Sequence[Any]) -> None:
-    ddp.backward(loss, optimizer=optimizers[1])
-    ddp.backward(loss)
-
-
-def foreign(ddp: Any, loss: Tensor, optimizers: Sequence[Any]) -> None:
-    ddp.backward(loss, optimizer=adam(nn.Linear(1, 1)))
-
-
-def all_after_one(ddp: Any, loss: Tensor, optimizers: Sequence[Any]) -> None:
-    ddp.backward(loss, optimizer=optimizers[1])
-    ddp.step()
-
-
-def one(ddp: Any, loss: Tensor, optimizers: Sequence[Any]) -> None:
-    ddp.backward(loss, optimizer=optimizers[1])
-    ddp.step(optimizers[1])
-
-
-def unlike(ddp: Any, loss: Tensor, optimizers: Sequence[Any]) -> None:
-    ddp.backward(loss, optimizer=optimizers[ddp.rank])
-    ddp.step(optimizers[ddp.rank])
+    return body
 
 
 @pytest.mark.parametrize(
     ("body", "options", "named"),
     [
-        (no_name, {}, r"ddp.backward\(loss, optimizer=optimizer\)"),
-        (with_and_without, {}, "for every loss, or for none"),
-        (foreign, {}, "this Adam was not given to Ddp.setup"),
-        (all_after_one, {}, r"ddp.step\(optimizer\) for each"),
-        (one, {"micro_batch_size": 2}, "micro_batch_size='share'"),
-        (unlike, {}, "rank 0 steps optimizer 0, rank 1 optimizer 1"),
+        (
+            turn("backward all", "step discriminator"),
+            {},
+            r"ddp.backward\(loss, optimizer=optimizer\)",
+        ),
+        (turn("backward discriminator", "backward all"), {}, "for every loss, or for none"),
+        (turn("backward foreign"), {}, "this Adam was not given to Ddp.setup"),
+        (turn("backward discriminator", "step all"), {}, r"ddp.step\(optimizer\) for each"),
+        (
+            turn("backward discriminator", "step discriminator"),
+            {"micro_batch_size": 2},
+            "micro_batch_size='share'",
+        ),
+        (
+            turn("backward by rank", "step by rank"),
+            {},
+            "rank 0 steps optimizer 0, rank 1 optimizer 1",
+        ),
     ],
 )
 def test_turns_in_the_wrong_form(body: Any, options: Any, named: str) -> None:

@@ -1,5 +1,6 @@
 """``verify_every`` and ``gradient_buckets`` in a loop of one's own."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
 from evener.errors import ConfigError, ReplicasDifferError
+from helpers.loops import flatten
 from helpers.models import mlp, regression_data, seeded
 from helpers.teams import run_team, setup
 
@@ -34,40 +36,34 @@ def train(
             ddp.backward(F.mse_loss(model(x), y))
             if result := ddp.step():
                 spoil(result.window, model)
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return flatten(model)
 
 
-def test_a_window_after_which_replicas_differ_is_not_committed() -> None:
-    def program(comm: Communicator) -> list[int]:
-        def spoil(window: int, model: nn.Module) -> None:
-            if window == 0 and comm.rank == 1:
-                model.get_parameter("2.bias").data[1] += 1e-3
-
-        committed: list[int] = []
-        said = r"after window 1, parameter '2\.bias' of rank 1 is not that of rank 0"
-        with pytest.raises(ReplicasDifferError, match=said):
-            train(comm, committed, spoil, verify_every=2)
-        return committed
-
-    assert run_team(3, program) == [[0], [0], [0]]
-
-
-@pytest.mark.parametrize("every", [1, 1000])
-def test_what_is_written_after_the_last_window_of_an_epoch_is_found(every: int) -> None:
-    """Where that window was due, and compared before; or was not."""
+@pytest.mark.parametrize(
+    ("every", "written_after", "found_after", "name"),
+    [
+        (2, 0, 1, "2.bias"),
+        # After the last window of an epoch; where that was compared before, or was not due.
+        (1, 2, 2, "0.bias"),
+        (1000, 2, 2, "0.bias"),
+    ],
+)
+def test_a_window_after_which_replicas_differ_is_not_committed(
+    every: int, written_after: int, found_after: int, name: str
+) -> None:
+    said = f"after window {found_after}, parameter '{re.escape(name)}' of rank 1 is not that of"
 
     def program(comm: Communicator) -> list[int]:
         def spoil(window: int, model: nn.Module) -> None:
-            if window == 2 and comm.rank == 1:
-                model.get_parameter("0.bias").data[1] += 1e-3
+            if window == written_after and comm.rank == 1:
+                model.get_parameter(name).data[1] += 1e-3
 
         committed: list[int] = []
-        said = r"after window 2, parameter '0\.bias' of rank 1 is not that of rank 0"
         with pytest.raises(ReplicasDifferError, match=said):
             train(comm, committed, spoil, verify_every=every)
         return committed
 
-    assert run_team(3, program) == [[0, 1]] * 3
+    assert run_team(3, program) == [[*range(found_after)]] * 3
 
 
 def test_a_loop_without_a_loader_is_compared_when_it_is_closed() -> None:
@@ -134,9 +130,8 @@ def keep(
     return model
 
 
-@pytest.mark.parametrize("every", [1000])
-def test_what_is_made_equal_is_found_equal(every: int) -> None:
-    run_team(3, lambda comm: keep(comm, every))
+def test_what_is_made_equal_is_found_equal() -> None:
+    run_team(3, lambda comm: keep(comm, every=1000))
 
 
 @pytest.mark.parametrize("name", ["norm.running_mean", "calls"])

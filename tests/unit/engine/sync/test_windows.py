@@ -1,8 +1,8 @@
-"""What a loop on several ranks relies on: samples once, errors everywhere, commits, stops."""
+"""What a loop on several ranks relies on: errors everywhere, commits, stops."""
 
+import math
+import re
 import threading
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,56 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator
-from evener.ddp import Ddp
 from evener.engine.results import WindowResult
-from evener.errors import (
-    EvenerError,
-    NonFiniteGradientError,
-    UsageError,
-)
+from evener.errors import EvenerError, NonFiniteGradientError
 from helpers.clocks import RankClocks
+from helpers.loops import Numbered, flatten, linear, step, train
+from helpers.models import mlp
 from helpers.teams import run_team, setup
-
-IDS = 37
-LOCK = threading.Lock()
-
-
-class Numbered(torch.utils.data.Dataset[tuple[int, Tensor]]):
-    """Samples that know their index, and a count of how often each was read."""
-
-    def __init__(self, size: int = IDS) -> None:
-        self.size = size
-        self.reads: Counter[int] = Counter()
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        with LOCK:
-            self.reads[index] += 1
-        return index, torch.full((3,), float(index) / self.size)
-
-
-def line(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    with LOCK:
-        torch.manual_seed(seed)
-        model = nn.Linear(3, 1)
-    return model, torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def go_through(
-    ddp: Ddp, loader: Any, epochs: int = 1, seen: list[int] | None = None
-) -> list[WindowResult]:
-    results = []
-    model = ddp.assembly.model
-    for epoch in range(epochs):
-        for ids, x in loader.epoch(epoch):
-            ddp.backward(model(x).square().mean())
-            if seen is not None:
-                seen.extend(ids.tolist())
-            if result := ddp.step():
-                results.append(result)
-    return results
 
 
 def any_shares(window: int, size: int) -> list[int]:
@@ -68,36 +24,10 @@ def any_shares(window: int, size: int) -> list[int]:
     return [first, second, size - first - second]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "shares"),
-    [(1, (1,)), (2, (3, 1)), (3, (5, 2, 1)), (3, any_shares), (4, (1, 0, 0, 2))],
-)
-def test_every_sample_once_an_epoch(world_size: int, shares: Any) -> None:
-    data = Numbered()
-
-    def body(comm: Communicator) -> tuple[list[int], list[tuple[int, int, int]]]:
-        model, optimizer = line()
-        committed = []
-        seen: list[int] = []
-        with setup(comm, model, optimizer, shares=shares) as ddp:
-            ddp.on_commit(lambda r: committed.append((r.epoch, *r.committed)))
-            loader = ddp.loader(data, batch_size=8, micro_batch_size=3)
-            assert len(loader) == 5
-            go_through(ddp, loader, epochs=2, seen=seen)
-            assert ddp.progress.samples == 2 * IDS
-        return seen, committed
-
-    results = run_team(world_size, body)
-    assert Counter(i for seen, _ in results for i in seen) == dict.fromkeys(range(IDS), 2)
-    assert data.reads == dict.fromkeys(range(IDS), 2)
-    expected = [(e, s, min(s + 8, IDS)) for e in range(2) for s in range(0, IDS, 8)]
-    assert all(committed == expected for _, committed in results)
-
-
 def test_shares_follow_measured_speed(rank_clocks: RankClocks) -> None:
     def body(comm: Communicator) -> tuple[int, ...]:
         rank_clocks.start()
-        model, optimizer = line()
+        model, optimizer = linear()
         sample_s = (0.002, 0.006)[comm.rank]
         with setup(comm, model, optimizer) as ddp:
             loader = ddp.loader(Numbered(480), batch_size=24)
@@ -112,251 +42,58 @@ def test_shares_follow_measured_speed(rank_clocks: RankClocks) -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_a_non_finite_number_on_one_rank_stops_every_rank(where: str) -> None:
-    def body(comm: Communicator) -> tuple[NonFiniteGradientError, bool, int]:
-        model, optimizer = line()
-        model = nn.Sequential(model, nn.Linear(1, 1))
+@pytest.mark.parametrize("non_finite", ["raise", "skip"])
+def test_a_non_finite_number_on_one_rank(where: str, non_finite: str) -> None:
+    """It stops every rank, which keep their weights; or the window is left out on every rank."""
+
+    def body(comm: Communicator) -> tuple[NonFiniteGradientError | None, int, list[bool], Tensor]:
+        model = mlp(3, 4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with setup(comm, model, optimizer, shares=(1, 1)) as ddp:
-            loader = ddp.loader(Numbered(), batch_size=8)
-            before: list[Tensor] = []
+        seen: list[Tensor] = []
+        skipped: list[bool] = []
+        error = None
 
-            def train() -> None:
-                for _, x in loader.epoch(0):
-                    loss = model(x).square().mean()
-                    if ddp.window == 2:
-                        before[:] = [p.detach().clone() for p in model.parameters()]
-                        if comm.rank == 1 and where == "loss":
-                            loss = loss * float("nan")
-                        elif comm.rank == 1:
-                            model[1].weight.register_hook(lambda g: g * float("inf"))
-                    ddp.backward(loss)
-                    ddp.step()
+        def spoil(gradient: Tensor) -> Tensor:
+            here = comm.rank == 1 and where == "gradient" and ddp.window == 2
+            return gradient * math.inf if here else gradient
 
-            with pytest.raises(NonFiniteGradientError) as caught:
-                train()
-            same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-            return caught.value, same, ddp.window
-
-    for error, unchanged, window in run_team(2, body):
-        assert (error.rank, error.window, window) == (1, 2, 2)
-        assert error.parameter == (None if where == "loss" else "1.weight")
-        assert "rank 1" in str(error)
-        assert "step 3" in str(error)
-        assert unchanged
-
-
-def test_non_finite_windows_can_be_skipped_on_every_rank() -> None:
-    def body(comm: Communicator) -> tuple[list[bool], int, Tensor]:
-        model, optimizer = line()
-        with setup(comm, model, optimizer, shares=(1, 1), non_finite="skip") as ddp:
-            loader = ddp.loader(Numbered(), batch_size=8)
-            skipped = []
-            for _, x in loader.epoch(0):
-                loss = model(x).square().mean()
-                ddp.backward(loss * float("nan") if comm.rank and ddp.window == 2 else loss)
-                if result := ddp.step():
+        model[2].weight.register_hook(spoil)
+        with setup(comm, model, optimizer, shares=(1, 1), non_finite=non_finite) as ddp:
+            try:
+                for _, x in ddp.loader(Numbered(40), batch_size=8).epoch(0):
+                    seen.append(flatten(model))
+                    is_bad = comm.rank == 1 and where == "loss" and ddp.window == 2
+                    ddp.backward(model(x).square().mean() * (math.nan if is_bad else 1.0))
+                    result = ddp.step()
+                    assert result is not None
                     skipped.append(result.skipped)
-            return skipped, ddp.progress.steps, model.weight.detach().clone()
+            except NonFiniteGradientError as caught:
+                error = caught
+            assert torch.equal(flatten(model) if error else seen[3], seen[2])
+            return error, ddp.progress.steps, skipped, flatten(model)
 
     results = run_team(2, body)
-    for skipped, steps, weight in results:
-        assert skipped == [False, False, True, False, False]
-        assert steps == 4
-        assert torch.isfinite(weight).all()
-        assert torch.equal(weight, results[0][2])
-
-
-def test_a_stop_drops_the_window_and_the_next_run_goes_on_there() -> None:
-    data = Numbered()
-    stop = threading.Event()
-
-    def body(comm: Communicator) -> tuple[int, dict[str, Any], list[int]]:
-        model, optimizer = line()
-        ids: list[int] = []
-        committed: list[int] = []
-
-        def keep(result: WindowResult) -> None:
-            committed.append(result.window)
-
-        with setup(comm, model, optimizer, shares=(1, 1), stop_when=stop.is_set) as ddp:
-            ddp.on_commit(keep)
-            loader = ddp.loader(data, batch_size=8, micro_batch_size=1)
-            for batch, x in loader.epoch(0):
-                ids.extend(batch.tolist())
-                if ddp.window == 2 and comm.rank == 1:
-                    stop.set()
-                ddp.backward(model(x).square().mean())
-                ddp.step()
-            assert ddp.stopping
-            assert list(loader.epoch(1)) == []
-            return ddp.window, loader.cursor.state_dict(), committed
-
-    for window, state, committed in run_team(2, body):
-        assert window == 2
-        assert committed == [0, 1]
-        assert state["committed"] == [[0, 16]]
-
-
-def test_on_commit_sees_the_state_of_the_committed_window_on_every_rank() -> None:
-    def body(comm: Communicator) -> tuple[list[Tensor], list[float], list[float]]:
-        model, optimizer = line()
-        states: list[Tensor] = []
-        values: list[float] = []
-        norms: list[float] = []
-        after: dict[int, Tensor] = {}
-        with setup(comm, model, optimizer, shares=any_shares) as ddp:
-
-            @ddp.on_commit
-            def _(result: WindowResult) -> None:
-                states.append(model.weight.detach().clone())
-                values.append(ddp.weighted_mean(float(comm.rank), weight=comm.rank))
-                norms.append(result.loss)
-
-            optimizer.register_step_post_hook(
-                lambda *_: after.__setitem__(ddp.window, model.weight.detach().clone())
-            )
-            loader = ddp.loader(Numbered(), batch_size=8)
-            go_through(ddp, loader)
-            for window, state in enumerate(states):
-                assert torch.equal(state, after[window])
-        return states, values, norms
-
-    results = run_team(3, body)
-    for states, values, norms in results:
-        assert len(states) == 5
-        assert values == [pytest.approx((1 + 4) / 3)] * 5
-        assert norms == results[0][2]
-
-
-def test_batch_norm_statistics_are_averaged_by_weight_and_equal() -> None:
-    def body(comm: Communicator) -> tuple[Tensor, Tensor, int]:
-        with LOCK:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.BatchNorm1d(3, momentum=1.0), nn.Linear(3, 1))
-        model.register_buffer("constant", torch.tensor([0.1, 0.7]))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with setup(comm, model, optimizer, shares=(6, 2)) as ddp:
-            loader = ddp.loader(Numbered(8), batch_size=8, micro_batch_size=8)
-            for _, x in loader.epoch(0):
-                ddp.backward(model(x).square().mean())
-                ddp.step()
-            mine = x.mean(0)
-            batch_norm = model[0]
-            assert torch.equal(model.constant, torch.tensor([0.1, 0.7]))
-            return mine, batch_norm.running_mean.clone(), int(batch_norm.num_batches_tracked)
-
-    (first, mean, batches), (second, other, _) = run_team(2, body)
-    assert torch.equal(mean, other)
-    assert torch.allclose(mean, (6 * first + 2 * second) / 8, rtol=1e-6)
-    assert batches == 2
-
-
-def test_dropout_does_not_depend_on_what_was_drawn_before() -> None:
-    def train(noise: int) -> Tensor:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with setup(Communicator(), model, optimizer) as ddp:
-            loader = ddp.loader(Numbered(), batch_size=8, seed=4)
-            for _, x in loader.epoch(0):
-                ddp.backward(model(x).square().mean())
-                torch.rand(noise)
-                ddp.step()
-        return model[0].weight.detach().clone()
-
-    assert torch.equal(train(1), train(100))
-
-
-def wrong_order(action: Callable[[Ddp, Tensor], None]) -> str:
-    model, optimizer = line()
-    with setup(Communicator(), model, optimizer) as ddp:
-        loader = ddp.loader(Numbered(), batch_size=8)
-
-        def train() -> None:
-            for _, x in loader.epoch(0):
-                action(ddp, model(x).square().mean())
-
-        with pytest.raises(UsageError) as caught:
-            train()
-    return str(caught.value)
-
-
-def test_a_loop_in_the_wrong_order_is_told_what_to_do() -> None:
-    def no_step(ddp: Ddp, loss: Tensor) -> None:
-        ddp.backward(loss)
-
-    def no_backward(ddp: Ddp, loss: Tensor) -> None:
-        ddp.step()
-
-    def bad_weight(ddp: Ddp, loss: Tensor) -> None:
-        ddp.backward(loss, weight=-1)
-
-    def two_weights(ddp: Ddp, loss: Tensor) -> None:
-        ddp.backward(loss, weight=3)
-        ddp.backward(loss, weight=4)
-
-    def twice(ddp: Ddp, loss: Tensor) -> None:
-        ddp.backward(loss)
-        ddp.step()
-        ddp.backward(loss)
-
-    assert "ddp.step()" in wrong_order(no_step)
-    assert "ddp.backward" in wrong_order(no_backward)
-    assert "-1" in wrong_order(bad_weight)
-    assert "one weight" in wrong_order(two_weights)
-    assert "outside a micro-batch" in wrong_order(twice)
-
-
-def test_an_empty_data_set_is_refused() -> None:
-    model, optimizer = line()
-    with setup(Communicator(), model, optimizer) as ddp, pytest.raises(EvenerError):
-        ddp.loader(Numbered(0), batch_size=8)
-
-
-def test_ranks_with_another_seed_or_data_set_are_refused_at_once() -> None:
-    def body(comm: Communicator) -> str:
-        model, optimizer = line()
-        with setup(comm, model, optimizer, shares=(1, 1)) as ddp:
-            loader = ddp.loader(Numbered(), batch_size=8, seed=comm.rank)
-            with pytest.raises(UsageError, match="batch_size 8 and seed") as caught:
-                next(iter(loader.epoch(0)))
-        return str(caught.value)
-
-    assert "seed 0" in run_team(2, body)[0]
-
-
-@pytest.mark.parametrize("shares", [(7.0, 1.0), (1.0, 7.0, 0.0), None])
-def test_batch_norm_gets_no_micro_batch_of_one_sample(shares: Any) -> None:
-    def body(comm: Communicator) -> list[int]:
-        with LOCK:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        options = {"speed_hint": (30.0, 1.0)} if shares is None else {"partition_ratios": shares}
-        with setup(comm, model, optimizer, **options) as ddp:
-            results = go_through(ddp, ddp.loader(Numbered(24), batch_size=8))
-            return [record.samples for result in results for record in result.ranks]
-
-    results = run_team(2 if shares is None else len(shares), body)
-    assert any(results)  # a rank without a share sees no result in its loop
-    assert all(1 not in samples for samples in results)
+    assert torch.equal(results[0][-1], results[1][-1])
+    for error, steps, skipped, _ in results:
+        if non_finite == "skip":
+            assert (steps, skipped) == (4, [False, False, True, False, False])
+            continue
+        assert error is not None
+        assert (error.rank, error.window) == (1, 2)
+        assert error.parameter == (None if where == "loss" else "2.weight")
+        assert re.search("rank 1.*step 3|step 3.*rank 1", str(error))
 
 
 def test_a_window_left_out_still_tells_what_weight_to_expect() -> None:
     """Sums of half precision overflow where tokens are counted and samples were expected."""
-    tokens = 4096.0
 
     def body(comm: Communicator) -> list[bool]:
-        with LOCK:
-            torch.manual_seed(0)
-            model = nn.Linear(3, 1).half()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer = linear(torch.float16)
         skipped = []
         with setup(comm, model, optimizer, shares=(1, 1), non_finite="skip") as ddp:
             for _, x in ddp.loader(Numbered(32), batch_size=8).epoch(0):
                 loss = (model(x.half() * 0 + 60) * 5).mean()
-                ddp.backward(loss.float(), weight=tokens)
+                ddp.backward(loss.float(), weight=4096.0)
                 if result := ddp.step():
                     skipped.append(result.skipped)
         return skipped
@@ -364,18 +101,79 @@ def test_a_window_left_out_still_tells_what_weight_to_expect() -> None:
     assert run_team(2, body) == [[True, False, False, False]] * 2
 
 
-def test_one_rank_with_whole_windows_is_bit_for_bit_a_plain_loop() -> None:
-    model, optimizer = line(3)
-    batches = []
-    with setup(Communicator(), model, optimizer) as ddp:
-        for _, x in ddp.loader(Numbered(), batch_size=7).epoch(0):
-            batches.append(x)
-            ddp.backward(model(x).square().mean())
-            ddp.step()
-    plain, optimizer = line(3)
-    for x in batches:
-        optimizer.zero_grad()
-        plain(x).square().mean().backward()
-        optimizer.step()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+def test_a_stop_drops_the_window_and_the_next_run_goes_on_there() -> None:
+    stop = threading.Event()
+
+    def body(comm: Communicator) -> tuple[int, Any, list[int]]:
+        model, optimizer = linear()
+        committed: list[int] = []
+        with setup(comm, model, optimizer, shares=(1, 1), stop_when=stop.is_set) as ddp:
+            ddp.on_commit(lambda result: committed.append(result.window))
+            loader = ddp.loader(Numbered(37), batch_size=8, micro_batch_size=1)
+            for _, x in loader.epoch(0):
+                if ddp.window == 2 and comm.rank == 1:
+                    stop.set()
+                step(ddp, x)
+            assert ddp.stopping
+            assert list(loader.epoch(1)) == []
+            return ddp.window, loader.cursor.state_dict()["committed"], committed
+
+    assert run_team(2, body) == [(2, [[0, 16]], [0, 1])] * 2
+
+
+def test_on_commit_sees_the_state_of_the_committed_window_on_every_rank() -> None:
+    def body(comm: Communicator) -> tuple[list[float], list[float]]:
+        model, optimizer = linear()
+        after: dict[int, Tensor] = {}
+        values: list[float] = []
+        losses: list[float] = []
+        optimizer.register_step_post_hook(lambda *_: after.update({ddp.window: flatten(model)}))
+        with setup(comm, model, optimizer, shares=any_shares) as ddp:
+
+            def look(result: WindowResult) -> None:
+                assert torch.equal(flatten(model), after[result.window])
+                values.append(ddp.weighted_mean(float(comm.rank), weight=comm.rank))
+                losses.append(result.loss)
+
+            ddp.on_commit(look)
+            train(ddp, ddp.loader(Numbered(37), batch_size=8))
+        return values, losses
+
+    results = run_team(3, body)
+    assert [values for values, _ in results] == [[pytest.approx((1 + 4) / 3)] * 5] * 3
+    assert [losses for _, losses in results] == [results[0][1]] * 3
+
+
+def test_dropout_does_not_depend_on_what_was_drawn_before() -> None:
+    def run(noise: int) -> Tensor:
+        model = nn.Sequential(mlp(3, 8, 8), nn.Dropout(0.5), mlp(8, 8, 1))
+        with setup(Communicator(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as ddp:
+            for _, x in ddp.loader(Numbered(37), batch_size=8, seed=4).epoch(0):
+                ddp.backward(model(x).square().mean())
+                torch.rand(noise)
+                ddp.step()
+        return flatten(model)
+
+    assert torch.equal(run(1), run(100))
+
+
+def test_ranks_with_another_seed_or_at_another_place_of_the_data_are_refused_at_once() -> None:
+    def body(comm: Communicator, seed: int, committed: list[list[int]]) -> str:
+        model, optimizer = linear()
+
+        def begin() -> None:
+            with setup(comm, model, optimizer) as ddp:
+                loader = ddp.loader(Numbered(40), batch_size=8, seed=seed)
+                loader.cursor.load_state_dict(loader.state_dict() | {"committed": committed})
+                next(iter(loader.epoch(0)))
+
+        with pytest.raises(EvenerError) as caught:
+            begin()
+        return str(caught.value)
+
+    first, _ = run_team(2, lambda comm: body(comm, comm.rank, []))
+    assert "seed 0" in first
+    _, second = run_team(2, lambda comm: body(comm, 0, [[0, 8]] if comm.rank else []))
+    assert "rank 0 plans (window, epoch, start, size) (0, 0, 0, 8), rank 1 is at" in second
+    assert "(0, 0, 8, 8)" in second
+    assert "resume from the same checkpoint" in second

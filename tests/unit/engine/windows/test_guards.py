@@ -1,6 +1,5 @@
 """What people do in a loop out of habit: the same parameters as without, or an error that helps."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,11 @@ from torch import Tensor, nn
 
 from evener.comm.base import Communicator
 from evener.ddp import Ddp
-from evener.errors import ConfigError, UsageError
+from evener.errors import ConfigError, EvenerError, UsageError
+from helpers.loops import flatten
+from helpers.models import mlp
 from helpers.teams import run_team, setup
 
-LOCK = threading.Lock()
 DATA = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
 
 Habit = Callable[[Ddp, nn.Module, torch.optim.Optimizer, Tensor], None]
@@ -34,9 +34,7 @@ def train(
     **options: Any,
 ) -> Tensor:
     """Three windows of two to four micro-batches, a habit at three places of the loop's body."""
-    with LOCK:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = mlp(3, 4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     made = scheduler(optimizer) if scheduler else None
     with setup(comm, model, optimizer, made, shares=shares[: comm.world_size], **options) as ddp:
@@ -47,7 +45,7 @@ def train(
             between(ddp, model, optimizer, x)
             ddp.step()
             after(ddp, model, optimizer, x)
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
+        return flatten(model)
 
 
 def parameters(world_size: int, **habit: Any) -> Tensor:
@@ -79,21 +77,25 @@ HARMLESS: dict[str, Habit] = {
 
 @pytest.mark.parametrize("place", ["before", "between"])
 @pytest.mark.parametrize("name", HARMLESS)
-@pytest.mark.parametrize("world_size", [2])
-def test_harmless_habits(world_size: int, name: str, place: str) -> None:
-    with_it = parameters(world_size, **{place: HARMLESS[name]})
-    assert torch.equal(with_it, parameters(world_size))
+def test_harmless_habits(name: str, place: str) -> None:
+    assert torch.equal(parameters(2, **{place: HARMLESS[name]}), parameters(2))
 
 
 # ── refused, with the remedy ─────────────────────────────────────────────────────────────────────
 
 
-def clip_norm(ddp: Ddp, model: nn.Module, optimizer: Any, x: Tensor) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+def assigned(ddp: Ddp, model: Any, optimizer: Any, x: Tensor) -> None:
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
 
 
-def clip_value(ddp: Ddp, model: nn.Module, optimizer: Any, x: Tensor) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+def scaled_step(ddp: Ddp, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+
+
+def clip_with(function: Callable[..., object]) -> Habit:
+    return lambda ddp, model, optimizer, x: function(model.parameters(), 1.0)
 
 
 def own_backward(ddp: Ddp, model: nn.Module, optimizer: Any, x: Tensor) -> None:
@@ -104,43 +106,52 @@ def own_step(ddp: Ddp, model: nn.Module, optimizer: torch.optim.Optimizer, x: Te
     optimizer.step()
 
 
-def assigned(ddp: Ddp, model: nn.Module, optimizer: Any, x: Tensor) -> None:
-    model[0].weight.grad = torch.zeros_like(model[0].weight)
+def vector(ddp: Ddp, model: nn.Module, optimizer: Any, x: Tensor) -> None:
+    ddp.backward(model(x).square())
 
 
-def scaled_step(ddp: Ddp, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
+def detached(ddp: Ddp, model: nn.Module, optimizer: Any, x: Tensor) -> None:
+    ddp.backward(model(x).square().mean().detach())
 
 
-@pytest.mark.parametrize("world_size", [2])
+def other_weight(ddp: Ddp, model: nn.Module, optimizer: Any, x: Tensor) -> None:
+    ddp.backward(model(x).mean(), weight=len(x) + 1)
+
+
 @pytest.mark.parametrize(
     ("place", "habit", "remedy"),
     [
-        ("between", clip_norm, r"DdpConfig\(max_grad_norm"),
-        ("between", clip_value, "register_step_pre_hook"),
+        ("between", clip_with(nn.utils.clip_grad_norm_), r"DdpConfig\(max_grad_norm"),
+        ("between", clip_with(nn.utils.clip_grad_value_), "register_step_pre_hook"),
         ("before", own_backward, r"ddp.backward\(loss\) for every loss"),
         ("between", own_backward, r"ddp.backward\(loss\) for every loss"),
         ("between", own_step, r"remove it: ddp.step\(\) steps"),
         ("after", own_step, r"remove it: ddp.step\(\) steps"),
         ("between", assigned, "written outside of ddp.backward"),
         ("between", scaled_step, "precision="),
-        ("between", zero_grad_of_optimizer(set_to_none=False), ""),
+        ("between", other_weight, "one weight"),
+        ("after", lambda ddp, *_: ddp.step(), "ddp.backward"),
+        ("after", vector, "outside a micro-batch"),
+        # As in plain torch.
+        ("before", vector, "only for scalar outputs"),
+        ("before", detached, "does not require grad"),
     ],
 )
-def test_habits_that_would_act_on_unfinished_sums(
-    world_size: int, place: str, habit: Habit, remedy: str
-) -> None:
-    if not remedy:
-        assert torch.isfinite(parameters(world_size, **{place: habit})).all()
-        return
-
+def test_habits_that_are_refused(place: str, habit: Habit, remedy: str) -> None:
     def body(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match=remedy):
+        with pytest.raises(RuntimeError if place == "before" else UsageError, match=remedy):
             train(comm, **{place: habit})
 
-    run_team(world_size, body)
+    run_team(2, body)
+
+
+def test_a_missing_step_is_named() -> None:
+    model = mlp(3, 4, 1)
+    with setup(Communicator(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as ddp:
+        batches = iter(ddp.loader(DATA, batch_size=8).epoch(0))
+        ddp.backward(model(next(batches)).mean())
+        with pytest.raises(UsageError, match=r"ddp.step\(\)"):
+            next(batches)
 
 
 def test_a_scheduler_given_to_setup_and_stepped_by_hand() -> None:
@@ -204,18 +215,18 @@ def test_a_scheduler_that_follows_a_metric() -> None:
         setup(Communicator(), model, optimizer, other)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_loss_that_has_no_gradient_ends_as_in_plain_torch(world_size: int) -> None:
-    def vector(ddp: Ddp, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-        ddp.backward(model(x).square())
+def test_a_layer_that_one_rank_alone_unfreezes_is_named() -> None:
+    def body(comm: Communicator) -> None:
+        model = mlp(3, 4, 1)
+        last = model[2].requires_grad_(False)
+        with setup(comm, model, torch.optim.SGD(model.parameters(), lr=0.1)) as ddp:
+            ddp.on_commit(lambda r: last.requires_grad_(comm.rank == 1 and r.window >= 0) and None)
+            for x in ddp.loader(DATA, batch_size=4).epoch(0):
+                ddp.backward(model(x).square().mean())
+                ddp.step()
 
-    def detached(ddp: Ddp, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-        ddp.backward(model(x).square().mean().detach())
-
-    with pytest.raises(RuntimeError, match=r"only for scalar outputs"):
-        parameters(world_size, before=vector, shares=(1,) * world_size)
-    with pytest.raises(RuntimeError, match=r"does not require grad"):
-        parameters(world_size, before=detached, shares=(1,) * world_size)
+    with pytest.raises(EvenerError, match="2 on rank 0, 4 on rank 1"):
+        run_team(2, body)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])

@@ -1,6 +1,5 @@
 """Micro-batches that do not fit: halved per rank, the share done again, the size remembered."""
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +10,10 @@ from torch import Tensor
 from evener.comm.base import Communicator
 from evener.engine.memory import MicroBatchLimits, is_out_of_memory
 from evener.loop.epochs import EpochLoop
+from helpers.loops import flatten
 from helpers.models import mlp, regression_data
 from helpers.teams import run_team, setup
 
-LOCK = threading.Lock()
 X, Y = regression_data(48, dtype=torch.float64)
 DATA = torch.utils.data.TensorDataset(X, Y)
 PLENTY = 10**9
@@ -32,9 +31,8 @@ class Rank(EpochLoop):
     """Trains micro-batches of up to ``capacity`` samples and has no memory for larger ones."""
 
     def __init__(self, comm: Communicator, capacity: int, when: str, **options: Any) -> None:
-        with LOCK:
-            self.model = mlp(dtype=torch.float64)
-            optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.model = mlp(dtype=torch.float64)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         ddp = setup(comm, self.model, optimizer, **options)
         super().__init__(ddp, num_epochs=None, max_steps=None, checkpoint_every=None)
         self.loader = self.ddp.loader(DATA, batch_size=16)
@@ -60,7 +58,7 @@ class Rank(EpochLoop):
     def train(self, epochs: int) -> Tensor:
         for epoch in range(epochs):
             self.train_epoch(epoch)
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        return flatten(self.model)
 
     @property
     def known(self) -> list[int | None]:
@@ -77,44 +75,29 @@ def train(
         return weights, rank.sizes, rank.known
 
 
+LOCKSTEP = {"policy": "cadence", "anchor": 1, "max_anchor": 1, "max_batch_diff": 0}
+
+
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("ratios", "capacities", "found"),
+    ("options", "capacities", "found"),
     [
-        ((1, 1), {1: 3}, [8, 2]),
-        ((3, 2, 1), {0: 3, 2: 1}, [3, 6, 1]),
+        ({"partition_ratios": (1, 1)}, {1: 3}, [8, 2]),
+        ({"partition_ratios": (3, 2, 1)}, {0: 3, 2: 1}, [3, 6, 1]),
+        # A batch of a local step that does not fit is one step all the same.
+        (LOCKSTEP, {0: 5, 1: 1}, [4, 1]),
     ],
 )
 def test_the_result_is_that_of_enough_memory_and_each_rank_finds_its_own_size(
-    ratios: tuple[int, ...], capacities: dict[int, int], found: list[int], when: str
+    options: dict[str, Any], capacities: dict[int, int], found: list[int], when: str
 ) -> None:
-    expected = run_team(1, lambda comm: train(comm, {}))[0][0]
-    options = {"partition_ratios": ratios}
-    results = run_team(len(ratios), lambda comm: train(comm, capacities, when, **options))
-    for rank, (weights, sizes, known) in enumerate(results):
-        # Double precision: what is left is the order of the sums.
-        assert torch.linalg.vector_norm(weights - expected) <= 1e-9 * expected.norm()
-        assert known == found
-        capacity = capacities.get(rank, PLENTY)
-        failed = [size for size in sizes if size > capacity]
-        assert failed == sorted(set(failed), reverse=True)  # none twice: it is remembered
-        assert bool(failed) == (rank in capacities)
-
-
-@pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize(
-    ("policy", "capacities", "found"),
-    [("cadence", {0: 5, 1: 1}, [4, 1])],
-)
-def test_a_local_step_in_smaller_micro_batches_is_the_same_step(
-    policy: str, capacities: dict[int, int], found: list[int], when: str
-) -> None:
-    """In lockstep, where timing decides nothing: a batch that does not fit is one step all the
-    same, its gradient the mean over all its samples."""
-    options = {"policy": policy, "anchor": 1, "max_anchor": 1, "max_batch_diff": 0}
-    expected = run_team(len(found), lambda comm: train(comm, {}, **options))[0][0]
+    if "policy" in options:
+        expected = run_team(len(found), lambda comm: train(comm, {}, **options))[0][0]
+    else:
+        expected = run_team(1, lambda comm: train(comm, {}))[0][0]
     results = run_team(len(found), lambda comm: train(comm, capacities, when, **options))
     for rank, (weights, sizes, known) in enumerate(results):
+        # Double precision: what is left is the order of the sums.
         assert torch.linalg.vector_norm(weights - expected) <= 1e-9 * expected.norm()
         assert known == found
         failed = [size for size in sizes if size > capacities.get(rank, PLENTY)]

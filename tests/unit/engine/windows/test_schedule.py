@@ -35,20 +35,3 @@ def test_it_goes_on_after_the_optimizer_has_loaded_a_state() -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     schedule.before_update(Progress(samples=3))
     assert rates(optimizer) == pytest.approx([0.025, 0.05])
-
-
-def test_a_torch_scheduler_steps_after_each_update_and_keeps_its_state() -> None:
-    optimizer = two_groups()
-    schedule = Schedule([optimizer], torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1))
-    for _ in range(3):
-        schedule.before_update(Progress())
-        optimizer.step()
-        schedule.after_update()
-    assert rates(optimizer) == pytest.approx([0.01, 0.02])
-    other = two_groups()
-    restored = Schedule([other], [torch.optim.lr_scheduler.StepLR(other, 2, gamma=0.1)])
-    other.load_state_dict(optimizer.state_dict())
-    restored.load_state_dict(schedule.state_dict())
-    other.step()
-    restored.after_update()
-    assert rates(other) == pytest.approx([0.001, 0.002])

@@ -4,10 +4,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from evener.files import read_file
-
-_MOST_BYTES = 1 << 16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLimits:
@@ -54,5 +50,5 @@ def read_group_limits(root: Path = Path("/")) -> GroupLimits:
 
 def _read(path: Path) -> str:
     with suppress(OSError, ValueError):
-        return read_file(path, most_bytes=_MOST_BYTES).decode()
+        return path.read_text()
     return ""

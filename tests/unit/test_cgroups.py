@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.doctor.cgroups import GroupLimits, read_group_limits
+from evener.cgroups import GroupLimits, read_group_limits
 
 MIB = 1 << 20
 
