@@ -255,7 +255,9 @@ def test_a_link_carries_as_much_with_several_ranks_on_each_machine(
     alone = sent_by(sandboxes, (1, 1), "float32")
     assert min(alone) > 10 * 2_000_000, "a sum of two sends the whole tensor once"
     for sizes in ((2, 1), (2, 2)):
-        for own, reference in zip(sent_by(sandboxes, sizes, "float32"), alone, strict=True):
+        sent = sent_by(sandboxes, sizes, "float32")
+        print(f"sent by two machines with {sizes} ranks: {sent}")
+        for own, reference in zip(sent, alone, strict=True):
             assert own < 1.1 * reference, sizes
     rounded = sent_by(sandboxes, (2, 1), "bfloat16")
     print(f"sent by two machines: {alone} with a rank each; {rounded} in bfloat16")
