@@ -173,12 +173,22 @@ def test_damaged_checkpoints_and_events_are_named_and_skipped(lab, done):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("data.seq_len=16", ["other data; what differs: data.seq_len 32 -> 16. ", "without --res"]),
+        (
+            "data.seq_len=16",
+            [
+                "different data (data ",
+                "data.seq_len 32 -> 16; ",
+                "continue with it by --allow data",
+            ],
+        ),
         (
             "model.config=" + json.dumps({**TINY["model"]["config"], "intermediate_size": 48}),
-            ["of another model; what differs: intermediate_size 64 -> 48. "],
+            ["different model (model.intermediate_size 64 -> 48; "],
         ),
-        ("precision=bf16", ["another precision: precision auto -> bf16. ", "--allow precision"]),
+        (
+            "precision=bf16",
+            ["different precision (precision 'auto' -> 'bf16'; ", "--allow precision"],
+        ),
     ],
 )
 def test_resuming_something_else_is_refused_with_the_difference(lab, done, change, words):
@@ -199,4 +209,4 @@ def test_other_data_can_be_allowed_and_begins_anew(lab, done, tmp_path):
     assert num_samples != NUM_SAMPLES
     assert check_exactly_once(done.events, num_samples, whole_epochs=1) == []
     # From then on that is its data; with what was before, the checkpoint is foreign.
-    assert "was trained on other data" in refused(lab, *options_of("epochs=3"))
+    assert "different data (data" in refused(lab, *options_of("epochs=3"))

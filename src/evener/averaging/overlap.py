@@ -107,6 +107,9 @@ class OverlappedExchange:
         self._has_late = self._is_abandoned = False
         #: How far this rank is ahead of the slower device that it emulates.
         self._ahead_s: Callable[[], float] = _not_ahead
+        self._backward_end_s = math.inf
+        #: When pieces of this window have begun and ceased to travel.
+        self._travels: list[tuple[float, float]] = []
         #: Begins and ends of the backward passes of the last micro-batch.
         self._laps: list[Milestone | float] = []
         self.has_begun = False
@@ -118,6 +121,16 @@ class OverlappedExchange:
     def is_on(self) -> bool:
         """Return whether windows are exchanged in this way at all."""
         return bool(self._comms)
+
+    @property
+    def hidden_s(self) -> float:
+        """Return the seconds for which pieces travelled before this rank's backward was over."""
+        hidden_s = until_s = 0.0
+        for start_s, end_s in sorted(self._travels):  # of several at once, too
+            end_s = min(end_s, self._backward_end_s)
+            hidden_s += max(0.0, end_s - max(start_s, until_s))
+            until_s = max(until_s, end_s)
+        return hidden_s
 
     @property
     def is_late(self) -> bool:
@@ -187,6 +200,7 @@ class OverlappedExchange:
             Norms of gradients; ``judge`` takes their values.
         """
         flat = self._flat
+        self._backward_end_s = time.monotonic()
         flat.settle()
         for piece in self._pieces:
             if not piece.has_left:
@@ -299,6 +313,7 @@ class OverlappedExchange:
 
     def _begin(self, window: int) -> None:
         self.has_begun, self._is_abandoned = True, False
+        self._backward_end_s = math.inf
         self._missing, self._measured, self._non_finite = set(), [], None
         for piece in self._pieces:
             piece.due = sum(self._expected[i] for i in piece.indices)
@@ -330,10 +345,12 @@ class OverlappedExchange:
                     time.sleep(min(left_s, _LOOK_S))
                 if self._is_abandoned:
                     return
+                started_s = time.monotonic()
                 device, made = tensor.device, piece.made
                 with nullcontext() if made is None else kind_of(device).beside(device, made):
                     what = f"gradients of window {window}, piece {number}"
                     comm.all_reduce(tensor, what=what, lost=lost)
+                self._travels.append((started_s, time.monotonic()))
 
         for first, (job, comm) in enumerate(zip(self._jobs, self._comms, strict=True)):
             job.start(partial(exchange, comm, first))
@@ -391,6 +408,7 @@ class OverlappedExchange:
         if len(self._flat.parameters) != len(self._piece_of):
             self._cut_anew()
         self.has_begun, self._is_abandoned, self._late = True, False, {}
+        self._backward_end_s = 0.0
         for piece in self._pieces:
             piece.made, piece.leaves_s, piece.ready = None, 0.0, threading.Event()
         buffers = {piece.group.grad: piece.group.grad.data for piece in self._pieces}
@@ -462,6 +480,7 @@ class OverlappedExchange:
         if self._counts_now and is_applied:
             self._expected = self._counts
         self._counts_now = False
+        self._travels = []
 
     def _close_hooks(self) -> None:
         self._trained = []

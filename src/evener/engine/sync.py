@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NoReturn, final
@@ -466,7 +466,7 @@ class SyncEngine(Engine):
                 lookahead.observe(reports, plan, _exchange_s(found))
         else:
             plan = self._unplanned(reports)
-        told: Mapping[str, Any] = {}
+        told: dict[str, Any] = {}
         if state.is_parked:  # this rank follows what the others have applied
             result = self._result_of(found, plan, skipped=found.decision.skip)
         elif self._turns:
@@ -475,6 +475,7 @@ class SyncEngine(Engine):
             result = self._apply(found, plan)
         made = not result.skipped
         weight = result.weight if made else 0.0
+        hidden_s = self._overlap.hidden_s
         self._choose_pieces(found)
         if len({row.order for row in found.rows.values()}) == 1:
             self._overlap.sort()
@@ -486,7 +487,8 @@ class SyncEngine(Engine):
             result = self._on_device.show(result)
         if not state.is_parked:
             self.result = result
-            told = {"wait_s": found.wait_s, "sync_s": self._sync_s, **self.spans.apply()}
+            told = {"wait_s": found.wait_s, "sync_s": self._sync_s, "hidden_s": hidden_s}
+            told |= self.spans.apply()
         self.run.applied = Applied(result, leases, told)
         self._unread, self._on_device = self._on_device, None
         if (torn := self._torn) is not None:  # the window counts as applied by now
@@ -735,8 +737,11 @@ class SyncEngine(Engine):
 
 
 def _exchange_s(found: Round) -> float:
-    """Return the cost of the previous window's exchange: waiting, and moving bytes."""
-    if Action.COMMIT not in found.decision.actions:
+    """Return the cost of the previous window's exchange: waiting, and moving bytes.
+
+    Where gradients travel during backward, ranks only wait for what backward has not hidden.
+    """
+    took_part = [row.report for row in found.rows.values() if row.report.elapsed_s]
+    if Action.COMMIT not in found.decision.actions or not took_part:
         return math.nan
-    reports = [row.report for row in found.rows.values()]
-    return min(r.wait_s for r in reports) + max(r.sync_s for r in reports)
+    return min(r.wait_s for r in took_part) + max(r.sync_s for r in took_part)

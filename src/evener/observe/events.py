@@ -202,6 +202,7 @@ class RankRow(TypedDict):
         compute_s: Seconds of compute, without waiting.
         wait_s: Seconds in which it waited for other ranks.
         sync_s: Seconds of exchange after all had arrived.
+        hidden_s: Seconds for which its gradients travelled during its backward, before that.
         elapsed_s: Seconds on its clock from applying the previous window, or from the beginning of
             the epoch, to applying this one. The part that is in none of the three times above is
             bookkeeping: fetching data, planning, events, and whatever the loop does besides.
@@ -225,6 +226,7 @@ class RankRow(TypedDict):
     compute_s: float
     wait_s: float
     sync_s: float
+    hidden_s: NotRequired[float]
     elapsed_s: NotRequired[float]  # rows that are made up need not have it, nor what follows
     data_s: NotRequired[float]
     sent_bytes: NotRequired[int]

@@ -33,6 +33,9 @@ _MOST_TIMES: Final = 100
 _USUAL_FIXED: Final = 0.1
 """Part of a micro-batch's time that is usually fixed."""
 
+_USUAL_BACKWARD: Final = 2 / 3
+"""Part of a micro-batch's time that is usually backward."""
+
 _PAUSES: Final = ("eval", "checkpoint", "checkpoint_missed")
 """Events whose time is in the window that follows, and is not the loop's."""
 
@@ -92,7 +95,7 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
             f"what each rank did, at least {LEAST_WINDOWS} are needed to tell how fast its ranks "
             "are; let it run for longer, name another run, or give speeds by hand with --speeds"
         )
-    rows = {name: _table(windows, name) for name in _FIELDS}
+    rows = {name: _table(windows, name) for name in (*_FIELDS, "hidden_s")}
     computed: NDArray[np.bool_] = np.logical_or.reduce(_computed(rows))
     if not computed.any():
         raise ConfigError(
@@ -107,6 +110,9 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
         if not computed[rank]
     ]
     parts = max(1, windows[-1]["update_parts"])
+    ranks = {
+        rank: _rank(rows, rank, name, parts) for rank, name in enumerate(names) if computed[rank]
+    }
     sizes, anchor = rows["samples"].sum(axis=1), ANCHOR
     if policy is not ApplyPolicy.SYNC:
         steps = _table(windows, "steps")
@@ -123,13 +129,11 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
         why = "averaged in the background" if policy.in_background else "had one rank at work"
         notes.append(f"the run {why}, so what an exchange takes is not known: give --bandwidth")
     else:
-        link = _link(rows, link.num_bytes)
+        link = _link(rows, ranks, link.num_bytes)
     # Windows at the end of an epoch have fewer samples.
     batch_size = int(np.quantile(sizes, 0.5, method="higher"))
     return TeamSpec(
-        ranks=tuple(
-            _rank(rows, rank, name, parts) for rank, name in enumerate(names) if computed[rank]
-        ),
+        ranks=tuple(ranks.values()),
         link=link,
         batch_size=batch_size,
         local_batch_size=batch_size,
@@ -165,7 +169,9 @@ def _windows_that_count(events: Sequence[Event], needed: Sequence[str]) -> list[
 
 def _table(windows: Sequence[Event], name: str) -> Table:
     members = [row["member"] for row in windows[-1]["ranks"]]
-    by_member = [{row["member"]: row[name] for row in window["ranks"]} for window in windows]
+    by_member = [
+        {row["member"]: row.get(name, 0.0) for row in window["ranks"]} for window in windows
+    ]
     return np.array([[row[member] for member in members] for row in by_member], float)
 
 
@@ -174,15 +180,39 @@ def _computed(rows: Rows) -> NDArray[np.bool_]:
     return (rows["samples"] > 0) & (rows["compute_s"] > rows["update_s"])
 
 
-def _link(rows: Rows, num_bytes: int) -> Link:
-    """Return the link as it was while most ranks were at work."""
+def _link(rows: Rows, ranks: Mapping[int, SimulatedRank], num_bytes: int) -> Link:
+    """Return the link as it was while most ranks were at work.
+
+    What gradients travelled during backward is told by the rank that came last to the others, as
+    its exchanges waited for nobody. If backward was long enough to hide all of the exchange, what
+    was not hidden never is. Otherwise the exchange was hidden as far as backward went, and nothing
+    tells what is never hidden: it counts as nothing.
+    """
     present = rows["samples"] > 0
     num_ranks = int(present.sum(axis=1).max())
     together = present.sum(axis=1) == num_ranks
-    exchange_s = float(rows["sync_s"][together][present[together]].mean())
-    meetings_s = np.where(present, rows["wait_s"], np.inf).min(axis=1)[together]
-    transfer_s = exchange_s * num_ranks / (2 * (num_ranks - 1))
-    return Link(num_bytes, transfer_s, meeting_s=float(meetings_s.mean()))
+    waits_s = np.where(present, rows["wait_s"], np.inf)[together]
+    last = waits_s.argmin(axis=1)[:, np.newaxis]
+    hidden_s = float(np.take_along_axis(rows["hidden_s"][together], last, axis=1).mean())
+    meeting_s = float(waits_s.min(axis=1).mean())
+    exposed_s = float(rows["sync_s"][together][present[together]].mean())
+    ring = num_ranks / (2 * (num_ranks - 1))
+    if not hidden_s:
+        return Link(num_bytes, exposed_s * ring, meeting_s=meeting_s)
+    # Rows wait behind gradients that are under way, so a round of them is no time of its own.
+    exposed_s += meeting_s
+    micro_batch_s = min(
+        rank.last_micro_batch_s(max(1, round(rows["samples"][together, number].mean())))
+        for number, rank in ranks.items()
+    )
+    exchange_s = exposed_s + hidden_s
+    is_covered = exchange_s <= _USUAL_BACKWARD * micro_batch_s
+    return Link(
+        num_bytes,
+        exchange_s * ring,
+        hides=_USUAL_BACKWARD if is_covered else hidden_s / micro_batch_s,
+        never_hidden=exposed_s / exchange_s if is_covered else 0.0,
+    )
 
 
 def _rank(rows: Rows, rank: int, name: str, parts: int) -> SimulatedRank:

@@ -174,6 +174,7 @@ def events_of(team: TeamSpec, policy: ApplyPolicy, count: int, **start) -> list[
                 "compute_s": report.compute_s,
                 "wait_s": window.waits_s[rank],
                 "sync_s": window.exchanges_s[rank],
+                "hidden_s": team.link.exchange_s(len(team.ranks)) - window.exchanges_s[rank],
                 "elapsed_s": window.elapsed_s[rank],
                 "micro_batches": report.micro_batches,
                 "update_s": report.update_s,
@@ -208,6 +209,24 @@ def test_a_run_is_predicted_from_its_own_events(policy):
     assert again.samples_per_s == pytest.approx(truth.samples_per_s, rel=0.03)
     assert again.lost == pytest.approx(truth.lost, abs=0.02)
     assert any("local steps" in note for note in read.notes) == (policy is not SYNC)
+
+
+@pytest.mark.parametrize("never_hidden", [0.0, 0.3])
+def test_a_run_that_hides_its_exchange_predicts_other_teams(never_hidden):
+    """Two ranks hide more than half of the exchange, or 70 % of a shorter one."""
+    seconds = 0.03 if never_hidden else 0.12
+    link = replace(slow_link(seconds), hides=2 / 3, never_hidden=never_hidden)
+    team = team_at(200, 200, link=link, batch_size=40, micro_batch_size=20)
+    read = measured_team(events_of(team, SYNC, 40, params=1000), "r")
+    assert predict(read, SYNC).window_s == pytest.approx(predict(team, SYNC).window_s)
+    for ranks in (2, 3):
+        for batch_size in (40, 60, 120):
+            one, other = (
+                replace(t, ranks=t.ranks[:1] * ranks, batch_size=batch_size) for t in (read, team)
+            )
+            again, truth = predict(one, SYNC), predict(other, SYNC)
+            assert again.samples_per_s == pytest.approx(truth.samples_per_s, rel=0.05)
+            assert again.exchange == pytest.approx(truth.exchange, abs=0.03)
 
 
 @pytest.mark.parametrize("told_by", [SYNC, CADENCE])

@@ -103,7 +103,7 @@ def test_a_session_in_events(tmp_path: Path) -> None:
         **{"rank": 0, "member": "", "samples": 3, "weight": 30.0, "loss": 2.0},
         **{"compute_s": pytest.approx(0.3), "wait_s": 0.2, "sync_s": 0.1, "elapsed_s": 0.0},
         **{"data_s": 0.0, "sent_bytes": 0, "micro_batches": 1, "update_s": 0.0},
-        **{"work_ago_s": 0.0, "wait_ago_s": 0.0, "sync_ago_s": 0.0},
+        **{"work_ago_s": 0.0, "wait_ago_s": 0.0, "sync_ago_s": 0.0, "hidden_s": 0.0},
     }
     assert (second["rank"], second["samples"]) == (1, 1)
     assert events[7]["ranks"][1]["loss"] is None
