@@ -63,9 +63,14 @@ def watch(comm: Communicator, rank: Rank, call: Callable[[], object]) -> Seen:
 
 
 class Stage(RankTeam):
-    """A team of one kind of transport; those that the test stops need not end by themselves."""
+    """A team of one kind of transport; those that the test stops need not end by themselves.
+
+    With "hosts", the first two ranks are on one host, and others on another.
+    """
 
     def __init__(self, leaf: str, part: Part, world_size: int, *arguments: Any) -> None:
+        if leaf == "hosts":
+            leaf = "hosts 2" if world_size == 2 else f"hosts 2+{world_size - 2}"
         super().__init__(_play, world_size, leaf, part, arguments)
         self.stopped: set[int] = set()
 

@@ -20,6 +20,7 @@ from helpers.ranks import Rank, run_ranks
 DEADLINE_S = 1.5
 SOON_S = 50.0
 CPU = torch.device("cpu")
+LEAVES = [("shared", 2), ("hosts 2+1", 3)]
 
 
 # ── in the middle of a sum ───────────────────────────────────────────────────────────────────────
@@ -58,8 +59,8 @@ def test_a_rank_that_ends_inside_a_sum_is_named(way: signal.Signals) -> None:
 # ── forks and threads ────────────────────────────────────────────────────────────────────────────
 
 
-def fork_with_memory(rank: Rank) -> tuple[int, float, float]:
-    with rank.connect(backend="shared") as comm:
+def fork_with_memory(rank: Rank, leaf: str) -> tuple[int, float, float]:
+    with rank.connect(backend=leaf) as comm:
         gradient = comm.allocate(70_000, torch.float32, CPU)
         gradient.fill_(rank.rank + 1)
         child = os.fork()
@@ -75,11 +76,16 @@ def fork_with_memory(rank: Rank) -> tuple[int, float, float]:
 
 
 def test_a_forked_child_writes_to_copies() -> None:
-    assert run_ranks(fork_with_memory, 2) == [(0, 6.0, 6.0)] * 2
+    assert run_ranks(fork_with_memory, 2, "shared") == [(0, 6.0, 6.0)] * 2
 
 
-def exchange_in_two_threads(rank: Rank) -> list[float]:
-    comm = rank.connect(backend="shared")
+def test_a_forked_child_on_one_of_several_hosts_writes_to_copies() -> None:
+    ends = run_ranks(fork_with_memory, 3, "hosts 2+1")
+    assert ends == [(0, 18.0, 18.0)] * 3
+
+
+def exchange_in_two_threads(rank: Rank, leaf: str) -> list[float]:
+    comm = rank.connect(backend=leaf)
     beside = comm.split(range(comm.world_size), name="background")
     assert beside is not None
     sums = []
@@ -115,15 +121,17 @@ def exchange_in_two_threads(rank: Rank) -> list[float]:
     return sums
 
 
-def test_threads_exchange_at_the_same_time_over_a_split() -> None:
-    assert run_ranks(exchange_in_two_threads, 2) == [[78.0] * 3] * 2
+@pytest.mark.parametrize(("leaf", "world_size"), LEAVES)
+def test_threads_exchange_at_the_same_time_over_a_split(leaf: str, world_size: int) -> None:
+    sums = [39.0 * world_size] * 3
+    assert run_ranks(exchange_in_two_threads, world_size, leaf) == [sums] * world_size
 
 
-def count_what_is_kept(rank: Rank) -> list[tuple[int, int]]:
+def count_what_is_kept(rank: Rank, leaf: str) -> list[tuple[int, int]]:
     counts = []
-    with rank.connect(backend="shared") as comm:
+    with rank.connect(backend=leaf) as comm:
         for _ in range(6):
-            part = comm.split([1, 0], name="generation")
+            part = comm.split(range(comm.world_size)[::-1], name="generation")
             assert part is not None
             with part:
                 part.all_reduce(torch.ones(3_000_000), what="sum")
@@ -134,13 +142,14 @@ def count_what_is_kept(rank: Rank) -> list[tuple[int, int]]:
     return counts
 
 
-def test_splits_that_end_leave_nothing() -> None:
-    for counts in run_ranks(count_what_is_kept, 2):
+@pytest.mark.parametrize(("leaf", "world_size"), LEAVES)
+def test_splits_that_end_leave_nothing(leaf: str, world_size: int) -> None:
+    for counts in run_ranks(count_what_is_kept, world_size, leaf):
         assert counts == [counts[0]] * len(counts)
 
 
-def outlive_the_team(rank: Rank) -> tuple[float, int]:
-    comm = rank.connect(backend="shared")
+def outlive_the_team(rank: Rank, leaf: str) -> tuple[float, int]:
+    comm = rank.connect(backend=leaf)
     tensor = comm.allocate(10_000, torch.float32, CPU)
     tensor.fill_(rank.rank + 1)
     comm.all_reduce(tensor, what="sum")
@@ -152,7 +161,8 @@ def outlive_the_team(rank: Rank) -> tuple[float, int]:
 
 
 def test_tensors_outlive_the_team_and_take_their_memory_along() -> None:
-    assert run_ranks(outlive_the_team, 2) == [(30_000.0, 0)] * 2
+    assert run_ranks(outlive_the_team, 2, "shared") == [(30_000.0, 0)] * 2
+    assert run_ranks(outlive_the_team, 3, "hosts 2+1") == [(60_000.0, 0)] * 3
 
 
 # ── where memory cannot be shared ────────────────────────────────────────────────────────────────

@@ -69,8 +69,11 @@ class Rank:
         return pickle.loads(self._channel.recv_bytes())
 
     def connect(self, *, backend: str = "gloo", timeout_s: float = PATIENCE_S) -> Any:
-        """The evener communicator of this team; "shared" is what "auto" takes on one host."""
-        from evener.comm import shared
+        """The evener communicator of this team; "shared" is what "auto" takes on one host.
+
+        "hosts 2+1" is what it takes if the third rank is on another host than the first two.
+        """
+        from evener.comm import hosts, shared
         from evener.team.environment import DistributedTrainConfig
         from evener.team.fixed import meet
 
@@ -86,6 +89,10 @@ class Rank:
             failure = comm.add_nccl()
         elif backend == "shared":
             comm, failure = shared.share_memory(comm)
+        elif backend.startswith("hosts"):
+            sizes = map(int, backend.removeprefix("hosts ").split("+"))
+            places = [f"host {number}" for number, size in enumerate(sizes) for _ in range(size)]
+            comm, _ = hosts.connect_hosts(comm, places[self.rank])
         assert not failure, failure
         return comm
 

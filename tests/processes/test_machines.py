@@ -140,6 +140,57 @@ def test_what_ends_one_machine_ends_the_other_at_once(sandboxes: list[Sandbox], 
 # ── network namespaces ───────────────────────────────────────────────────────────────────────────
 
 
+#: Sums of 2 MB, ten windows; tells how ranks exchange.
+SUMS = """
+import torch
+from evener import Ddp, DdpConfig
+model = torch.nn.Linear(500, 1000, bias=False)
+shares = [1] * {ranks}
+config = DdpConfig(wire=os.environ["WIRE"], overlap="off", partition_ratios=shares, quiet=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+with Ddp.setup(model, optimizer, devices="cpu", config=config) as ddp:
+    loader = ddp.loader(torch.ones(10 * 12, 500), batch_size=12)
+    for x in loader.epoch(0):
+        ddp.backward(model(x).square().mean())
+        ddp.step()
+    print(ddp.assembly.comm.backend, flush=True)
+"""
+
+
+def sent_by(sandboxes: list[Sandbox], sizes: tuple[int, int], wire: str) -> list[int]:
+    """What each of two machines sends, with so many ranks on them."""
+    with Machines() as machines:
+        running = []
+        for node, (sandbox, size) in enumerate(zip(sandboxes, sizes, strict=True)):
+            sandbox.environ["WIRE"] = wire
+            sandbox.environ["OMP_NUM_THREADS"] = "1"
+            nodes = ("--nnodes", 2, "--node-rank", node, "--master-addr", ADDRESSES[0])
+            script = sandbox.script(SUMS.replace("{ranks}", str(sum(sizes))))
+            command = machines.command(node, *EVENER, "launch", "--nproc", size, *nodes, script)
+            running.append(sandbox.start(*command))
+        for ended in [each.end(WAIT_S) for each in running]:
+            assert ended.code == 0, ended.err
+            assert ("hosts" if sum(sizes) > 2 else "gloo") in ended.out
+        return [machines.sent_bytes(node) for node in range(2)]
+
+
+@pytest.mark.root
+@pytest.mark.timeout(700)
+def test_a_link_carries_as_much_with_several_ranks_on_each_machine(
+    sandboxes: list[Sandbox],
+) -> None:
+    alone = sent_by(sandboxes, (1, 1), "float32")
+    assert min(alone) > 10 * 2_000_000, "a sum of two sends the whole tensor once"
+    for sizes in ((2, 1), (2, 2)):
+        sent = sent_by(sandboxes, sizes, "float32")
+        print(f"sent by two machines with {sizes} ranks: {sent}")
+        for own, reference in zip(sent, alone, strict=True):
+            assert own < 1.1 * reference, sizes
+    rounded = sent_by(sandboxes, (2, 1), "bfloat16")
+    print(f"sent by two machines: {alone} with a rank each; {rounded} in bfloat16")
+    assert all(own < 0.65 * reference for own, reference in zip(rounded, alone, strict=True))
+
+
 @pytest.fixture
 def labs(sandboxes: list[Sandbox], tmp_path: Path) -> Iterator[list[Lab]]:
     """A folder for each machine: they share no files, but have the same text and configuration."""
