@@ -187,7 +187,7 @@ def run_case(rate: int, case: dict[str, Any]) -> list[dict[str, Any]]:
 
     def start(command: Sequence[str]) -> int:
         with ExitStack() as stack:
-            machines = stack.enter_context(Machines(NUM_MACHINES, f"{rate}mbit"))
+            machines = stack.enter_context(Machines(f"{rate}mbit"))
             ranks = []
             for rank in range(count):
                 machine, local_rank = divmod(rank, count // NUM_MACHINES)
