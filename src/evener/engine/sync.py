@@ -180,12 +180,12 @@ class SyncEngine(Engine):
         self._overlaps_in = self.rounds.state.generation
         if self._can_overlap():
             self.team.open_gradients()
-        self._overlap.use(gradients := self.team.gradients)
-        self._exchange_cost = (
-            time_link(gradients[0], self.team, self.flat.groups[0].grad.device)
-            if gradients
-            else None
-        )
+        overlap, gradients = self._overlap, self.team.gradients
+        overlap.use(gradients)
+        self._exchange_cost = None
+        if gradients:
+            device = self.flat.groups[0].grad.device
+            self._exchange_cost = time_link(gradients[0], self.team, device, overlap.feedback)
 
     def _can_overlap(self) -> bool:
         """Return whether gradients of the ranks that are present could travel during backward."""
