@@ -51,7 +51,15 @@ PACKAGES = {
     "planning": Package(
         12, ("tests/unit/planning", "tests/unit/simulation", "tests/unit/engine/local")
     ),
-    "engine": Package(24, ("tests/unit/engine", "tests/unit/loop", "tests/unit/managed")),
+    "engine": Package(
+        24,
+        (
+            "tests/unit/engine",
+            "tests/unit/loop",
+            "tests/unit/managed",
+            "tests/numerics/test_sums.py",
+        ),
+    ),
     "comm": Package(15, ("tests/unit/comm", "tests/conformance", "tests/unit/engine/sync")),
     "team": Package(
         15,
