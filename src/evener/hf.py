@@ -1,0 +1,513 @@
+"""Hugging Face's Trainer on unequal devices: ``from evener.hf import Trainer``.
+
+The loop over micro-batches is evener's, all else is the Trainer's own: arguments, collators,
+``compute_loss``, callbacks, logs, evaluation and checkpoints. evener reaches it at four places:
+
+- ``TrainingArguments`` finds one process (Accelerate starts no process group), with this rank's
+  device and number. The Trainer then computes as on one device, and only the main process writes.
+- The epoch iterates over evener's loader, in the order of samples that one process would have.
+- ``accelerator.backward`` is ``Ddp.backward``. ``compute_loss`` returns the mean of its
+  micro-batch, whose weight is the number of its label tokens.
+- Each optimizer step is committed at once, and its callbacks run then, on every rank.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Sampler
+
+from evener.config.settings import DdpConfig
+from evener.ddp import Ddp
+from evener.devices import count_accelerators
+from evener.engine.loaders.dataset_arguments import is_stream
+from evener.engine.loaders.evaluation import EvaluationLoader
+from evener.engine.results import Progress, WindowResult
+from evener.errors import ConfigError
+from evener.protocol.formation import EVALUATING
+from evener.team.environment import ELASTIC, DistributedTrainConfig
+from evener.team.placement import choose_device, devices_of_host
+from evener.team.starting import start_all_ranks
+
+try:
+    import transformers
+    from accelerate.state import PartialState
+    from transformers.trainer_callback import TrainerCallback, TrainerState
+except ImportError as error:
+    raise ImportError(
+        f"evener.hf needs transformers and accelerate, and {error.name or error} is missing: "
+        "pip install 'evener[hf]'"
+    ) from error
+
+__all__ = ["Trainer", "TrainerMixin"]
+
+#: By these Accelerate recognises a team, for which it would make a process group of its own.
+_TEAM: Final = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_STEPPING_BACKWARD: Final = ("lomo", "adalomo")
+_Base: Any = object
+
+
+# ── one process, as Transformers and Accelerate see it ───────────────────────────────────────────
+
+
+@contextmanager
+def _without_team() -> Iterator[None]:
+    hidden = {name: os.environ.pop(name) for name in _TEAM if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _devices(args: Any) -> str:
+    return "cpu" if args.use_cpu else "auto"
+
+
+def _make_setup_devices(original: Any) -> Any:
+    """Return a ``TrainingArguments._setup_devices`` that finds this rank, and one process."""
+
+    def _setup_devices(self: Any) -> torch.device:
+        with _without_team():
+            original(self)
+        place, state = DistributedTrainConfig.from_env(), self.distributed_state
+        device = choose_device(_devices(self), place)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._n_gpu = min(self._n_gpu, 1)  # not nn.DataParallel: each GPU has its own rank
+        state.device = device
+        state.process_index, state.local_process_index = place.rank, max(place.local_rank, 0)
+        return device
+
+    found = functools.cached_property(functools.update_wrapper(_setup_devices, original))
+    found.__set_name__(transformers.TrainingArguments, "_setup_devices")
+    return found
+
+
+# Users make their TrainingArguments before they make a Trainer.
+transformers.TrainingArguments._setup_devices = _make_setup_devices(
+    transformers.TrainingArguments._setup_devices.func
+)
+
+
+# ── what cannot hold ─────────────────────────────────────────────────────────────────────────────
+
+
+def _refuse(trainer: Any) -> None:
+    """Refuse options that mean something else, or nothing, in a team of unequal ranks.
+
+    Raises:
+        ConfigError: Names the first one, the cause and the remedy.
+    """
+    args, data = trainer.args, trainer.train_dataset
+    accelerator = args.accelerator_config
+    on_one = "the ranks of evener hold whole replicas of the model"
+    refused = [
+        (trainer.is_deepspeed_enabled, "deepspeed", on_one, "leave deepspeed out"),
+        (args.fsdp or trainer.is_fsdp_enabled, "fsdp", on_one, "leave fsdp out"),
+        (args.parallelism_config, "parallelism_config", on_one, "leave it out"),
+        (
+            trainer.is_model_parallel,
+            "the model's device_map",
+            "it spreads one model over several devices, of which each rank has one",
+            "load the model without device_map",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size",
+            "it starts over with another batch size, on one rank alone",
+            "set per_device_train_batch_size to what the smallest device holds, and raise "
+            "gradient_accumulation_steps",
+        ),
+        (
+            data is not None and is_stream(data),
+            f"train_dataset is a {type(data).__name__}, and a stream",
+            "samples without an index cannot be split by speed",
+            "give a data set with len and [index]; datasets.load_dataset(streaming=False) does",
+        ),
+        (
+            args.train_sampling_strategy == "batch_rebalance",
+            "train_sampling_strategy='batch_rebalance'",
+            "it packs batches for equal ranks",
+            "use 'random' or 'group_by_length'",
+        ),
+        (
+            accelerator.split_batches or accelerator.dispatch_batches,
+            "accelerator_config.split_batches or dispatch_batches",
+            "evener's loader splits batches, by speed",
+            "leave it out",
+        ),
+        (
+            args.eval_use_gather_object,
+            "eval_use_gather_object",
+            "ranks gather tensors and unpickle nothing from one another",
+            "return tensors from prediction_step",
+        ),
+        (
+            any(word in str(args.optim) for word in (*_STEPPING_BACKWARD, "layerwise")),
+            f"optim={str(args.optim)!r}",
+            "it updates parameters during backward, before gradients are averaged",
+            "use another optimizer, such as adamw_torch",
+        ),
+        (
+            ELASTIC in os.environ,
+            "an elastic team",
+            "a worker that joins does not find the Trainer's place in the run",
+            "start a fixed team (evener launch --nproc), and resume from the Trainer's checkpoint "
+            "with another number of ranks",
+        ),
+    ]
+    for value, what, cause, remedy in refused:
+        if value:
+            raise ConfigError(f"evener.hf.Trainer cannot train with {what}: {cause}; {remedy}")
+
+
+class _Order(Sampler[int]):
+    """The order of samples that one process would have, which is the same on every rank."""
+
+    is_seeded = True
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler, self._count = sampler, count
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(self.epoch)
+        return islice(iter(self._sampler), self._count)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class _SavedState:
+    """Brings the Trainer's state to a rank that was parked while others went on."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, str]:
+        return {"state": json.dumps(dataclasses.asdict(self._trainer.state))}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        self._trainer.state = TrainerState(**json.loads(state["state"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Epoch:
+    """What the Trainer's methods want to know after a step."""
+
+    model: nn.Module
+    number: int
+    steps: int
+    trial: Any
+    ignore_keys: Any
+    start_time: float
+
+
+class TrainerMixin(_Base):  # type: ignore[misc]  # a Trainer, for mypy of any kind
+    """Makes a subclass of ``transformers.Trainer`` train on evener's team; name it first.
+
+    For example ``class MyTrainer(TrainerMixin, trl.SFTTrainer): pass``. The arguments are those of
+    the Trainer. ``evener.hf.Trainer`` is ``transformers.Trainer`` with it.
+
+    Attributes:
+        ddp: The team, from the start of ``train`` on.
+        ddp_config: Further options of the team. Set it on the class, or before ``train``.
+
+    Raises:
+        ConfigError: An option cannot hold on unequal ranks.
+    """
+
+    ddp: Ddp | None = None
+    ddp_config: DdpConfig = DdpConfig()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse(self)
+        place = DistributedTrainConfig.from_env()
+        if place.launched_by == "alone":
+            devices = devices_of_host(_devices(self.args), count_accelerators())
+            start_all_ranks(devices, optional=True, quiet=self.ddp_config.quiet)
+        # So the Trainer counts steps as one process whose batches have samples for all ranks.
+        self._train_batch_size *= place.world_size
+        self._world_size = place.world_size
+        self._epoch: _Epoch | None = None
+        self._weight: float | None = None
+        self._own_flos = self._own_tokens = 0
+
+    # ── the parts of a run ───────────────────────────────────────────────────────────────────────
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        if self.ddp is not None:
+            self.ddp.close()
+            self.ddp = None
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_optimizer()
+        self.model_wrapped = model = self.accelerator.prepare_model(self.model)
+        self.create_scheduler(num_training_steps=max_steps)
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        self.ddp = self._set_up()
+        self._loader = self._make_loader(train_dataloader)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return model, train_dataloader
+
+    def _set_up(self) -> Ddp:
+        args, follows_metric = self.args, isinstance(self.lr_scheduler, ReduceLROnPlateau)
+        follows_metric |= type(self.lr_scheduler).__name__ == "GreedyLR"
+        ddp = Ddp.setup(
+            self.model,
+            self.optimizer,
+            None if follows_metric else self.lr_scheduler,
+            devices=str(args.device),
+            precision="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
+            config=dataclasses.replace(self.ddp_config, max_grad_norm=args.max_grad_norm or None),
+        )
+        ddp.assembly.engine.commits_at_once = True
+        ddp.on_commit(self._after_step)
+        ddp.register("trainer", _SavedState(self))
+        self.accelerator.backward = self._backward
+        called = TrainerCallback.on_pre_optimizer_step
+        if any(type(c).on_pre_optimizer_step is not called for c in self.callback_handler.callbacks):
+            self.optimizer.register_step_pre_hook(self._before_update)
+        return ddp
+
+    def _make_loader(self, dataloader: DataLoader[Any]) -> Any:
+        """Return evener's loader in the place of the Trainer's, at the position of ``state``."""
+        assert self.ddp is not None
+        args, batches = self.args, dataloader.batch_sampler
+        sampler = getattr(batches, "sampler", None) or dataloader.sampler
+        count = len(sampler)
+        if args.dataloader_drop_last:
+            count -= count % self._train_batch_size
+        self._order = _Order(sampler, count)
+        size = self.get_total_train_batch_size(args)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        steps, epoch_steps = self.state.global_step, -(-count // size)
+        epoch, in_epoch = divmod(steps, epoch_steps)
+        done = 0 if args.ignore_data_skip else in_epoch * size
+        position = {"num_samples": count, "seed": seed, "epoch": epoch}
+        position["committed"] = [[0, done]] if done else []
+        engine = self.ddp.assembly.engine
+        engine.run.positions.restore([position])
+        engine.run.progress = Progress(window=steps, steps=steps)
+        engine.rounds.state = engine.rounds.state._replace(window=steps)
+        return self.ddp.loader(
+            DataLoader(
+                dataloader.dataset,
+                batch_size=size,
+                sampler=self._order,
+                collate_fn=dataloader.collate_fn,
+                num_workers=args.dataloader_num_workers,
+                pin_memory=args.dataloader_pin_memory,
+            ),
+            seed=seed,
+            micro_batch_size=args.per_device_train_batch_size,
+        )
+
+    def _run_epoch(self, *, model: nn.Module, epoch: int, **run: Any) -> None:
+        """Train an epoch by evener's plans: a rank has as many micro-batches as its share needs."""
+        assert self.ddp is not None
+        ddp, handler, opens = self.ddp, self.callback_handler, True
+        self._epoch = _Epoch(
+            model,
+            epoch,
+            run["steps_in_epoch"],
+            run["trial"],
+            run["ignore_keys_for_eval"],
+            run["start_time"],
+        )
+        self.current_gradient_accumulation_steps = 1  # losses are not divided: they have weights
+        self._order.epoch = epoch
+        for inputs in self._loader.epoch(epoch):
+            if self.control.should_epoch_stop:
+                break
+            if opens:
+                self.control = handler.on_step_begin(self.args, self.state, self.control)
+            items = self._get_num_items_in_batch([inputs], torch.device("cpu"))
+            self._weight = None if items is None else float(items)
+            if items is not None:
+                items = items.clamp(min=1).to(self.args.device)
+            self.training_step(model, inputs, items)
+            self._count(inputs)
+            opens = ddp.step() is not None
+            if not opens:
+                self.control = handler.on_substep_end(self.args, self.state, self.control)
+        self.control = handler.on_epoch_end(self.args, self.state, self.control)
+        self._report(None)
+
+    def _backward(self, loss: Tensor, **kwargs: Any) -> None:
+        assert self.ddp is not None
+        self.ddp.backward(loss, weight=self._weight)
+
+    def _before_update(self, *args: Any) -> None:
+        handler = self.callback_handler
+        self.control = handler.on_pre_optimizer_step(self.args, self.state, self.control)
+
+    def _after_step(self, result: WindowResult) -> None:
+        """Do what the Trainer does after an optimizer step; on every rank that is not parked."""
+        assert self.ddp is not None and self._epoch is not None
+        ddp, state, handler = self.ddp, self.state, self.callback_handler
+        if ddp.is_main_process != self.args.should_save and not self.args.save_on_each_node:
+            self._follow_main()
+        if math.isfinite(result.loss):
+            self._tr_loss += result.loss
+        state.global_step += 1
+        done = -(-result.committed[1] // self.get_total_train_batch_size(self.args))
+        done = min(done * self.args.gradient_accumulation_steps, self._epoch.steps)
+        state.epoch = self._epoch.number + done / self._epoch.steps
+        self.control = handler.on_optimizer_step(self.args, state, self.control)
+        self.control = handler.on_step_end(self.args, state, self.control)
+        self._report(result)
+        if self.control.should_training_stop:
+            ddp.stop()
+            self._sum("stopping (TrainerControl.should_training_stop)")
+
+    def _follow_main(self) -> None:
+        """Let another rank write and log where the main process is parked."""
+        assert self.ddp is not None
+        is_main, state = self.ddp.is_main_process, PartialState()
+        state.process_index = 0 if is_main else max(self.ddp.rank, 1)
+        self.state.is_world_process_zero = is_main
+
+    def _report(self, result: WindowResult | None) -> None:
+        """Log, evaluate and save where that is due; all ranks call it together."""
+        now, control = self._epoch, self.control
+        assert now is not None
+        if result is None or control.should_log or control.should_save:
+            flos, tokens = self._sum("counting operations", self._own_flos, self._own_tokens)
+            self.current_flos += flos
+            self.state.num_input_tokens_seen += tokens
+            self._own_flos = self._own_tokens = 0
+        self._maybe_log_save_evaluate(
+            self._tr_loss,
+            None if result is None else result.grad_norm,
+            now.model,
+            now.trial,
+            now.number,
+            now.ignore_keys,
+            now.start_time,
+            learning_rate=None if result is None else result.lr,
+        )
+
+    def _count(self, inputs: Mapping[str, Any]) -> None:
+        self._own_flos += int(self.floating_point_ops(inputs))
+        before = self.state.num_input_tokens_seen
+        self._track_num_input_tokens(inputs)
+        self._own_tokens += int(self.state.num_input_tokens_seen) - int(before)
+        self.state.num_input_tokens_seen = before
+
+    def _sum(self, what: str, *values: int) -> list[int]:
+        """Return the sums over ranks; all that are present call it together."""
+        assert self.ddp is not None
+        told = self.ddp.assembly.engine.collectives.ask(what, values)
+        return [sum(column) for column in zip(*told.values(), strict=True)]
+
+    # ── evaluation ───────────────────────────────────────────────────────────────────────────────
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's loader; in a team one that hands out each sample once."""
+        return self._divided(super().get_eval_dataloader(*args, **kwargs))
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's loader; in a team one that hands out each sample once."""
+        return self._divided(super().get_test_dataloader(*args, **kwargs))
+
+    def _divided(self, dataloader: DataLoader[Any]) -> Any:
+        team = self._world_size
+        # With tiny batches ranks would have a different number of them.
+        if self.ddp is None or team == 1 or is_stream(dataloader):
+            return dataloader
+        if min(self.args.eval_batch_size, len(dataloader.dataset)) < team:  # type: ignore[arg-type]
+            return dataloader
+        return self.ddp.eval_loader(dataloader)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, in a team each rank its part; all ranks then have the rows of all."""
+        if not isinstance(dataloader, EvaluationLoader) or self.ddp is None:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        ddp = self.ddp
+
+        def gather(values: Any) -> Any:
+            # The loss is repeated for a full batch, and this rank's part may be smaller.
+            return ddp.gather(tree_map(lambda rows: rows[: dataloader.num_samples], values))
+
+        self.gather_function = gather
+        vars(self.accelerator)["pad_across_processes"] = self._pad
+        try:
+            with ddp.assembly.engine.team.in_phase(EVALUATING):
+                return super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            del vars(self.accelerator)["pad_across_processes"]
+
+    def _pad(self, values: Any, dim: int = 0, pad_index: int = 0) -> Any:
+        """Pad tensors to the longest of all ranks; all call it together."""
+        ddp = self.ddp
+        assert ddp is not None
+
+        def pad(rows: Tensor) -> Tensor:
+            if rows.dim() <= dim:
+                return rows
+            longest = int(ddp.gather(torch.tensor([rows.shape[dim]])).max())
+            behind = [0, 0] * (rows.dim() - 1 - dim)
+            return F.pad(rows, [*behind, 0, longest - rows.shape[dim]], value=pad_index)
+
+        return tree_map(pad, values)
+
+    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save; the ranks that write do so first, and all ranks go on when it is on disk."""
+        assert self.ddp is not None
+        written = "writing the Trainer's checkpoint"
+        # It may be divided among ranks, which have to gather it together.
+        whole, kept = self.optimizer.state_dict(), vars(self.optimizer).get("state_dict")
+        vars(self.optimizer)["state_dict"] = lambda: whole
+        try:
+            if not self.args.should_save:
+                self._sum(written)
+            with self.ddp.assembly.engine.team.in_phase("saving"):
+                super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                self._sum(written)
+        finally:
+            del vars(self.optimizer)["state_dict"]
+            if kept is not None:
+                vars(self.optimizer)["state_dict"] = kept
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:  # all ranks have one file: evener derives its random numbers
+            super()._save_rng_state(output_dir)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search on one rank; refused in a team.
+
+        Raises:
+            ConfigError: There are several ranks.
+        """
+        if self._world_size > 1:
+            raise ConfigError(
+                f"hyperparameter_search on {self._world_size} ranks: its trials are drawn on one "
+                "process and not on the others; run the search on one device"
+            )
+        return super().hyperparameter_search(*args, **kwargs)
+
+
+class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # it has no types
+    """``transformers.Trainer`` on evener's team; see ``TrainerMixin``."""
