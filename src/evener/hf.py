@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from evener.config.settings import DdpConfig
 from evener.ddp import Ddp
@@ -44,6 +44,7 @@ try:
     import transformers
     from accelerate.state import PartialState
     from transformers.trainer_callback import TrainerCallback, TrainerState
+    from transformers.trainer_pt_utils import find_batch_size, nested_concat
 except ImportError as error:
     raise ImportError(
         f"evener.hf needs transformers and accelerate, and {error.name or error} is missing: "
@@ -53,8 +54,16 @@ except ImportError as error:
 __all__ = ["Trainer", "TrainerMixin"]
 
 #: By these Accelerate recognises a team, for which it would make a process group of its own.
-_TEAM: Final = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-_STEPPING_BACKWARD: Final = ("lomo", "adalomo")
+_TEAM: Final = (
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+)
+_STEPPING_IN_BACKWARD: Final = ("lomo", "layerwise")
+#: Batches of the fastest rank in a round of an evaluation, whose rows are gathered together.
+_EVALUATED_BATCHES: Final = 8
 _Base: Any = object
 
 
@@ -103,37 +112,43 @@ transformers.TrainingArguments._setup_devices = _make_setup_devices(
 # ── what cannot hold ─────────────────────────────────────────────────────────────────────────────
 
 
-def _refuse(trainer: Any) -> None:
-    """Refuse options that mean something else, or nothing, in a team of unequal ranks.
+def _refuse(*refused: tuple[object, str, str, str]) -> None:
+    """Refuse what means something else, or nothing, in a team of unequal ranks.
+
+    Args:
+        *refused: Whether it was given, what it is, why it cannot hold, and what to do.
 
     Raises:
-        ConfigError: Names the first one, the cause and the remedy.
+        ConfigError: For the first one that was given.
     """
-    args, data = trainer.args, trainer.train_dataset
-    accelerator = args.accelerator_config
-    on_one = "the ranks of evener hold whole replicas of the model"
-    refused = [
-        (trainer.is_deepspeed_enabled, "deepspeed", on_one, "leave deepspeed out"),
-        (args.fsdp or trainer.is_fsdp_enabled, "fsdp", on_one, "leave fsdp out"),
-        (args.parallelism_config, "parallelism_config", on_one, "leave it out"),
+    for given, what, cause, remedy in refused:
+        if given:
+            raise ConfigError(f"evener.hf.Trainer cannot train with {what}: {cause}; {remedy}")
+
+
+def _check_arguments(args: Any) -> None:
+    optim, environ = str(getattr(args.optim, "value", args.optim)), os.environ
+    accelerator, whole = args.accelerator_config, "each rank of evener holds the whole model"
+    _refuse(
         (
-            trainer.is_model_parallel,
-            "the model's device_map",
-            "it spreads one model over several devices, of which each rank has one",
-            "load the model without device_map",
+            args.deepspeed or environ.get("ACCELERATE_USE_DEEPSPEED") == "true",
+            f"deepspeed={args.deepspeed!r}",
+            whole,
+            "leave deepspeed out, or use transformers.Trainer with it",
         ),
+        (
+            args.fsdp or environ.get("ACCELERATE_USE_FSDP") == "true",
+            f"fsdp={args.fsdp!r}",
+            whole,
+            "leave fsdp out, or use transformers.Trainer with it",
+        ),
+        (args.parallelism_config, "parallelism_config", whole, "leave it out"),
         (
             args.auto_find_batch_size,
-            "auto_find_batch_size",
-            "it starts over with another batch size, on one rank alone",
+            "auto_find_batch_size=True",
+            "one rank would start over with another batch size, and the others would not",
             "set per_device_train_batch_size to what the smallest device holds, and raise "
             "gradient_accumulation_steps",
-        ),
-        (
-            data is not None and is_stream(data),
-            f"train_dataset is a {type(data).__name__}, and a stream",
-            "samples without an index cannot be split by speed",
-            "give a data set with len and [index]; datasets.load_dataset(streaming=False) does",
         ),
         (
             args.train_sampling_strategy == "batch_rebalance",
@@ -143,33 +158,30 @@ def _refuse(trainer: Any) -> None:
         ),
         (
             accelerator.split_batches or accelerator.dispatch_batches,
-            "accelerator_config.split_batches or dispatch_batches",
-            "evener's loader splits batches, by speed",
-            "leave it out",
+            "split_batches or dispatch_batches in accelerator_config",
+            "evener's loader splits the batches, by speed",
+            "leave both out",
         ),
         (
             args.eval_use_gather_object,
-            "eval_use_gather_object",
-            "ranks gather tensors and unpickle nothing from one another",
-            "return tensors from prediction_step",
+            "eval_use_gather_object=True",
+            "ranks exchange tensors and unpickle nothing from one another",
+            "leave it out, and return tensors from prediction_step",
         ),
         (
-            any(word in str(args.optim) for word in (*_STEPPING_BACKWARD, "layerwise")),
-            f"optim={str(args.optim)!r}",
+            any(word in optim for word in _STEPPING_IN_BACKWARD),
+            f"optim={optim!r}",
             "it updates parameters during backward, before gradients are averaged",
             "use another optimizer, such as adamw_torch",
         ),
         (
-            ELASTIC in os.environ,
-            "an elastic team",
-            "a worker that joins does not find the Trainer's place in the run",
-            "start a fixed team (evener launch --nproc), and resume from the Trainer's checkpoint "
-            "with another number of ranks",
+            ELASTIC in environ,
+            f"an elastic team ({ELASTIC}={environ.get(ELASTIC)})",
+            "a worker that joins does not know where the Trainer is in its run",
+            "start a fixed team (evener launch --nproc N), and resume from the Trainer's "
+            "checkpoint with another number of ranks",
         ),
-    ]
-    for value, what, cause, remedy in refused:
-        if value:
-            raise ConfigError(f"evener.hf.Trainer cannot train with {what}: {cause}; {remedy}")
+    )
 
 
 class _Order(Sampler[int]):
@@ -188,6 +200,27 @@ class _Order(Sampler[int]):
 
     def __len__(self) -> int:
         return self._count
+
+
+class _Batches(Dataset[Any]):
+    """The batches of one process, as the samples of a data set."""
+
+    def __init__(self, dataloader: DataLoader[Any], indices: Sequence[Sequence[int]]) -> None:
+        self._dataset, self._indices = dataloader.dataset, indices
+        self._collate = dataloader.collate_fn
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._collate([self._dataset[index] for index in self._indices[number]])
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
+    """Return rows of several batches; shorter ones are padded as the Trainer pads them."""
+    if parts[0] is None:
+        return None
+    return functools.reduce(functools.partial(nested_concat, padding_index=-100), parts)
 
 
 class _SavedState:
@@ -215,7 +248,7 @@ class _Epoch:
     start_time: float
 
 
-class TrainerMixin(_Base):  # type: ignore[misc]  # a Trainer, for mypy of any kind
+class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
     """Makes a subclass of ``transformers.Trainer`` train on evener's team; name it first.
 
     For example ``class MyTrainer(TrainerMixin, trl.SFTTrainer): pass``. The arguments are those of
@@ -232,9 +265,27 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # a Trainer, for mypy of any k
     ddp: Ddp | None = None
     ddp_config: DdpConfig = DdpConfig()
 
+    # The Trainer's own.
+    control: Any
+    _created_lr_scheduler: bool
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _refuse(self)
+        kind = type(self.train_dataset).__name__
+        _refuse(
+            (
+                self.train_dataset is not None and is_stream(self.train_dataset),
+                f"a train_dataset without [index] ({kind})",
+                "a stream cannot be split by speed",
+                "give a data set with len and [index]: load_dataset without streaming=True",
+            ),
+            (
+                self.is_model_parallel,
+                f"a model on several devices ({self.model.__dict__.get('hf_device_map')})",
+                "each rank has one device",
+                "load the model without device_map",
+            ),
+        )
         place = DistributedTrainConfig.from_env()
         if place.launched_by == "alone":
             devices = devices_of_host(_devices(self.args), count_accelerators())
@@ -245,6 +296,12 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # a Trainer, for mypy of any k
         self._epoch: _Epoch | None = None
         self._weight: float | None = None
         self._own_flos = self._own_tokens = 0
+        self._hook: Any = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Check the arguments, and let the Trainer make its Accelerator: of one process."""
+        _check_arguments(self.args)
+        super().create_accelerator_and_postprocess()
 
     # ── the parts of a run ───────────────────────────────────────────────────────────────────────
 
@@ -283,16 +340,20 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # a Trainer, for mypy of any k
         ddp.on_commit(self._after_step)
         ddp.register("trainer", _SavedState(self))
         self.accelerator.backward = self._backward
+        if self._hook is not None:
+            self._hook.remove()
         called = TrainerCallback.on_pre_optimizer_step
-        if any(type(c).on_pre_optimizer_step is not called for c in self.callback_handler.callbacks):
-            self.optimizer.register_step_pre_hook(self._before_update)
+        if any(
+            type(c).on_pre_optimizer_step is not called for c in self.callback_handler.callbacks
+        ):
+            self._hook = self.optimizer.register_step_pre_hook(self._before_update)
         return ddp
 
     def _make_loader(self, dataloader: DataLoader[Any]) -> Any:
         """Return evener's loader in the place of the Trainer's, at the position of ``state``."""
         assert self.ddp is not None
         args, batches = self.args, dataloader.batch_sampler
-        sampler = getattr(batches, "sampler", None) or dataloader.sampler
+        sampler: Any = getattr(batches, "sampler", None) or dataloader.sampler
         count = len(sampler)
         if args.dataloader_drop_last:
             count -= count % self._train_batch_size
@@ -362,17 +423,18 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # a Trainer, for mypy of any k
 
     def _after_step(self, result: WindowResult) -> None:
         """Do what the Trainer does after an optimizer step; on every rank that is not parked."""
-        assert self.ddp is not None and self._epoch is not None
+        assert self.ddp is not None
+        assert self._epoch is not None
         ddp, state, handler = self.ddp, self.state, self.callback_handler
         if ddp.is_main_process != self.args.should_save and not self.args.save_on_each_node:
             self._follow_main()
+        self.control = handler.on_optimizer_step(self.args, state, self.control)
         if math.isfinite(result.loss):
             self._tr_loss += result.loss
         state.global_step += 1
         done = -(-result.committed[1] // self.get_total_train_batch_size(self.args))
         done = min(done * self.args.gradient_accumulation_steps, self._epoch.steps)
         state.epoch = self._epoch.number + done / self._epoch.steps
-        self.control = handler.on_optimizer_step(self.args, state, self.control)
         self.control = handler.on_step_end(self.args, state, self.control)
         self._report(result)
         if self.control.should_training_stop:
@@ -430,31 +492,47 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # a Trainer, for mypy of any k
         return self._divided(super().get_test_dataloader(*args, **kwargs))
 
     def _divided(self, dataloader: DataLoader[Any]) -> Any:
-        team = self._world_size
-        # With tiny batches ranks would have a different number of them.
-        if self.ddp is None or team == 1 or is_stream(dataloader):
+        """Return a loader that hands out whole batches of one process, several in a round."""
+        args, team, batches = self.args, self._world_size, dataloader.batch_sampler
+        needs_one = args.batch_eval_metrics or "inputs" in args.include_for_metrics
+        if self.ddp is None or team == 1 or is_stream(dataloader) or needs_one or batches is None:
             return dataloader
-        if min(self.args.eval_batch_size, len(dataloader.dataset)) < team:  # type: ignore[arg-type]
+        whole = _Batches(dataloader, list(batches))
+        if len(whole) < team:
             return dataloader
-        return self.ddp.eval_loader(dataloader)
+        size, workers = max(team, _EVALUATED_BATCHES), args.dataloader_num_workers
+        loader = self.ddp.eval_loader(whole, batch_size=size, collate_fn=list, num_workers=workers)
+        loader.dataset = dataloader.dataset  # of which the Trainer wants to know the length
+        return loader
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, in a team each rank its part; all ranks then have the rows of all."""
         if not isinstance(dataloader, EvaluationLoader) or self.ddp is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        ddp = self.ddp
+        ddp, step, num_rows = self.ddp, self.prediction_step, 0
+
+        def predict(model: nn.Module, batches: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal num_rows
+            found, num_rows = [], 0
+            for batch in batches:
+                with ddp.emulated_slowness():
+                    loss, *rows = step(model, batch, *args, **kwargs)
+                size = find_batch_size(batch)
+                num_rows += size
+                found.append([None if loss is None else loss.repeat(size), *rows])
+            return [_concatenated(parts) for parts in zip(*found, strict=True)]
 
         def gather(values: Any) -> Any:
-            # The loss is repeated for a full batch, and this rank's part may be smaller.
-            return ddp.gather(tree_map(lambda rows: rows[: dataloader.num_samples], values))
+            # evaluation_loop repeats the loss, which here has a row for each sample already.
+            return ddp.gather(tree_map(lambda rows: rows[:num_rows], values))
 
-        self.gather_function = gather
-        vars(self.accelerator)["pad_across_processes"] = self._pad
+        self.__dict__.update(prediction_step=predict, gather_function=gather)
+        self.accelerator.__dict__["pad_across_processes"] = self._pad
         try:
             with ddp.assembly.engine.team.in_phase(EVALUATING):
                 return super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
-            del vars(self.accelerator)["pad_across_processes"]
+            del self.__dict__["prediction_step"], self.accelerator.__dict__["pad_across_processes"]
 
     def _pad(self, values: Any, dim: int = 0, pad_index: int = 0) -> Any:
         """Pad tensors to the longest of all ranks; all call it together."""
@@ -477,8 +555,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # a Trainer, for mypy of any k
         assert self.ddp is not None
         written = "writing the Trainer's checkpoint"
         # It may be divided among ranks, which have to gather it together.
-        whole, kept = self.optimizer.state_dict(), vars(self.optimizer).get("state_dict")
-        vars(self.optimizer)["state_dict"] = lambda: whole
+        whole, kept = self.optimizer.state_dict(), self.optimizer.__dict__.get("state_dict")
+        self.optimizer.__dict__["state_dict"] = lambda: whole
         try:
             if not self.args.should_save:
                 self._sum(written)
@@ -487,9 +565,9 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # a Trainer, for mypy of any k
             if self.args.should_save:
                 self._sum(written)
         finally:
-            del vars(self.optimizer)["state_dict"]
+            del self.optimizer.__dict__["state_dict"]
             if kept is not None:
-                vars(self.optimizer)["state_dict"] = kept
+                self.optimizer.__dict__["state_dict"] = kept
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:  # all ranks have one file: evener derives its random numbers
@@ -509,5 +587,5 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # a Trainer, for mypy of any k
         return super().hyperparameter_search(*args, **kwargs)
 
 
-class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # it has no types
+class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # has no types
     """``transformers.Trainer`` on evener's team; see ``TrainerMixin``."""
