@@ -9,11 +9,12 @@ it, both from the end of the first step of a turn to the end of its last.
 """
 
 import argparse
-import statistics
+import os
 import tempfile
 import time
 
 import torch
+from report import load_before, make_parser, ratios, spread, text_of, write_report
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from evener import Ddp, DdpConfig
@@ -88,25 +89,32 @@ def by_loop(arguments: argparse.Namespace, data: list[dict[str, torch.Tensor]]) 
 
 
 def main() -> None:
-    """Take turns, and print the ratio of each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=6)
+    """Take turns; print the ratio."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--quick", action="store_true", help="3 rounds")
     arguments = parser.parse_args()
+    rounds = 3 if arguments.quick else arguments.rounds
+    before = load_before()
     texts = torch.randint(256, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": text, "labels": text} for text in texts]
-    ratios = []
-    for turn in range(arguments.turns):
-        ways = [by_trainer, by_loop]
-        step_s = {way: way(arguments, data) for way in (ways if turn % 2 else reversed(ways))}
-        ratios.append(step_s[by_trainer] / step_s[by_loop])
-        print(
-            f"Trainer {step_s[by_trainer] * 1e3:.1f} ms, loop {step_s[by_loop] * 1e3:.1f} ms: "
-            f"ratio {ratios[-1]:.3f}",
-            flush=True,
-        )
-    print(f"median ratio {statistics.median(ratios):.3f}")
+    ways = [by_trainer, by_loop]
+    seconds: dict[object, list[float]] = {way: [] for way in ways}
+    for number in range(rounds):
+        for way in ways if number % 2 else reversed(ways):
+            seconds[way].append(way(arguments, data))
+    rows = [
+        {
+            "name": "trainer",
+            **spread("loop_ms", [1000 * step_s for step_s in seconds[by_loop]]),
+            **spread("ratio", ratios(seconds[by_trainer], seconds[by_loop])),
+        }
+    ]
+    if os.environ.get("RANK", "0") == "0":
+        print(text_of(rows))
+        write_report(arguments, before, rows)
 
 
 if __name__ == "__main__":

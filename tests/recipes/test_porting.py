@@ -131,6 +131,7 @@ def test_a_port_from_a_library_ends_as_the_library_does(name: str, tmp_path: Pat
     compare(name, tmp_path, world_size_before=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_port_of_an_example_of_accelerate_ends_as_it_does(name: str, tmp_path: Path) -> None:
     Zygote.get().preload("transformers", "transformers.models.bert", "accelerate")
