@@ -61,7 +61,6 @@ _TEAM: Final = (
     "OMPI_COMM_WORLD_SIZE",
     "MV2_COMM_WORLD_SIZE",
 )
-_STEPPING_IN_BACKWARD: Final = ("lomo", "layerwise")
 #: Batches of the fastest rank in a round of an evaluation, whose rows are gathered together.
 _EVALUATED_BATCHES: Final = 8
 _Base: Any = object
@@ -112,75 +111,56 @@ transformers.TrainingArguments._setup_devices = _make_setup_devices(
 # ── what cannot hold ─────────────────────────────────────────────────────────────────────────────
 
 
-def _refuse(*refused: tuple[object, str, str, str]) -> None:
-    """Refuse what means something else, or nothing, in a team of unequal ranks.
+_WHOLE: Final = "each rank of evener holds the whole model on one device; leave it out"
+#: Options that mean something else, or nothing, in a team of unequal ranks: cause and remedy.
+_REFUSED: Final = {
+    "deepspeed": _WHOLE,
+    "fsdp": _WHOLE,
+    "parallelism_config": _WHOLE,
+    "device_map": _WHOLE,
+    "auto_find_batch_size": "one rank would start over with another batch size, and the others "
+    "would not; set per_device_train_batch_size to what the smallest device holds",
+    "train_sampling_strategy": "it packs batches for equal ranks; use 'random'",
+    "split_batches": "evener's loader splits batches, by speed; leave it and dispatch_batches out",
+    "eval_use_gather_object": "ranks unpickle nothing from one another; leave it out, and return "
+    "tensors from prediction_step",
+    "optim": "it updates parameters during backward, before gradients are averaged; use another "
+    "optimizer, such as adamw_torch",
+    "train_dataset": "a stream cannot be split by speed; give a data set with len and [index]",
+    "hyperparameter_search": "its trials are drawn on one rank alone; search on one device",
+    ELASTIC: "a worker that joins does not know where the Trainer is in its run; start a fixed "
+    "team (evener launch --nproc N), and resume with another number of ranks",
+}
 
-    Args:
-        *refused: Whether it was given, what it is, why it cannot hold, and what to do.
+
+def _refuse(**given: object) -> None:
+    """Refuse the first of these options that is given.
 
     Raises:
-        ConfigError: For the first one that was given.
+        ConfigError: Names the value, the cause and the remedy.
     """
-    for given, what, cause, remedy in refused:
-        if given:
-            raise ConfigError(f"evener.hf.Trainer cannot train with {what}: {cause}; {remedy}")
+    for name, value in given.items():
+        if value:
+            raise ConfigError(f"evener.hf.Trainer: {name} is {value}, but {_REFUSED[name]}")
 
 
 def _check_arguments(args: Any) -> None:
-    optim, environ = str(getattr(args.optim, "value", args.optim)), os.environ
-    accelerator, whole = args.accelerator_config, "each rank of evener holds the whole model"
+    optim = str(getattr(args.optim, "value", args.optim))
+    strategy, accelerator, environ = (
+        args.train_sampling_strategy,
+        args.accelerator_config,
+        os.environ,
+    )
     _refuse(
-        (
-            args.deepspeed or environ.get("ACCELERATE_USE_DEEPSPEED") == "true",
-            f"deepspeed={args.deepspeed!r}",
-            whole,
-            "leave deepspeed out, or use transformers.Trainer with it",
-        ),
-        (
-            args.fsdp or environ.get("ACCELERATE_USE_FSDP") == "true",
-            f"fsdp={args.fsdp!r}",
-            whole,
-            "leave fsdp out, or use transformers.Trainer with it",
-        ),
-        (args.parallelism_config, "parallelism_config", whole, "leave it out"),
-        (
-            args.auto_find_batch_size,
-            "auto_find_batch_size=True",
-            "one rank would start over with another batch size, and the others would not",
-            "set per_device_train_batch_size to what the smallest device holds, and raise "
-            "gradient_accumulation_steps",
-        ),
-        (
-            args.train_sampling_strategy == "batch_rebalance",
-            "train_sampling_strategy='batch_rebalance'",
-            "it packs batches for equal ranks",
-            "use 'random' or 'group_by_length'",
-        ),
-        (
-            accelerator.split_batches or accelerator.dispatch_batches,
-            "split_batches or dispatch_batches in accelerator_config",
-            "evener's loader splits the batches, by speed",
-            "leave both out",
-        ),
-        (
-            args.eval_use_gather_object,
-            "eval_use_gather_object=True",
-            "ranks exchange tensors and unpickle nothing from one another",
-            "leave it out, and return tensors from prediction_step",
-        ),
-        (
-            any(word in optim for word in _STEPPING_IN_BACKWARD),
-            f"optim={optim!r}",
-            "it updates parameters during backward, before gradients are averaged",
-            "use another optimizer, such as adamw_torch",
-        ),
-        (
-            ELASTIC in environ,
-            f"an elastic team ({ELASTIC}={environ.get(ELASTIC)})",
-            "a worker that joins does not know where the Trainer is in its run",
-            "start a fixed team (evener launch --nproc N), and resume from the Trainer's "
-            "checkpoint with another number of ranks",
-        ),
+        deepspeed=args.deepspeed or environ.get("ACCELERATE_USE_DEEPSPEED"),
+        fsdp=args.fsdp or environ.get("ACCELERATE_USE_FSDP"),
+        parallelism_config=args.parallelism_config,
+        auto_find_batch_size=args.auto_find_batch_size,
+        train_sampling_strategy=strategy == "batch_rebalance" and strategy,
+        split_batches=accelerator.split_batches or accelerator.dispatch_batches,
+        eval_use_gather_object=args.eval_use_gather_object,
+        optim=("lomo" in optim or "layerwise" in optim) and optim,
+        **{ELASTIC: environ.get(ELASTIC)},
     )
 
 
@@ -236,18 +216,6 @@ class _SavedState:
         self._trainer.state = TrainerState(**json.loads(state["state"]))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Epoch:
-    """What the Trainer's methods want to know after a step."""
-
-    model: nn.Module
-    number: int
-    steps: int
-    trial: Any
-    ignore_keys: Any
-    start_time: float
-
-
 class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
     """Makes a subclass of ``transformers.Trainer`` train on evener's team; name it first.
 
@@ -262,7 +230,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         ConfigError: An option cannot hold on unequal ranks.
     """
 
-    ddp: Ddp | None = None
+    ddp: Any = None  # a Ddp
     ddp_config: DdpConfig = DdpConfig()
 
     # The Trainer's own.
@@ -271,20 +239,10 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        kind = type(self.train_dataset).__name__
+        data = self.train_dataset
         _refuse(
-            (
-                self.train_dataset is not None and is_stream(self.train_dataset),
-                f"a train_dataset without [index] ({kind})",
-                "a stream cannot be split by speed",
-                "give a data set with len and [index]: load_dataset without streaming=True",
-            ),
-            (
-                self.is_model_parallel,
-                f"a model on several devices ({self.model.__dict__.get('hf_device_map')})",
-                "each rank has one device",
-                "load the model without device_map",
-            ),
+            train_dataset=is_stream(data) and type(data).__name__,
+            device_map=self.is_model_parallel and self.model.hf_device_map,
         )
         place = DistributedTrainConfig.from_env()
         if place.launched_by == "alone":
@@ -293,7 +251,6 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         # So the Trainer counts steps as one process whose batches have samples for all ranks.
         self._train_batch_size *= place.world_size
         self._world_size = place.world_size
-        self._epoch: _Epoch | None = None
         self._weight: float | None = None
         self._own_flos = self._own_tokens = 0
         self._hook: Any = None
@@ -339,19 +296,16 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         ddp.assembly.engine.commits_at_once = True
         ddp.on_commit(self._after_step)
         ddp.register("trainer", _SavedState(self))
-        self.accelerator.backward = self._backward
+        self.accelerator.backward = lambda loss, **_: ddp.backward(loss, weight=self._weight)
         if self._hook is not None:
             self._hook.remove()
-        called = TrainerCallback.on_pre_optimizer_step
-        if any(
-            type(c).on_pre_optimizer_step is not called for c in self.callback_handler.callbacks
-        ):
+        plain, callbacks = TrainerCallback.on_pre_optimizer_step, self.callback_handler.callbacks
+        if any(type(one).on_pre_optimizer_step is not plain for one in callbacks):
             self._hook = self.optimizer.register_step_pre_hook(self._before_update)
         return ddp
 
     def _make_loader(self, dataloader: DataLoader[Any]) -> Any:
         """Return evener's loader in the place of the Trainer's, at the position of ``state``."""
-        assert self.ddp is not None
         args, batches = self.args, dataloader.batch_sampler
         sampler: Any = getattr(batches, "sampler", None) or dataloader.sampler
         count = len(sampler)
@@ -369,30 +323,24 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         engine.run.positions.restore([position])
         engine.run.progress = Progress(window=steps, steps=steps)
         engine.rounds.state = engine.rounds.state._replace(window=steps)
+        kept = {
+            name: getattr(dataloader, name) for name in ("collate_fn", "num_workers", "pin_memory")
+        }
+        ordered = DataLoader(dataloader.dataset, size, sampler=self._order, **kept)
         return self.ddp.loader(
-            DataLoader(
-                dataloader.dataset,
-                batch_size=size,
-                sampler=self._order,
-                collate_fn=dataloader.collate_fn,
-                num_workers=args.dataloader_num_workers,
-                pin_memory=args.dataloader_pin_memory,
-            ),
-            seed=seed,
-            micro_batch_size=args.per_device_train_batch_size,
+            ordered, seed=seed, micro_batch_size=args.per_device_train_batch_size
         )
 
     def _run_epoch(self, *, model: nn.Module, epoch: int, **run: Any) -> None:
         """Train an epoch by evener's plans: a rank has as many micro-batches as its share needs."""
-        assert self.ddp is not None
         ddp, handler, opens = self.ddp, self.callback_handler, True
-        self._epoch = _Epoch(
-            model,
-            epoch,
-            run["steps_in_epoch"],
-            run["trial"],
-            run["ignore_keys_for_eval"],
-            run["start_time"],
+        self._steps_in_epoch = run["steps_in_epoch"]
+        self._log_save_evaluate = functools.partial(
+            self._maybe_log_save_evaluate,
+            self._tr_loss,
+            model=model,
+            epoch=epoch,
+            **{name: run[name] for name in ("trial", "ignore_keys_for_eval", "start_time")},
         )
         self.current_gradient_accumulation_steps = 1  # losses are not divided: they have weights
         self._order.epoch = epoch
@@ -411,11 +359,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
             if not opens:
                 self.control = handler.on_substep_end(self.args, self.state, self.control)
         self.control = handler.on_epoch_end(self.args, self.state, self.control)
-        self._report(None)
-
-    def _backward(self, loss: Tensor, **kwargs: Any) -> None:
-        assert self.ddp is not None
-        self.ddp.backward(loss, weight=self._weight)
+        self._report(None, None)
 
     def _before_update(self, *args: Any) -> None:
         handler = self.callback_handler
@@ -423,8 +367,6 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
 
     def _after_step(self, result: WindowResult) -> None:
         """Do what the Trainer does after an optimizer step; on every rank that is not parked."""
-        assert self.ddp is not None
-        assert self._epoch is not None
         ddp, state, handler = self.ddp, self.state, self.callback_handler
         if ddp.is_main_process != self.args.should_save and not self.args.save_on_each_node:
             self._follow_main()
@@ -433,40 +375,28 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
             self._tr_loss += result.loss
         state.global_step += 1
         done = -(-result.committed[1] // self.get_total_train_batch_size(self.args))
-        done = min(done * self.args.gradient_accumulation_steps, self._epoch.steps)
-        state.epoch = self._epoch.number + done / self._epoch.steps
+        done = min(done * self.args.gradient_accumulation_steps, self._steps_in_epoch)
+        state.epoch = result.epoch + done / self._steps_in_epoch
         self.control = handler.on_step_end(self.args, state, self.control)
-        self._report(result)
+        self._report(result.grad_norm, result.lr)
         if self.control.should_training_stop:
             ddp.stop()
             self._sum("stopping (TrainerControl.should_training_stop)")
 
     def _follow_main(self) -> None:
         """Let another rank write and log where the main process is parked."""
-        assert self.ddp is not None
         is_main, state = self.ddp.is_main_process, PartialState()
         state.process_index = 0 if is_main else max(self.ddp.rank, 1)
         self.state.is_world_process_zero = is_main
 
-    def _report(self, result: WindowResult | None) -> None:
+    def _report(self, grad_norm: float | None, learning_rate: float | None) -> None:
         """Log, evaluate and save where that is due; all ranks call it together."""
-        now, control = self._epoch, self.control
-        assert now is not None
-        if result is None or control.should_log or control.should_save:
+        if grad_norm is None or self.control.should_log or self.control.should_save:
             flos, tokens = self._sum("counting operations", self._own_flos, self._own_tokens)
             self.current_flos += flos
             self.state.num_input_tokens_seen += tokens
             self._own_flos = self._own_tokens = 0
-        self._maybe_log_save_evaluate(
-            self._tr_loss,
-            None if result is None else result.grad_norm,
-            now.model,
-            now.trial,
-            now.number,
-            now.ignore_keys,
-            now.start_time,
-            learning_rate=None if result is None else result.lr,
-        )
+        self._log_save_evaluate(grad_norm=grad_norm, learning_rate=learning_rate)
 
     def _count(self, inputs: Mapping[str, Any]) -> None:
         self._own_flos += int(self.floating_point_ops(inputs))
@@ -477,7 +407,6 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
 
     def _sum(self, what: str, *values: int) -> list[int]:
         """Return the sums over ranks; all that are present call it together."""
-        assert self.ddp is not None
         told = self.ddp.assembly.engine.collectives.ask(what, values)
         return [sum(column) for column in zip(*told.values(), strict=True)]
 
@@ -537,7 +466,6 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
     def _pad(self, values: Any, dim: int = 0, pad_index: int = 0) -> Any:
         """Pad tensors to the longest of all ranks; all call it together."""
         ddp = self.ddp
-        assert ddp is not None
 
         def pad(rows: Tensor) -> Tensor:
             if rows.dim() <= dim:
@@ -552,7 +480,6 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save; the ranks that write do so first, and all ranks go on when it is on disk."""
-        assert self.ddp is not None
         written = "writing the Trainer's checkpoint"
         # It may be divided among ranks, which have to gather it together.
         whole, kept = self.optimizer.state_dict(), self.optimizer.__dict__.get("state_dict")
@@ -574,16 +501,9 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
             super()._save_rng_state(output_dir)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search on one rank; refused in a team.
-
-        Raises:
-            ConfigError: There are several ranks.
-        """
-        if self._world_size > 1:
-            raise ConfigError(
-                f"hyperparameter_search on {self._world_size} ranks: its trials are drawn on one "
-                "process and not on the others; run the search on one device"
-            )
+        """Search on one rank; refused in a team."""
+        team = f"called on {self._world_size} ranks"
+        _refuse(hyperparameter_search=team if self._world_size > 1 else None)
         return super().hyperparameter_search(*args, **kwargs)
 
 
