@@ -51,6 +51,13 @@ except ImportError as error:
         "pip install 'evener[hf]'"
     ) from error
 
+if not hasattr(transformers.Trainer, "_run_epoch"):
+    # It would train by its own loop, on each rank for itself.
+    raise ImportError(
+        "evener.hf takes the place of Trainer._run_epoch, which transformers "
+        f"{transformers.__version__} does not have: pip install 'transformers>=5.23,<6'"
+    )
+
 __all__ = ["Trainer", "TrainerMixin"]
 
 #: By these Accelerate recognises a team, for which it would make a process group of its own.
