@@ -23,7 +23,7 @@ LAYOUT = "TEST_SLURM_LAYOUT"
 
 Layout = Sequence[Mapping[str, int]]
 
-_FLAGS = ("--kill-on-bad-exit=0", "--cpus-per-task", "--het-group")
+_FLAGS = ("--kill-on-bad-exit=0", "--no-kill", "--cpus-per-task", "--het-group")
 
 
 def install(folder: Path) -> Path:
@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str]) -> dict[int, list[str]]:
         at, groups = 0, [0]
         while at < len(block) and block[at].startswith("-"):
             name, _, value = block[at].partition("=")
-            if not value or (name not in _FLAGS and block[at] not in _FLAGS):
+            if block[at] not in _FLAGS and not (value and name in _FLAGS):
                 sys.exit(f"srun: unrecognized option {block[at]!r}")
             if name == "--het-group":
                 groups = [int(number) for number in value.split(",")]
