@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -39,8 +39,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from unequal import pin
 from ways import Evener, Setting, TunedDdp, Way
-
-from evener import DdpConfig, EvenerError
 
 sys.path.append(str(ROOT / "tests"))
 from helpers.machines import ADDRESSES, Machines
@@ -117,7 +115,7 @@ SYNC_OPTIONS: dict[str, dict[str, str]] = {
     "sync.off": {"overlap": "off"},
     "sync.on": {"overlap": "on"},
     "sync.auto": {"overlap": "auto"},
-    "sync.bf16": {"overlap": "on", "wire": "bfloat16"},
+    "sync.bf16": {"wire": "bfloat16"},
 }
 WAYS: dict[str, Callable[[Team, Setting, str], Way]] = {
     "ddp.1mb": lambda *which: BucketDdp(*which, 1),
@@ -131,14 +129,6 @@ WAYS: dict[str, Callable[[Team, Setting, str], Way]] = {
     "cadence": lambda team, setting, name: Evener(team, setting, "cadence", name=name),
     "async": lambda team, setting, name: Evener(team, setting, "async", name=name),
 }
-
-
-def exists(way: str) -> bool:
-    """Return whether this version of evener has the options of a way."""
-    with suppress(EvenerError, TypeError):
-        DdpConfig(**SYNC_OPTIONS.get(way, {}))
-        return True
-    return False
 
 
 def main() -> None:
@@ -161,14 +151,13 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    ways = [way for way in WAYS if exists(way)]
     parser = make_parser(__doc__)
     parser.add_argument(
         "--rates", type=numbers, default=[100, 200, 1000, 10_000], metavar="MBIT/S,..."
     )
     parser.add_argument("--sizes", type=some_of(SIZES), default=list(SIZES), metavar="NAME,...")
     parser.add_argument("--teams", type=some_of(TEAMS), default=list(TEAMS), metavar="NAME,...")
-    parser.add_argument("--ways", type=some_of(ways), default=ways, metavar="NAME,...")
+    parser.add_argument("--ways", type=some_of(WAYS), default=list(WAYS), metavar="NAME,...")
     parser.add_argument(
         "--samples", type=int, default=4, help=f"of {SEQ_LEN} tokens, per rank and step"
     )
@@ -187,7 +176,7 @@ def run_case(rate: int, case: dict[str, Any]) -> list[dict[str, Any]]:
 
     def start(command: Sequence[str]) -> int:
         with ExitStack() as stack:
-            machines = stack.enter_context(Machines(NUM_MACHINES, f"{rate}mbit"))
+            machines = stack.enter_context(Machines(f"{rate}mbit"))
             ranks = []
             for rank in range(count):
                 machine, local_rank = divmod(rank, count // NUM_MACHINES)

@@ -222,14 +222,13 @@ def plans(started: list[Any], commands: list[list[str]]) -> list[Any]:
 def test_a_slurm_job_starts_a_launcher_on_each_node(
     engine: Engine, started: list[Any], monkeypatch: pytest.MonkeyPatch, code: int, requeued: int
 ) -> None:
-    layout = [{"new1": 1}, {"old1": 1, "old2": 1}]
     commands = engine.run(
         "bash",
         "examples/pretrain_elastic.sbatch",
         code=code,
         TEST_CODE=str(code),
         SLURM_GPUS_ON_NODE="2",
-        **slurm.batch_environment(layout, 4711),
+        **slurm.batch_environment([["new1"], ["old1", "old2"]], 4711),
     )
     assert commands.count(["scontrol", "requeue", "4711"]) == requeued
     monkeypatch.chdir(engine.folder)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from evener.averaging.feedback import ErrorFeedback
 from evener.averaging.norms import norm_of, norms_of
 from evener.comm.background import BackgroundJob
 from evener.comm.base import Communicator
@@ -74,13 +75,16 @@ class OverlappedExchange:
 
     Args:
         flat: The ranks' buffers.
+        feedback: Of the buffers' gradients; exact by default.
 
     Attributes:
+        feedback: As given.
         has_begun: Whether pieces of this window leave, or have left.
     """
 
-    def __init__(self, flat: FlatBuffers) -> None:
+    def __init__(self, flat: FlatBuffers, feedback: ErrorFeedback | None = None) -> None:
         self._flat = flat
+        self.feedback = ErrorFeedback() if feedback is None else feedback
         self._comms: Sequence[Communicator] = ()
         self._jobs: list[BackgroundJob[None]] = []
         #: Bytes of a piece; 0 before ``cut``.
@@ -317,14 +321,23 @@ class OverlappedExchange:
             piece.made, piece.leaves_s, piece.ready = None, 0.0, threading.Event()
             if not (piece.due or piece.has_flags):
                 self._leave_early(piece)
-        self._start(window, [p.group.grad.data[p.start : p.stop] for p in self._pieces])
+        lost = [self.feedback.of(piece.group.grad) for piece in self._pieces]
+        self._start(window, [piece.group.grad.data for piece in self._pieces], lost)
 
-    def _start(self, window: int, tensors: Sequence[Tensor]) -> None:
-        numbered = list(enumerate(zip(self._pieces, tensors, strict=True)))
+    def _start(
+        self, window: int, buffers: Sequence[Tensor], losses: Sequence[Tensor | None]
+    ) -> None:
+        """Exchange the pieces of ``buffers``, one for each, with what was ``lost`` of those."""
+        numbered = [
+            (number, piece, buffer[piece.start : piece.stop], _part_of(lost, piece))
+            for number, (piece, buffer, lost) in enumerate(
+                zip(self._pieces, buffers, losses, strict=True)
+            )
+        ]
         step = len(self._comms)
 
         def exchange(comm: Communicator, first: int) -> None:
-            for number, (piece, tensor) in numbered[first::step]:
+            for number, piece, tensor, lost in numbered[first::step]:
                 while not piece.ready.wait(_LOOK_S):
                     if not threading.main_thread().is_alive():
                         return  # the script has ended without closing its team
@@ -335,7 +348,8 @@ class OverlappedExchange:
                 started_s = time.monotonic()
                 device, made = tensor.device, piece.made
                 with nullcontext() if made is None else kind_of(device).beside(device, made):
-                    comm.all_reduce(tensor, what=f"gradients of window {window}, piece {number}")
+                    what = f"gradients of window {window}, piece {number}"
+                    comm.all_reduce(tensor, what=what, lost=lost)
                 self._travels.append((started_s, time.monotonic()))
 
         for first, (job, comm) in enumerate(zip(self._jobs, self._comms, strict=True)):
@@ -397,12 +411,18 @@ class OverlappedExchange:
         self._backward_end_s = 0.0
         for piece in self._pieces:
             piece.made, piece.leaves_s, piece.ready = None, 0.0, threading.Event()
-        tensors = [p.group.grad.data[p.start : p.stop] for p in self._pieces]
+        buffers = {piece.group.grad: piece.group.grad.data for piece in self._pieces}
+        losses = {grad: self.feedback.of(grad) for grad in buffers}
         if not contributes:
-            tensors = [torch.zeros_like(tensor) for tensor in tensors]
+            buffers = {grad: torch.zeros_like(grad) for grad in buffers}
+            losses = {
+                grad: None if lost is None else torch.zeros_like(lost)
+                for grad, lost in losses.items()
+            }
         for piece in self._pieces:
             self._release(piece)
-        self._start(window, tensors)
+        grads = [piece.group.grad for piece in self._pieces]
+        self._start(window, [buffers[grad] for grad in grads], [losses[grad] for grad in grads])
 
     def finish(self) -> None:
         """Wait until the buffers hold the sums; all ranks call it together."""
@@ -475,6 +495,10 @@ class OverlappedExchange:
 
 def _not_ahead() -> float:
     return 0.0
+
+
+def _part_of(lost: Tensor | None, piece: Piece) -> Tensor | None:
+    return None if lost is None else lost[piece.start : piece.stop]
 
 
 def _arrive(weak: "weakref.ref[OverlappedExchange]", i: int, _: Tensor) -> None:

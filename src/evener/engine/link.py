@@ -5,7 +5,9 @@ import time
 from typing import Final
 
 import torch
+from torch import Tensor
 
+from evener.averaging.feedback import ErrorFeedback
 from evener.comm.base import Communicator
 from evener.engine.team import Team
 from evener.planning.pieces import ExchangeCost
@@ -19,7 +21,9 @@ _LEAST_S: Final = 0.004
 _MOST: Final = 2**21
 
 
-def time_link(comm: Communicator, team: Team, device: torch.device) -> ExchangeCost:
+def time_link(
+    comm: Communicator, team: Team, device: torch.device, feedback: ErrorFeedback
+) -> ExchangeCost:
     """Time sums over the ranks of ``comm``, which call it together.
 
     It takes 0.2 s over 100 Mbit/s.
@@ -28,11 +32,12 @@ def time_link(comm: Communicator, team: Team, device: torch.device) -> ExchangeC
         comm: What is timed.
         team: Tells which of its ranks are on this host.
         device: Where this rank's gradients lie.
+        feedback: Of gradients, which may be rounded on their way.
     """
-    short_s, _ = _time(comm, _SHORT, device)
+    short_s, _ = _time(comm, torch.zeros(_SHORT, device=device), feedback)
     numel = _LONG
     while True:
-        long_s, processor_s = _time(comm, numel, device)
+        long_s, processor_s = _time(comm, torch.zeros(numel, device=device), feedback)
         if long_s >= _LEAST_S or numel >= _MOST:
             break
         numel *= 4
@@ -45,13 +50,13 @@ def time_link(comm: Communicator, team: Team, device: torch.device) -> ExchangeC
     return ExchangeCost(byte_s, short_s, max(own for (own,) in parts))
 
 
-def _time(comm: Communicator, numel: int, device: torch.device) -> tuple[float, float]:
+def _time(comm: Communicator, tensor: Tensor, feedback: ErrorFeedback) -> tuple[float, float]:
     """Return the seconds of a sum on the slowest rank, and the processor's on this rank."""
-    tensor = torch.zeros(numel, device=device)
+    lost = feedback.of(tensor)
     best = (0.0, 0.0)
     for attempt in range(1 + _TIMES):
         started = time.perf_counter(), time.process_time()
-        comm.all_reduce(tensor, what="timing the link")
+        comm.all_reduce(tensor, what="timing the link", lost=lost)
         found = time.perf_counter() - started[0], time.process_time() - started[1]
         best = min(best, found) if attempt > 1 else found
     rows = comm.all_gather_rows([best[0]], what="seconds of exchanges")

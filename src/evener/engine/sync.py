@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn, final
 import torch
 from torch.optim import Optimizer
 
+from evener.averaging.feedback import ErrorFeedback
 from evener.averaging.gradients import GradientAverager
 from evener.averaging.overlap import OverlappedExchange
 from evener.averaging.weights import power_of_two_near
@@ -37,6 +38,8 @@ from evener.protocol.row import ALL, Purpose, checksum
 
 #: An epoch may be lengthened by this part, so that every rank has work in its first window.
 _LONGER_EPOCH: Final = 0.01
+#: Backends whose exchanges wait for a link between hosts.
+_ACROSS_HOSTS: Final = ("gloo", "hosts")
 
 
 @final
@@ -61,7 +64,7 @@ class SyncEngine(Engine):
         super().__init__(team, training, options, ApplyPolicy.SYNC, consensus)
         self.lookahead = Lookahead(self.generations, self.run, policy, options.guards)
         policy.set_absent(team.absent)
-        self._overlap = OverlappedExchange(self.flat)
+        self._overlap = OverlappedExchange(self.flat, ErrorFeedback(options.wire))
         #: The generation whose ranks it joins, and what an exchange costs there, until it is known
         #: whether overlap pays.
         self._overlaps_in = -1
@@ -177,12 +180,12 @@ class SyncEngine(Engine):
         self._overlaps_in = self.rounds.state.generation
         if self._can_overlap():
             self.team.open_gradients()
-        self._overlap.use(gradients := self.team.gradients)
-        self._exchange_cost = (
-            time_link(gradients[0], self.team, self.flat.groups[0].grad.device)
-            if gradients
-            else None
-        )
+        overlap, gradients = self._overlap, self.team.gradients
+        overlap.use(gradients)
+        self._exchange_cost = None
+        if gradients:
+            device = self.flat.groups[0].grad.device
+            self._exchange_cost = time_link(gradients[0], self.team, device, overlap.feedback)
 
     def _can_overlap(self) -> bool:
         """Return whether gradients of the ranks that are present could travel during backward."""
@@ -190,7 +193,7 @@ class SyncEngine(Engine):
         kinds = {torch.device(team.people[rank].device).type for rank in team.members}
         # Inside a host most of an exchange is work for the cores that compute. On GPUs it has not
         # been measured.
-        pays = kinds == {"cpu"} and team.comm.backend == "gloo"
+        pays = kinds == {"cpu"} and team.comm.backend in _ACROSS_HOSTS
         is_wanted = wanted == "on" or (wanted == "auto" and pays)
         is_possible = kinds <= {"cpu", "cuda"} and not self._sharded.is_on
         return is_wanted and is_possible and len(team.members) > 1
@@ -250,6 +253,7 @@ class SyncEngine(Engine):
         if not whole_window or loss_scale.is_used:
             expected = self.run.expected_weight or float(self.batch_size or 1)
             scale = power_of_two_near(expected) / loss_scale.value
+            self._overlap.feedback.rescale(scale)
         return self._open(num_micro_batches, scale)
 
     def drop_share(self) -> None:

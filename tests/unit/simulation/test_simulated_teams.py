@@ -81,12 +81,6 @@ def test_sync_waits_for_the_last_rank():
     assert window.waits_s == pytest.approx((0.0, 0.01))
 
 
-def test_equal_ranks_have_equal_shares_and_wait_for_nobody():
-    for window in sync_team(ranks_at(10, 10, 10), batch_size=12).run(30):
-        assert [report.samples for report in window.reports] == [4, 4, 4]
-        assert window.waits_s == pytest.approx((0.0, 0.0, 0.0))
-
-
 def test_a_rank_that_is_too_slow_is_parked():
     team = sync_team(ranks_at(1000, 900, 1), Link(transfer_s=0.001), batch_size=64)
     windows = team.run(40)
