@@ -1,6 +1,6 @@
 """A stand-in for SLURM: ``srun`` starts tasks on this machine, one for each node of a component.
 
-It knows the options that ``examples/pretrain_elastic.sbatch`` uses. ``TEST_NODES`` names the nodes of each
+It knows the options of ``examples/pretrain_elastic.sbatch``. ``TEST_NODES`` names the nodes of each
 component of a heterogeneous job, as JSON: ``[["new1"], ["old1", "old2"]]``.
 """
 
