@@ -161,7 +161,7 @@ def test_node_0_of_a_train_job_runs_the_coordinator(
         "PET_MASTER_PORT": "29500",
     }.items():
         monkeypatch.setenv(variable, value)
-    words = [word.replace("/work/run.yaml", str(run)) for word in trainer["command"][1:]]
+    words = [word.replace("/team/run.yaml", str(run)) for word in trainer["command"][1:]]
     assert cli.main(words) == 0
     (plan,) = started
     assert plan.elastic == "1:2"
@@ -283,7 +283,7 @@ def test_a_dstack_task_is_one_team_on_unlike_nodes(
     assert len({json.dumps(group["resources"]) for group in task["groups"]}) == 2
     ranks = [group for group in task["groups"] for _ in range(group["nodes"])]
     for rank, group in enumerate(ranks):
-        script = "\n".join(group["commands"]).replace("/work", str(engine.folder))
+        script = "\n".join(group["commands"]).replace("/team", str(engine.folder))
         commands = engine.run(
             *("bash", "-c", script),
             EVENER_TOKEN=TOKEN,
@@ -311,7 +311,7 @@ def test_a_skypilot_task_joins(
     }
     given = dict.fromkeys([*task["envs"], *task["secrets"]], TOKEN) | {"COORDINATOR": "10.0.0.5:1"}
     assert all(f"--env {name}" in text or f"--secret {name}" in text for name in given)
-    script = task["run"].replace("/work", str(engine.folder))
+    script = task["run"].replace("/team", str(engine.folder))
     commands = engine.run("bash", "-c", script, SKYPILOT_NUM_GPUS_PER_NODE="4", **given)
     monkeypatch.chdir(engine.folder)
     (plan,) = plans(started, commands)

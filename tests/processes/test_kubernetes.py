@@ -201,7 +201,7 @@ def test_a_train_job_survives_the_loss_of_a_node(tmp_path: Path) -> None:
             **container,
             "command": trainer["command"],
             "env": [*trainer["env"], *env],
-            "workingDir": "/work",
+            "workingDir": "/team",
         }
         spec = {**pod, "containers": [merged]}
         claims = {"evener-work": tmp_path}
