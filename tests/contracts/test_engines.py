@@ -123,15 +123,6 @@ def test_unequal_pools_start_a_worker_for_each_gpu() -> None:
     assert pools == {"large": (2, "4"), "small": (3, "1")}
 
 
-def test_pods_ask_for_the_name_of_the_service() -> None:
-    found = manifests()
-    (port,) = found["Service evener-coordinator"]["spec"]["ports"]
-    (worker,) = found["Job evener-workers"]["spec"]["template"]["spec"]["containers"]
-    assert worker["command"][2] == f"evener-coordinator:{port['port']}"
-    labels = found["StatefulSet evener-coordinator"]["spec"]["template"]["metadata"]["labels"]
-    assert found["Service evener-coordinator"]["spec"]["selector"] == labels
-
-
 # ── commands ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -164,7 +155,7 @@ def test_node_0_of_a_train_job_runs_the_coordinator(
     words = [word.replace("/team/run.yaml", str(run)) for word in trainer["command"][1:]]
     assert cli.main(words) == 0
     (plan,) = started
-    assert plan.elastic == "1:2"
+    assert plan.elastic == "1:64"
     assert plan.nproc == 1
     assert (plan.nodes.number, plan.nodes.most) == (1, 2)
     assert (plan.nodes.host, plan.nodes.port) == ("evener-node-0-0.evener", 29500)
