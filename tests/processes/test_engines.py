@@ -18,8 +18,12 @@ from helpers.source import ROOT
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 HOST = f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}.1"
-SSH = """#!/bin/bash
-cd "boxes/$1" && exec bash -c "$2"
+#: A command on another box does not inherit that a script's background jobs ignore SIGINT.
+SSH = f"""#!{sys.executable} -S
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.chdir("boxes/" + sys.argv[1])
+os.execlp("bash", "bash", "-c", sys.argv[2])
 """
 
 
@@ -97,6 +101,7 @@ def test_boxes_train_together_and_leave_on_ctrl_c(lab: Lab) -> None:
     ended = running.end()
     assert ended.code == 128 + signal.SIGTERM, ended.err
     run = lab.path_of()
+    assert (run.events[-1]["type"], run.events[-1]["reason"]) == ("run_finished", "stopped")
     assert run.checkpoints[-1].name == f"step-{run.events[-1]['window']}"
 
 
