@@ -112,6 +112,7 @@ class OverlappedExchange:
         self._travels: list[tuple[float, float]] = []
         #: Begins and ends of the backward passes of the last micro-batch.
         self._laps: list[Milestone | float] = []
+        self._processor_s = 0.0
         self.has_begun = False
         #: Parameters, and the 2-norms of their gradients: of each one or of all together.
         self._measured: list[tuple[Sequence[int], Tensor]] = []
@@ -164,11 +165,13 @@ class OverlappedExchange:
         elif self.has_begun:
             self._flat.hide(self._left())
         self._laps.append(self._now())
+        self._processor_s -= time.process_time()
 
     def after_backward(self) -> None:
         """Keep apart what has come too late, and show gradients again."""
         if self._counts_now:
             self._laps.append(self._now())
+            self._processor_s += time.process_time()
         if not self.has_begun:
             return
         for i, grad in self._flat.reveal(self._left()).items():
@@ -192,6 +195,12 @@ class OverlappedExchange:
                 assert isinstance(end, float)
                 total_s += end - start
         return total_s
+
+    @property
+    def busy_cores(self) -> float:
+        """Return how many cores that backward has kept busy, on average."""
+        backward_s = self.backward_s
+        return self._processor_s / backward_s if backward_s > 0.0 else 0.0
 
     def flush(self) -> list[Tensor]:
         """Let the rest leave, as no backward follows.
@@ -231,7 +240,8 @@ class OverlappedExchange:
             self._cut_anew()
         if self._trained != [parameter.requires_grad for parameter in parameters]:
             self._watch()
-        self._counts, self._counts_now, self._laps = [0] * len(parameters), True, []
+        self._counts, self._counts_now = [0] * len(parameters), True
+        self._laps, self._processor_s = [], 0.0
         self._arrived, self._num_arrived = [0] * len(parameters), 0
 
     def _left(self) -> list[int]:

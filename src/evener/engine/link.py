@@ -23,7 +23,7 @@ _MOST: Final = 2**21
 
 def time_link(
     comm: Communicator, team: Team, device: torch.device, feedback: ErrorFeedback
-) -> ExchangeCost:
+) -> tuple[ExchangeCost, float]:
     """Time sums over the ranks of ``comm``, which call it together.
 
     It takes 0.2 s over 100 Mbit/s.
@@ -33,6 +33,9 @@ def time_link(
         team: Tells which of its ranks are on this host.
         device: Where this rank's gradients lie.
         feedback: Of gradients, which may be rounded on their way.
+
+    Returns:
+        The cost of an exchange, the same on all ranks; how many cores it leaves to this rank.
     """
     short_s, _ = _time(comm, torch.zeros(_SHORT, device=device), feedback)
     numel = _LONG
@@ -41,13 +44,12 @@ def time_link(
         if long_s >= _LEAST_S or numel >= _MOST:
             break
         numel *= 4
-    people = [team.people[rank] for rank in comm.numbers]
-    busy = sum(one.threads for one in people if one.host == team.people[team.rank].host)
-    are_spare = device.type != "cpu" or _count_cores() > busy
-    part = 0.0 if are_spare else min(1.0, processor_s / long_s)
-    parts = comm.all_gather_rows([part], what="processor time of exchanges")
     byte_s = max(long_s - short_s, 0.0) / (4 * (numel - _SHORT))
-    return ExchangeCost(byte_s, short_s, max(own for (own,) in parts))
+    people, own = [team.people[rank] for rank in comm.numbers], team.people[team.rank]
+    on_host = sum(one.host == own.host for one in people)
+    # Ranks of a host share its cores, unless each is kept to cores of its own.
+    cores = max(own.threads, _count_cores() / on_host)
+    return ExchangeCost(byte_s, short_s), cores - processor_s / long_s
 
 
 def _time(comm: Communicator, tensor: Tensor, feedback: ErrorFeedback) -> tuple[float, float]:

@@ -28,7 +28,7 @@ from evener.engine.share import Share, Stopwatch
 from evener.engine.team import Team
 from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import CollectiveError, NonFiniteGradientError, UsageError
-from evener.planning.pieces import ExchangeCost, choose_pieces, describe
+from evener.planning.pieces import ExchangeCost, choose_pieces, describe, processor_part
 from evener.planning.plans import WindowPlan
 from evener.planning.policies import ApplyPolicy, Policy
 from evener.planning.report import NOTHING, Report
@@ -69,6 +69,8 @@ class SyncEngine(Engine):
         #: whether overlap pays.
         self._overlaps_in = -1
         self._exchange_cost: ExchangeCost | None = None
+        #: How many cores an exchange leaves to this rank.
+        self._cores_left = 0.0
         self._averager = GradientAverager(self.flat, team.comm, self._overlap)
         self._sharded = training.sharded
         self._sharded.divide(team.comm)
@@ -185,7 +187,8 @@ class SyncEngine(Engine):
         self._exchange_cost = None
         if gradients:
             device = self.flat.groups[0].grad.device
-            self._exchange_cost = time_link(gradients[0], self.team, device, overlap.feedback)
+            found = time_link(gradients[0], self.team, device, overlap.feedback)
+            self._exchange_cost, self._cores_left = found
 
     def _can_overlap(self) -> bool:
         """Return whether gradients of the ranks that are present could travel during backward."""
@@ -205,6 +208,7 @@ class SyncEngine(Engine):
             return  # nothing is to be chosen, or a rank has computed nothing that tells
         self._exchange_cost = None
         backward_s = min(row.backward_s for row in rows)
+        cost = cost._replace(processor_part=max(row.slower for row in rows))
         chosen = choose_pieces(overlap.num_bytes, backward_s, cost)
         if self.options.overlap == "on" and not chosen.num_bytes:
             chosen = chosen._replace(num_bytes=overlap.num_bytes)
@@ -653,13 +657,16 @@ class SyncEngine(Engine):
             self.run.applied = applied._replace(result=result)
             if applied.leases:
                 self.lookahead.observe(list(result.ranks), unread.plan, math.nan)
-        overlap = self._overlap
+        overlap, measured = self._overlap, {}
+        if overlap.order and self._exchange_cost is not None:
+            measured["backward_s"] = overlap.backward_s
+            measured["slower"] = processor_part(overlap.busy_cores, self._cores_left)
         self.meet(
             purpose,
             begun=overlap.has_begun,
             late=overlap.is_late,
             order=checksum(overlap.order),
-            backward_s=overlap.backward_s if overlap.order else 0.0,
+            **measured,
             **said,
         )
 
