@@ -18,10 +18,11 @@ from helpers.source import ROOT
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 HOST = f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}.1"
-#: A command on another box does not inherit that a script's background jobs ignore SIGINT.
+#: Ctrl-C here reaches no command on another box, and none there ignores SIGINT.
 SSH = f"""#!{sys.executable} -S
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.setsid()
 os.chdir("boxes/" + sys.argv[1])
 os.execlp("bash", "bash", "-c", sys.argv[2])
 """
