@@ -41,7 +41,7 @@ _REPORTING: Final = "reporting to Ray Train (evener.ray.report)"
 _EXTRA: Final = "extra/"
 
 
-class _Meeting(NamedTuple):
+class _TeamAddress(NamedTuple):
     """Where a team meets.
 
     Attributes:
@@ -85,21 +85,21 @@ class _Meeting(NamedTuple):
 class _CoordinatorActor:
     """Runs the coordinator of a team; one that Ray starts again hears from the workers."""
 
-    def __init__(self, meeting: _Meeting) -> None:
-        self._meeting = meeting
-        host, port = parse_address(meeting.address, "the coordinator's address")
+    def __init__(self, team: _TeamAddress) -> None:
+        self._team = team
+        host, port = parse_address(team.address, "the coordinator's address")
         options = CoordinatorOptions(
             host=host,
             port=port or 0,
-            least=meeting.least,
-            most=meeting.most,
-            token=meeting.token.encode(),
+            least=team.least,
+            most=team.most,
+            token=team.token.encode(),
         )
         self._thread = CoordinatorThread(options, listen(options))
 
-    def meeting(self) -> _Meeting:
+    def team(self) -> _TeamAddress:
         """Return where its team meets."""
-        return self._meeting
+        return self._team
 
 
 # ── the backend ──────────────────────────────────────────────────────────────────────────────────
@@ -149,7 +149,7 @@ class _FixedBackend(Backend):  # type: ignore[misc]  # as above
 
     def __init__(self) -> None:
         self._coordinator: Any = None
-        self._meeting: _Meeting | None = None
+        self._team: _TeamAddress | None = None
 
     def on_start(self, worker_group: Any, backend_config: EvenerConfig) -> None:
         """Tell workers where their team meets; Ray calls it before they run the user's function."""
@@ -157,9 +157,9 @@ class _FixedBackend(Backend):  # type: ignore[misc]  # as above
         if len(worker_group) == world_size:  # else a worker replaces another one
             if self._coordinator is not None:
                 ray.kill(self._coordinator)
-            self._meeting = _choose_meeting(backend_config, world_size)
-            self._coordinator = _start_coordinator(self._meeting, backend_config.name)
-        worker_group.execute(_take_place, self._meeting)
+            self._team = _choose_address(backend_config, world_size)
+            self._coordinator = _start_coordinator(self._team, backend_config.name)
+        worker_group.execute(_take_place, self._team)
 
 
 class _ElasticBackend(_FixedBackend):
@@ -168,7 +168,7 @@ class _ElasticBackend(_FixedBackend):
     has_replica_groups = True
 
 
-def _choose_meeting(config: EvenerConfig, world_size: int) -> _Meeting:
+def _choose_address(config: EvenerConfig, world_size: int) -> _TeamAddress:
     least, most = config.min_workers or world_size, config.max_workers or world_size
     if not least <= world_size <= most:
         raise ConfigError(
@@ -179,10 +179,10 @@ def _choose_meeting(config: EvenerConfig, world_size: int) -> _Meeting:
     with bind(host, 0) as free:  # the actor takes it, each time that it starts
         address = join_address(host, free.getsockname()[1])
     token = secrets.token_hex(16)
-    return _Meeting(address, token, least, most, config.min_workers is not None)
+    return _TeamAddress(address, token, least, most, config.min_workers is not None)
 
 
-def _start_coordinator(meeting: _Meeting, name: str) -> Any:
+def _start_coordinator(team: _TeamAddress, name: str) -> Any:
     """Start the coordinator on this node; it ends with the only reference, which the caller has."""
     # A killed actor keeps its name for a moment, so each team's has a name of its own.
     unique = f"{name}/{secrets.token_hex(4)}"
@@ -190,8 +190,8 @@ def _start_coordinator(meeting: _Meeting, name: str) -> Any:
     node = ray.get_runtime_context().get_node_id()
     here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here, **named}
-    coordinator = ray.remote(_CoordinatorActor).options(**options).remote(meeting)
-    ray.get(coordinator.meeting.remote())  # it listens
+    coordinator = ray.remote(_CoordinatorActor).options(**options).remote(team)
+    ray.get(coordinator.team.remote())  # it listens
     return coordinator
 
 
@@ -199,9 +199,9 @@ def _world_size() -> int:
     return int(ray.train.get_context().get_world_size())
 
 
-def _take_place(meeting: _Meeting) -> None:
+def _take_place(team: _TeamAddress) -> None:
     rank = ray.train.get_context().get_world_rank()
-    meeting.enter(rank, f"ray/{rank}/{ray.get_runtime_context().get_actor_id()}")
+    team.enter(rank, f"ray/{rank}/{ray.get_runtime_context().get_actor_id()}")
 
 
 # ── workers of which Ray Train knows nothing ─────────────────────────────────────────────────────
@@ -210,10 +210,10 @@ def _take_place(meeting: _Meeting) -> None:
 class _ExtraWorker:
     """A further worker of an elastic team, as an actor."""
 
-    def run(self, meeting: _Meeting, train_func: Callable[..., Any], config: Any) -> Any:
+    def run(self, team: _TeamAddress, train_func: Callable[..., Any], config: Any) -> Any:
         """Run the user's function as a member of the team."""
         actor = ray.get_runtime_context().get_actor_id()
-        meeting.enter(meeting.most - 1, f"{_EXTRA}{actor}")
+        team.enter(team.most - 1, f"{_EXTRA}{actor}")
         with suppress(RunEndedError):
             return train_func() if config is None else train_func(config)
 
@@ -247,9 +247,9 @@ def join_actor(
             f"was expected: give EvenerConfig(min_workers=..., name={name!r}) to one trainer, and "
             "wait until it runs"
         )
-    meeting = ray.get(ray.get_actor(found[0], namespace=_NAMESPACE).meeting.remote())
+    team = ray.get(ray.get_actor(found[0], namespace=_NAMESPACE).team.remote())
     actor = ray.remote(_ExtraWorker).options(**{"num_cpus": 1, **options}).remote()
-    return actor.run.remote(meeting, train_func, config)
+    return actor.run.remote(team, train_func, config)
 
 
 # ── what Ray Train hears of a run ────────────────────────────────────────────────────────────────

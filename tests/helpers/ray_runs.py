@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +30,8 @@ from evener.ray import EvenerConfig, join_actor, load_checkpoint, report_commits
 from helpers.limits import wait_until
 
 NUM_SAMPLES, BATCH_SIZE = 240, 24
+#: Longest wait for what a quiet machine does in seconds: a cluster starts dozens of processes.
+WAIT_S = 400.0
 #: A file that ends the run.
 ENOUGH = "enough"
 
@@ -49,7 +51,8 @@ def train(config: dict[str, Any]) -> None:
 
     with Ddp.setup(model, optimizer, devices="cpu", config=options, quiet=True) as ddp:
         loader = ddp.loader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=BATCH_SIZE)
-        note(started=os.environ.get("EVENER_MEMBER", ""), loaded=load_checkpoint(ddp))
+        loaded = "every" in config and load_checkpoint(ddp)
+        note(started=os.environ.get("EVENER_MEMBER", ""), loaded=loaded)
         ddp.on_commit(
             lambda result: note(
                 window=result.window,
@@ -162,43 +165,44 @@ def elastic(folder: Path) -> dict[str, Any]:
     def started() -> dict[str, int]:
         return {one["started"]: one["pid"] for one in noted(folder) if "started" in one}
 
+    def await_that(condition: Callable[[], object]) -> None:
+        wait_until(lambda: fitting.done() or condition(), WAIT_S)
+
+    def await_members(number: int) -> None:
+        await_that(lambda: len({one["pid"] for one in windows(0.0)}) == number)
+
+    def checkpoints() -> int:
+        return len([*folder.glob("storage/run/checkpoint_*")])
+
     with cluster("a", "b", "c"), ThreadPoolExecutor() as pool:
         fitting = pool.submit(run.fit)
         try:
-            wait_until(lambda: fitting.done() or len({one["pid"] for one in windows(0.0)}) == 3)
+            await_members(3)
             extra = join_actor(train, run.train_loop_config, name="team", num_cpus=1)
-            wait_until(lambda: fitting.done() or len({one["pid"] for one in windows(0.0)}) == 4)
-            (name,) = (one["name"] for one in ray.util.list_named_actors(all_namespaces=True))
-            ray.kill(ray.get_actor(name, namespace="evener"), no_restart=False)
+            await_members(4)
             before = started()
             victim = next(pid for name, pid in before.items() if name.startswith("ray/1/"))
             os.kill(victim, signal.SIGKILL)
             killed_t = time.time()
-            others = [*{*before.values()} - {victim}]
-            new: dict[str, int] = {}
-
-            def is_replaced() -> bool:
-                new.update({name: pid for name, pid in started().items() if name not in before})
-                return bool(new and windows(killed_t, *new.values()))
-
-            wait_until(lambda: fitting.done() or is_replaced())
-            joined_t = windows(killed_t, *new.values())[0]["t"]
-            reports = len([*folder.glob("storage/run/checkpoint_*")])
-            wait_until(
-                lambda: fitting.done() or len([*folder.glob("storage/run/checkpoint_*")]) > reports
-            )
+            await_members(5)
+            (new,) = (name for name in started() if name not in before)
+            joined_t = windows(killed_t, started()[new])[0]["t"]
+            actors = ray.util.list_named_actors(all_namespaces=True)
+            (name,) = (one["name"] for one in actors if one["namespace"] == "evener")
+            ray.kill(ray.get_actor(name, namespace="evener"), no_restart=False)
+            reports = checkpoints()
+            await_that(lambda: checkpoints() > reports)
         finally:
             (folder / ENOUGH).touch()
         result = fitting.result()
         ray.get(extra)
     (folder / ENOUGH).unlink()
     last = max(one["window"] for one in windows(0.0))
-    meanwhile = [one["window"] for one in windows(killed_t, *others) if one["t"] < joined_t]
+    meanwhile = [one["window"] for one in windows(killed_t) if one["t"] < joined_t]
     return {
         "notes": noted(folder),
         "before": before,
         "new": new,
-        "victim": victim,
         "join_s": joined_t - killed_t,
         "meanwhile": len({*meanwhile}),
         "metrics": result.metrics,

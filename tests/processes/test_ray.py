@@ -26,7 +26,7 @@ def run(scenario: str, folder: Path) -> dict[str, Any]:
         env=os.environ | {"RAY_worker_niceness": "0"},
         capture_output=True,
         text=True,
-        timeout=5 * PATIENCE_S,
+        timeout=7 * PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -87,8 +87,7 @@ def test_a_killed_worker_is_replaced_while_the_others_continue(tmp_path: Path) -
     assert len(extra) == 1
     assert len(found["before"]) == 4
     # Ray started one worker; the others trained on in the meantime.
-    (replacement,) = found["new"]
-    assert replacement.startswith("ray/1/")
+    assert found["new"].startswith("ray/1/")
     assert found["meanwhile"] > 0
     check_epochs(windows(found["notes"]))
     assert len(models(found["notes"])) == 4
