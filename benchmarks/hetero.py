@@ -7,16 +7,8 @@
 Slow ranks sleep in proportion to what they have computed. Each rank has a core of its own as far as
 there are enough, and the slow ones share.
 
-``of_ideal`` is a way's throughput over the sum of the solo speeds of the same round: one rank alone
-over whole global batches, with an optimizer step for each. ``of_ceiling`` is that over the ceiling
-of the same round: the same ranks side by side with the same local batches, and an optimizer step
-for each, without any exchange; with a step for each micro-batch for ways that make local steps.
-``lost`` is the part of ranks' time that was not compute, from the events of their windows.
-
 At last, a rank with a fiftieth of the speed on a small model: it is parked, with a warning, and
 ``of_fastest`` is the throughput from the 20th window on over that of the fast rank alone.
-
-The table of a team is printed, and the report written, once the team has been measured.
 """
 
 import argparse

@@ -7,19 +7,7 @@ All ways train the same model on the same number of tokens, in turns, in process
 whole case; a case is a size of the model and a number of tokens per rank and step. Ranks are pinned
 to no core and compute on (cores / ranks) threads each.
 
-- ``ceiling``: each rank trains its local batch with a full optimizer step, all side by side,
-  without any exchange. ``of_ceiling`` is a way's throughput over this, in the same round: what is
-  missing is what the exchange and waiting take.
-- ``solo.N``: rank N alone over whole global batches; ``of_ideal`` is over the sum of the ranks'
-  solo speeds in the same round. What ``of_ceiling`` does not explain of it, the machine's shared
-  cores, caches and memory take.
-- ``torch.ddp``: DDP and AdamW as they come. ``torch.ddp.tuned``: fused AdamW, gradients as bucket
-  views, static graph, one bucket. All others have the fused AdamW, too. ``of_tuned_ddp`` is over
-  its throughput in the same round.
-- ``evener.cadence``, ``evener.async`` make ``anchor`` local steps between two averagings.
-
-``parked`` is the part of evener's windows in which a rank did not work, since by what was measured
-it did not pay; between equal ranks that happens if other programs take cores.
+docs/benchmarks.md says what ways and columns are.
 """
 
 import argparse

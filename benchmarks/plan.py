@@ -8,13 +8,9 @@ predicted from a run of the pair before: from the events that say how fast ranks
 side by side, by the code of ``evener plan RUN``. ``told_by`` is the policy of that earlier run. (A
 SYNC run is not predicted from one of CADENCE, in which updates are not timed by themselves.)
 
-``error`` is the difference between predicted and measured throughput, as a part of the measured
-one, without its sign; ``bias`` has it, and is above 0 where the prediction is too high. ``drift``
-is the difference between a run and the one before it of the same policy: the machine changes by as
-much from run to run, and no prediction can know that. ``lost`` is the part of ranks' time that was
-not compute, ``lost_error`` how many points the prediction of it is off. Figures are medians over
-runs; ``_90`` is their 5th and 95th percentile. ``verdict`` says whether both errors are within
-their aims. Predictions are of the middle of an epoch: the first windows, in which the planner
+docs/benchmarks.md says what columns are.
+
+Predictions are of the middle of an epoch: the first windows, in which the planner
 learns how fast ranks are, and the tail of an epoch of CADENCE do not count. The report is written
 after each pair.
 """

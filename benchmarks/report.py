@@ -23,7 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 Row = Mapping[str, Any]
 
 #: What tells rows of one table from those of another; printed once, above it.
-FACTS = ("speeds", "condition", "ranks", "params", "tokens_per_rank", "batch_size")
+FACTS = (
+    "mbit_per_s",
+    "team",
+    "speeds",
+    "condition",
+    "ranks",
+    "params",
+    "tokens_per_rank",
+    "batch_size",
+)
 
 
 # ── options ──────────────────────────────────────────────────────────────────────────────────────

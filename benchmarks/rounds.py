@@ -11,7 +11,7 @@ import random
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from evener.team.launch import LaunchPlan, launch
 TIMEOUT_S = 300.0
 _FOLDER = "EVENER_BENCHMARK_FOLDER"
 _LOOPBACK = "127.0.0.1"
+#: Variable with the address of rank 0, if ranks are on several machines.
+ADDRESS = "EVENER_BENCHMARK_ADDRESS"
 
 
 def is_rank() -> bool:
@@ -32,7 +34,13 @@ def is_rank() -> bool:
     return _FOLDER in os.environ
 
 
-def run_ranks(count: int, *, threads: int = 1, case: Any = None) -> list[dict[str, Any]]:
+def run_ranks(
+    count: int,
+    *,
+    threads: int = 1,
+    case: Any = None,
+    start: Callable[[Sequence[str]], int] | None = None,
+) -> list[dict[str, Any]]:
     """Run this script again as ``count`` ranks, and return the rows that they leave.
 
     Ends this process if a rank fails.
@@ -41,13 +49,15 @@ def run_ranks(count: int, *, threads: int = 1, case: Any = None) -> list[dict[st
         count: How many ranks.
         threads: On how many threads each rank computes.
         case: What they measure (JSON), as ``Team.case``.
+        start: Runs the ranks to their end and returns their status; by default on this machine.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(case), encoding="utf-8")
         os.environ |= {_FOLDER: name, "OMP_NUM_THREADS": str(threads)}
         try:
-            status = launch([sys.executable, *sys.argv], LaunchPlan(nproc=count))
+            command = [sys.executable, *sys.argv]
+            status = start(command) if start else launch(command, LaunchPlan(nproc=count))
         finally:
             del os.environ[_FOLDER]
         if status:
@@ -97,7 +107,7 @@ class Team:
     def environment(self) -> DistributedTrainConfig:
         """Return where the same ranks meet as a team of evener, each time on another port."""
         port = str(self.first(_free_port() if self.rank == 0 else 0))
-        place = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": port}
+        place = {"MASTER_ADDR": os.environ.get(ADDRESS, _LOOPBACK), "MASTER_PORT": port}
         return DistributedTrainConfig.from_env(os.environ | place)
 
     def tell(self, text: str) -> None:

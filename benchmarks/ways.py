@@ -205,15 +205,20 @@ class LocalCeiling(Ceiling):
 
 
 class TorchDdp(Way):
-    """torch's DDP as its tutorial has it: equal shares, the optimizer as it comes."""
+    """torch's DDP as its tutorial has it: equal shares, the optimizer as it comes.
+
+    Attributes:
+        hook: Exchanges a bucket.
+    """
 
     name = "torch.ddp"
+    hook = staticmethod(allreduce_hook)
 
     def __init__(self, team: Team, setting: Setting) -> None:
         super().__init__(team, setting)
         self.share = setting.batch_size // self.world_size
         self.ddp = self.wrap()
-        if self.slowdown.factor > 1:
+        if self.slowdown.factor > 1 or self.hook is not allreduce_hook:
             self.ddp.register_comm_hook(None, self.before_exchange)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -238,7 +243,7 @@ class TorchDdp(Way):
         """Make buckets of a slow rank ready as late as its compute so far would have been."""
         self.slowdown.after(self.since)
         self.since = self.slowdown.start()
-        return allreduce_hook(dist.group.WORLD, bucket)
+        return self.hook(dist.group.WORLD, bucket)
 
 
 class TunedDdp(TorchDdp):
@@ -266,13 +271,21 @@ class Evener(Way):
 
     Attributes:
         turns: The events of the windows of each turn; on the rank that records them.
+        num_samples: Samples of a turn.
     """
 
     def __init__(
-        self, team: Team, setting: Setting, policy: str = "sync", *, equal: bool = False
+        self,
+        team: Team,
+        setting: Setting,
+        policy: str = "sync",
+        *,
+        equal: bool = False,
+        name: str = "",
+        **options: Any,
     ) -> None:
         super().__init__(team, setting)
-        self.name = "evener.equal_split" if equal else f"evener.{policy}"
+        self.name = name or ("evener.equal_split" if equal else f"evener.{policy}")
         self.is_local = policy != "sync"
         self.ceiling = "ceiling.local" if self.is_local else "ceiling"
         self.turns: list[list[Window]] = []
@@ -291,6 +304,7 @@ class Evener(Way):
                 max_anchor=setting.max_anchor if self.is_local else None,
                 timeout_s=TIMEOUT_S,
                 quiet=True,
+                **options,
             ),
             environment=team.environment(),
         )
@@ -298,8 +312,9 @@ class Evener(Way):
         steps = round(sum(setting.anchor * s / min(setting.speeds) for s in setting.speeds))
         local_turn = (setting.local_windows + 2) * steps * setting.micro_batch_size
         turn = (setting.windows + 1) * setting.batch_size
+        self.num_samples = local_turn if self.is_local else turn
         self.loader = self.ddp.loader(
-            Tokens(local_turn if self.is_local else turn, setting.seq_len),
+            Tokens(self.num_samples, setting.seq_len),
             batch_size=setting.micro_batch_size if self.is_local else setting.batch_size,
             micro_batch_size=setting.micro_batch_size,
         )

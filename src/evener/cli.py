@@ -263,7 +263,7 @@ def report(
     numbers: Json = False,
 ) -> int:
     """Write an HTML report of runs, which needs no server and no network."""
-    from evener.run_report.writing import numbers_text, report, write_page, write_trace
+    from evener.run_report.writing import report, write_page, write_trace
 
     if trace is not None:
         if len(runs) > 1:
@@ -276,7 +276,7 @@ def report(
         if wants_page:
             print(write_page(document, page), file=sys.stderr)
         if numbers:
-            print(numbers_text(document))
+            print(json.dumps(document, allow_nan=False))
     return 0
 
 

@@ -327,12 +327,6 @@ def rows_of_any_length(comm: Communicator, device: str) -> None:
 
 
 @case
-def rows_of_whole_numbers(comm: Communicator, device: str) -> None:
-    rows = comm.all_gather_rows([2**53, -(2**53), comm.rank, True], what="integers")
-    assert rows == [[2.0**53, -(2.0**53), float(r), 1.0] for r in range(comm.world_size)]
-
-
-@case
 def rows_belong_to_the_caller(comm: Communicator, device: str) -> None:
     first = comm.all_gather_rows([1.0], what="first")
     second = comm.all_gather_rows([2.0], what="second")
@@ -357,16 +351,6 @@ def a_barrier_waits_for_all(comm: Communicator, device: str) -> None:
         assert comm.all_gather_rows([number], what="number") == [[number]] * comm.world_size
 
 
-@case
-def many_calls_in_a_row(comm: Communicator, device: str) -> None:
-    gradient = torch.ones(3000, device=device)
-    for window in range(12):
-        gradient.fill_(window)
-        comm.all_reduce(gradient, what=f"gradients of window {window}")
-        assert gradient[0] == gradient[-1] == window * comm.world_size
-        assert len(comm.all_gather_rows([window] * 9, what=f"header {window}")) == comm.world_size
-
-
 # ── splits ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -381,7 +365,9 @@ def splits_number_their_members_anew(comm: Communicator, device: str) -> None:
         assert part is not None
         with part:
             assert (part.rank, part.world_size) == (members.index(comm.rank), len(members))
-            assert part.backend == ("none" if len(members) == 1 else comm.backend)
+            # Of ranks on several hosts, some may be on one host, or on one each.
+            may_be = {"hosts", "shared", "gloo"} if comm.backend == "hosts" else {comm.backend}
+            assert part.backend in ({"none"} if len(members) == 1 else may_be)
             assert part.timeout_s == comm.timeout_s
             assert part.all_gather_rows([comm.rank], what="members") == [[r] for r in members]
             tensor = torch.full((5000,), float(comm.rank), device=device)
@@ -411,14 +397,3 @@ def deadlines_must_be_finite_and_positive(comm: Communicator, device: str) -> No
     for timeout_s in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ConfigError, match="timeout_s is"):
             comm.all_reduce(torch.zeros(1), what="x", timeout_s=timeout_s)
-
-
-@case
-def deadlines_of_one_call_may_be_short(comm: Communicator, device: str) -> None:
-    comm.barrier(what="before")
-    for timeout_s in (15.5, 30.0):
-        tensor = torch.ones(3000, device=device)
-        comm.all_reduce(tensor, what="x", timeout_s=timeout_s)
-        comm.broadcast(tensor, 0, what="x", timeout_s=timeout_s)
-        comm.all_gather_rows([1.0] * 200, what="x", timeout_s=timeout_s)
-        assert (tensor == comm.world_size).all()

@@ -1,31 +1,20 @@
-"""Ranks to which harm is done, as processes or as threads, with one interface for both.
+"""Processes to which harm is done, one for each rank.
 
-A *part* is what one rank plays: ``part(comm, line, *arguments)``, where ``line.send`` and
-``line.receive`` talk to the test. What it returns reaches the test by ``end()``.
+A *part* is what one rank plays: ``part(comm, rank, *arguments)``, where ``rank.send`` and
+``rank.receive`` talk to the test. What it returns reaches the test by ``end()``.
 """
 
-import queue
 import signal
-import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, final
+from typing import Any
 
 from evener.comm.base import Communicator
-from evener.comm.threads import ThreadTeam
 from evener.errors import CollectiveError, CollectiveTimeoutError
 from helpers.ranks import Rank, RankTeam
 
 TIMEOUT_S = 100.0
-
-
-class Line(Protocol):
-    def send(self, value: object) -> None: ...
-
-    def receive(self, timeout_s: float = TIMEOUT_S) -> Any: ...
-
 
 Part = Callable[..., Any]
 
@@ -42,7 +31,7 @@ class Seen:
     took_after_s: float
 
 
-def watch(comm: Communicator, line: Line, call: Callable[[], object]) -> Seen:
+def watch(comm: Communicator, rank: Rank, call: Callable[[], object]) -> Seen:
     """Calls until that raises, then once more; stays alive, error in hand, until told to go.
 
     The error and its frames must not keep connections open that other ranks wait to see closed.
@@ -67,42 +56,38 @@ def watch(comm: Communicator, line: Line, call: Callable[[], object]) -> Seen:
                 type(second).__name__,
                 time.monotonic() - started,
             )
-            line.send("seen")
-            line.receive()
+            rank.send("seen")
+            rank.receive()
             return seen
         raise AssertionError("a communicator worked after it had failed") from error
 
 
-class Stage(ABC):
-    """A team under test; a context manager."""
+class Stage(RankTeam):
+    """A team of one kind of transport; those that the test stops need not end by themselves.
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    With "hosts", the first two ranks are on one host, and others on another.
+    """
 
-    @abstractmethod
-    def receive(self, rank: int) -> Any:
-        """What the rank sends next."""
+    def __init__(self, leaf: str, part: Part, world_size: int, *arguments: Any) -> None:
+        if leaf == "hosts":
+            leaf = "hosts 2" if world_size == 2 else f"hosts 2+{world_size - 2}"
+        super().__init__(_play, world_size, leaf, part, arguments)
+        self.stopped: set[int] = set()
 
-    @abstractmethod
-    def send(self, rank: int, value: object) -> None: ...
-
-    @abstractmethod
     def kill(self, rank: int) -> None:
-        """The rank is dead from now on, wherever it was."""
+        self.send_signal(rank, signal.SIGKILL)
 
-    @abstractmethod
     def stop(self, rank: int) -> None:
-        """The rank, which waits for the test, does nothing any more."""
+        self.send_signal(rank, signal.SIGSTOP)
+        self.stopped.add(rank)
 
-    @abstractmethod
     def end(self, ranks: list[int]) -> list[Any]:
         """What these ranks returned."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    @abstractmethod
-    def __exit__(self, *_: object) -> None: ...
+        outcomes = self.wait(TIMEOUT_S, ranks)
+        assert all(outcome.returned for outcome in outcomes), [o.story() for o in outcomes]
+        for outcome in outcomes:
+            assert "frame #" not in outcome.output, f"a C++ stack trace:\n{outcome.output}"
+        return [outcome.value for outcome in outcomes]
 
     def all_seen(self, ranks: list[int]) -> list[Seen]:
         """Waits until all of them have failed while all still live, then lets them go."""
@@ -112,107 +97,14 @@ class Stage(ABC):
             self.send(rank, "go")
         return self.end(ranks)
 
-
-class Processes(Stage):
-    leaf = "gloo"
-
-    def __init__(self, part: Part, world_size: int, *arguments: Any) -> None:
-        super().__init__(world_size)
-        self.team = RankTeam(_play, world_size, self.leaf, part, arguments)
-        self.stopped: set[int] = set()
-
-    def receive(self, rank: int) -> Any:
-        return self.team.receive(rank, TIMEOUT_S)
-
-    def send(self, rank: int, value: object) -> None:
-        self.team.send(rank, value)
-
-    def kill(self, rank: int) -> None:
-        self.team.send_signal(rank, signal.SIGKILL)
-
-    def stop(self, rank: int) -> None:
-        self.team.send_signal(rank, signal.SIGSTOP)
-        self.stopped.add(rank)
-
-    def end(self, ranks: list[int]) -> list[Any]:
-        outcomes = self.team.wait(TIMEOUT_S, ranks)
-        assert all(outcome.returned for outcome in outcomes), [o.story() for o in outcomes]
-        for outcome in outcomes:
-            assert "frame #" not in outcome.output, f"a C++ stack trace:\n{outcome.output}"
-        return [outcome.value for outcome in outcomes]
-
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
-            if error == (None, None, None):
-                self.team.wait(TIMEOUT_S, sorted(set(range(self.world_size)) - self.stopped))
+            if kind is None:
+                self.wait(TIMEOUT_S, sorted(set(range(self.world_size)) - self.stopped))
         finally:
-            self.team.close()
-
-
-@final
-class SharedProcesses(Processes):
-    leaf = "shared"
+            super().__exit__(kind, error, trace)
 
 
 def _play(rank: Rank, leaf: str, part: Part, arguments: tuple[Any, ...]) -> Any:
     with rank.connect(backend=leaf, timeout_s=TIMEOUT_S) as comm:
         return part(comm, rank, *arguments)
-
-
-@final
-class Threads(Stage):
-    def __init__(self, part: Part, world_size: int, *arguments: Any) -> None:
-        super().__init__(world_size)
-        self.team = ThreadTeam(world_size, timeout_s=TIMEOUT_S)
-        self.lines = [_ThreadLine() for _ in range(world_size)]
-        self.values: list[Any] = [None] * world_size
-
-        def body(rank: int) -> None:
-            with self.team.communicator(rank) as comm:
-                try:
-                    self.values[rank] = part(comm, self.lines[rank], *arguments)
-                except BaseException as error:
-                    self.values[rank] = error
-
-        self.threads = [
-            threading.Thread(target=body, args=(r,), name=f"rank-{r}") for r in range(world_size)
-        ]
-        for thread in self.threads:
-            thread.start()
-
-    def receive(self, rank: int) -> Any:
-        return self.lines[rank].up.get(timeout=TIMEOUT_S)
-
-    def send(self, rank: int, value: object) -> None:
-        self.lines[rank].down.put(value)
-
-    def kill(self, rank: int) -> None:
-        self.team.fail(rank)
-
-    def stop(self, rank: int) -> None:
-        pass  # it waits for the test already
-
-    def end(self, ranks: list[int]) -> list[Any]:
-        for rank in ranks:
-            self.threads[rank].join(TIMEOUT_S)
-            assert not self.threads[rank].is_alive()
-        return [self.values[rank] for rank in ranks]
-
-    def __exit__(self, *_: object) -> None:
-        for rank, thread in enumerate(self.threads):
-            self.team.fail(rank)
-            self.send(rank, "go")
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive()
-
-
-class _ThreadLine:
-    def __init__(self) -> None:
-        self.up: queue.Queue[Any] = queue.Queue()
-        self.down: queue.Queue[Any] = queue.Queue()
-
-    def send(self, value: object) -> None:
-        self.up.put(value)
-
-    def receive(self, timeout_s: float = TIMEOUT_S) -> Any:
-        return self.down.get(timeout=timeout_s)

@@ -12,6 +12,9 @@ WORLDS = {
     "threads": (3,),
     "gloo": (2, 3),
     "shared": (2, 4),
+    "hosts 2+1": (3,),
+    "hosts 2+2": (4,),
+    "hosts 3+1": (4,),
 }
 
 
@@ -21,13 +24,14 @@ def on_threads(comm: Communicator) -> dict[str, str]:
 
 def on_processes(rank: Rank, leaf: str) -> dict[str, str]:
     with rank.connect(backend=leaf) as comm:
-        assert (comm.rank, comm.world_size, comm.backend) == (rank.rank, rank.world_size, leaf)
+        assert (comm.rank, comm.world_size) == (rank.rank, rank.world_size)
+        assert comm.backend == leaf.partition(" ")[0]
         return run_cases(comm)
 
 
 def failures(leaf: str, world_size: int) -> list[dict[str, str]]:
     """What failed, by rank and case; one team runs the whole table."""
-    if leaf in ("gloo", "shared"):
+    if leaf.startswith(("gloo", "shared", "hosts")):
         return run_ranks(on_processes, world_size, leaf)
     if leaf == "single":
         with Communicator() as comm:
@@ -47,37 +51,28 @@ def test_the_table(leaf: str, world_size: int) -> None:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.gpu
-def test_threads_on_streams_of_their_own_wait_for_one_another() -> None:
-    def program(comm: Communicator) -> float:
-        import torch
-
-        with torch.cuda.stream(torch.cuda.Stream()):
-            x = torch.full((2048, 2048), comm.rank + 1.0, device="cuda")
-            for _ in range(50):  # still under way when the exchange begins
-                x = x @ torch.eye(2048, device="cuda")
-            flat = x.view(-1)
-            comm.all_reduce(flat, what="late numbers")
-            return float((flat - 6.0).abs().max().item())
-
-    assert run_team(3, program) == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.gpu
-def test_copies_to_the_host_wait_for_the_stream_that_made_the_numbers() -> None:
-    assert run_ranks(late_numbers_over_gloo, 2) == [0.0, 0.0]
-
-
-def late_numbers_over_gloo(rank: Rank) -> float:
+def sum_late_numbers(comm: Communicator) -> float:
+    """The error of a sum of numbers that a stream still computes when the exchange begins."""
     import torch
 
-    with rank.connect() as comm, torch.cuda.stream(torch.cuda.Stream()):
-        x = torch.full((2048, 2048), rank.rank + 1.0, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.full((2048, 2048), comm.rank + 1.0, device="cuda")
         for _ in range(50):
             x = x @ torch.eye(2048, device="cuda")
         flat = x.view(-1)
         comm.all_reduce(flat, what="late numbers")
-        return float((flat - 3.0).abs().max().item())
+        return float((flat - sum(range(1, comm.world_size + 1))).abs().max().item())
+
+
+def sum_late_numbers_over_gloo(rank: Rank) -> float:
+    with rank.connect() as comm:
+        return sum_late_numbers(comm)
+
+
+@pytest.mark.gpu
+def test_exchanges_wait_for_the_stream_that_makes_the_numbers() -> None:
+    assert run_team(3, sum_late_numbers) == [0.0, 0.0, 0.0]
+    assert run_ranks(sum_late_numbers_over_gloo, 2) == [0.0, 0.0]
 
 
 def on_nccl(rank: Rank) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Peers that die, stop, leave, come late or do something else, on every leaf with several ranks."""
+"""Peers that die, stop, leave, come late or do something else, over either transport of processes.
+
+Of threads: ``unit/comm/test_threads.py``.
+"""
 
 import re
 import threading
@@ -9,20 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.stage import (
-    TIMEOUT_S,
-    Line,
-    Processes,
-    Seen,
-    SharedProcesses,
-    Stage,
-    Threads,
-    watch,
-)
+from conformance.stage import TIMEOUT_S, Seen, Stage, watch
 from evener.comm.base import Communicator
 from evener.errors import CollectiveError
+from helpers.ranks import Rank
 
-LEAVES = {"threads": Threads, "gloo": Processes, "shared": SharedProcesses}
+LEAVES = ("gloo", "shared", "hosts")
 SOON_S = 50.0  # far below the deadline of 100 s, far above what a busy machine needs
 DEADLINE_S = 1.5  # twice as long as ranks that set out together may arrive one after the other
 
@@ -46,23 +41,23 @@ def buckets(gradient: torch.Tensor, count: int) -> list[tuple[str, torch.Tensor]
     return [("gradients", part) for part in gradient.chunk(count)]
 
 
-def reduce_for_ever(comm: Communicator, line: Line, count: int) -> Seen:
+def reduce_for_ever(comm: Communicator, rank: Rank, count: int) -> Seen:
     gradient = torch.zeros(2_000_000)
     comm.all_reduce(gradient, what="first gradients")
-    line.send("reducing")
-    return watch(comm, line, lambda: comm.all_reduce_each(buckets(gradient, count)))
+    rank.send("reducing")
+    return watch(comm, rank, lambda: comm.all_reduce_each(buckets(gradient, count)))
 
 
 @leaves
 @pytest.mark.parametrize(
     ("world_size", "victim", "count"),
     # In a ring of four, one survivor is no neighbour of the victim. Rank 0 hosts the store.
-    [(2, 1, 1), (3, 0, 1), (4, 1, 5)],
+    [(3, 0, 1), (4, 1, 5)],
 )
 def test_survivors_of_a_death_lose_a_peer(
     leaf: str, world_size: int, victim: int, count: int
 ) -> None:
-    with LEAVES[leaf](reduce_for_ever, world_size, count) as stage:
+    with Stage(leaf, reduce_for_ever, world_size, count) as stage:
         for rank in range(world_size):
             assert stage.receive(rank) == "reducing"
         stage.kill(victim)
@@ -73,19 +68,19 @@ def test_survivors_of_a_death_lose_a_peer(
             assert_ended(seen)
 
 
-def reduce_alone(comm: Communicator, line: Line) -> Seen | None:
+def reduce_alone(comm: Communicator, rank: Rank) -> Seen | None:
     gradient = torch.zeros(500_000)
     comm.all_reduce(gradient, what="first gradients")
-    line.send("ready")
+    rank.send("ready")
     if comm.rank != 3:
-        line.receive()
+        rank.receive()
         return None
-    return watch(comm, line, lambda: comm.all_reduce(gradient, what="gradients"))
+    return watch(comm, rank, lambda: comm.all_reduce(gradient, what="gradients"))
 
 
 @leaves
 def test_a_death_is_noticed_while_others_are_busy(leaf: str) -> None:
-    with LEAVES[leaf](reduce_alone, 4) as stage:
+    with Stage(leaf, reduce_alone, 4) as stage:
         for rank in range(4):
             assert stage.receive(rank) == "ready"
         stage.kill(1)
@@ -97,18 +92,18 @@ def test_a_death_is_noticed_while_others_are_busy(leaf: str) -> None:
             stage.send(rank, "go")
 
 
-def leave_early(comm: Communicator, line: Line) -> Seen | None:
+def leave_early(comm: Communicator, rank: Rank) -> Seen | None:
     comm.barrier(what="start")
     if comm.rank == 0:
         comm.close()
         comm.close()
         return None
-    return watch(comm, line, lambda: comm.all_gather_rows([1.0], what="header of window 3"))
+    return watch(comm, rank, lambda: comm.all_gather_rows([1.0], what="header of window 3"))
 
 
 @leaves
 def test_a_peer_that_closes_is_lost(leaf: str) -> None:
-    with LEAVES[leaf](leave_early, 3) as stage:
+    with Stage(leaf, leave_early, 3) as stage:
         for seen in stage.all_seen([1, 2]):
             assert seen.kind == "PeerLostError", seen
             assert "'header of window 3'" in seen.message
@@ -118,15 +113,15 @@ def test_a_peer_that_closes_is_lost(leaf: str) -> None:
 # ── silence ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def wait_in_vain(comm: Communicator, line: Line, victim: int, count: int) -> Seen | None:
+def wait_in_vain(comm: Communicator, rank: Rank, victim: int, count: int) -> Seen | None:
     gradient = torch.zeros(500_000)
     survivors = comm.split([r for r in range(comm.world_size) if r != victim], name="survivors")
     comm.all_reduce(gradient, what="first gradients")
     if survivors is None:
-        line.send("ready")
-        line.receive()
+        rank.send("ready")
+        rank.receive()
         return None
-    line.receive()
+    rank.receive()
 
     def call() -> None:
         if count:
@@ -137,16 +132,16 @@ def wait_in_vain(comm: Communicator, line: Line, victim: int, count: int) -> See
 
     with survivors:
         survivors.barrier(what="setting out together")
-        return watch(comm, line, call)
+        return watch(comm, rank, call)
 
 
 @leaves
 @pytest.mark.parametrize(
     ("world_size", "victim", "count"),  # of tensors; 0 is a row of numbers
-    [(2, 1, 1), (3, 0, 0), (4, 2, 4)],
+    [(3, 0, 0), (4, 2, 4)],
 )
 def test_a_stopped_peer_is_named(leaf: str, world_size: int, victim: int, count: int) -> None:
-    with LEAVES[leaf](wait_in_vain, world_size, victim, count) as stage:
+    with Stage(leaf, wait_in_vain, world_size, victim, count) as stage:
         assert stage.receive(victim) == "ready"
         stage.stop(victim)
         for rank in others(stage, victim):
@@ -165,18 +160,18 @@ def test_a_stopped_peer_is_named(leaf: str, world_size: int, victim: int, count:
         assert max(seen.took_s for seen in all_seen) > DEADLINE_S - 0.01
 
 
-def come_late(comm: Communicator, line: Line) -> Seen:
+def come_late(comm: Communicator, rank: Rank) -> Seen:
     comm.barrier(what="start")
     if comm.rank == 1:
-        line.receive()
+        rank.receive()
     return watch(
-        comm, line, lambda: comm.all_gather_rows([1.0], what="exchange 5", timeout_s=DEADLINE_S)
+        comm, rank, lambda: comm.all_gather_rows([1.0], what="exchange 5", timeout_s=DEADLINE_S)
     )
 
 
 @leaves
 def test_who_comes_late_learns_that_the_others_gave_up(leaf: str) -> None:
-    with LEAVES[leaf](come_late, 3) as stage:
+    with Stage(leaf, come_late, 3) as stage:
         for rank in (0, 2):
             assert stage.receive(rank) == "seen"
         stage.send(1, "go")
@@ -191,11 +186,11 @@ def test_who_comes_late_learns_that_the_others_gave_up(leaf: str) -> None:
     assert late.took_s < SOON_S
 
 
-def give_up(comm: Communicator, line: Line, way: str) -> tuple[str, str, float] | None:
+def give_up(comm: Communicator, rank: Rank, way: str) -> tuple[str, str, float] | None:
     comm.barrier(what="start")
     if comm.rank == 1:
-        line.send("ready")
-        line.receive()
+        rank.send("ready")
+        rank.receive()
         return None
     ends: list[BaseException] = []
 
@@ -205,7 +200,7 @@ def give_up(comm: Communicator, line: Line, way: str) -> tuple[str, str, float] 
         except CollectiveError as error:
             ends.append(error)
 
-    line.receive()
+    rank.receive()
     started = time.monotonic()
     thread = threading.Thread(target=wait)
     thread.start()
@@ -221,7 +216,7 @@ def give_up(comm: Communicator, line: Line, way: str) -> tuple[str, str, float] 
 @pytest.mark.parametrize("way", ["close", "hurry"])
 def test_a_wait_for_a_hung_peer_can_be_ended_from_outside(leaf: str, way: str) -> None:
     """Also the process ends then, though the peer still holds its connections."""
-    with LEAVES[leaf](give_up, 2, way) as stage:
+    with Stage(leaf, give_up, 2, way) as stage:
         assert stage.receive(1) == "ready"
         stage.stop(1)
         stage.send(0, "go")
@@ -262,15 +257,15 @@ MISMATCHES: dict[str, Calls] = {
 }
 
 
-def disagree(comm: Communicator, line: Line, name: str) -> Seen:
+def disagree(comm: Communicator, rank: Rank, name: str) -> Seen:
     calls = MISMATCHES[name]
-    return watch(comm, line, lambda: calls[comm.rank == 1](comm))
+    return watch(comm, rank, lambda: calls[comm.rank == 1](comm))
 
 
 @leaves
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_ranks_in_different_operations_are_told_so(leaf: str, name: str) -> None:
-    with LEAVES[leaf](disagree, 2, name) as stage:
+    with Stage(leaf, disagree, 2, name) as stage:
         for seen in stage.all_seen([0, 1]):
             assert seen.kind == "CollectiveMismatchError", seen
             assert "rank 0" in seen.message
@@ -279,24 +274,23 @@ def test_ranks_in_different_operations_are_told_so(leaf: str, name: str) -> None
             assert_ended(seen)
 
 
-def evaluate_on_one_rank(comm: Communicator, line: Line, count: int) -> Seen:
+def evaluate_on_one_rank(comm: Communicator, rank: Rank) -> Seen:
     gradient = torch.zeros(50_000)
-    comm.all_reduce_each(buckets(gradient, count))
+    comm.all_reduce_each(buckets(gradient, 4))
 
     def call() -> None:
         if comm.rank == 1:
             comm.all_reduce(torch.zeros(2), what="accuracy", timeout_s=DEADLINE_S)
         else:
-            parts = [("gradients of window 2", part) for part in gradient.chunk(count)]
+            parts = [("gradients of window 2", part) for part in gradient.chunk(4)]
             comm.all_reduce_each(parts, timeout_s=DEADLINE_S)
 
-    return watch(comm, line, call)
+    return watch(comm, rank, call)
 
 
 @leaves
-@pytest.mark.parametrize("count", [4])
-def test_an_evaluation_by_one_rank_alone_is_found_at_the_deadline(leaf: str, count: int) -> None:
-    with LEAVES[leaf](evaluate_on_one_rank, 3, count) as stage:
+def test_an_evaluation_by_one_rank_alone_is_found_at_the_deadline(leaf: str) -> None:
+    with Stage(leaf, evaluate_on_one_rank, 3) as stage:
         for seen in stage.all_seen([0, 1, 2]):
             assert seen.kind == "CollectiveMismatchError", seen
             assert "'accuracy'" in seen.message
@@ -307,42 +301,42 @@ def test_an_evaluation_by_one_rank_alone_is_found_at_the_deadline(leaf: str, cou
 # ── splits and the end ───────────────────────────────────────────────────────────────────────────
 
 
-def lose_a_part(comm: Communicator, line: Line) -> Any:
+def lose_a_part(comm: Communicator, rank: Rank) -> Any:
     part = comm.split([0, 1], name="inner")
     if part is None:
-        line.send("seen")
-        line.receive()
+        rank.send("seen")
+        rank.receive()
         comm.barrier(what="the whole lives on")
         return None
     if comm.rank == 1:
         part.close()
-        line.send("seen")
-        line.receive()
+        rank.send("seen")
+        rank.receive()
         comm.barrier(what="the whole lives on")
         return None
-    seen = watch(part, line, lambda: part.barrier(what="inner barrier"))
+    seen = watch(part, rank, lambda: part.barrier(what="inner barrier"))
     comm.barrier(what="the whole lives on")
     return seen
 
 
 @leaves
 def test_a_split_fails_by_itself(leaf: str) -> None:
-    with LEAVES[leaf](lose_a_part, 3) as stage:
+    with Stage(leaf, lose_a_part, 3) as stage:
         seen = stage.all_seen([0, 1, 2])[0]
         assert seen.kind == "PeerLostError"
         assert "'inner barrier'" in seen.message
 
 
-def use_after_close(comm: Communicator, line: Line) -> Seen:
+def use_after_close(comm: Communicator, rank: Rank) -> Seen:
     comm.barrier(what="start")
-    line.receive()  # nobody closes while another is still in there
+    rank.receive()  # nobody closes while another is still in there
     comm.close()
-    return watch(comm, line, lambda: comm.all_gather_rows([1.0], what="header"))
+    return watch(comm, rank, lambda: comm.all_gather_rows([1.0], what="header"))
 
 
 @leaves
 def test_a_closed_communicator_says_so(leaf: str) -> None:
-    with LEAVES[leaf](use_after_close, 2) as stage:
+    with Stage(leaf, use_after_close, 2) as stage:
         for rank in (0, 1):
             stage.send(rank, "close")
         for rank, seen in enumerate(stage.all_seen([0, 1])):

@@ -1,12 +1,9 @@
 """What only ranks that share memory have: mapped pages, forks, sandboxes, limits."""
 
-import ctypes
 import errno
 import os
-import platform
 import resource
 import signal
-import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.stage import TIMEOUT_S, Line, Seen, SharedProcesses, watch
+from conformance.stage import TIMEOUT_S, Seen, Stage, watch
 from evener.comm import shared, shared_barrier, shared_memory
 from evener.comm.base import Communicator
 from evener.errors import CollectiveError
@@ -23,12 +20,13 @@ from helpers.ranks import Rank, run_ranks
 DEADLINE_S = 1.5
 SOON_S = 50.0
 CPU = torch.device("cpu")
+LEAVES = [("shared", 2), ("hosts 2+1", 3)]
 
 
 # ── in the middle of a sum ───────────────────────────────────────────────────────────────────────
 
 
-def end_inside_a_sum(comm: Communicator, line: Line, way: signal.Signals) -> Seen | None:
+def end_inside_a_sum(comm: Communicator, rank: Rank, way: signal.Signals) -> Seen | None:
     """Rank 1 gets a signal when it has summed one piece of many."""
     gradient = comm.allocate(2_000_000, torch.float32, CPU)
     comm.all_reduce(gradient, what="first gradients")
@@ -40,17 +38,15 @@ def end_inside_a_sum(comm: Communicator, line: Line, way: signal.Signals) -> See
             return add(self, other)
 
         torch.Tensor.add_ = fail
-    return watch(comm, line, lambda: comm.all_reduce(gradient, what="sum", timeout_s=DEADLINE_S))
+    return watch(comm, rank, lambda: comm.all_reduce(gradient, what="sum", timeout_s=DEADLINE_S))
 
 
-@pytest.mark.parametrize("world_size", [3])
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_ends_inside_a_sum_is_named(world_size: int, way: signal.Signals) -> None:
-    with SharedProcesses(end_inside_a_sum, world_size, way) as stage:
-        survivors = [rank for rank in range(world_size) if rank != 1]
+def test_a_rank_that_ends_inside_a_sum_is_named(way: signal.Signals) -> None:
+    with Stage("shared", end_inside_a_sum, 3, way) as stage:
         if way is signal.SIGSTOP:
             stage.stopped.add(1)
-        for seen in stage.all_seen(survivors):
+        for seen in stage.all_seen([0, 2]):
             if way is signal.SIGKILL:
                 assert seen.kind == "PeerLostError", seen
                 assert "rank 1 has died" in seen.message
@@ -63,8 +59,8 @@ def test_a_rank_that_ends_inside_a_sum_is_named(world_size: int, way: signal.Sig
 # ── forks and threads ────────────────────────────────────────────────────────────────────────────
 
 
-def fork_with_memory(rank: Rank) -> tuple[int, float, float]:
-    with rank.connect(backend="shared") as comm:
+def fork_with_memory(rank: Rank, leaf: str) -> tuple[int, float, float]:
+    with rank.connect(backend=leaf) as comm:
         gradient = comm.allocate(70_000, torch.float32, CPU)
         gradient.fill_(rank.rank + 1)
         child = os.fork()
@@ -80,11 +76,16 @@ def fork_with_memory(rank: Rank) -> tuple[int, float, float]:
 
 
 def test_a_forked_child_writes_to_copies() -> None:
-    assert run_ranks(fork_with_memory, 2) == [(0, 6.0, 6.0)] * 2
+    assert run_ranks(fork_with_memory, 2, "shared") == [(0, 6.0, 6.0)] * 2
 
 
-def exchange_in_two_threads(rank: Rank) -> list[float]:
-    comm = rank.connect(backend="shared")
+def test_a_forked_child_on_one_of_several_hosts_writes_to_copies() -> None:
+    ends = run_ranks(fork_with_memory, 3, "hosts 2+1")
+    assert ends == [(0, 18.0, 18.0)] * 3
+
+
+def exchange_in_two_threads(rank: Rank, leaf: str) -> list[float]:
+    comm = rank.connect(backend=leaf)
     beside = comm.split(range(comm.world_size), name="background")
     assert beside is not None
     sums = []
@@ -120,15 +121,17 @@ def exchange_in_two_threads(rank: Rank) -> list[float]:
     return sums
 
 
-def test_threads_exchange_at_the_same_time_over_a_split() -> None:
-    assert run_ranks(exchange_in_two_threads, 2) == [[78.0] * 3] * 2
+@pytest.mark.parametrize(("leaf", "world_size"), LEAVES)
+def test_threads_exchange_at_the_same_time_over_a_split(leaf: str, world_size: int) -> None:
+    sums = [39.0 * world_size] * 3
+    assert run_ranks(exchange_in_two_threads, world_size, leaf) == [sums] * world_size
 
 
-def count_what_is_kept(rank: Rank) -> list[tuple[int, int]]:
+def count_what_is_kept(rank: Rank, leaf: str) -> list[tuple[int, int]]:
     counts = []
-    with rank.connect(backend="shared") as comm:
+    with rank.connect(backend=leaf) as comm:
         for _ in range(6):
-            part = comm.split([1, 0], name="generation")
+            part = comm.split(range(comm.world_size)[::-1], name="generation")
             assert part is not None
             with part:
                 part.all_reduce(torch.ones(3_000_000), what="sum")
@@ -139,13 +142,14 @@ def count_what_is_kept(rank: Rank) -> list[tuple[int, int]]:
     return counts
 
 
-def test_splits_that_end_leave_nothing() -> None:
-    for counts in run_ranks(count_what_is_kept, 2):
+@pytest.mark.parametrize(("leaf", "world_size"), LEAVES)
+def test_splits_that_end_leave_nothing(leaf: str, world_size: int) -> None:
+    for counts in run_ranks(count_what_is_kept, world_size, leaf):
         assert counts == [counts[0]] * len(counts)
 
 
-def outlive_the_team(rank: Rank) -> tuple[float, int]:
-    comm = rank.connect(backend="shared")
+def outlive_the_team(rank: Rank, leaf: str) -> tuple[float, int]:
+    comm = rank.connect(backend=leaf)
     tensor = comm.allocate(10_000, torch.float32, CPU)
     tensor.fill_(rank.rank + 1)
     comm.all_reduce(tensor, what="sum")
@@ -157,30 +161,11 @@ def outlive_the_team(rank: Rank) -> tuple[float, int]:
 
 
 def test_tensors_outlive_the_team_and_take_their_memory_along() -> None:
-    assert run_ranks(outlive_the_team, 2) == [(30_000.0, 0)] * 2
+    assert run_ranks(outlive_the_team, 2, "shared") == [(30_000.0, 0)] * 2
+    assert run_ranks(outlive_the_team, 3, "hosts 2+1") == [(60_000.0, 0)] * 3
 
 
 # ── where memory cannot be shared ────────────────────────────────────────────────────────────────
-
-
-def refuse_by_seccomp() -> None:
-    """Let this process's ``memfd_create`` fail with EPERM, as the sandboxes of containers do."""
-    load, jump_if_equal, answer = 0x20, 0x15, 0x06
-    program = b"".join(
-        struct.pack("HBBI", *line)
-        for line in (
-            (load, 0, 0, 0),  # the number of the system call
-            (jump_if_equal, 0, 1, 319),  # memfd_create on x86-64
-            (answer, 0, 0, 0x00050000 | errno.EPERM),
-            (answer, 0, 0, 0x7FFF0000),  # allow
-        )
-    )
-    buffer = ctypes.create_string_buffer(program)
-    filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(buffer)))
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    arguments = [ctypes.c_ulong(each) for each in (1, 0, 0, 0)]
-    assert prctl(38, *arguments) == 0  # PR_SET_NO_NEW_PRIVS
-    assert prctl(22, ctypes.c_ulong(2), filters, *arguments[1:3]) == 0, ctypes.get_errno()
 
 
 def without_descriptors() -> None:
@@ -188,12 +173,21 @@ def without_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken, resource.getrlimit(7)[1]))
 
 
+def without_permission() -> None:
+    """As the sandboxes of containers forbid the system call."""
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    os.memfd_create = refuse
+
+
 def without_the_function() -> None:
     del os.memfd_create
 
 
 REFUSALS = {
-    "seccomp": (refuse_by_seccomp, "PermissionError: [Errno 1] Operation not permitted"),
+    "a sandbox": (without_permission, "PermissionError: [Errno 1] Operation not permitted"),
     "no descriptors": (without_descriptors, "OSError: [Errno 24] Too many open files"),
     "an old C library": (without_the_function, "has no attribute 'memfd_create'"),
 }
@@ -214,8 +208,6 @@ def try_to_share(rank: Rank, name: str) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_one_rank_that_cannot_share_keeps_all_on_gloo(name: str) -> None:
-    if name == "seccomp" and platform.machine() != "x86_64":
-        pytest.skip("the filter is for x86-64")
     found = run_ranks(try_to_share, 3, name)
     assert found == [found[0]] * 3
     backend, obstacle, total = found[0]

@@ -31,6 +31,11 @@ RUNS = {
     ),
     "homogeneous": ("--models 0.8M --samples 1 --rounds 1 --turn-s 0.01", 8),
     "kill": (f"--sleepers 2 --kills 1 {SMALL}", 1),
+    "link": (
+        "--rates 1000 --sizes 2M --teams unequal --samples 1 --rounds 1 --turn-s 0.01 "
+        "--ways ddp.4mb,ddp.bf16,sync.off,sync.on,cadence,async",
+        9,
+    ),
     "overhead": ("--cases 0.1M --rounds 1 --round-s 0.1", 2),
     "plan": (f"{UNEQUAL} --runs 1 --windows 12 --local-windows 14", 3),
     "simulate_scale": ("--ranks 2,16 --rounds 2", 8),
@@ -39,7 +44,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.root) if n == "link" else n for n in RUNS]
+)
 def test_a_benchmark_writes_its_report(name: str, tmp_path: Path) -> None:
     options, num_rows = RUNS[name]
     report = tmp_path / "report.json"

@@ -1,124 +1,21 @@
 """Files that were damaged or tampered with: named, within bounded time, and nothing half-read."""
 
 import gzip
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from evener.config.folders import FolderLock
 from evener.config.runs import ClassifyDataConfig, ModelConfig
-from evener.errors import ConfigError, EvenerError
+from evener.errors import EvenerError
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
-from evener.observe.table import RunTable
 from evener.tasks.classification.labelled_data import read_records
 from evener.tasks.language_model import build_model
 from evener.tasks.text.tokenizer import load_tokenizer
-from evener.team.environment import DistributedTrainConfig
-from helpers.configurations import load_run_config
-from helpers.event_cases import committed_window, started, to_line
-from helpers.lineage import check_exactly_once, lineage
-from helpers.tampering import NESTED, changed, damaged, read_or_refuse
-
-# ── YAML ─────────────────────────────────────────────────────────────────────────────────────────
-
-BROKEN_YAML = {
-    "a number of 5,000 digits": ("a: " + "1" * 5000, "digits"),
-    "a long text for a number": ("seed: " + "x" * 250_000, "'xxx"),
-    "a date that is none": ("seed: 2001-99-99", "month"),
-    "a key that is a list": ("? [1]\n: 2", ":1:3: .*unhashable key"),
-    "bytes": (b"a: \xff\xfe", "UTF-8"),
-}
-
-
-@pytest.mark.parametrize("what", BROKEN_YAML)
-def test_a_broken_yaml_is_refused_and_named(what: str, tmp_path: Path) -> None:
-    content, why = BROKEN_YAML[what]
-    path = tmp_path / "run.yaml"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    for read in (load_run_config, DistributedTrainConfig.from_yaml):
-        with pytest.raises(ConfigError, match=why) as caught:
-            read(path)
-        assert str(caught.value).startswith(str(path))
-
-
-@given(changed({"data": {"path": "x"}, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}, "seed": 1}))
-def test_any_yaml_gives_a_configuration_or_an_error_that_names_it(
-    tmp_path_factory: pytest.TempPathFactory, document: Any
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
-    path.write_text(json.dumps(document), encoding="utf-8", errors="surrogatepass")
-    read_or_refuse(path, lambda: load_run_config(path))
-
-
-# ── events ───────────────────────────────────────────────────────────────────────────────────────
-
-EVENTS = [
-    started(),
-    *(
-        committed_window(window) | {"skipped": False, "update_parts": 1, "parked": []}
-        for window in range(3)
-    ),
-    {"t": 9.0, "type": "eval", "window": 3, "name": "heldout", "loss": 1.0, "weight": 2.0,
-     "elapsed_s": 0.5},
-    {"t": 9.5, "type": "run_finished", "window": 3, "reason": "stopped", "message": None},
-    {"t": 10.0, "type": "run_resumed", "window": 2, "path": None, "new_data": False},
-]  # fmt: skip
-
-BAD_LINES = {
-    "nested": b'{"t": 1.0, "type": "window", "window": ' + NESTED + b"}",
-    "not UTF-8": b'{"t": 1.0, "type": "window", "window": "\xff\xfe"}',
-    "binary": bytes(range(1, 9)) + bytes(range(11, 256)),
-    "another type": b'{"t": 1.0, "type": "window", "window": "3"}',
-    "a huge number": b'{"t": 1.0, "type": "run_resumed", "window": 1' + b"0" * 30 + b"}",
-    "5,000 digits": b'{"t": 1.0, "type": "x", "n": ' + b"1" * 5000 + b"}",
-    "no ranks": b'{"t": 1.0, "type": "window", "window": 3, "epoch": 0, "committed": []}',
-    "true for a number": b'{"t": true, "type": "window"}',
-    "null": b"null",
-}
-
-
-def read_all(path: Path) -> None:
-    """What a resume and a report do with the events of a run."""
-    events = read_events(path)
-    RunTable.of(events)
-    lineage(events)
-    check_exactly_once(events, 10)
-
-
-@pytest.mark.parametrize("kind", BAD_LINES)
-def test_a_bad_line_is_left_out_of_the_events_and_named(kind: str, tmp_path: Path) -> None:
-    good = [to_line(event).strip() for event in EVENTS]
-    path, skipped = tmp_path / "events.jsonl", []
-    path.write_bytes(b"\n".join([*good[:3], BAD_LINES[kind], *good[3:]]) + b"\n" + BAD_LINES[kind])
-    events = read_events(path, lambda line, why: skipped.append(line))
-    assert events == EVENTS
-    assert skipped == [4]  # the last line may be one that is being written
-    read_all(path)
-
-
-@given(st.sampled_from([json.loads(to_line(event)) for event in EVENTS]).flatmap(changed))
-def test_whatever_an_event_holds_its_readers_go_on(
-    tmp_path_factory: pytest.TempPathFactory, event: Any
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
-    lines = [to_line(one) for one in EVENTS]
-    path.write_bytes(b"".join([*lines[:2], json.dumps(event).encode() + b"\n", *lines[2:]]))
-    read_all(path)
-
-
-@given(damaged(b"".join(map(to_line, EVENTS))))
-def test_whatever_bytes_are_in_the_event_file_its_readers_go_on(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
-    path.write_bytes(data)
-    read_all(path)
+from helpers.tampering import NESTED, damaged, read_or_refuse
 
 
 def test_a_fifo_in_place_of_the_event_file_is_not_waited_for(tmp_path: Path) -> None:

@@ -106,47 +106,6 @@ def anchors(document: Path) -> set[str]:
 
 # ── the machinery itself ─────────────────────────────────────────────────────────────────────────
 
-SAMPLE = """
-# Sample
-
-<!-- file: hello.py -->
-```python
-print("hello", end="")
-```
-
-```console
-$ python hello.py > said
-$ test "$(cat said)" = \\
-    hello
-hello
-```
-
-```python
-from pathlib import Path
-here = Path("said").read_text()
-```
-
-<!-- continues -->
-```python
-assert here == "hello"
-```
-
-<!-- not run: needs two machines -->
-```console
-$ false
-```
-
-```text
-nothing
-```
-"""
-
-
-def test_scripts_files_and_commands_run_in_order(tmp_path):
-    document = tmp_path / "sample.md"
-    document.write_text(SAMPLE)
-    assert run_blocks(document, tmp_path, timeout_s=PATIENCE_S) == 4
-
 
 @pytest.mark.parametrize(
     ("text", "message"),

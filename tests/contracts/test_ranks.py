@@ -97,20 +97,3 @@ def test_a_timeout_shows_every_stack_and_leaves_no_rank():
     assert text.count("in wait_in_the_dark") >= 1
     assert text.count("in hang") == 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def echo(rank):
-    rank.send("ready")
-    return rank.receive() * 2
-
-
-def test_the_test_can_talk_to_ranks_stop_them_and_let_them_go_on():
-    with RankTeam(echo, 2) as team:
-        assert [team.receive(rank) for rank in range(2)] == ["ready", "ready"]
-        team.send_signal(1, signal.SIGSTOP)
-        team.send(0, 10)
-        team.send(1, 20)
-        assert team.wait(ranks=[0])[0].value == 20
-        assert psutil.Process(team.pids[1]).status() == psutil.STATUS_STOPPED
-        team.send_signal(1, signal.SIGCONT)
-        assert team.wait()[1].value == 40

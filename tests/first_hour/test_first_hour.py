@@ -20,6 +20,7 @@ import torch
 from evener import ConfigError
 from helpers.launched import Ended, Sandbox
 from helpers.markdown import blocks
+from helpers.newcomers import BEGIN, LOOPS
 from helpers.ranks import Rank, be_script, launch_variables, run_ranks, run_ranks_to_end
 from helpers.source import ROOT
 
@@ -41,27 +42,26 @@ class Program:
         tolerance: Relative error of all parameters together.
         arguments: Its command line.
         typed: What it reads from standard input.
-        rank_counts: On how many ranks it works.
-        is_launched: The launcher takes part in what it is about, so it is there everyday, too.
+        launched_ranks: On so many ranks it is launched, as the launcher takes part in what it is
+            about. All others are forked, on three ranks.
     """
 
     tolerance: float = SUMS
     arguments: tuple[str, ...] = ()
     typed: str = ""
-    rank_counts: tuple[int, ...] = (1, 2, 3)
-    is_launched: bool = False
+    launched_ranks: int = 0
 
 
 SAME = {
-    "script_ends": Program(is_launched=True),
+    "script_ends": Program(launched_ranks=2),
     "main_guard": Program(ADAM),
     "tries_three_batches": Program(),
-    "sys_exit": Program(is_launched=True),
-    "sys_exit_in_loop": Program(is_launched=True),
-    "asks_for_input": Program(typed="2\n", rank_counts=(1,), is_launched=True),
+    "sys_exit": Program(launched_ranks=2),
+    "sys_exit_in_loop": Program(launched_ranks=2),
+    "asks_for_input": Program(typed="2\n", launched_ranks=1),
     "iterable_dataset": Program(),
-    "own_dataloader": Program(is_launched=True),
-    "argparse_options": Program(arguments=("--hidden", "8", "--lr", "0.05"), is_launched=True),
+    "own_dataloader": Program(launched_ranks=2),
+    "argparse_options": Program(arguments=("--hidden", "8", "--lr", "0.05"), launched_ranks=2),
     "config": Program(ADAM),
     "logger": Program(),
     "saves_checkpoints": Program(ADAM),
@@ -105,9 +105,18 @@ def plain(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
     return result
 
 
+def script_of(sandbox: Sandbox, name: str) -> Path:
+    """The file of a program."""
+    if name not in LOOPS:
+        return PROGRAMS / f"{name}.py"
+    script = sandbox.folder / f"{name}.py"
+    script.write_text(BEGIN + LOOPS[name])
+    return script
+
+
 def start(sandbox: Sandbox, name: str, world_size: int, *arguments: str, **options: Any) -> Any:
     """Starts a program as its author does: plainly, or as so many ranks."""
-    script = PROGRAMS / f"{name}.py"
+    script = script_of(sandbox, name)
     if world_size == 1:
         return sandbox.start(sys.executable, script, *arguments, **options)
     return sandbox.evener("launch", "--nproc", world_size, script, *arguments, **options)
@@ -125,7 +134,7 @@ def end(sandbox: Sandbox, name: str, world_size: int) -> Ended:
 
 def fork(sandbox: Sandbox, name: str, world_size: int, *, code: int) -> str:
     """Runs a program as the launcher's ranks do, without importing torch; what all ranks print."""
-    command = [str(PROGRAMS / f"{name}.py"), *SAME.get(name, Program()).arguments]
+    command = [str(script_of(sandbox, name)), *SAME.get(name, Program()).arguments]
     with contextlib.chdir(sandbox.folder):
         ranks = run_ranks_to_end(be_script, world_size, *command)
     out = "".join(rank.output for rank in ranks)
@@ -141,37 +150,20 @@ def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def ways_to_start() -> list[Any]:
-    """Everyday, two launched ranks or three forked ones; with --all, all launched as well."""
-    cases = []
-    for name, program in SAME.items():
-        everyday = max(n for n in program.rank_counts if n < 3)
-        if not program.is_launched:
-            cases.append(pytest.param(name, 3, True, id=f"{name}-3-forked"))
-        for world_size in program.rank_counts:
-            is_everyday = program.is_launched and world_size == everyday
-            marks = [] if is_everyday else [pytest.mark.long]
-            cases.append(
-                pytest.param(name, world_size, False, id=f"{name}-{world_size}", marks=marks)
-            )
-    return cases
-
-
-@pytest.mark.parametrize(("name", "world_size", "is_forked"), ways_to_start())
-def test_a_program_ends_as_one_plain_process(
-    name: str, world_size: int, is_forked: bool, sandbox: Sandbox, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", SAME)
+def test_a_program_ends_as_one_plain_process(name: str, sandbox: Sandbox, tmp_path: Path) -> None:
     printed, expected = plain(name, tmp_path / "plain")
-    if is_forked:
-        out = fork(sandbox, name, world_size, code=0)
+    program = SAME[name]
+    if not program.launched_ranks:
+        out = fork(sandbox, name, 3, code=0)
         assert set(printed.splitlines()) <= set(out.splitlines())
     else:
-        ended = end(sandbox, name, world_size)
+        ended = end(sandbox, name, program.launched_ranks)
         assert ended.code == 0, ended.err
         assert ended.out == printed
         assert "Traceback" not in ended.err
     found = torch.load(sandbox.folder / "model.pt")
-    assert distance(found, expected) <= SAME[name].tolerance
+    assert distance(found, expected) <= program.tolerance
 
 
 def test_each_rank_prints_whole_lines_that_name_it(sandbox: Sandbox) -> None:
@@ -191,9 +183,8 @@ def test_each_rank_prints_whole_lines_that_name_it(sandbox: Sandbox) -> None:
     assert sum(seen) == 2 * 96
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_an_exception_is_shown_once_with_its_line(sandbox: Sandbox, world_size: int) -> None:
-    ended = end(sandbox, "exception", world_size)
+def test_an_exception_is_shown_once_with_its_line(sandbox: Sandbox) -> None:
+    ended = end(sandbox, "exception", 2)
     assert ended.code == 1
     assert ended.err.count("ValueError: a target is missing") == 1
     assert ended.err.count("Traceback (most recent call last)") == 1
@@ -244,40 +235,37 @@ def test_early_stopping_on_one_rank_is_named(sandbox: Sandbox) -> None:
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_help_and_a_missing_option_are_those_of_argparse(sandbox: Sandbox, world_size: int) -> None:
+def test_help_and_a_missing_option_are_those_of_argparse(sandbox: Sandbox) -> None:
     """Each rank prints them; those of rank 0 are not marked."""
-    asked = start(sandbox, "argparse_options", world_size, "--help").end()
+    asked = start(sandbox, "argparse_options", 2, "--help").end()
     assert asked.code == 0, asked.err
     of_rank_0 = [line for line in asked.out.splitlines() if not line.startswith("[rank")]
     assert of_rank_0.count("Trains a small network.") == 1
-    wrong = start(sandbox, "argparse_options", world_size).end()
+    wrong = start(sandbox, "argparse_options", 2).end()
     assert wrong.code == 2
     assert "the following arguments are required: --hidden" in wrong.err
     assert "Traceback" not in wrong.err
 
 
-def press_ctrl_c(sandbox: Sandbox, name: str, world_size: int) -> Ended:
-    """Interrupts a program once every rank has trained an epoch."""
-    running = start(sandbox, name, world_size)
-    for _ in range(world_size):
+def press_ctrl_c(sandbox: Sandbox, name: str) -> Ended:
+    """Interrupts a program once each of two ranks has trained an epoch."""
+    running = start(sandbox, name, 2)
+    for _ in range(2):
         assert b"is training" in running.process.stdout.readline()
     running.press_ctrl_c()
     return running.end()
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_ctrl_c_ends_all_ranks_quietly(sandbox: Sandbox, world_size: int) -> None:
-    ended = press_ctrl_c(sandbox, "trains_for_ever", world_size)
+def test_ctrl_c_ends_all_ranks_quietly(sandbox: Sandbox) -> None:
+    ended = press_ctrl_c(sandbox, "trains_for_ever")
     assert ended.code == 130
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_script_that_catches_ctrl_c_saves_what_it_has(sandbox: Sandbox, world_size: int) -> None:
-    ended = press_ctrl_c(sandbox, "saves_when_interrupted", world_size)
+def test_a_script_that_catches_ctrl_c_saves_what_it_has(sandbox: Sandbox) -> None:
+    ended = press_ctrl_c(sandbox, "saves_when_interrupted")
     assert (ended.code, "saved" in ended.out) == (0, True), ended.err
-    assert ended.out.count("interrupted") == world_size
+    assert ended.out.count("interrupted") == 2
     assert torch.load(sandbox.folder / "model.pt").keys() == {"weight", "bias"}
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from evener.comm.base import Call, Communicator, Transport, Wait
+from evener.comm.base import Communicator, Transport, Wait
+from evener.comm.calls import Call
 from evener.comm.threads import ThreadTeam, ThreadTransport
 from evener.errors import (
     LaunchError,
@@ -371,8 +372,10 @@ class MortalTransport(Transport):
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
         self._carry(call, lambda: self._inner._swap(cells, wait, call))
 
-    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
-        self._carry(wait.call, lambda: self._inner.sum_each(flats, wait))
+    def sum_each(
+        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+    ) -> None:
+        self._carry(wait.call, lambda: self._inner.sum_each(flats, wait, lost))
 
     def copy(self, flat: Tensor, src: int, wait: Wait) -> None:
         self._carry(wait.call, lambda: self._inner.copy(flat, src, wait))

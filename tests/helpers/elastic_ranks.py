@@ -3,12 +3,11 @@
 The points, and where they are in a window:
 
     ==================  ==========================================================================
-    before              before this rank joins the exchange of gradients, or of local steps
+    before              before this rank joins an exchange
     inside              it waits in the exchange for a rank that has not come yet
     after               the exchange has ended for all, and nothing is updated
-    mid-update          the optimizer has stepped one of several parameters
     before publishing   the window is applied here, and the others do not know it yet
-    mid-heal            state is sent: by the donor, to the receiver, or past a third member
+    mid-heal            state is sent, by the donor or to the receiver
     ==================  ==========================================================================
 """
 
@@ -163,22 +162,3 @@ def come_late(what: str, pid: int) -> None:
         return begin(self, kind, words, *given)
 
     Communicator._begin = run  # type: ignore[method-assign]
-
-
-def die_in_update(number: int) -> None:
-    """Lets this process die in an optimizer step: some parameters have changed, others have not.
-
-    Args:
-        number: Which step, from 1.
-    """
-    steps, step = [0], AdamW.step
-
-    def run(self: AdamW, *given: Any) -> Any:
-        steps[0] += 1
-        if steps[0] == number:
-            with torch.no_grad():
-                self.param_groups[0]["params"][0].add_(1.0)
-            die()
-        return step(self, *given)
-
-    AdamW.step = run  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,6 @@ class Ended:
     code: int
     out: str
     err: str
-    wall_s: float
 
 
 @dataclass
@@ -82,7 +81,6 @@ class Running:
     """A command that runs; its session is its own, as a terminal's would be."""
 
     process: subprocess.Popen[bytes]
-    started: float = field(default_factory=time.monotonic)
 
     def end(self, timeout_s: float = PATIENCE_S) -> Ended:
         """Waits for the end."""
@@ -94,12 +92,10 @@ class Running:
             raise AssertionError(
                 f"still ran after {timeout_s} s\n{out!r}\n{err.decode()}"
             ) from None
-        wall_s = time.monotonic() - self.started
         return Ended(
             self.process.returncode,
             out.decode(errors="surrogateescape"),
             err.decode(errors="surrogateescape"),
-            wall_s,
         )
 
     def signal(self, signum: int) -> None:

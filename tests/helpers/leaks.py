@@ -254,9 +254,6 @@ def torch_settings() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "number of threads": torch.get_num_threads(),
         "gradients enabled": torch.is_grad_enabled(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "anomaly detection": torch.is_anomaly_enabled(),
-        "autocast on the CPU": torch.is_autocast_enabled("cpu"),
     }
 
 
@@ -266,9 +263,6 @@ def restore_torch(name: str, value: Any) -> None:
         "default dtype": torch.set_default_dtype,
         "number of threads": torch.set_num_threads,
         "gradients enabled": torch._C._set_grad_enabled,
-        "deterministic algorithms": torch.use_deterministic_algorithms,
-        "anomaly detection": torch.autograd.set_detect_anomaly,
-        "autocast on the CPU": lambda enabled: torch.set_autocast_enabled("cpu", enabled),
     }[name](value)
 
 

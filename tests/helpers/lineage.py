@@ -3,28 +3,19 @@
 from collections.abc import Iterable, Sequence
 
 from evener.observe.events import Event
-from evener.observe.lineage import effective
+from evener.observe.table import VOIDING
 
 
-def lineage(events: Iterable[Event]) -> dict[int, list[tuple[int, int]]]:
-    """Return the committed ranges in the lineage of the final parameters.
-
-    Of a run that was resumed with other data: those of the last data.
-
-    Returns:
-        For each epoch the positions of its permutation as ``(start, stop)``, sorted, neighbours
-        merged. What is committed twice shows in :func:`check_exactly_once`, not here.
-    """
-    merged: dict[int, list[tuple[int, int]]] = {}
-    for epoch, ranges in sorted(_ranges_by_epoch(effective(events)).items()):
-        parts: list[tuple[int, int]] = []
-        for start, stop, _ in sorted(ranges):
-            if parts and start <= parts[-1][1]:
-                parts[-1] = (parts[-1][0], max(parts[-1][1], stop))
-            else:
-                parts.append((start, stop))
-        merged[epoch] = parts
-    return merged
+def effective(events: Iterable[Event]) -> list[Event]:
+    """Return the events of a run without ``window`` events that a later one made void."""
+    kept: list[Event] = []
+    for event in events:
+        if event["type"] in VOIDING:
+            kept = [
+                one for one in kept if one["type"] != "window" or one["window"] < event["window"]
+            ]
+        kept.append(event)
+    return kept
 
 
 def check_exactly_once(
@@ -57,12 +48,10 @@ def check_exactly_once(
     by_epoch = _ranges_by_epoch(counted)
     if whole_epochs is None:
         whole_epochs = max(by_epoch, default=0)
-    expected = 0
-    for epoch, ranges in sorted(by_epoch.items()):
-        problems += _epoch_problems(expected, min(epoch, whole_epochs))
-        problems += _range_problems(epoch, sorted(ranges), num_samples, whole=epoch < whole_epochs)
-        expected = epoch + 1
-    return problems + _epoch_problems(expected, whole_epochs)
+    for epoch in sorted({*by_epoch, *range(whole_epochs)}):
+        ranges = sorted(by_epoch.get(epoch, []))
+        problems += _range_problems(epoch, ranges, num_samples, whole=epoch < whole_epochs)
+    return problems
 
 
 def _ranges_by_epoch(events: Iterable[Event]) -> dict[int, list[tuple[int, int, int]]]:
@@ -103,12 +92,6 @@ def _member_problems(events: Iterable[Event]) -> list[str]:
                     f"{', '.join(others)} did not belong"
                 )
     return problems
-
-
-def _epoch_problems(expected: int, epoch: int) -> list[str]:
-    if epoch <= expected:
-        return []
-    return [f"epochs {expected} to {epoch - 1} are never committed"]
 
 
 def _range_problems(

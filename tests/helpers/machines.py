@@ -1,4 +1,4 @@
-"""Several machines: network namespaces at one switch. Needs root.
+"""Two machines: network namespaces with a cable between them. Needs root.
 
 A namespace lives as long as the process that holds it, which ends with this one: nothing is left
 behind, however a test ends. All devices are made inside the namespaces; the network of the host is
@@ -12,30 +12,26 @@ from types import TracebackType
 from typing import Any, Self
 
 #: Addresses of the machines, on a network of their own.
-ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
-#: An address of that network which nobody has.
-NOBODY = "10.77.0.9"
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 _STEP_S = 20.0
 
 
 class Machines:
-    """Network namespaces with host names and addresses of their own, with a cable to one switch.
+    """Two network namespaces with host names and addresses of their own, and a cable between them.
 
     Args:
-        count: How many, up to three.
-        rate: What a cable carries in each direction, in words of ``tc``; ``None`` for all it can.
+        rate: What the cable carries in each direction, in words of ``tc``; ``None`` for all it can.
     """
 
-    def __init__(self, count: int = 2, rate: str | None = None) -> None:
-        self._count, self._rate = count, rate
-        self._holders: list[subprocess.Popen[str]] = []  # of the machines, and of the switch
+    def __init__(self, rate: str | None = None) -> None:
+        self._rate = rate
+        self._holders: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
         try:
-            for number in range(self._count):
+            for number in range(len(ADDRESSES)):
                 self._holders.append(_hold(f"machine-{number}"))
-            self._holders.append(_hold("switch"))
             self._plug_in()
         except BaseException:
             self.close()
@@ -69,14 +65,6 @@ class Machines:
         assert done.returncode == 0, f"{words}: {done.stdout}"
         return done.stdout
 
-    def cut(self, machine: int) -> None:
-        """Pulls a machine's cable out of the switch: no packet passes, and nobody is told so."""
-        self._set_port(machine, "down")
-
-    def mend(self, machine: int) -> None:
-        """Plugs it in again."""
-        self._set_port(machine, "up")
-
     def sent_bytes(self, machine: int) -> int:
         """What a machine has sent over its cable."""
         (device,) = json.loads(self.run(machine, "ip", "-s", "-j", "link", "show", "eth0"))
@@ -91,19 +79,11 @@ class Machines:
                 holder.wait(_STEP_S)
         self._holders.clear()
 
-    def _set_port(self, machine: int, state: str) -> None:
-        self.run(self._count, "ip", "link", "set", f"port{machine}", state)
-
     def _plug_in(self) -> None:
-        switch = self._count
-        self.run(switch, "ip", "link", "add", "switch", "type", "bridge")
-        self.run(switch, "ip", "link", "set", "switch", "up")
-        for number in range(self._count):
-            port, other = f"port{number}", str(self._holders[switch].pid)
-            cable = ("ip", "link", "add", "eth0", "type", "veth", "peer", "name", port)
-            self.run(number, *cable, "netns", other)
-            self.run(switch, "ip", "link", "set", port, "master", "switch", "up")
-            self.run(number, "ip", "address", "add", f"{ADDRESSES[number]}/24", "dev", "eth0")
+        cable = ("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0")
+        self.run(0, *cable, "netns", self._holders[1].pid)
+        for number, address in enumerate(ADDRESSES):
+            self.run(number, "ip", "address", "add", f"{address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 self.run(number, "ip", "link", "set", device, "up")
             if self._rate is not None:

@@ -1,26 +1,22 @@
-"""Teams over several hosts, whose workers note what they see; with root or on loopback addresses.
+"""Teams over several hosts, which are addresses of loopback; workers note what they see.
 
 ``SCRIPT`` trains until there is a file ``stop``. Each of its workers writes a journal, from which
-``check`` judges the whole run. ``Namespaces`` and ``LoopbackAliases`` are two kinds of hosts.
+``check`` judges the whole run.
 """
 
 import json
 import os
 import signal
-import sys
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import psutil
 
 from helpers.launched import Running, Sandbox
 from helpers.limits import PATIENCE_S, wait_until
-from helpers.machines import ADDRESSES, Machines
 from helpers.ports import free_port
 
 NUM_SAMPLES = 96
@@ -34,26 +30,25 @@ who = os.environ["EVENER_MEMBER"]
 journal = (here / f"journal-{{who.replace('/', '_')}}-{{os.getpid()}}").open("w", buffering=1)
 def note(**row):
     print(json.dumps(row), file=journal)
-note(pid=os.getpid(), who=who, rank=os.environ["RANK"])
+note(pid=os.getpid())
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 def digest():
     bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(bits).hexdigest()[:16]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 data = [(torch.full((4,), i / {NUM_SAMPLES}), i) for i in range({NUM_SAMPLES})]
-with Ddp.setup(model, optimizer, devices="cpu", policy=os.environ.get("POLICY", "sync")) as ddp:
+with Ddp.setup(model, optimizer, devices="cpu") as ddp:
     @ddp.on_commit
     def commit(result):
         note(window=result.window, epoch=result.epoch, ranges=result.ranges or [result.committed],
-             digest=digest(), size=len(ddp.assembly.team.members), t=result.applied_t,
-             main=ddp.is_main_process)
+             digest=digest(), size=len(ddp.assembly.team.members), main=ddp.is_main_process)
         if (here / "stop").exists():
             ddp.stop()
     loader = ddp.loader(data, batch_size=8, seed=5)
-    for epoch in ddp.epochs(int(os.environ.get("EPOCHS", "1000000"))):
+    for epoch in ddp.epochs(1_000_000):
         for x, ids in loader.epoch(epoch):
             # So that it pays to divide the work, and nobody is parked.
-            time.sleep(float(os.environ.get("WORK_S", "0.004")) * len(x))
+            time.sleep(0.004 * len(x))
             ddp.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
             ddp.step()
     note(end=digest())
@@ -90,11 +85,6 @@ class Journal:
         return int(self.rows[0]["pid"])
 
     @property
-    def who(self) -> str:
-        """The worker's id."""
-        return str(self.rows[0]["who"])
-
-    @property
     def windows(self) -> list[dict[str, Any]]:
         """The windows that it has seen committed."""
         return [row for row in self.rows if "window" in row]
@@ -106,66 +96,52 @@ class Journal:
 
 
 @dataclass
-class Hosts(ABC):
-    """Hosts, and what runs on them.
+class Hosts:
+    """Addresses of loopback, which every Linux has, and what runs there.
 
     Attributes:
         sandbox: Starts commands.
-        addresses: By number of the host.
-        port: Of the coordinator.
     """
 
     sandbox: Sandbox
-    addresses: Sequence[str] = ADDRESSES
-    port: int = 29_600
-    _stack: ExitStack = field(default_factory=ExitStack)
     _started: dict[int, list[Running]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.addresses = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+        self.address = f"{self.addresses[0]}:{free_port()}"
         self.script = self.sandbox.script(SCRIPT)
         self.sandbox.install(NO_STANDBYS)
         self.token = self.sandbox.token_file("one token that all of these hosts know")
 
-    @abstractmethod
-    def words(self, host: int, command: Sequence[object]) -> Sequence[object]:
-        """What starts a command on a host."""
-
-    @abstractmethod
     def cut(self, host: int) -> None:
-        """Cut a host off."""
+        """Cuts a host off: it says nothing, and its connections stay open."""
+        self._send(host, signal.SIGSTOP)
 
-    @abstractmethod
     def mend(self, host: int) -> None:
-        """End that."""
+        """Ends that."""
+        self._send(host, signal.SIGCONT)
 
-    @property
-    def address(self) -> str:
-        """The coordinator's."""
-        return f"{self.addresses[0]}:{self.port}"
+    def _send(self, host: int, signum: signal.Signals) -> None:
+        for process in self.processes_of(host):
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                os.kill(process.pid, signum)
 
-    def start(self, host: int, *command: object, **environ: str) -> Running:
-        """Starts a command on a host."""
-        before = self.sandbox.environ
-        self.sandbox.environ = {**before, **environ}
-        running = self.sandbox.start(*self.words(host, command))
-        self.sandbox.environ = before
+    def evener(self, host: int, *arguments: object) -> Running:
+        """Starts ``evener ARGUMENTS`` on a host."""
+        running = self.sandbox.evener(*arguments)
         self._started.setdefault(host, []).append(running)
         return running
 
-    def evener(self, host: int, *arguments: object, **environ: str) -> Running:
-        """Starts ``evener ARGUMENTS`` on a host."""
-        return self.start(host, sys.executable, "-P", "-m", "evener", *arguments, **environ)
-
-    def join(self, host: int, *options: object, **environ: str) -> Running:
+    def join(self, host: int, *options: object) -> Running:
         """Starts an agent that joins the team."""
         own = ("--address", self.addresses[host], "--token-file", self.token)
-        return self.evener(host, "join", self.address, *own, *options, self.script, **environ)
+        return self.evener(host, "join", self.address, *own, *options, self.script)
 
-    def launch(self, host: int, *options: object, **environ: str) -> Running:
+    def launch(self, host: int, *options: object) -> Running:
         """Starts an agent of a team that begins on these hosts."""
         own = ("--master-addr", self.address, "--address", self.addresses[host])
         own += ("--token-file", self.token)
-        return self.evener(host, "launch", *own, *options, self.script, **environ)
+        return self.evener(host, "launch", *own, *options, self.script)
 
     def coordinate(self, *options: object) -> Running:
         """Starts the coordinator on the first host, by the command line."""
@@ -208,52 +184,6 @@ class Hosts(ABC):
         """Has the script end everywhere."""
         (self.sandbox.folder / "stop").touch()
 
-    def close(self) -> None:
-        """Ends the hosts."""
-        self._stack.close()
-
-
-@final
-class Namespaces(Hosts):
-    """Network namespaces; needs root."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.machines = self._stack.enter_context(Machines(3))
-
-    def words(self, host: int, command: Sequence[object]) -> Sequence[object]:
-        return self.machines.command(host, *command)
-
-    def cut(self, host: int) -> None:
-        self.machines.cut(host)
-
-    def mend(self, host: int) -> None:
-        self.machines.mend(host)
-
-
-@final
-class LoopbackAliases(Hosts):
-    """Addresses of loopback, which every Linux has. A host is cut off by stopping its processes."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.addresses = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
-        self.port = free_port()
-
-    def words(self, host: int, command: Sequence[object]) -> Sequence[object]:
-        return command
-
-    def cut(self, host: int) -> None:
-        self._send(host, signal.SIGSTOP)
-
-    def mend(self, host: int) -> None:
-        self._send(host, signal.SIGCONT)
-
-    def _send(self, host: int, signum: signal.Signals) -> None:
-        for process in self.processes_of(host):
-            with suppress(psutil.NoSuchProcess, ProcessLookupError):
-                os.kill(process.pid, signum)
-
 
 def wait_for_more(journal: Journal, count: int = 5, size: int = 0) -> None:
     """Wait until a worker has seen that many further windows, all in a team of this size."""
@@ -266,26 +196,8 @@ def wait_for_more(journal: Journal, count: int = 5, size: int = 0) -> None:
     wait_until(have_come)
 
 
-def longest_gap_s(journal: Journal, since_s: float, until_s: float) -> float:
-    """The longest time between two windows that a worker has applied, in a period.
-
-    Not between commits: the last window of an epoch is committed at once, the others with the next.
-    """
-    times = [row["t"] for row in journal.windows]
-    before = [t for t in times if t <= since_s][-1:]
-    within = [*before, *(t for t in times if since_s < t < until_s)]
-    after = [t for t in times if t >= until_s][:1]
-    line = [*within, *after]
-    return max(b - a for a, b in pairwise(line))
-
-
-def check(journals: Sequence[Journal], *, whole_epochs: int | None = None) -> None:
-    """Workers have seen the same windows and bits, and each sample counts once an epoch.
-
-    Args:
-        journals: Of all workers, the lost ones included.
-        whole_epochs: So many epochs are whole; by default all but the last.
-    """
+def check(journals: Sequence[Journal]) -> None:
+    """Workers, the lost ones too, have seen the same windows and bits, and each sample once."""
     by_window: dict[int, Mapping[str, Any]] = {}
     for journal in journals:
         seen = [row["window"] for row in journal.windows]
@@ -299,9 +211,8 @@ def check(journals: Sequence[Journal], *, whole_epochs: int | None = None) -> No
     for row in by_window.values():
         ids = epochs.setdefault(row["epoch"], [])
         ids += [i for start, stop in row["ranges"] for i in range(start, stop)]
-    last = max(epochs) if whole_epochs is None else whole_epochs
     for epoch, ids in epochs.items():
         assert len(set(ids)) == len(ids), f"epoch {epoch} has samples twice"
-        assert epoch >= last or len(ids) == NUM_SAMPLES, f"epoch {epoch} is not whole"
+        assert epoch == max(epochs) or len(ids) == NUM_SAMPLES, f"epoch {epoch} is not whole"
     ends = {journal.end for journal in journals if journal.end}
     assert len(ends) == 1, f"workers end with unlike bits: {ends}"

@@ -69,49 +69,32 @@ class Rank:
         return pickle.loads(self._channel.recv_bytes())
 
     def connect(self, *, backend: str = "gloo", timeout_s: float = PATIENCE_S) -> Any:
-        """The evener communicator of this team; "shared" is what "auto" takes on one host."""
-        from evener.comm import shared
+        """The evener communicator of this team; "shared" is what "auto" takes on one host.
 
-        comm = join_at(
+        "hosts 2+1" is what it takes if the third rank is on another host than the first two.
+        """
+        from evener.comm import hosts, shared
+        from evener.team.environment import DistributedTrainConfig
+        from evener.team.fixed import meet
+
+        place = DistributedTrainConfig.of_rank(
             self.rank,
             self.world_size,
-            self.address,
-            self.port,
-            backend="gloo" if backend == "shared" else backend,
-            timeout_s=timeout_s,
+            coordinator_addr=self.address,
+            coordinator_port=self.port,
         )
-        if backend != "shared":
-            return comm
-        comm, obstacle = shared.share_memory(comm)
-        assert not obstacle, obstacle
+        comm, _ = meet(place, timeout_s)
+        failure = ""
+        if backend == "nccl":
+            failure = comm.add_nccl()
+        elif backend == "shared":
+            comm, failure = shared.share_memory(comm)
+        elif backend.startswith("hosts"):
+            sizes = map(int, backend.removeprefix("hosts ").split("+"))
+            places = [f"host {number}" for number, size in enumerate(sizes) for _ in range(size)]
+            comm, _ = hosts.connect_hosts(comm, places[self.rank])
+        assert not failure, failure
         return comm
-
-
-def join_at(
-    rank: int,
-    world_size: int,
-    address: str,
-    port: int,
-    *,
-    agent_store: bool = False,
-    backend: str = "gloo",
-    timeout_s: float = PATIENCE_S,
-) -> Any:
-    """The communicator of ranks that meet at an address."""
-    from evener.team.environment import DistributedTrainConfig
-    from evener.team.fixed import meet
-
-    place = DistributedTrainConfig.of_rank(
-        rank,
-        world_size,
-        coordinator_addr=address,
-        coordinator_port=port,
-        agent_store=agent_store,
-    )
-    comm, _ = meet(place, timeout_s)
-    if backend == "nccl" and (failure := comm.add_nccl()):
-        raise AssertionError(failure)
-    return comm
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,46 +10,7 @@ from hypothesis import strategies as st
 
 from evener.errors import EvenerError
 
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.sampled_from([-1, 0, 2**53, 10**30, -(10**400), 0.5, -1e308, float("nan"), float("inf")])
-    | st.text(max_size=4)
-    | st.sampled_from(["", "../x", "\0", "\ud800", "$map"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.text(max_size=3) | st.sampled_from(["$map", "$tensor"]), inner, max_size=2
-        )
-    ),
-    max_leaves=4,
-)
-"""Values of every kind that JSON knows, and those that a reader is likely to trip over."""
-
-
 NESTED = b"[" * 4000 + b"]" * 4000
-
-
-@st.composite
-def changed(draw: st.DrawFn, document: Any) -> Any:
-    """The document with one of its nodes replaced, or removed."""
-    document = json.loads(json.dumps(document))
-    places: list[tuple[Any, Any]] = []
-
-    def collect(node: Any) -> None:
-        keys = list(node) if isinstance(node, dict) else range(len(node))
-        for key in keys:
-            places.append((node, key))
-            if isinstance(node[key], dict | list):
-                collect(node[key])
-
-    collect(document)
-    node, key = draw(st.sampled_from(places))
-    if draw(st.integers(0, 4)) == 0:
-        del node[key]
-    else:
-        node[key] = draw(JSON)
-    return document
 
 
 @st.composite

@@ -38,7 +38,14 @@ class Package(NamedTuple):
 
 
 PACKAGES = {
-    "protocol": Package(16, ("tests/unit/protocol", "tests/unit/team/test_fixed.py")),
+    "protocol": Package(
+        16,
+        (
+            "tests/unit/protocol",
+            "tests/unit/team/test_fixed.py",
+            "tests/processes/test_waits.py",
+        ),
+    ),
     "averaging": Package(8, ("tests/unit/averaging", "tests/unit/manual", "tests/unit/engine")),
     "data": Package(10, ("tests/unit/data", "tests/processes/test_fetch_processes.py")),
     "planning": Package(

@@ -1,13 +1,29 @@
-"""The trained run that all tests share which only read one."""
+"""Folders in which tests start commands, and the trained run that tests share which only read."""
 
 import fcntl
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from helpers.launched import Sandbox
 from helpers.pretraining import RUN_TIMEOUT_S, Lab, RunFolder
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    sandbox = Sandbox(tmp_path)
+    yield sandbox
+    sandbox.close()
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    lab = Lab(tmp_path)
+    yield lab
+    lab.close()
 
 
 @dataclass(frozen=True)

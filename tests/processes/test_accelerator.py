@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evener import Ddp, DdpConfig, ReplicasDifferError
+from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator
 from evener.team.environment import DistributedTrainConfig
 from helpers import pretend
@@ -154,55 +154,6 @@ def check_norms() -> None:
 
 def test_sums_that_overflow_float32_are_formed_where_float64_is() -> None:
     run_there(check_norms)
-
-
-def check_replicas() -> None:
-    def body(comm: Communicator) -> str:
-        model = mlp(seed=0)
-        # Rank 0 has to have a share, however fast it turns out to be.
-        ddp = set_up(model, "accelerator", comm, verify_every=1, partition_ratios=(1, 1))
-        try:
-            with ddp:
-                for x, y in ddp.loader(data(24), batch_size=12, seed=5).epoch(0):
-                    ddp.backward(F.cross_entropy(model(x.to(ddp.device)), y.to(ddp.device)))
-                    if comm.rank == 0:
-                        with torch.no_grad():
-                            model[2].bias[1].add_(1e-3)
-                    ddp.step()
-        except ReplicasDifferError as error:
-            return error.parameter
-        return ""
-
-    assert run_team(2, body) == ["2.bias"] * 2
-
-
-def test_another_value_on_one_rank_is_found_there_too() -> None:
-    run_there(check_replicas)
-
-
-def check_checkpoint(folder: Path) -> None:
-    def epoch(ddp: Ddp, model: nn.Module, loader: Any, number: int) -> None:
-        for x, y in loader.epoch(number):
-            ddp.backward(F.cross_entropy(model(x.to(ddp.device)), y.to(ddp.device)))
-            ddp.step()
-
-    trained = []
-    for devices in ("accelerator", "cpu"):
-        model = mlp(seed=1)
-        with set_up(model, devices) as ddp:
-            loader = ddp.loader(data(24), batch_size=12, seed=5)
-            if devices == "accelerator":
-                epoch(ddp, model, loader, 0)
-                ddp.save(folder)
-            else:
-                ddp.load(folder)
-            epoch(ddp, model, loader, 1)
-        trained.append(vector(model.cpu()))
-    assert relative_error(*trained) <= TOLERANCE
-
-
-def test_a_checkpoint_from_there_is_loaded_on_the_cpu(tmp_path: Path) -> None:
-    run_there(check_checkpoint, tmp_path)
 
 
 def check_by_hand() -> None:

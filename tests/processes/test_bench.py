@@ -5,19 +5,14 @@ import json
 from helpers.pretraining import Lab
 
 
-def test_a_bench_measures_and_recommends(tmp_path):
-    lab = Lab(tmp_path)
-    try:
-        lab.configure(epochs=1000)
-        bench = lab.sandbox.evener(
-            *("bench", "run.yaml", "--policies", "sync", "--backends", "gloo"),
-            *("--minutes", "0.05", "--rounds", "1", "--nproc", "1", "--set", "optimizer.lr=0.01"),
-        )
-        ended = bench.end(120.0)
-    finally:
-        lab.close()
+def test_a_bench_measures_and_recommends(lab: Lab) -> None:
+    lab.configure(epochs=1000)
+    ended = lab.sandbox.evener(
+        *("bench", "run.yaml", "--policies", "sync", "--backends", "gloo"),
+        *("--minutes", "0.05", "--rounds", "1", "--nproc", "1", "--set", "optimizer.lr=0.01"),
+    ).end()
     assert ended.code == 0, ended.err
-    folder = tmp_path / "runs" / "bench"
+    folder = lab.folder / "runs" / "bench"
     written = json.loads((folder / "bench.json").read_text())
     assert written["recommended"] == "sync/gloo"
     (candidate,) = written["candidates"]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,11 @@ import yaml
 from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.lineage import check_exactly_once
-from helpers.pretraining import RUN_TIMEOUT_S, RunFolder, be_evener
+from helpers.pretraining import RUN_TIMEOUT_S, RunFolder, be_evener, relative_difference
 from helpers.ranks import Rank, RankTeam, run_ranks
 
 NAMES = ["first", "second", "third"]
+ADAPTER = "adapter/adapter_model.safetensors"
 
 #: 48 samples for training make 7 windows an epoch, the last one of 6 samples.
 TINY: dict[str, Any] = {
@@ -73,7 +72,7 @@ def classify_in_a_script(rank: Rank, folder: str) -> list[Any]:
     rows = [{"body": s.text, "class": NAMES[int(s.label)]} for s in samples(NUM_TRAIN)]
     data = {"heldout_fraction": 0.25, "text_key": "body", "label_key": "class"}
     results.append(evener.classify({**keys, "data": data}, rows, resume=True, quiet=True))
-    with pytest.raises(evener.CheckpointError, match="was trained with other data"):
+    with pytest.raises(evener.CheckpointError, match="different data"):
         evener.classify(keys, given[1:], resume=True, quiet=True)
     with pytest.raises(evener.DataError, match=f"sample {NUM_TRAIN} lacks 'label'"):
         evener.classify(keys, [*given, {"text": "of no class"}], quiet=True)
@@ -103,19 +102,6 @@ def test_the_same_from_python_on_samples_in_memory(folder: Path) -> None:
     assert (folder / resumed["merged"]).is_dir()
 
 
-def adapter_of(path: Path) -> dict[str, Any]:
-    from safetensors.numpy import load_file
-
-    return dict(load_file(path / "adapter" / "adapter_model.safetensors"))
-
-
-def relative_difference(first: Path, second: Path) -> float:
-    ours, theirs = adapter_of(first), adapter_of(second)
-    assert ours.keys() == theirs.keys()
-    squared = sum(float(((ours[k].astype("f8") - theirs[k]) ** 2).sum()) for k in ours)
-    return float((squared / sum(float((ours[k].astype("f8") ** 2).sum()) for k in ours)) ** 0.5)
-
-
 def test_a_run_on_two_unequal_ranks_leaves_an_adapter_and_a_report(folder: Path) -> None:
     said = run(folder, configure(folder), "--emulate-slow", "1:2", nproc=2)
     result = RunFolder(folder / "runs" / "run")
@@ -131,7 +117,7 @@ def test_a_run_on_two_unequal_ranks_leaves_an_adapter_and_a_report(folder: Path)
     assert "<svg" in (result.path / "report.html").read_text()
     # The same on one rank: the same samples in the same windows, sums in another order.
     run(folder, "run.yaml", "--name", "alone")
-    assert relative_difference(folder / "runs" / "alone", result.path) <= 1e-4
+    assert relative_difference(folder / "runs" / "alone", result.path, ADAPTER) <= 1e-4
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(folder: Path) -> None:
@@ -143,7 +129,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(folder: Path) -> Non
     result = RunFolder(folder / "runs" / "run")
     assert result.summary["steps"] == NUM_WINDOWS
     # Warm-up is a part of the whole: shorter in the interrupted run, so only nearly the same.
-    assert relative_difference(folder / "runs" / "whole", result.path) <= 0.2
+    assert relative_difference(folder / "runs" / "whole", result.path, ADAPTER) <= 0.2
     again = ("run.yaml", "--set", "optimizer.min_lr_ratio=1", "--resume")
     assert "nothing to do" in run(folder, *again)
     # A full disk may have kept the run from writing what it is for.
@@ -152,70 +138,6 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(folder: Path) -> Non
     assert (result.path / "adapter" / "adapter_model.safetensors").read_bytes() == (
         result.path / "lost" / "adapter_model.safetensors"
     ).read_bytes()
-
-
-def stop_before_training(rank: Rank, folder: str, command: Sequence[str]) -> int:
-    """A rank that is told to stop when the head is about to be fitted."""
-    from evener.tasks.classification import task
-
-    fit_head = task.fit_head
-
-    def told_to_stop(*arguments: Any) -> bool:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return fit_head(*arguments)
-
-    task.fit_head = told_to_stop
-    return be_evener(rank, folder, command)
-
-
-def test_a_run_that_was_stopped_before_its_first_window_begins_anew(folder: Path) -> None:
-    configure(folder)
-    Zygote.get().preload(*NEEDED)
-    with RankTeam(stop_before_training, 1, str(folder), ["classify", "run.yaml"]) as team:
-        (stopped,) = team.wait(RUN_TIMEOUT_S)
-    assert stopped.value == 128 + signal.SIGTERM, stopped.story()
-    result = RunFolder(folder / "runs" / "run")
-    assert result.summary["steps"] == 0
-    assert result.summary["adapter"] is None
-    assert result.summary["best_step"] is None
-    assert "best step" not in stopped.output
-    assert not (result.path / "adapter").exists()  # nothing to predict with
-    run(folder, "run.yaml", "--resume")
-    run(folder, "run.yaml", "--name", "whole")
-    whole = RunFolder(folder / "runs" / "whole")
-    for key in ("steps", "frozen_accuracy", "probe_accuracy", "accuracy"):
-        assert result.summary[key] == whole.summary[key]
-    assert relative_difference(result.path, whole.path) <= 1e-6
-
-
-def without_memory(rank: Rank, folder: str, command: Sequence[str]) -> int:
-    """A rank on which two texts do not fit into memory; the others have plenty."""
-    import torch
-
-    from evener.tasks.classification.pipeline import ClassifyPipeline
-
-    loss = ClassifyPipeline.loss
-
-    def small_loss(self: ClassifyPipeline, batch: Any) -> Any:
-        if rank.rank == 0 and len(batch["labels"]) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return loss(self, batch)
-
-    ClassifyPipeline.loss = small_loss  # type: ignore[method-assign]
-    return be_evener(rank, folder, command)
-
-
-def test_a_rank_without_memory_continues_in_smaller_micro_batches(folder: Path) -> None:
-    configure(folder, verify_every=1)
-    Zygote.get().preload(*NEEDED)
-    with RankTeam(without_memory, 2, str(folder), ["classify", "run.yaml"]) as team:
-        outcomes = team.wait(RUN_TIMEOUT_S)
-    assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].story()
-    result = RunFolder(folder / "runs" / "run")
-    assert check_exactly_once(result.events, NUM_TRAIN, whole_epochs=2) == []
-    assert result.summary["steps"] == NUM_WINDOWS
-    state = json.loads((result.checkpoints[-1] / "state.json").read_text())
-    assert 1 in state["micro_batch_limits"].values()
 
 
 def test_more_ranks_than_samples_take_over_the_head_of_the_first(folder: Path) -> None:
@@ -230,16 +152,6 @@ def test_more_ranks_than_samples_take_over_the_head_of_the_first(folder: Path) -
     summary = json.loads((folder / "runs" / "few" / "summary.json").read_text())
     assert summary["probe_accuracy"] is not None
     assert summary["num_train"] == 2
-
-
-def test_patience_ends_a_run_and_keeps_the_best_adapter(folder: Path) -> None:
-    configure(folder, epochs=30, eval={"every": 2, "patience": 2, "metric": "accuracy"})
-    run(folder, "run.yaml", nproc=2)
-    summary = RunFolder(folder / "runs" / "run").summary
-    assert summary["early_stopped"]
-    # The windows that are under way when the team agrees on the end are still applied.
-    assert summary["best_step"] + 4 <= summary["steps"] <= summary["best_step"] + 6 < 210
-    assert "nothing to do" in run(folder, "run.yaml", "--resume")
 
 
 def test_a_finished_run_predicts_and_its_adapter_may_be_trained_on(folder: Path) -> None:
@@ -264,25 +176,8 @@ def test_a_finished_run_predicts_and_its_adapter_may_be_trained_on(folder: Path)
 def test_a_checkpoint_of_another_base_or_adapter_is_refused(folder: Path) -> None:
     run(folder, configure(folder, max_steps=2))
     said = run(folder, "run.yaml", "--resume", "--set", "seq_len=20", fails=True)
-    assert "trained with another tokenizer or length; put " in said
+    assert "different tokenizer (" in said
+    assert "seq_len 24 -> 20" in said
     other = {**TINY_LLAMA, "config": {**TINY_LLAMA["config"], "initializer_range": 0.3}}
     configure(folder, max_steps=4, model=other)
-    assert "trained with another base model" in run(folder, "run.yaml", "--resume", fails=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"labels": [*NAMES, "fourth"]}, "no sample of 'fourth' in the training data"),
-        ({"model": {"path": "nowhere"}}, "model.path is 'nowhere', which does not exist"),
-        ({"epoch": 3}, "epoch is 3: unknown key; allowed are "),
-    ],
-)
-def test_bad_input_is_named(folder: Path, changes: dict[str, Any], words: str) -> None:
-    configure(folder, **changes)
-    assert words in run(folder, "run.yaml", fails=True)
-    assert not (folder / "runs").exists()
-
-
-def test_a_rank_of_another_launcher_is_told_where_the_base_comes_from(folder: Path) -> None:
-    assert "run 'evener pretrain --demo' first" in run(folder, fails=True)
+    assert "different base model (" in run(folder, "run.yaml", "--resume", fails=True)

@@ -2,9 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +11,6 @@ from evener.cli import main
 from evener.doctor import diagnosis, pair
 from evener.doctor.host_facts import HostFacts, MeasuredLink
 from evener.doctor.judgement import Problem
-from evener.team.coordinator import CoordinatorOptions, listen
-from evener.team.coordinator_thread import CoordinatorThread
-from evener.team.nodes import DEFAULT_PORT
 from helpers.hosts import HEALTHY, host
 from helpers.launched import Sandbox
 from helpers.machines import ADDRESSES, Machines
@@ -29,13 +23,6 @@ HEALTHY_CPU = host(
     architectures=(),
     nccl="",
 )
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    sandbox = Sandbox(tmp_path)
-    yield sandbox
-    sandbox.close()
 
 
 def check_form(document: dict[str, Any]) -> list[Problem]:
@@ -93,30 +80,6 @@ def test_two_machines_time_the_cable(sandbox: Sandbox) -> None:
         assert any("Mbit/s in its slower direction" in what for what in between)
 
 
-@pytest.mark.root
-def test_two_machines_that_a_firewall_keeps_apart_say_so(sandbox: Sandbox) -> None:
-    token = sandbox.token_file("a secret of two machines\n")
-    options = (ADDRESSES[0], "--token-file", token, "--json")
-    soon = "import sys; from evener.cli import main; from evener.team import fixed; "
-    soon += "fixed._CONNECT_S = 5.0; sys.exit(main())"
-    evener = (sys.executable, "-P", "-c", soon, "doctor")
-    with Machines() as machines:
-        # Machine 1 reaches the coordinator, and nothing else there.
-        rule = ("ip", "rule", "add", "prio")
-        machines.run(1, *rule, 10, "ipproto", "tcp", "dport", DEFAULT_PORT, "lookup", "main")
-        machines.run(1, *rule, 20, "to", ADDRESSES[0], "blackhole")
-        one = sandbox.start(*machines.command(0, *evener, "--listen", *options))
-        two = sandbox.start(*machines.command(1, *evener, *options))
-        ends = [process.end() for process in (one, two)]
-    for number, end in enumerate(ends):
-        assert end.code == 1, end
-        document = json.loads(end.out)
-        *_, problem = check_form(document)
-        assert document["there"] is None
-        assert f"rank {number} could not form a team of 2" in problem.what
-        assert "firewalls must let ranks connect" in problem.what
-
-
 @pytest.mark.parametrize("listens", [True, False])
 def test_nobody_there_is_a_problem(
     listens: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -134,21 +97,6 @@ def test_nobody_there_is_a_problem(
     else:
         assert "rank 1 waited " in problem.what
         assert f"for the coordinator of its team at {address} " in problem.what
-
-
-def test_another_token_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(diagnosis, "examine_host", lambda: HEALTHY_CPU)
-    token = tmp_path / "token"
-    token.write_text("a secret of another team\n")
-    token.chmod(0o600)
-    options = CoordinatorOptions(most=2, token=b"the secret there")
-    with closing(CoordinatorThread(options, listen(options))) as there:
-        assert main(["doctor", f"127.0.0.1:{there.port}", "--token-file", str(token)]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert "problem between: " in out
-    assert "the token differs from the coordinator's" in out
 
 
 @pytest.mark.parametrize(

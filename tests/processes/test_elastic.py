@@ -22,7 +22,6 @@ from helpers.elastic_ranks import (
     come_late,
     covers_each_once,
     die_at,
-    die_in_update,
     let_steps_last_alike,
     set_up,
     train,
@@ -40,12 +39,12 @@ class Point:
     """Who dies, and where.
 
     Attributes:
-        when: Before, inside or after an exchange; or ``"mid-update"``.
+        when: Before, inside or after an exchange.
         what: Part of the words for the exchange; the policy says which, if that is empty.
         skip: How many such exchanges pass first.
         founders: Members of the first generation.
-        healing: Who dies while another one joins at the third window: the donor of the state, its
-            receiver, or a third member; empty where nobody joins.
+        healing: Who dies while another one joins at the third window: the donor of the state, or
+            its receiver; empty where nobody joins.
     """
 
     when: str
@@ -61,24 +60,21 @@ class Point:
 
 
 POINTS = {
-    "before": Point("before"),
     "inside": Point("inside"),
-    "after": Point("after", founders=2),
-    "mid-update": Point("mid-update"),
     # Rounds of rows: SYNC calibrates and plans in four, and has one for each window. Local steps
     # are planned in one, and each window has two.
     "before publishing": Point("before", "a round", skip=7),
     "mid-heal, the donor": Point("before", "of the team's state", founders=2, healing="donor"),
     "mid-heal, the receiver": Point("after", "of the team's state", founders=2, healing="receiver"),
-    "mid-heal, another one": Point("before", "of the team's state", founders=2, healing="other"),
 }
-POLICIES = ("sync", "cadence", "async")
-#: What the suite runs; the rest takes `--all`.
-USUAL = {
-    "sync": ("inside", "mid-heal, the donor"),
-    "cadence": ("before publishing",),
-    "async": ("inside",),
-}
+#: Every point, and each policy at least once; ``unit/engine/test_elastic_points.py`` has them all.
+CASES = (
+    ("sync", "inside"),
+    ("sync", "mid-heal, the donor"),
+    ("cadence", "before publishing"),
+    ("cadence", "mid-heal, the receiver"),
+    ("async", "inside"),
+)
 
 
 def die_somewhere(rank: Rank, address: str, name: str, policy: str) -> tuple[Any, Any]:
@@ -91,7 +87,7 @@ def die_somewhere(rank: Rank, address: str, name: str, policy: str) -> tuple[Any
         if joins and point.healing == "receiver":
             die_at(point.when, what)
     elif rank.rank == 1:
-        die_in_update(3) if point.when == "mid-update" else die_at(point.when, what, point.skip)
+        die_at(point.when, what, point.skip)
     elif rank.rank == 0 and point.when == "inside":
         come_late(what, pids[1])
     if policy != "sync":
@@ -101,7 +97,7 @@ def die_somewhere(rank: Rank, address: str, name: str, policy: str) -> tuple[Any
 
     def commit(result: WindowResult) -> None:
         if point.healing and not joins and result.window == 1:
-            if point.healing == ("donor" if ddp.is_main_process else "other"):
+            if point.healing == "donor" and ddp.is_main_process:
                 die_at(point.when, what)
             if rank.rank == 0:
                 rank.send("begun")
@@ -112,16 +108,7 @@ def die_somewhere(rank: Rank, address: str, name: str, policy: str) -> tuple[Any
         return train(ddp, model, commit, batch_size=batch_size)
 
 
-@pytest.mark.parametrize(
-    ("policy", "name"),
-    [
-        (policy, name)
-        if name in USUAL[policy]
-        else pytest.param(policy, name, marks=pytest.mark.long)
-        for policy in POLICIES
-        for name in POINTS
-    ],
-)
+@pytest.mark.parametrize(("policy", "name"), CASES)
 def test_a_process_dies_at_a_named_point(name: str, policy: str) -> None:
     point = POINTS[name]
     size = point.founders + bool(point.healing)

@@ -4,12 +4,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import pytest
 
 from helpers.launched import Running, Sandbox
 from helpers.limits import PATIENCE_S, wait_until
@@ -22,13 +20,6 @@ tell_launcher(place="joined")
 MEMBER = os.environ["EVENER_MEMBER"].partition("/")[2]
 tell(f"{MEMBER} {os.getpid()} {'json.tool' in sys.modules}")
 """
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    sandbox = Sandbox(tmp_path)
-    yield sandbox
-    sandbox.close()
 
 
 def launch(sandbox: Sandbox, body: str, *, first: str = "") -> Running:
@@ -183,13 +174,3 @@ def test_a_launcher_that_is_killed_leaves_no_token_behind(sandbox: Sandbox) -> N
     _, alive = psutil.wait_procs(children, PATIENCE_S)
     assert not alive
     assert not token.exists()
-
-
-def test_workers_that_keep_failing_end_the_run_and_it_takes_longer_each_time(
-    sandbox: Sandbox,
-) -> None:
-    ended = launch(sandbox, "if MEMBER != '0': raise ValueError('boom')\nwait_forever()\n").end()
-    assert ended.code == 1
-    assert ended.err.count("ValueError: boom") == 4
-    assert "error: 4 workers have failed here, and --max-failures is 3; " in ended.err
-    assert ended.wall_s >= 1 + 2, "pauses before the next worker"

@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,13 +15,6 @@ from helpers.limits import wait_until
 from helpers.lineage import check_exactly_once
 from helpers.pretraining import NEEDED, NUM_SAMPLES, RUN_TIMEOUT_S, Lab, be_evener
 from helpers.ranks import Rank, RankTeam
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    lab = Lab(tmp_path)
-    yield lab
-    lab.close()
 
 
 @pytest.fixture
@@ -75,26 +67,3 @@ def test_a_late_worker_takes_the_run_over_from_those_that_are_killed(
     assert changes == ["worker_joined", "worker_lost", "worker_joined", "worker_lost"]
     lab.run("run.yaml", "--resume", "--set", f"max_steps={last + 2}")
     assert run.checkpoints[-1].name == f"step-{last + 2}"
-
-
-@pytest.mark.long
-def test_a_run_that_dies_before_it_was_due_to_save_continues_in_its_folder(lab: Lab) -> None:
-    """Elastic teams do so by themselves, fixed ones with ``--resume``."""
-    lab.configure(epochs=9999, policy="cadence", checkpoint={"every": 10**6}, eval={"every": 0})
-    Zygote.get().preload(*NEEDED)
-    command = ["pretrain", "run.yaml", "--quiet"]
-    run = lab.path_of()
-    for began in ("run_started", "run_resumed"):
-        with (
-            serving(1, 3, Deadlines(gather_s=0.1)) as address,
-            RankTeam(be_worker, 1, address, str(lab.folder), command) as team,
-        ):
-            pid = team.receive(0)
-            team.send(0, "begin")
-            wait_until(lambda: (run.path / "events.jsonl").exists() and run.of_type("checkpoint"))
-            wait_until(lambda kind=began: run.of_type(kind) and run.events[-1]["type"] == "window")
-            os.kill(pid, signal.SIGKILL)
-    lab.run("run.yaml", "--resume", "--set", "max_steps=5")
-    assert [path.name for path in run.path.parent.iterdir() if path.name[0] != "."] == ["run"]
-    assert [event["window"] for event in run.of_type("run_resumed")] == [0, 0]
-    assert check_exactly_once(run.events, NUM_SAMPLES) == []

@@ -4,9 +4,7 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import time
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -28,6 +26,7 @@ from helpers.fetch_cases import (
     masking_collate,
     unreadable_collate,
 )
+from helpers.launched import Running, Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S, wait_until
 
 TESTS = Path(__file__).parents[1]
@@ -152,62 +151,39 @@ def test_nothing_stays_in_shared_memory():
     assert not list(Path("/dev/shm").glob(f"torch_{pid}_*"))
 
 
-def run_script(tmp_path, body, **options):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(body))
-    source = str(TESTS.parent / "src")
-    path = os.pathsep.join([source, str(TESTS), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", str(script)],
-        env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        **options,
-    )
-
-
-def test_no_worker_outlives_a_killed_rank(tmp_path):
-    rank = run_script(
-        tmp_path,
-        """
-        from pathlib import Path
-        from helpers.fetch_cases import Stuck
-        from evener.data.fetching import make_fetcher
-
-        fetcher = make_fetcher(Stuck(Path("reached")), num_workers=2)
+STUCK = """\
+from pathlib import Path
+from helpers.fetch_cases import Stuck
+from evener.data.fetching import make_fetcher
+if __name__ == "__main__":
+    with make_fetcher(Stuck(Path("reached")), num_workers=2) as fetcher:
         pending = [fetcher.submit(0, [i]) for i in range(4)]
-        print(*[worker.pid for worker in fetcher.workers], flush=True)
-        pending[0].result()
-        """,
-    )
-    pids = [int(pid) for pid in rank.stdout.readline().split()]
-    wait_until((tmp_path / "reached").exists)
-    rank.kill()
-    rank.communicate(timeout=PATIENCE_S)
+        tell(" ".join(str(worker.pid) for worker in fetcher.workers))
+        try:
+            pending[0].result()
+        except KeyboardInterrupt:
+            print("stopped")
+"""
+
+
+def start_stuck(sandbox: Sandbox) -> tuple[Running, list[int]]:
+    """A script whose workers never return a sample, and their processes."""
+    sandbox.environ["PYTHONPATH"] += f"{os.pathsep}{TESTS}"
+    running = sandbox.start(sys.executable, "-W", "error", sandbox.script(STUCK))
+    (line,) = sandbox.mailbox.read(1)
+    wait_until((sandbox.folder / "reached").exists)
+    return running, [int(pid) for pid in line.split()[1:]]
+
+
+def test_no_worker_outlives_a_killed_rank(sandbox: Sandbox) -> None:
+    running, pids = start_stuck(sandbox)
+    running.signal(signal.SIGKILL)
     assert len(pids) == 2
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert all(wait_until_gone(pid) for pid in pids)
 
 
-def test_ctrl_c_is_the_parents_business(tmp_path):
-    script = run_script(
-        tmp_path,
-        """
-        from helpers.fetch_cases import Stuck
-        from pathlib import Path
-        from evener.data.fetching import make_fetcher
-
-        if __name__ == "__main__":
-            try:
-                with make_fetcher(Stuck(Path("reached")), num_workers=1) as fetcher:
-                    fetcher.submit(0, [1]).result()
-            except KeyboardInterrupt:
-                print("stopped")
-        """,
-        start_new_session=True,
-    )
-    wait_until((tmp_path / "reached").exists)
-    os.killpg(script.pid, signal.SIGINT)
-    out, err = script.communicate(timeout=PATIENCE_S)
-    assert (out, err, script.returncode) == ("stopped\n", "", 0)
+def test_ctrl_c_is_the_parents_business(sandbox: Sandbox) -> None:
+    running, _ = start_stuck(sandbox)
+    running.press_ctrl_c()
+    ended = running.end()
+    assert (ended.out, ended.err, ended.code) == ("stopped\n", "", 0)

@@ -1,12 +1,7 @@
 """Forked children of a rank: they keep none of its connections open, and disturb nothing."""
 
-import gc
-import json
 import os
-import select
 import signal
-import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,18 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener import Ddp, DdpConfig
 from evener.errors import PeerLostError
 from helpers.launched import Sandbox
-from helpers.limits import PATIENCE_S
-from helpers.ranks import Rank, run_ranks, run_ranks_to_end
+from helpers.ranks import Rank, run_ranks_to_end
 
 SAMPLES = 48
-FORKS = 10
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    sandbox = Sandbox(tmp_path)
-    yield sandbox
-    sandbox.close()
 
 
 class Unpicklable:
@@ -46,16 +32,6 @@ class Unpicklable:
         return self.read(index)
 
 
-def join(rank: Rank, policy: str = "sync") -> tuple[Ddp, nn.Module]:
-    model = nn.Linear(3, 40_000)
-    if policy == "async":  # an exchange is nearly always under way
-        config = DdpConfig(quiet=True, anchor=1, max_anchor=1)
-    else:
-        config = DdpConfig(quiet=True, partition_ratios=(1.0,) * rank.world_size)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    return Ddp.setup(model, optimizer, policy=policy, devices="cpu", config=config), model
-
-
 def lose_a_rank(rank: Rank, victim: int) -> None:
     """Trains with workers of evener's and of the user's own, until one rank is killed.
 
@@ -64,7 +40,10 @@ def lose_a_rank(rank: Rank, victim: int) -> None:
     own = DataLoader(
         TensorDataset(torch.arange(8.0)), num_workers=2, multiprocessing_context="fork"
     )
-    ddp, model = join(rank)
+    model = nn.Linear(3, 40_000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    config = DdpConfig(quiet=True, partition_ratios=(1.0,) * rank.world_size)
+    ddp = Ddp.setup(model, optimizer, devices="cpu", config=config)
     loader = ddp.loader(Unpicklable(), batch_size=6, num_workers=2)
     mine = iter(own)  # live workers until the end
 
@@ -118,63 +97,17 @@ def test_a_death_shows_at_once_in_a_process_group_of_the_users_own(tmp_path: Pat
     assert survivor.returned, survivor.story()
 
 
-def fork_meanwhile(rank: Rank, num_forks: int) -> tuple[list[int], int]:
-    """Forks while averages are formed in the background; returns how the children ended."""
-    ddp, model = join(rank, "async")
-    loader = ddp.loader(Unpicklable(), batch_size=1)
-    statuses: list[int] = []
-    with ddp:
-        for epoch in range(1000):
-            for batch in loader.epoch(epoch):
-                ddp.backward(model(batch).mean())
-                ddp.step()
-                if len(statuses) < num_forks:
-                    statuses.append(wait_for(fork_child()))
-            if ddp.weighted_mean(len(statuses) == num_forks) == 1:
-                break
-        return statuses, ddp.window
-
-
-def fork_child() -> int:
-    """A child that computes as on several threads, of which it has one."""
-    torch.set_num_threads(2)
-    matrix = torch.ones(100, 100)
-    matrix @ matrix  # there is a pool of threads now
-    pid = os.fork()
-    if not pid:
-        with suppress(BaseException):
-            gc.collect()
-            num_right = int(((matrix @ matrix) == 100).sum())
-            os._exit(num_right != matrix.numel() or torch.get_num_threads() != 1)
-        os._exit(2)
-    torch.set_num_threads(1)
-    return pid
-
-
-def wait_for(pid: int) -> int:
-    """The exit code of a child; -9 of one that hangs."""
-    handle = os.pidfd_open(pid)
-    try:
-        if not select.select([handle], [], [], PATIENCE_S / 4)[0]:
-            os.kill(pid, signal.SIGKILL)
-    finally:
-        os.close(handle)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def test_forks_during_exchanges_in_the_background_harm_nobody() -> None:
-    for statuses, windows in run_ranks(fork_meanwhile, 2, FORKS):
-        assert statuses == [0] * FORKS
-        assert windows > 3  # some were exchanged meanwhile; how many, time decides
-
-
 FORKS_BY_HAND = """\
 import socket, torch, evener
 from pathlib import Path
 model = torch.nn.Linear(3, 1)
 ddp = evener.Ddp.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+torch.set_num_threads(2)
+torch.ones(100, 100) @ torch.ones(100, 100)  # there is a pool of threads now
 pid = os.fork()
 if not pid:
+    tell(f"{torch.get_num_threads()} thread")
+    assert (torch.ones(100, 100) @ torch.ones(100, 100) == 100).all()
     peers = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -201,53 +134,8 @@ def test_a_child_has_no_part_in_the_team_and_ends_in_order(sandbox: Sandbox) -> 
     said = sandbox.mailbox.rest()
     for rank in range(2):
         own = [line[2:] for line in said if line.startswith(f"{rank} ")]
-        assert {"7", "0.5", "[]"} < set(own)
+        assert {"7", "0.5", "[]", "1 thread"} < set(own)
         assert any(
             f"this process was forked from rank {rank}, which keeps the connections" in line
             for line in own
         )
-
-
-WORKERS = """\
-import torch
-from evener import Ddp
-tell("starts")
-class Mine(torch.utils.data.Dataset):
-    def __init__(self):
-        self.read = lambda index: (index, torch.ones(3))
-    def __len__(self):
-        return 50
-    def __getitem__(self, index):
-        return (*self.read(index), __name__)
-def main():
-    model = torch.nn.Linear(3, 1)
-    with Ddp.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True) as ddp:
-        loader = ddp.loader(Mine(), batch_size=8, num_workers=2)
-        for indices, x, names in loader.epoch(0):
-            assert set(names) == {"__main__"}  # forked
-            tell(f"saw {indices.tolist()}")
-            ddp.backward(model(x).mean())
-            ddp.step()
-"""
-
-
-@pytest.mark.parametrize(
-    ("start", "num_ranks"),
-    [
-        ("main()\n", 0),  # plainly
-        ("if __name__ == '__main__':\n    main()\n", 2),
-    ],
-)
-def test_workers_need_neither_a_guard_nor_data_that_pickles(
-    sandbox: Sandbox, start: str, num_ranks: int
-) -> None:
-    script = sandbox.script(WORKERS + start)
-    if num_ranks:
-        ended = sandbox.evener("launch", "--nproc", num_ranks, script).end()
-    else:
-        ended = sandbox.start(sys.executable, script).end()
-    assert (ended.code, ended.out) == (0, ""), ended.err
-    said = [line[2:] for line in sandbox.mailbox.rest()]
-    assert said.count("starts") == max(1, num_ranks)
-    seen = [index for line in said if line[:4] == "saw " for index in json.loads(line[4:])]
-    assert sorted(seen) == list(range(50))

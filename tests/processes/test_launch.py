@@ -11,18 +11,9 @@ import sys
 import psutil
 import pytest
 
-from helpers.launched import SRC, Sandbox, wait_until_gone
-from helpers.limits import PATIENCE_S
-from helpers.ports import free_port
+from helpers.launched import SRC, wait_until_gone
 
 LONG_S = 3600.0  # a period of grace that no test waits for
-
-
-@pytest.fixture
-def sandbox(tmp_path):
-    sandbox = Sandbox(tmp_path)
-    yield sandbox
-    sandbox.close()
 
 
 def pids(lines):
@@ -112,23 +103,6 @@ def test_lines_come_at_once_and_whole_with_the_rank_before_them(sandbox):
     assert running.end().code == 143
 
 
-def test_much_output_blocks_nobody_and_a_reader_that_goes_away_ends_nothing(sandbox):
-    script = sandbox.script(
-        "if RANK or not sys.argv[1:]:  # rank 0 writes to its reader itself\n"
-        "    for _ in range(2_000):\n"
-        "        os.write(1, b'\\xff' + b'x' * 999 + b'\\n')\n"
-        "tell('done')\n"
-    )
-    reading = sandbox.evener("launch", "--nproc", 2, script)
-    leaving = sandbox.evener("launch", "--nproc", 2, script, "leaving")
-    leaving.process.stdout.close()
-    lines = reading.process.communicate(timeout=PATIENCE_S)[0].splitlines()
-    line = b"\xff" + b"x" * 999
-    assert sorted(lines) == sorted([line] * 2_000 + [b"[rank 1] " + line] * 2_000)
-    assert [each.process.wait(PATIENCE_S) for each in (reading, leaving)] == [0, 0]
-    assert sandbox.mailbox.rest() == ["0 done", "0 done", "1 done", "1 done"]
-
-
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -154,21 +128,6 @@ def test_the_first_failure_is_shown_and_what_follows_from_it_is_one_line(sandbox
     assert ended.err.endswith("ValueError: the real reason\nalso ended: rank 0 (PeerLostError)\n")
     assert ended.err.count("Traceback") == 1
     assert "/evener/" not in ended.err  # the user's frames only
-
-
-def test_an_error_that_the_user_can_mend_comes_once_and_without_a_traceback(sandbox):
-    script = sandbox.script(
-        "from evener.errors import ConfigError\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "tell('ready')\n"
-        "pass_gate()\n"
-        "raise ConfigError('batch_size is 0; give 1 or more')\n"
-    )
-    running = sandbox.launch(script, nproc=2, grace_s=LONG_S)
-    assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
-    sandbox.open_gate(2)
-    ended = running.end()
-    assert (ended.code, ended.err) == (2, "error: batch_size is 0; give 1 or more\n")
 
 
 @pytest.mark.parametrize(
@@ -208,19 +167,6 @@ def test_ranks_that_do_not_stop_after_a_failure_are_killed(sandbox):
     assert "ValueError: boom" in ended.err
 
 
-@pytest.mark.long
-def test_descriptors_that_are_used_up_are_an_error_with_limit_and_remedy(sandbox):
-    """In the launcher at every moment of its start, and in a rank."""
-    script = sandbox.script("kept = [open(os.devnull) for _ in range(10**6)]\n")
-    limits = (*range(8, 21, 2), 300)
-    launch = f"exec {sys.executable} -P -m evener launch --nproc 2 {script}"
-    running = {limit: sandbox.start("sh", "-c", f"ulimit -n {limit}; {launch}") for limit in limits}
-    for limit, each in running.items():
-        ended = each.end()
-        assert (ended.code, "Traceback" in ended.err) == (1, False), (limit, ended.err)
-        assert f"{limit} files and connections open (`ulimit -n`)" in ended.err, (limit, ended.err)
-
-
 # ── ranks that leave others waiting ──────────────────────────────────────────────────────────────
 
 SETUP = """\
@@ -257,21 +203,6 @@ def test_a_rank_that_leaves_others_waiting_ends_the_team_and_is_named(sandbox):
         assert (ended.code, "Traceback" in ended.err) == (1, False), (way, ended.err)
         assert "rank 1 " in ended.err
         assert said[way] in ended.err
-
-
-def test_without_a_launcher_of_ours_a_survivor_prints_one_message(sandbox):
-    script = sandbox.script(SETUP + "ddp = setup()\ntrain(lambda: os._exit(3))\n")
-    place = ("WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1")
-    place = (*place, f"MASTER_PORT={free_port()}")
-    running = [
-        sandbox.start("env", *place, f"RANK={k}", f"LOCAL_RANK={k}", sys.executable, script)
-        for k in range(2)
-    ]
-    survivor, lost = (each.end() for each in running)
-    assert (survivor.code, lost.code, lost.err) == (1, 3, "")
-    message, where = survivor.err.splitlines()
-    assert message.startswith("error: rank 0 lost a peer in ")
-    assert where.startswith("evener: raised on rank 0 at ")
 
 
 def test_a_stopped_rank_is_named_at_once_and_nothing_ends(sandbox):
@@ -355,15 +286,6 @@ def test_a_terminals_ctrl_c_arrives_once_and_the_second_one_kills(sandbox):
     assert ended.code == 130
     assert "interrupted again: killed rank 0 (pid " in ended.err
     assert sandbox.mailbox.rest() == []
-
-
-def test_ranks_that_do_not_stop_in_time_are_killed_and_that_is_said(sandbox):
-    running = sandbox.launch(sandbox.script(COUNTS + "wait_forever()\n"), nproc=2, grace_s=0.5)
-    assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
-    running.signal(signal.SIGTERM)
-    ended = running.end()
-    assert ended.code == 143
-    assert "had not ended 0.5 s after being asked to: killed rank 0 (pid " in ended.err
 
 
 #: As the interpreter is interrupted while it imports evener's command line.

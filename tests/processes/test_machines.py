@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from helpers.launched import Running, Sandbox
 from helpers.lineage import check_exactly_once
-from helpers.machines import ADDRESSES, NOBODY, Machines
+from helpers.machines import ADDRESSES, Machines
 from helpers.ports import connect_soon, free_port
 from helpers.pretraining import LAYER, NUM_SAMPLES, Lab, relative_difference, wait_for_events
 
@@ -137,80 +137,58 @@ def test_what_ends_one_machine_ends_the_other_at_once(sandboxes: list[Sandbox], 
     assert ("Traceback" in second.err) == (way == "failure")
 
 
-#: A host whose ``localhost`` is ``::1``: Python alone resolves names there, C++ is given numbers.
-IPV6_ALONE = """
-import socket
-def resolve(host, *args, ask=socket.getaddrinfo, **kwargs):
-    return ask("::1" if host == "localhost" else host, *args, **kwargs)
-socket.getaddrinfo = resolve
-"""
-
-#: Tells where its machine listens on the coordinator's port.
-TRAIN = """
-import torch
-from evener import Ddp
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with Ddp.setup(model, optimizer, devices="cpu", quiet=True) as ddp:
-    for x in ddp.loader(torch.ones(8, 2), batch_size=4, micro_batch_size=2).epoch(0):
-        ddp.backward(model(x).mean())
-        ddp.step()
-    port = int(os.environ["EVENER_COORDINATOR"].rpartition(":")[2])
-    listening = [
-        line.split()[1].partition(":")[0]
-        for name in ("tcp", "tcp6")
-        for line in open(f"/proc/net/{name}").readlines()[1:]
-        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
-    ]
-    ddp.weighted_mean(0.0)  # until all have looked
-    print(ddp.rank, ddp.world_size, *listening, flush=True)
-"""
-
-
-def test_localhost_may_be_the_ipv6_loopback_address(sandboxes: list[Sandbox]) -> None:
-    for sandbox in sandboxes:
-        sandbox.install(IPV6_ALONE)
-    first, second = [each.end() for each in launch(sandboxes, f"localhost:{free_port()}", TRAIN)]
-    loopback = "00000000000000000000000001000000"
-    assert (first.out, first.code) == (f"0 2 {loopback}\n", 0), first.err
-    assert (second.out, second.code) == (f"1 2 {loopback}\n", 0), second.err
-
-
 # ── network namespaces ───────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.root
-def test_the_coordinator_listens_at_the_address_given_alone(sandboxes: list[Sandbox]) -> None:
+#: Sums of 2 MB, ten windows; tells how ranks exchange.
+SUMS = """
+import torch
+from evener import Ddp, DdpConfig
+model = torch.nn.Linear(500, 1000, bias=False)
+shares = [1] * {ranks}
+config = DdpConfig(wire=os.environ["WIRE"], overlap="off", partition_ratios=shares, quiet=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+with Ddp.setup(model, optimizer, devices="cpu", config=config) as ddp:
+    loader = ddp.loader(torch.ones(10 * 12, 500), batch_size=12)
+    for x in loader.epoch(0):
+        ddp.backward(model(x).square().mean())
+        ddp.step()
+    print(ddp.assembly.comm.backend, flush=True)
+"""
+
+
+def sent_by(sandboxes: list[Sandbox], sizes: tuple[int, int], wire: str) -> list[int]:
+    """What each of two machines sends, with so many ranks on them."""
     with Machines() as machines:
-        running = [
-            sandbox.start(
-                *machines.command(
-                    node, *EVENER, *words_of(node, ADDRESSES[0], sandbox.script(TRAIN))
-                )
-            )
-            for node, sandbox in enumerate(sandboxes)
-        ]
-        first, second = [each.end() for each in running]
-    assert re.fullmatch(r"0 2 [0-9A-F]{8}\n", first.out), first.err
-    assert second.out == "1 2\n"  # its machine serves nothing
+        running = []
+        for node, (sandbox, size) in enumerate(zip(sandboxes, sizes, strict=True)):
+            sandbox.environ["WIRE"] = wire
+            sandbox.environ["OMP_NUM_THREADS"] = "1"
+            nodes = ("--nnodes", 2, "--node-rank", node, "--master-addr", ADDRESSES[0])
+            script = sandbox.script(SUMS.replace("{ranks}", str(sum(sizes))))
+            command = machines.command(node, *EVENER, "launch", "--nproc", size, *nodes, script)
+            running.append(sandbox.start(*command))
+        for ended in [each.end(WAIT_S) for each in running]:
+            assert ended.code == 0, ended.err
+            assert ("hosts" if sum(sizes) > 2 else "gloo") in ended.out
+        return [machines.sent_bytes(node) for node in range(2)]
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(
-    ("node", "address", "said"),
-    [
-        (1, NOBODY, f"waited 4 s for the coordinator at {NOBODY}:29500"),
-        (0, NOBODY, f"node 0 does not reach its own coordinator at {NOBODY}:29500"),
-        (0, ADDRESSES[0], f"node 0 waited 4 s at {ADDRESSES[0]}:29500 for node 1 of 2"),
-    ],
-)
-def test_a_bad_address_is_said_in_time(labs: list[Lab], node: int, address: str, said: str) -> None:
-    with Machines() as machines:
-        command = plainly(node, address, "--set", "timeout_s=4")
-        ended = labs[node].sandbox.start(*machines.command(node, *command)).end()
-    assert (ended.code, ended.out) == (1, "")
-    assert said in ended.err
-    assert "Traceback" not in ended.err
+@pytest.mark.timeout(700)
+def test_a_link_carries_as_much_with_several_ranks_on_each_machine(
+    sandboxes: list[Sandbox],
+) -> None:
+    alone = sent_by(sandboxes, (1, 1), "float32")
+    assert min(alone) > 10 * 2_000_000, "a sum of two sends the whole tensor once"
+    for sizes in ((2, 1), (2, 2)):
+        sent = sent_by(sandboxes, sizes, "float32")
+        print(f"sent by two machines with {sizes} ranks: {sent}")
+        for own, reference in zip(sent, alone, strict=True):
+            assert own < 1.1 * reference, sizes
+    rounded = sent_by(sandboxes, (2, 1), "bfloat16")
+    print(f"sent by two machines: {alone} with a rank each; {rounded} in bfloat16")
+    assert all(own < 0.65 * reference for own, reference in zip(rounded, alone, strict=True))
 
 
 @pytest.fixture

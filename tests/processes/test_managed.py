@@ -2,7 +2,6 @@
 
 import atexit
 import errno
-import gc
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,6 @@ from helpers.limits import PATIENCE_S
 from helpers.managed import assert_same, describe_job, make_model, train_plainly, train_step
 
 TWO = {"devices": ["cpu", "cpu"], "partition_ratios": [1.0, 0.3]}
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    box = Sandbox(tmp_path)
-    yield box
-    box.close()
 
 
 def test_workers_train_what_a_plain_loop_trains_and_metrics_land_on_the_way(capfd):
@@ -106,18 +97,6 @@ def test_an_exception_on_one_rank_surfaces_and_the_others_keep_the_model():
     assert "handle.state holds the model after step 2" in str(error)
     assert_same(handle.state.state_dict(), train_plainly(2)[0])
     assert all(wait_until_gone(pid) for pid in pids)
-
-
-def test_an_exception_before_the_team_has_formed_ends_it_soon():
-    def model(device: torch.device) -> nn.Module:
-        if os.environ["RANK"] == "1":
-            raise MemoryError("too large")
-        return make_model(device)
-
-    handle = describe_job(**TWO, model_fn=model).run()
-    with pytest.raises(WorkerError, match="MemoryError: too large") as caught:
-        handle.join()
-    assert caught.value.state is handle.state is None
 
 
 def test_a_killed_worker_is_named_and_the_others_keep_the_model():
@@ -249,36 +228,7 @@ def test_ctrl_c_ends_a_run_within_seconds_and_keeps_the_model(monkeypatch):
     assert all(wait_until_gone(pid) for pid in pids)
 
 
-def test_workers_of_a_handle_that_goes_away_end(capfd):
-    handle = describe_job(**TWO).run()
-    pids = handle._run.pids
-    del handle
-    gc.collect()
-    assert all(wait_until_gone(pid) for pid in pids)
-    assert "a managed run was not joined" in capfd.readouterr().err
-
-
 # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────
-
-
-def lower_rate(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_a_run_that_is_resumed_ends_as_one_that_never_stopped(policy: str, tmp_path: Path) -> None:
-    """In the middle of an epoch, with momentum and a schedule, to the bit."""
-    options: dict[str, Any] = {"policy": policy, "scheduler": lower_rate, "num_epochs": None}
-    if policy != "sync":
-        # Windows of one step, which no clock closes: where one ends decides how sums are rounded.
-        options |= {"anchor": 1, "max_anchor": 1, "max_batch_diff": 0, "batch_size": 4}
-    whole = describe_job(num_steps=5, **options).run().join()
-    describe_job(num_steps=4, checkpoint_dir=tmp_path, **options).run().join()
-    resumed = describe_job(num_steps=5, resume=tmp_path, **options).run().join()
-    assert resumed.progress.steps == whole.progress.steps == 5
-    assert resumed.progress.samples == whole.progress.samples
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], tensor), name
 
 
 def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:

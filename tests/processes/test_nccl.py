@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,16 +31,12 @@ def pretrain_on_made_up_gpus(rank: Rank, folder: str) -> int:
     return be_evener(rank, folder, ["pretrain", "run.yaml", "--set", "max_steps=2", "--quiet"])
 
 
-def test_auto_falls_back_loudly_and_the_events_tell(tmp_path: Path) -> None:
-    lab = Lab(tmp_path)
-    try:
-        Zygote.get().preload(*NEEDED)
-        with RankTeam(pretrain_on_made_up_gpus, 2, str(tmp_path)) as team:
-            outcomes = team.wait()
-        assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].story()
-        (started,) = lab.path_of().of_type("run_started")
-    finally:
-        lab.close()
+def test_auto_falls_back_loudly_and_the_events_tell(lab: Lab) -> None:
+    Zygote.get().preload(*NEEDED)
+    with RankTeam(pretrain_on_made_up_gpus, 2, str(lab.folder)) as team:
+        outcomes = team.wait()
+    assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].story()
+    (started,) = lab.path_of().of_type("run_started")
     assert started["backend"] == "shared"
     failed = "NCCL failed on rank 0: "
     assert started["backend_reason"].startswith(f"chosen because {failed}")

@@ -17,12 +17,10 @@ from helpers.pretraining import (
     NEEDED,
     NUM_SAMPLES,
     NUM_WINDOWS,
-    ONCE,
     RUN_TIMEOUT_S,
     TINY,
     Lab,
     relative_difference,
-    seen_samples,
 )
 from helpers.ranks import Rank, run_ranks
 
@@ -46,7 +44,6 @@ def in_a_rank(function, *args):
 def test_two_unequal_ranks_do_what_one_does(trained):
     team, alone = trained.team, trained.alone
     assert check_exactly_once(team.events, NUM_SAMPLES, whole_epochs=2) == []
-    assert seen_samples(team.events, 0) == seen_samples(team.events, 1) == ONCE
     assert relative_difference(team.checkpoints[-1], alone.checkpoints[-1]) <= 1e-5
     losses, evals = (
         [[(e["window"], e["loss"]) for e in run.of_type(kind)] for run in (team, alone)]
@@ -191,7 +188,7 @@ def pretrain_in_a_script(rank: Rank, folder: str) -> list[dict[str, Any]]:
     results = [evener.pretrain(keys, dataset, quiet=True)]
     keys["max_steps"] = 5
     results.append(evener.pretrain(keys, dataset, resume=True, quiet=True))
-    with pytest.raises(evener.CheckpointError, match="was trained on other data"):
+    with pytest.raises(evener.CheckpointError, match="different data"):
         evener.pretrain(keys, texts[1:], resume=True, quiet=True)
     return [asdict(result) for result in results]
 

@@ -1,11 +1,9 @@
 """What ends a pretraining run early: a signal, or a disk that is full. It can go on afterwards."""
 
-import os
 import resource
 import signal
 
 import psutil
-import pytest
 
 from helpers.forking import Zygote
 from helpers.launched import wait_until_gone
@@ -15,19 +13,9 @@ from helpers.pretraining import (
     NUM_SAMPLES,
     NUM_WINDOWS,
     RUN_TIMEOUT_S,
-    Lab,
     be_evener,
-    wait_for_events,
 )
 from helpers.ranks import Rank, RankTeam
-
-
-@pytest.fixture
-def lab(tmp_path):
-    lab = Lab(tmp_path)
-    yield lab
-    lab.close()
-
 
 # Ranks that are slowed on purpose sleep after each micro-batch and each update. Here they do not,
 # until the second update: then a micro-batch would take an hour, longer than they get to end.
@@ -80,18 +68,6 @@ def test_a_signal_stops_all_ranks_in_mid_window_and_the_run_can_be_resumed(lab):
     num_samples = run.of_type("run_started")[0]["num_samples"]
     assert check_exactly_once(run.events, num_samples, whole_epochs=2) == []
     assert run.events[-1]["reason"] == "completed"
-
-
-def test_a_signal_to_one_rank_ends_every_rank_with_its_exit_code(lab):
-    """Or a scheduler takes the unfinished run for done: the others are not told by the signal."""
-    lab.configure(epochs=9999, eval={"every": 0})
-    run = lab.path_of()
-    with lab.team("run.yaml", "--quiet", nproc=2) as team:
-        wait_for_events(run, lambda events: any(e["type"] == "window" for e in events))
-        os.kill(run.of_type("worker_started")[1]["pid"], signal.SIGTERM)
-        outcomes = team.wait(RUN_TIMEOUT_S)
-    assert [outcome.value for outcome in outcomes] == [143, 143]
-    assert run.events[-1]["reason"] == "stopped"
 
 
 def test_a_signal_takes_effect_while_ranks_import_their_libraries(lab):

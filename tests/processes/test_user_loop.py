@@ -93,29 +93,6 @@ def test_a_loop_sees_each_sample_once_an_epoch(world_size: int, policy: str) -> 
         assert rank["tracked"] == sum(r["forwards"] for r in found)
 
 
-def train_small_batches(rank: Rank) -> list[list[int]]:
-    """Sizes of the micro-batches, by size of the batch."""
-    found: list[list[int]] = []
-    for batch_size in (2, 3, 5):
-        model = batch_norm_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        found.append([])
-        with Ddp.setup(model, optimizer, quiet=True) as ddp:
-            for x in ddp.loader(torch.randn(4 * batch_size, 2), batch_size=batch_size):
-                found[-1].append(len(x))
-                ddp.backward(model(x).square().mean())
-                ddp.step()
-    return found
-
-
-def test_small_batches_reach_batch_statistics_in_more_than_one_sample() -> None:
-    """As on one rank: BatchNorm refuses a single sample."""
-    found = run_ranks(train_small_batches, 3)
-    for number, batch_size in enumerate((2, 3, 5)):
-        assert sum(sum(rank[number]) for rank in found) == 4 * batch_size
-        assert all(size > 1 for rank in found for size in rank[number])
-
-
 # ── a process group of the user's own ────────────────────────────────────────────────────────────
 
 
@@ -209,19 +186,6 @@ def test_a_name_of_a_body_that_did_not_run_for_lack_of_a_share(
     )
     assert "UnboundLocalError" in said
     assert "rank 1 has had no share of any window so far, so its loop's body has not run" in said
-
-
-def test_an_error_in_the_loop_names_rank_file_and_line(fork: Callable[[str], str]) -> None:
-    said = fork(
-        "ddp = setup()\n"
-        "for batch in ddp.loader(DATA, batch_size=4).epoch(0):\n"
-        "    weight = -1 if RANK == 1 else 1\n"
-        "    ddp.backward(model(batch).mean(), weight=weight)\n"
-        "    ddp.step()\n"
-    )
-    assert "error: weight is -1;" in said
-    line = line_of("weight=weight")
-    assert f"raised on rank 1 at {Path('script.py').resolve()}:{line}" in said
 
 
 def test_different_collectives_name_file_and_line_of_every_rank(

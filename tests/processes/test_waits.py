@@ -1,7 +1,5 @@
 """A rank for which others wait is named at the terminal; nothing ends for it."""
 
-import pytest
-
 from evener.planning import silence
 from evener.team import coordinator
 from evener.team.backends import connect_team
@@ -11,14 +9,14 @@ from helpers.limits import PATIENCE_S
 from helpers.ranks import Rank, RankTeam
 
 
-def wait_for_rank_1(rank: Rank, backend: str) -> None:
+def wait_for_rank_1(rank: Rank) -> None:
     """Rank 1 comes late, twice; rank 0, whose process has the coordinator, tells what it says."""
     import torch
 
     coordinator.say = lambda text: rank.send(text)  # type: ignore[attr-defined]
     silence.FIRST_S = 0.5  # type: ignore[misc]
     place, cpu = DistributedTrainConfig.from_env(), torch.device("cpu")
-    comm, membership = connect_team(place, backend, "by hand", cpu, PATIENCE_S)
+    comm, membership = connect_team(place, "cpu", "by hand", cpu, PATIENCE_S)
     comm.report_waits_to(WaitWatch(membership))
     for _ in range(2):
         if rank.rank == 1:
@@ -28,9 +26,8 @@ def wait_for_rank_1(rank: Rank, backend: str) -> None:
     rank.send("the end")
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("gloo", marks=pytest.mark.long)])
-def test_the_coordinator_names_who_is_late(backend: str) -> None:
-    with RankTeam(wait_for_rank_1, 3, backend) as team:
+def test_the_coordinator_names_who_is_late() -> None:
+    with RankTeam(wait_for_rank_1, 3) as team:
         for _ in range(2):
             said = team.receive(0)
             assert said.startswith("evener coordinator: rank 0 and rank 2 wait for rank 1 (")

@@ -34,15 +34,12 @@ def run_script(rank: Rank, folder: str, text: str) -> None:
         runpy.run_path("script.py", run_name="__main__")
 
 
-@pytest.mark.parametrize(
-    "world_size", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2)), 3]
-)
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_of_a_loop(example: Block, world_size: int, tmp_path: Path) -> None:
+def test_an_example_of_a_loop(example: Block, tmp_path: Path) -> None:
     assert example.note[0] != "continues", "each stands alone"
     if "Trainer" in example.text or "Pipeline" in example.text:
         Zygote.get().preload(*NEEDED)
-    run_ranks(run_script, world_size, str(tmp_path), example.text)
+    run_ranks(run_script, 3, str(tmp_path), example.text)
 
 
 def test_there_are_examples() -> None:

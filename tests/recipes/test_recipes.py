@@ -49,22 +49,6 @@ def test_a_recipe_is_short_and_stands_alone(path: Path) -> None:
     assert relative(path) in (ast.get_docstring(tree) or ""), "how to start it"
 
 
-#: Recipe -> what it writes, where that would be the user's own folder.
-OUTPUTS = {"image_classification": "runs", "log_to_your_tracker": "log.jsonl"}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize(
-    "path", sorted({*RECIPES.glob("*.py")} - {RECIPES / "managed.py", RECIPES / "on_ray.py"})
-)
-def test_a_recipe_runs_on_other_numbers_of_ranks(
-    path: Path, world_size: int, tmp_path: Path
-) -> None:
-    arguments = ["--out", str(tmp_path / OUTPUTS[path.stem])] if path.stem in OUTPUTS else []
-    assert lines_of_team(output_of_ranks(path, *arguments, world_size=world_size))
-
-
 # ── one by one ───────────────────────────────────────────────────────────────────────────────────
 
 

@@ -1,4 +1,3 @@
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,6 @@ from evener.config.options import PretrainOptions
 from evener.team import launch
 from evener.team.launch import LaunchPlan
 from evener.team.nodes import Nodes
-from helpers.limits import PATIENCE_S
 
 RANK_1_OF_2 = {
     "RANK": "1",
@@ -188,15 +186,12 @@ def test_under_torchrun_the_team_is_settled(monkeypatch, capsys, arguments, opti
     ("arguments", "words"),
     [
         (["launch", "missing.py"], "missing.py is not a file"),
-        (["launch", "--node-rank", "0", "train.py"], "--nnodes is missing"),
         (["pretrain", "--nnodes", "2", "--node-rank", "0"], "--master-addr is missing"),
         (["pretrain", "--nproc", "2", "--emulate-slow", "2:3"], "there is no rank 2"),
-        (["pretrain", "--emulate-slow", "1:3"], "there is no rank 1 in a team of 1"),
         (["pretrain", "--elastic", "1:2", "--emulate-slow", "2:3"], "in a team of 2"),
         (["pretrain", "missing.yaml"], "missing.yaml cannot be read"),
         (["pretrain", "broken.yaml"], "broken.yaml:3:5"),
         (["pretrain", "unknown.yaml"], "batchsize is 4: unknown key"),
-        (["pretrain", "--set", "batch_size=0"], "batch_size is 0"),
         (["pretrain", "--demo", "unknown.yaml"], "--demo"),
     ],
 )
@@ -216,12 +211,10 @@ def test_bad_input_is_one_line_that_names_it(arguments, words, capsys):
     ("command", "option", "value"),
     [
         ("pretrain", "--nprocs", 2),
-        ("pretrain", "--nproc", 0),
         ("launch", "--nproc", 9999),
         ("launch", "--port", 70_000),
         ("join", "--max-failures", -1),
         ("coordinator", "--timeout-s", 0),
-        ("coordinator", "--patience-s", -5),
         ("coordinator", "--host-lease-s", 1),
     ],
 )
@@ -240,25 +233,6 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch, capsys):
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
     assert err.endswith("RuntimeError: a bug\n")
-
-
-def test_help_loads_next_to_nothing():
-    code = (
-        "import sys; from evener.cli import main; code = main(['--help']); "
-        "heavy = {'numpy', 'pydantic', 'rich', 'torch', 'transformers', 'yaml'}; "
-        "sys.exit(code or str(heavy & set(sys.modules) or ''))"
-    )
-    source = Path(cli.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        env={"PYTHONPATH": str(source)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert "pretrain" in done.stdout
-    assert done.stderr.strip() == ""
 
 
 def test_a_dashboard_is_served_while_ranks_run(launched, capfd):

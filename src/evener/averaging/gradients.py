@@ -43,13 +43,14 @@ class GradientAverager:
     ) -> None:
         self._flat = flat
         self._overlap = OverlappedExchange(flat) if overlap is None else overlap
-        self.comm = comm
+        self.use(comm)
         self.own_norm = 0.0
         self.has_measured = True
 
     def use(self, comm: Communicator) -> None:
         """Continue with other ranks."""
         self.comm = comm
+        self._overlap.feedback.use(comm)
 
     def gather(
         self, part: int | None = None, *, each: bool = False, unmeasured: bool = False
@@ -123,15 +124,14 @@ class GradientAverager:
         if self._overlap.has_begun:
             self._overlap.finish()
         elif self.comm.world_size > 1:
-            self.comm.all_reduce_each(
-                [
-                    (
-                        f"gradients of {what}" + (f": {bucket.label}" if bucket.label else ""),
-                        group.grad[bucket.start : bucket.stop],
-                    )
-                    for group, bucket in self._flat.buckets_of(part)
-                ]
-            )
+            tensors, losses = [], []
+            for group, bucket in self._flat.buckets_of(part):
+                name = f"gradients of {what}" + (f": {bucket.label}" if bucket.label else "")
+                where = slice(bucket.start, bucket.stop)
+                tensors.append((name, group.grad[where]))
+                lost = self._overlap.feedback.of(group.grad)
+                losses.append(None if lost is None else lost[where])
+            self.comm.all_reduce_each(tensors, lost=losses)
         is_known = self.comm.world_size == 1 and self.has_measured
         norm = factor * (self.own_norm if is_known else self._norm(part))
         if math.isfinite(norm):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from evener.averaging.feedback import ErrorFeedback
 from evener.averaging.norms import norm_of, norms_of
 from evener.comm.background import BackgroundJob
 from evener.comm.base import Communicator
@@ -74,13 +75,16 @@ class OverlappedExchange:
 
     Args:
         flat: The ranks' buffers.
+        feedback: Of the buffers' gradients; exact by default.
 
     Attributes:
+        feedback: As given.
         has_begun: Whether pieces of this window leave, or have left.
     """
 
-    def __init__(self, flat: FlatBuffers) -> None:
+    def __init__(self, flat: FlatBuffers, feedback: ErrorFeedback | None = None) -> None:
         self._flat = flat
+        self.feedback = ErrorFeedback() if feedback is None else feedback
         self._comms: Sequence[Communicator] = ()
         self._jobs: list[BackgroundJob[None]] = []
         #: Bytes of a piece; 0 before ``cut``.
@@ -103,8 +107,12 @@ class OverlappedExchange:
         self._has_late = self._is_abandoned = False
         #: How far this rank is ahead of the slower device that it emulates.
         self._ahead_s: Callable[[], float] = _not_ahead
+        self._backward_end_s = math.inf
+        #: When pieces of this window have begun and ceased to travel.
+        self._travels: list[tuple[float, float]] = []
         #: Begins and ends of the backward passes of the last micro-batch.
         self._laps: list[Milestone | float] = []
+        self._processor_s = 0.0
         self.has_begun = False
         #: Parameters, and the 2-norms of their gradients: of each one or of all together.
         self._measured: list[tuple[Sequence[int], Tensor]] = []
@@ -114,6 +122,16 @@ class OverlappedExchange:
     def is_on(self) -> bool:
         """Return whether windows are exchanged in this way at all."""
         return bool(self._comms)
+
+    @property
+    def hidden_s(self) -> float:
+        """Return the seconds for which pieces travelled before this rank's backward was over."""
+        hidden_s = until_s = 0.0
+        for start_s, end_s in sorted(self._travels):  # of several at once, too
+            end_s = min(end_s, self._backward_end_s)
+            hidden_s += max(0.0, end_s - max(start_s, until_s))
+            until_s = max(until_s, end_s)
+        return hidden_s
 
     @property
     def is_late(self) -> bool:
@@ -147,11 +165,13 @@ class OverlappedExchange:
         elif self.has_begun:
             self._flat.hide(self._left())
         self._laps.append(self._now())
+        self._processor_s -= time.process_time()
 
     def after_backward(self) -> None:
         """Keep apart what has come too late, and show gradients again."""
         if self._counts_now:
             self._laps.append(self._now())
+            self._processor_s += time.process_time()
         if not self.has_begun:
             return
         for i, grad in self._flat.reveal(self._left()).items():
@@ -176,6 +196,12 @@ class OverlappedExchange:
                 total_s += end - start
         return total_s
 
+    @property
+    def busy_cores(self) -> float:
+        """Return how many cores that backward has kept busy, on average."""
+        backward_s = self.backward_s
+        return self._processor_s / backward_s if backward_s > 0.0 else 0.0
+
     def flush(self) -> list[Tensor]:
         """Let the rest leave, as no backward follows.
 
@@ -183,6 +209,7 @@ class OverlappedExchange:
             Norms of gradients; ``judge`` takes their values.
         """
         flat = self._flat
+        self._backward_end_s = time.monotonic()
         flat.settle()
         for piece in self._pieces:
             if not piece.has_left:
@@ -213,7 +240,8 @@ class OverlappedExchange:
             self._cut_anew()
         if self._trained != [parameter.requires_grad for parameter in parameters]:
             self._watch()
-        self._counts, self._counts_now, self._laps = [0] * len(parameters), True, []
+        self._counts, self._counts_now = [0] * len(parameters), True
+        self._laps, self._processor_s = [], 0.0
         self._arrived, self._num_arrived = [0] * len(parameters), 0
 
     def _left(self) -> list[int]:
@@ -295,6 +323,7 @@ class OverlappedExchange:
 
     def _begin(self, window: int) -> None:
         self.has_begun, self._is_abandoned = True, False
+        self._backward_end_s = math.inf
         self._missing, self._measured, self._non_finite = set(), [], None
         for piece in self._pieces:
             piece.due = sum(self._expected[i] for i in piece.indices)
@@ -302,14 +331,23 @@ class OverlappedExchange:
             piece.made, piece.leaves_s, piece.ready = None, 0.0, threading.Event()
             if not (piece.due or piece.has_flags):
                 self._leave_early(piece)
-        self._start(window, [p.group.grad.data[p.start : p.stop] for p in self._pieces])
+        lost = [self.feedback.of(piece.group.grad) for piece in self._pieces]
+        self._start(window, [piece.group.grad.data for piece in self._pieces], lost)
 
-    def _start(self, window: int, tensors: Sequence[Tensor]) -> None:
-        numbered = list(enumerate(zip(self._pieces, tensors, strict=True)))
+    def _start(
+        self, window: int, buffers: Sequence[Tensor], losses: Sequence[Tensor | None]
+    ) -> None:
+        """Exchange the pieces of ``buffers``, one for each, with what was ``lost`` of those."""
+        numbered = [
+            (number, piece, buffer[piece.start : piece.stop], _part_of(lost, piece))
+            for number, (piece, buffer, lost) in enumerate(
+                zip(self._pieces, buffers, losses, strict=True)
+            )
+        ]
         step = len(self._comms)
 
         def exchange(comm: Communicator, first: int) -> None:
-            for number, (piece, tensor) in numbered[first::step]:
+            for number, piece, tensor, lost in numbered[first::step]:
                 while not piece.ready.wait(_LOOK_S):
                     if not threading.main_thread().is_alive():
                         return  # the script has ended without closing its team
@@ -317,9 +355,12 @@ class OverlappedExchange:
                     time.sleep(min(left_s, _LOOK_S))
                 if self._is_abandoned:
                     return
+                started_s = time.monotonic()
                 device, made = tensor.device, piece.made
                 with nullcontext() if made is None else kind_of(device).beside(device, made):
-                    comm.all_reduce(tensor, what=f"gradients of window {window}, piece {number}")
+                    what = f"gradients of window {window}, piece {number}"
+                    comm.all_reduce(tensor, what=what, lost=lost)
+                self._travels.append((started_s, time.monotonic()))
 
         for first, (job, comm) in enumerate(zip(self._jobs, self._comms, strict=True)):
             job.start(partial(exchange, comm, first))
@@ -377,14 +418,21 @@ class OverlappedExchange:
         if len(self._flat.parameters) != len(self._piece_of):
             self._cut_anew()
         self.has_begun, self._is_abandoned, self._late = True, False, {}
+        self._backward_end_s = 0.0
         for piece in self._pieces:
             piece.made, piece.leaves_s, piece.ready = None, 0.0, threading.Event()
-        tensors = [p.group.grad.data[p.start : p.stop] for p in self._pieces]
+        buffers = {piece.group.grad: piece.group.grad.data for piece in self._pieces}
+        losses = {grad: self.feedback.of(grad) for grad in buffers}
         if not contributes:
-            tensors = [torch.zeros_like(tensor) for tensor in tensors]
+            buffers = {grad: torch.zeros_like(grad) for grad in buffers}
+            losses = {
+                grad: None if lost is None else torch.zeros_like(lost)
+                for grad, lost in losses.items()
+            }
         for piece in self._pieces:
             self._release(piece)
-        self._start(window, tensors)
+        grads = [piece.group.grad for piece in self._pieces]
+        self._start(window, [buffers[grad] for grad in grads], [losses[grad] for grad in grads])
 
     def finish(self) -> None:
         """Wait until the buffers hold the sums; all ranks call it together."""
@@ -442,6 +490,7 @@ class OverlappedExchange:
         if self._counts_now and is_applied:
             self._expected = self._counts
         self._counts_now = False
+        self._travels = []
 
     def _close_hooks(self) -> None:
         self._trained = []
@@ -456,6 +505,10 @@ class OverlappedExchange:
 
 def _not_ahead() -> float:
     return 0.0
+
+
+def _part_of(lost: Tensor | None, piece: Piece) -> Tensor | None:
+    return None if lost is None else lost[piece.start : piece.stop]
 
 
 def _arrive(weak: "weakref.ref[OverlappedExchange]", i: int, _: Tensor) -> None:

@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import reduce
-from typing import Any, Final, NamedTuple, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from evener.closing import Closing
 from evener.comm.c10d import ABORT_S
+from evener.comm.calls import Call
 from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.comm.messages import closed_message, first_line, mismatch_message, name_call
+from evener.comm.notices import NoticeBoard
 from evener.errors import CollectiveError, CollectiveMismatchError, ConfigError
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -39,27 +41,6 @@ CELL_BYTES: Final = 1088
 _MAX_KEPT: Final = 256
 
 T = TypeVar("T")
-
-
-class Call(NamedTuple):
-    """One collective call.
-
-    Attributes:
-        number: How many calls this communicator has had, this one included; equal on all ranks.
-        kind: The operation, such as ``"all_reduce"``.
-        what: What is exchanged, in words for a message; equal on all ranks.
-        timeout_s: Seconds after which the call must have failed.
-        label: ``what``, and the operation with its size: what ranks compare.
-        have_met: Whether the caller guarantees that all ranks are ready; see
-            ``reduce_scatter_parts``.
-    """
-
-    number: int
-    kind: str
-    what: str
-    timeout_s: float
-    label: str
-    have_met: bool = False
 
 
 class WaitListener(ABC):
@@ -82,6 +63,9 @@ class WaitListener(ABC):
 class Wait:
     """What is under way in a communicator, as its transport sees it.
 
+    Of a communicator that carries out a part of another one's call (``Communicator.within``), it is
+    as late, as long under way and as far ended as that call.
+
     Attributes:
         calls: The calls that are carried out together; the first one's deadline counts for all.
         call: The first.
@@ -90,6 +74,8 @@ class Wait:
     def __init__(self, comm: "Communicator", calls: Sequence[Call]) -> None:
         self.calls, self.call = calls, calls[0]
         self._comm = comm
+        self._whole = None if comm._whole is None else comm._whole[0]
+        self._telling = threading.Lock()
         self._started = time.monotonic()
         self._deadline = self._started + self.call.timeout_s
         self._has_told = False
@@ -97,12 +83,16 @@ class Wait:
     @property
     def waited_s(self) -> float:
         """Return the seconds since the call began."""
+        if self._whole is not None:
+            return self._whole.waited_s
         return time.monotonic() - self._started
 
     @property
     def left_s(self) -> float:
         """Return the seconds left; none once the communicator has ended."""
         comm = self._comm
+        if self._whole is not None:
+            return 0.0 if comm.has_ended else self._whole.left_s
         if not (comm._is_orphaned or threading.main_thread().is_alive()):
             comm._is_orphaned = True
             comm.hurry(_ORPHAN_S)  # the interpreter waits for this thread, and no other thread does
@@ -115,18 +105,33 @@ class Wait:
     @property
     def has_ended(self) -> bool:
         """Return whether another thread has ended the communicator meanwhile."""
-        return self._comm.has_ended
+        return self._comm.has_ended or (self._whole is not None and self._whole.has_ended)
+
+    @property
+    def together(self) -> Sequence[Call]:
+        """Return the calls of which ranks may be in any: those carried out together."""
+        return self.calls if self._whole is None else self._whole.together
 
     def announce(self, call: Call, note: bytes = b"") -> list[memoryview]:
         """Check that all ranks are in ``call``; return every rank's note, of one length each."""
         return self._comm._announce(self, call, note)
 
     def still_waits(self) -> None:
-        """Tell the listener, if there is one, that the call waits for others; cheap."""
-        waited_s, listener = self.waited_s, self._comm._listener
-        if listener is not None and waited_s >= _WAIT_S:
-            self._has_told = True
-            listener.still_waits(self._comm, self.call, waited_s)
+        """Tell the listener, if there is one, that the call waits for others; cheap.
+
+        Raises:
+            CollectiveError: A peer is found lost of which the caller would not hear.
+        """
+        if self._whole is not None:
+            self._whole.still_waits()
+            return
+        waited_s, comm = self.waited_s, self._comm
+        with self._telling:  # threads may carry out parts of the call
+            if comm._listener is not None and waited_s >= _WAIT_S:
+                self._has_told = True
+                comm._listener.still_waits(comm, self.call, waited_s)
+        if comm._transport is not None:
+            comm._transport.look_for_losses(self)
 
     def end(self, *, succeeded: bool) -> None:
         """Tell the listener, if it was told of the wait, that it is over."""
@@ -204,8 +209,26 @@ class Transport(ABC):
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None: ...
 
     @abstractmethod
-    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
-        """Sum tensors, none of them empty, each in the call of ``wait`` of the same place."""
+    def sum_each(
+        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+    ) -> None:
+        """Sum tensors, none of them empty, each in the call of ``wait`` of the same place.
+
+        Args:
+            flats: The tensors.
+            wait: What is under way.
+            lost: As in ``all_reduce``, for each tensor; only where ``can_round``.
+        """
+
+    @property
+    def can_round(self) -> bool:
+        """Return whether this rank sends to other hosts, for which numbers can be rounded."""
+        return False
+
+    def bytes_of_sum(self, num_bytes: int, *, is_rounded: bool) -> int:
+        """Return what this rank sends at least of a tensor of so many bytes that is summed."""
+        size = num_bytes // 2 if is_rounded and self.can_round else num_bytes
+        return 2 * size * (len(self.numbers) - 1) // len(self.numbers)
 
     def sum_parts(self, flat: Tensor, wait: Wait) -> bool:
         """Sum ``flat``, at least this rank's part; return whether that left the others."""
@@ -230,6 +253,14 @@ class Transport(ABC):
 
     def upgrade(self, part: "Communicator") -> None:
         """Let a communicator over what ``split`` has formed exchange in the same way as this."""
+        return
+
+    def explain_by(self, board: NoticeBoard) -> None:
+        """Explain failures by the notices of another board, where others post theirs, too."""
+        raise AssertionError("this transport has a board of its own kind")
+
+    def look_for_losses(self, wait: Wait) -> None:
+        """Raise if a peer is lost of whom what is waited for does not hear."""
         return
 
     @property
@@ -291,13 +322,15 @@ class Communicator(Closing, NotInherited):
         world_size: Number of ranks.
         numbers: The number of each rank in the team. Errors and ``missing`` use these numbers: a
             ``split`` numbers its members anew, but people know a rank by its number in the team.
-        backend: ``"shared"``, ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one rank).
+        backend: ``"shared"``, ``"hosts"``, ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one
+            rank).
         reason: Why it is that one, for people; set by whoever has chosen.
         timeout_s: Deadline of a call that names none.
         sent_bytes: Bytes of data that this rank has sent to the others so far, headers not
             included. Of a sum or a gathering that is what the exchange moves at least, as a ring
             does: ``(n - 1) / n`` of a tensor to add up its parts among ``n`` ranks, as much again
-            to gather them. A broadcast counts ``n - 1`` copies, all for its source.
+            to gather them; with ranks on several hosts, among those of the host, and for its first
+            rank among the hosts. A broadcast counts ``n - 1`` copies, all for its source.
     """
 
     def __init__(
@@ -336,6 +369,8 @@ class Communicator(Closing, NotInherited):
         self._hurried = (0, math.inf)
         self._is_orphaned = False
         self._listener: WaitListener | None = None
+        #: The wait and the call of another communicator of which this one's calls are parts.
+        self._whole: tuple[Wait, Call] | None = None
         if transport is not None and transport.joins_processes:
             leave_behind_in_children(self)
 
@@ -353,6 +388,23 @@ class Communicator(Closing, NotInherited):
         assert self._transport is not None, "one rank exchanges nothing"
         self._transport = make(self._transport)
         self.backend = self._transport.backend
+
+    def explain_by(self, board: NoticeBoard) -> None:
+        """Explain failures by the notices of another board from now on."""
+        assert self._transport is not None, "one rank waits for nobody"
+        self._transport.explain_by(board)
+
+    @contextmanager
+    def within(self, wait: Wait, call: Call) -> Iterator[None]:
+        """Carry out calls in the block as parts of a call of another communicator.
+
+        Deadline, listener and end are those of that call, and other ranks are told its number.
+        """
+        self._whole = wait, call
+        try:
+            yield
+        finally:
+            self._whole = None
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros, shape ``(numel,)``, in memory that this communicator exchanges best.
@@ -372,40 +424,62 @@ class Communicator(Closing, NotInherited):
 
     # ── collectives ──────────────────────────────────────────────────────────────────────────────
 
-    def all_reduce(self, tensor: Tensor, *, what: str, timeout_s: float | None = None) -> None:
+    @property
+    def can_round(self) -> bool:
+        """Return whether ``lost`` of ``all_reduce`` has an effect on this rank."""
+        return self.backend != "nccl" and self._transport is not None and self._transport.can_round
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        *,
+        what: str,
+        timeout_s: float | None = None,
+        lost: Tensor | None = None,
+    ) -> None:
         """Replace ``tensor`` on every rank by the sum over ranks, with the same bits everywhere.
 
         Args:
             tensor: Contiguous; same shape and dtype on every rank. Sums are formed in its dtype.
             what: What is summed, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
+            lost: Lets numbers travel between hosts in bfloat16, where the tensor is large. A tensor
+                like ``tensor``, both float32. What this rank's rounding takes from this sum is
+                written there, after what it took from an earlier one was added to this. Finite
+                before and after. Given on all ranks that ``can_round``, or on none.
         """
-        self.all_reduce_each([(what, tensor)], timeout_s=timeout_s)
+        self.all_reduce_each([(what, tensor)], timeout_s=timeout_s, lost=[lost])
 
     def all_reduce_each(
-        self, tensors: Sequence[tuple[str, Tensor]], *, timeout_s: float | None = None
+        self,
+        tensors: Sequence[tuple[str, Tensor]],
+        *,
+        timeout_s: float | None = None,
+        lost: Sequence[Tensor | None] = (),
     ) -> None:
         """Replace tensors by their sums; they leave in this order, without waiting for each other.
 
         Args:
             tensors: ``what`` and ``tensor`` of each, as for ``all_reduce``; disjoint in memory.
             timeout_s: Deadline of all together; ``None`` takes the communicator's.
+            lost: That of each, as for ``all_reduce``; none by default.
         """
-        flats, calls = [], []
-        for what, tensor in tensors:
+        flats, calls, rests = [], [], []
+        for (what, tensor), rest in zip(tensors, lost or [None] * len(tensors), strict=True):
             flat = _real(_flat(tensor, what))
             call = self._begin("all_reduce", what, timeout_s, _size_of(flat))
             if flat.numel():
                 flats.append(flat)
                 calls.append(call)
-                self._count_parts(flat, 2)  # added up, then gathered
+                rests.append(rest if self.can_round else None)
+                self._count_sum(flat, is_rounded=rests[-1] is not None)
         if self._transport is None or not calls:
             return
         with self._under_way(*calls) as wait:
             if len(flats) == 1 and flats[0].nbytes <= self._transport.payload_bytes:
                 self._sum_by_cells(flats[0], wait)
             else:
-                self._mover(flats).sum_each(flats, wait)
+                self._mover(flats).sum_each(flats, wait, rests)
 
     def broadcast(
         self, tensor: Tensor, src: int, *, what: str, timeout_s: float | None = None
@@ -456,7 +530,7 @@ class Communicator(Closing, NotInherited):
         size = f"{whole.numel() // self.world_size} bytes"
         call = self._begin("all_gather_parts", what, timeout_s, size)
         if whole.numel():
-            self._count_parts(whole, 1)
+            self._count_parts(whole)
             self._gather_parts(whole, call._replace(have_met=have_met))
 
     def _gather_parts(self, whole: Tensor, call: Call) -> None:
@@ -500,8 +574,10 @@ class Communicator(Closing, NotInherited):
                 are_left = False
             else:
                 are_left = self._mover([whole]).sum_parts(whole, wait)
-        # With the parts of others, which this rank got, too.
-        self._count_parts(whole, 1 if are_left else 2)
+        if are_left:
+            self._count_parts(whole)
+        else:  # this rank got the parts of others, too
+            self._count_sum(whole, is_rounded=False)
         return are_left
 
     def all_gather_rows(
@@ -717,7 +793,8 @@ class Communicator(Closing, NotInherited):
             self._transport.expect_call()
         self._num_calls += 1
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        return Call(self._num_calls, kind, what, seconds, f"{what!r} ({kind} of {size})")
+        number = self._num_calls if self._whole is None else self._whole[1].number
+        return Call(number, kind, what, seconds, f"{what!r} ({kind} of {size})")
 
     @contextmanager
     def _under_way(self, *calls: Call) -> Iterator[Wait]:
@@ -806,9 +883,18 @@ class Communicator(Closing, NotInherited):
     def _sum_by_cells(self, flat: Tensor, wait: Wait) -> None:
         flat.copy_(reduce(torch.add, self._swap_payloads(flat, wait)))
 
-    def _count_parts(self, flat: Tensor, times: int) -> None:
-        """Count parts of a tensor, one for each other rank, that are sent so many times."""
-        self.sent_bytes += times * flat.nbytes * (self.world_size - 1) // self.world_size
+    def _count_parts(self, flat: Tensor) -> None:
+        """Count parts of a tensor, one for each other rank."""
+        self.sent_bytes += flat.nbytes * (self.world_size - 1) // self.world_size
+
+    def _count_sum(self, flat: Tensor, *, is_rounded: bool) -> None:
+        self.sent_bytes += self.bytes_of_sum(flat.nbytes, is_rounded=is_rounded)
+
+    def bytes_of_sum(self, num_bytes: int, *, is_rounded: bool) -> int:
+        """Return by how much ``sent_bytes`` rises when a tensor of so many bytes is summed."""
+        if self._transport is None:
+            return 0
+        return self._transport.bytes_of_sum(num_bytes, is_rounded=is_rounded)
 
     def _check_parts(self, flat: Tensor, what: str) -> None:
         if flat.numel() % self.world_size:

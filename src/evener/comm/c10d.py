@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
+from torch._C._distributed_c10d import AllToAllOptions as AllToAllOptions
 from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from evener.comm.base import (
     CELL_BYTES,
-    Call,
     Communicator,
     Transport,
     Wait,
@@ -23,6 +22,7 @@ from evener.comm.base import (
 from evener.comm.c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
@@ -33,11 +33,12 @@ from evener.comm.c10d import (
     form_nccl,
     options,
 )
+from evener.comm.calls import Call
 from evener.comm.causes import Cause, cause_of
 from evener.comm.forks import never_destroy
 from evener.comm.messages import closed_message, first_line, lost_message
 from evener.comm.network import MeetingPoint
-from evener.comm.notices import Notice, StoreNotices
+from evener.comm.notices import Notice, NoticeBoard, StoreNotices
 from evener.comm.wires import Wires, list_sockets
 from evener.devices import kind_of
 from evener.errors import CollectiveError, PeerLostError
@@ -124,7 +125,7 @@ class GroupTransport(Transport):
         self._meeting, self._key, self._timeout_s = meeting, key, timeout_s
         self._store = store = PrefixStore(key, meeting.store)
         place = (self.numbers, meeting.host_rank)
-        self._board = StoreNotices(PrefixStore("notices", store), *place)
+        self.board: NoticeBoard = StoreNotices(PrefixStore("notices", store), *place)
         self._before, self._wires = list_sockets(), Wires()
         self._gloo: ProcessGroupGloo | None = form_gloo(
             PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
@@ -159,10 +160,60 @@ class GroupTransport(Transport):
         own = whole.chunk(len(self.numbers))[self.rank]
         self._run(wait, [call], [lambda group: group._allgather_base(whole, own, how)])
 
-    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
+    def sum_each(
+        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+    ) -> None:
         """Sum tensors; see the base class."""
         how = options(AllreduceOptions, wait.call.timeout_s + _GRACE_S)
-        self._run_on(wait, flats, lambda tensor, group: group.allreduce([tensor], how))
+        exact = []
+        for flat, call, rest in zip(flats, wait.calls, lost or [None] * len(flats), strict=True):
+            if rest is None:
+                exact.append((call, flat))
+            else:
+                self._sum_rounded(flat, rest, wait, call)
+        if exact:
+            calls, tensors = zip(*exact, strict=True)
+            self._run_on(wait, calls, tensors, lambda tensor, group: group.allreduce([tensor], how))
+
+    @property
+    def can_round(self) -> bool:
+        """Return true, on any host; see the base class."""
+        return True
+
+    def _sum_rounded(self, flat: Tensor, lost: Tensor, wait: Wait, call: Call) -> None:
+        """Sum a tensor that travels in bfloat16; see ``Communicator.all_reduce``.
+
+        Each rank adds up one part in float32, of which all others send it theirs, and gives the
+        rounded sum to all. So no sum is formed in bfloat16, and each number is rounded twice.
+        """
+        num_ranks, size = len(self.numbers), -(-flat.numel() // len(self.numbers))
+        flat.add_(lost)
+        both = torch.zeros(2, num_ranks, size, dtype=torch.bfloat16, device=flat.device)
+        whole = both[0].view(-1)
+        rounded = whole[: flat.numel()].copy_(flat)
+        torch.sub(flat, rounded, out=lost)
+        self._swap_parts(both, wait, call)
+        own = slice(self.rank * size, (self.rank + 1) * size)
+        total = flat[own]
+        for rank, part in enumerate(both[1]):
+            if rank != self.rank:
+                total.add_(part[: total.numel()])
+        rounded[own] = total
+        torch.sub(total, rounded[own], out=lost[own])
+        self._gather(whole.view(torch.uint8), wait, call)
+        flat.copy_(rounded)
+        lost.nan_to_num_(0.0, 0.0, 0.0)  # of numbers that are not finite, or not in bfloat16
+
+    def _swap_parts(self, both: Tensor, wait: Wait, call: Call) -> None:
+        """Send row ``r`` of the first half to rank ``r``; get its own from it in the second."""
+        how = options(AllToAllOptions, call.timeout_s + _GRACE_S)
+
+        def start(tensor: Tensor, group: Any) -> Work:
+            sent, received = tensor.chunk(2)
+            work: Work = group.alltoall_base(received, sent, [], [], how)
+            return work
+
+        self._run_on(wait, [call], [both.view(-1).view(torch.uint8)], start)
 
     def sum_parts(self, flat: Tensor, wait: Wait) -> bool:
         """Sum this rank's part; see the base class."""
@@ -171,21 +222,28 @@ class GroupTransport(Transport):
         part = flat.chunk(len(self.numbers))[self.rank]
         how = options(ReduceScatterOptions, wait.call.timeout_s + _GRACE_S)
         self._run_on(
-            wait, [flat], lambda whole, group: group._reduce_scatter_base(part, whole, how)
+            wait,
+            wait.calls,
+            [flat],
+            lambda whole, group: group._reduce_scatter_base(part, whole, how),
         )
         return True
 
     def copy(self, flat: Tensor, src: int, wait: Wait) -> None:
         """Copy from one rank; see the base class."""
         how = options(BroadcastOptions, wait.call.timeout_s + _GRACE_S, src)
-        self._run_on(wait, [flat], lambda tensor, group: group.broadcast([tensor], how))
+        self._run_on(wait, wait.calls, [flat], lambda tensor, group: group.broadcast([tensor], how))
 
     def gather_parts(self, flat: Tensor, wait: Wait) -> None:
         """Gather parts; see the base class."""
-        how = options(AllgatherOptions, wait.call.timeout_s + _GRACE_S)
+        self._gather(flat, wait, wait.call)
+
+    def _gather(self, flat: Tensor, wait: Wait, call: Call) -> None:
+        how = options(AllgatherOptions, call.timeout_s + _GRACE_S)
         rank, size = self.rank, len(self.numbers)
         self._run_on(
             wait,
+            [call],
             [flat],
             lambda whole, group: group._allgather_base(whole, whole.chunk(size)[rank], how),
         )
@@ -228,21 +286,25 @@ class GroupTransport(Transport):
     # ── running one operation ────────────────────────────────────────────────────────────────────
 
     def _run_on(
-        self, wait: Wait, flats: Sequence[Tensor], start: Callable[[Tensor, Any], Work]
+        self,
+        wait: Wait,
+        calls: Sequence[Call],
+        flats: Sequence[Tensor],
+        start: Callable[[Tensor, Any], Work],
     ) -> None:
         """Run an operation on each tensor where it lies, or on a copy in host memory.
 
         What goes over Gloo, and in which order, does not depend on where tensors lie: on another
         rank they may lie elsewhere.
         """
-        for flat, call in zip(flats, wait.calls, strict=True):
+        for flat, call in zip(flats, calls, strict=True):
             self._announce(wait, call, flat.nbytes)
         if self._nccl is not None and all(flat.device.type == "cuda" for flat in flats):
             there = flats
-            self._run(wait, wait.calls, [partial(start, flat) for flat in flats], nccl=True)
+            self._run(wait, calls, [partial(start, flat) for flat in flats], nccl=True)
         else:
             there = self._on_host(flats)
-            self._run(wait, wait.calls, [partial(start, part) for part in there])
+            self._run(wait, calls, [partial(start, part) for part in there])
         for flat, part in zip(flats, there, strict=True):
             if part is not flat:
                 flat.copy_(part, non_blocking=True)
@@ -300,7 +362,7 @@ class GroupTransport(Transport):
             failure, cause = first_line(error), cause_of(error)
         finally:
             works.clear()
-        raise self._explain(wait, calls[done], calls, failure, cause)
+        raise self._explain(wait, calls[done], failure, cause)
 
     def cut(self) -> None:
         """End the groups, also during another thread's operation; see the base class."""
@@ -324,28 +386,48 @@ class GroupTransport(Transport):
         server, rather than one that goes while it answers, over which torch prints a stack trace.
         """
         meeting = self._meeting
-        del self._board, self._meeting, self._store
+        del self.board, self._meeting, self._store
         meeting.release()
 
-    def _explain(
-        self, wait: Wait, call: Call, calls: Sequence[Call], failure: str, cause: Cause
-    ) -> CollectiveError:
+    def _explain(self, wait: Wait, call: Call, failure: str, cause: Cause) -> CollectiveError:
         """End the groups and find the cause, with the help of the notices.
 
-        ``call`` of ``calls`` has failed; ``failure`` is what the process group said of it.
+        ``call`` has failed; ``failure`` is what the process group said of it.
         """
         number, waited_s = self.number, wait.waited_s
         if wait.has_ended:  # by another thread
             return CollectiveError(closed_message(number, call.what))
         if cause is not Cause.TIMED_OUT:
             self.cut()
-            if not self._board.read():  # otherwise a rank gave up waiting, and so closed them
+            notices = self.board.read()
+            if not notices:  # otherwise a rank gave up waiting, and so closed them
                 if cause is Cause.LOST:
+                    if notices is not None:
+                        failure = self.board.share_loss(failure, is_known=False)
                     return PeerLostError(lost_message(number, call.what, failure))
                 return CollectiveError(f"rank {number} failed in {call.what!r}: {failure}")
-        self._board.post(number, Notice(call.number, waited_s, call.what))
+        self.board.post(number, Notice(call.number, waited_s, call.what))
         self.cut()
-        return self._board.explain(number, call, calls, waited_s)
+        return self.board.explain(number, call, wait.together, waited_s)
+
+    def explain_by(self, board: NoticeBoard) -> None:
+        """Use another board; see the base class."""
+        self.board = board
+
+    def begin_watch(self) -> None:
+        """Let ``watch`` count from now."""
+        self._broken_s = math.inf
+
+    def watch(self, wait: Wait) -> None:
+        """Look after the peers while another transport carries out the call.
+
+        Raises:
+            CollectiveError: One has been gone for long.
+        """
+        try:
+            self._check_wires()
+        except RuntimeError as error:
+            raise self._explain(wait, wait.call, first_line(error), Cause.LOST) from None
 
     def _check_wires(self) -> None:
         """Raise ``RuntimeError`` where an operation goes on long after a connection was closed.

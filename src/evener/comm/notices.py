@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar, final
 
-from evener.comm.base import Call
 from evener.comm.c10d import Store
+from evener.comm.calls import Call
 from evener.comm.messages import late_message, mismatch_message, timeout_message
 from evener.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 
@@ -56,6 +56,16 @@ class NoticeBoard(ABC):
     @abstractmethod
     def read(self) -> dict[int, Notice] | None:
         """Return the notices by rank; ``None`` where nothing answers."""
+
+    def share_loss(self, detail: str, *, is_known: bool) -> str:
+        """Return how a peer was lost, in words for the error.
+
+        Args:
+            detail: What this rank knows of it.
+            is_known: Whether that names the process which died. Otherwise another rank may have
+                written something better for this one.
+        """
+        return detail
 
     def explain(
         self, rank: int, call: Call, calls: Sequence[Call], waited_s: float
@@ -139,6 +149,17 @@ class StoreNotices(NoticeBoard):
             return {rank: Notice(*json.loads(self._store.get(str(rank)))) for rank in present}
 
         return self._ask(task)
+
+    def share_loss(self, detail: str, *, is_known: bool) -> str:
+        """Return how a peer was lost: by own knowledge, or in the words of the first to notice."""
+
+        def task() -> str:
+            if not is_known and self._store.check(["lost"]):
+                return self._store.get("lost").decode()
+            self._store.set("lost", detail)
+            return detail
+
+        return self._ask(task) or detail
 
     def _ask(self, task: Callable[[], T]) -> T | None:
         # A request to the store of a stopped process takes long, so it runs in a thread that can be

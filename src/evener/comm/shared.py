@@ -10,7 +10,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from evener.comm.base import Call, Communicator, Transport, Wait, keep_latest
+from evener.comm.base import Communicator, Transport, Wait, keep_latest
+from evener.comm.calls import Call
+from evener.comm.notices import NoticeBoard
 from evener.comm.shared_barrier import STAGE_BYTES, Barrier
 from evener.comm.shared_memory import NOWHERE, SharedMemory
 from evener.comm.shared_offers import Joined, MemoryOffer, Spot, find_obstacle
@@ -80,7 +82,9 @@ class SharedTransport(Transport):
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
         self._barrier.meet(wait, call)
 
-    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
+    def sum_each(
+        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+    ) -> None:
         """Sum tensors; see the base class."""
         is_open = False
         for flat, call in zip(flats, wait.calls, strict=True):
@@ -114,6 +118,10 @@ class SharedTransport(Transport):
     def split(self, members: tuple[int, ...], key: str, wait: Wait) -> Transport | None:
         """Form a transport of some ranks beneath; ``upgrade`` lifts it."""
         return self._beneath.split(members, key, wait)
+
+    def explain_by(self, board: NoticeBoard) -> None:
+        """Use another board than the pages; see the base class."""
+        self._barrier.board = board
 
     def upgrade(self, part: Communicator) -> None:
         """Share the same memory; see the base class."""

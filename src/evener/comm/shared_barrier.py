@@ -14,7 +14,8 @@ from typing import Final, final
 
 import torch
 
-from evener.comm.base import CELL_BYTES, Call, Wait
+from evener.comm.base import CELL_BYTES, Wait
+from evener.comm.calls import Call
 from evener.comm.messages import closed_message, lost_message, name_ranks
 from evener.comm.notices import Notice, NoticeBoard
 from evener.comm.shared_links import Links
@@ -124,6 +125,9 @@ class Barrier:
 
     A rank that arrives writes that on its own page, spins for a short time, and then sleeps until
     the last rank to arrive wakes it up.
+
+    Attributes:
+        board: Where ranks say that they give up waiting.
     """
 
     def __init__(
@@ -148,7 +152,7 @@ class Barrier:
         self._spins = spins and KEEPS_ORDER
         self._own = pages[rank].words
         self._others = [(r, page.words) for r, page in enumerate(pages) if r != rank]
-        self._board = _PageNotices(numbers, pages)
+        self.board: NoticeBoard = _PageNotices(numbers, pages)
         self._num_arrived = 0  # at so many barriers
         self._num_passed = 0
         self._fence_lock = threading.Lock()
@@ -254,14 +258,16 @@ class Barrier:
         own, waited_s = self._numbers[self._rank], wait.waited_s
         if wait.has_ended:
             return CollectiveError(closed_message(own, call.what))
-        if not (timed_out or self._board.read()):
-            return PeerLostError(lost_message(own, call.what, self._how_lost()))
-        self._board.post(own, Notice(call.number, waited_s, call.what))
+        if not (timed_out or self.board.read()):
+            detail, is_known = self._how_lost()
+            detail = self.board.share_loss(detail, is_known=is_known)
+            return PeerLostError(lost_message(own, call.what, detail))
+        self.board.post(own, Notice(call.number, waited_s, call.what))
         self.end()
-        return self._board.explain(own, call, [call], waited_s)
+        return self.board.explain(own, call, wait.together, waited_s)
 
-    def _how_lost(self) -> str:
-        """Return which ranks have died and which have left, perhaps because of another."""
+    def _how_lost(self) -> tuple[str, bool]:
+        """Return which ranks have died or left, perhaps because of another; whether any died."""
         until = time.monotonic() + _CAUSE_S
         left: set[int] = set()
         died: set[int] = set()
@@ -274,4 +280,4 @@ class Barrier:
             if ranks:
                 verb = "has" if len(ranks) == 1 else "have"
                 said.append(f"{name_ranks([self._numbers[r] for r in ranks])} {verb} {how}")
-        return ", ".join(said)
+        return ", ".join(said), bool(died)

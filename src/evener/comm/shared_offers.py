@@ -85,8 +85,8 @@ class MemoryOffer:
         self._door = Door()
         return replace(
             spot,
-            kernel=_BOOT_ID.read_text().strip(),
-            network=_NETWORK.stat().st_ino,
+            kernel=_kernel(),
+            network=_network(),
             user=os.getuid(),
             cores=tuple(os.sched_getaffinity(0)),
             door=self._door.name,
@@ -131,6 +131,21 @@ class MemoryOffer:
             os.close(self._page)
         if self._brings_memory and self._memory is not None:
             self._memory.release()
+
+
+def place_of_this_process() -> str:
+    """Return a text that is the same for processes which may share memory."""
+    if sys.platform != "linux":
+        return platform.node()
+    return f"{_kernel()} {_network()} {os.getuid()}"
+
+
+def _kernel() -> str:
+    return _BOOT_ID.read_text().strip()
+
+
+def _network() -> int:
+    return _NETWORK.stat().st_ino
 
 
 def find_obstacle(spots: Sequence[Spot]) -> str:

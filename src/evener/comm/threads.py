@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from evener.comm.base import CELL_BYTES, DEFAULT_TIMEOUT_S, Call, Communicator, Transport, Wait
+from evener.comm.base import CELL_BYTES, DEFAULT_TIMEOUT_S, Communicator, Transport, Wait
+from evener.comm.calls import Call
 from evener.comm.messages import closed_message, late_message, lost_message, timeout_message
 from evener.devices import kind_of
 from evener.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
@@ -151,7 +152,9 @@ class ThreadTransport(Transport):
         for cell, content in zip(cells, told, strict=True):
             cell[:] = content
 
-    def sum_each(self, flats: Sequence[Tensor], wait: Wait) -> None:
+    def sum_each(
+        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+    ) -> None:
         """Sum tensors; see the base class."""
         for flat, call in zip(flats, wait.calls, strict=True):
             wait.announce(call)

@@ -57,7 +57,7 @@ def resolve_config(options: PretrainOptions) -> RunConfig:
 
     Raises:
         ConfigError: See ``load_config``; a file together with ``--demo``; a bad name; ``--allow``
-            without ``--resume``.
+            without ``--resume``; a missing package.
         DataError: Something that the configuration points to does not exist.
         CheckpointError: There is no run to resume.
     """
@@ -66,6 +66,7 @@ def resolve_config(options: PretrainOptions) -> RunConfig:
             f"--demo brings its own configuration, so it takes no file (got {options.config}); "
             "leave one of them out"
         )
+    _require("transformers")
     config = load_config(RunConfig, DEMO if options.demo else options.config, options.overrides)
     for what in options.allow:
         if what not in ALLOWED:
@@ -110,11 +111,7 @@ def resolve_classify(options: ClassifyOptions) -> ClassifyRunConfig:
             "model.path is missing: name the local folder of the base model, or give model.type "
             "(and model.config) to start from random weights"
         )
-    for package in ("transformers", "peft", "sklearn"):
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"classification needs {package}, which is missing: pip install 'evener[hf]'"
-            )
+    _require("transformers", "peft", "sklearn")
     places: _Places = {
         "data.path": config.data.path,
         "data.heldout_path": config.data.heldout_path,
@@ -153,6 +150,12 @@ def find_demo_base(parent: Path) -> Path | None:
         if steps:
             return steps[max(steps)]
     return None
+
+
+def _require(*packages: str) -> None:
+    for package in packages:
+        if find_spec(package) is None:
+            raise ConfigError(f"{package} is needed and missing: pip install 'evener[hf]'")
 
 
 def _settle(config: _Config, options: TaskOptions, places: _Places, default: str) -> _Config:

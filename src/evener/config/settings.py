@@ -168,6 +168,10 @@ class TrainingOptions(LocalOptions):
             layers, ``"off"`` when it is over. ``"auto"`` times the link before the first window
             and backward in it, and takes what is faster over sockets; inside one host it is
             ``"off"``, and so it is on GPUs. A sharded update never does it.
+        wire: What gradients travel in between hosts (in CADENCE and ASYNC, differences of
+            parameters): ``"float32"``, or ``"bfloat16"``, half the bytes. They are added up in
+            float32, and what rounding has taken from one exchange is added to the next. Without
+            effect inside one host, over NCCL, in a sharded update, and on other dtypes.
         timeout_s: Longest wait for another rank, in seconds.
     """
 
@@ -178,6 +182,7 @@ class TrainingOptions(LocalOptions):
     verify_every: NotNegativeInt | None = None
     sharded_update: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
     overlap: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
+    wire: Literal["float32", "bfloat16"] = "float32"
     timeout_s: AboveZero = 600.0
 
     @model_validator(mode="after")

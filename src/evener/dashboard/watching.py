@@ -8,13 +8,10 @@ import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from evener.config.folders import EVENTS
+from evener.config.folders import SUMMARY
 from evener.dashboard.holders import find_holder
 from evener.errors import EvenerError
-from evener.observe.following import EventFollower
-from evener.run_report.document import figures
-from evener.run_report.history import RunHistory
-from evener.run_report.writing import SkippedLines, read_summary
+from evener.run_report.writing import RunReader
 from evener.version import __version__
 
 INTERVAL_S: Final = 1.0
@@ -69,26 +66,15 @@ class RunWatch:
             return self._answer
 
     def _begin(self) -> None:
-        self._history, self._skipped = RunHistory(), SkippedLines()
-        self._follower = EventFollower(self._folder / EVENTS, self._skipped.add, follow=False)
+        self._reader = RunReader(self._folder, is_live=True)
 
     def _read(self) -> dict[str, Any]:
-        if self._follower.is_replaced():
+        if self._reader.follower.is_replaced():
             self._begin()
-        for event in self._follower.events():
-            self._history.add(event)
-        facts, _ = read_summary(self._folder, self._history)
-        # Only the driver of jobs locks its folder, and writes checkpoints there; loops of the
-        # user's own do not, so of these it is not known whether they run.
-        is_job = (self._folder / "checkpoints").is_dir() or facts.steps is not None
+        # Only the driver of jobs locks its folder, and writes checkpoints and a summary; loops
+        # of the user's own do not, so of these it is not known whether they run.
+        is_job = any((self._folder / name).exists() for name in ("checkpoints", SUMMARY))
         is_running = True if find_holder(self._folder) is not None else False if is_job else None
-        notes = self._skipped.notes()
-        run = figures(
-            self._folder.name,
-            self._history,
-            facts,
-            notes,
-            divisor=_DIVISOR,
-            is_running=is_running,
-        )
+        name = self._folder.name
+        run = self._reader.document(name, divisor=_DIVISOR, is_running=is_running)
         return {"runs": [run]}

@@ -12,6 +12,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from evener.averaging.feedback import ErrorFeedback
 from evener.averaging.norms import norm_of
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
@@ -146,14 +147,17 @@ class Replica(Consensus):
         verify_every: Windows after which ranks compare the consensus; 0 for never.
         comm: Over which, or over a split of which, differences are exchanged: they lie in its
             memory.
+        wire: See ``ErrorFeedback``.
 
     Attributes:
         consensus: Parameters that all ranks have agreed on, as ``FlatGroup.data`` of each group.
     """
 
-    def __init__(self, training: TrainingState, verify_every: int, comm: Communicator) -> None:
+    def __init__(
+        self, training: TrainingState, verify_every: int, comm: Communicator, wire: str
+    ) -> None:
         super().__init__(training, verify_every)
-        self._comm = comm
+        self._comm, self._feedback = comm, ErrorFeedback(wire)
         self.consensus: list[Tensor] = []
         self._scratch: list[Tensor] = []
         self._snapshots: list[Tensor] = []
@@ -213,13 +217,15 @@ class Replica(Consensus):
         """
         ends = accumulate(len(group.names) for group in self._flat.groups)
         self._num_taken = sum(1 for end in ends if end <= trainable)
+        self._feedback.use(comm)
         for scratch in self._scratch[: self._num_taken]:
             if weight == 0:
                 scratch.zero_()
             elif weight != total:
                 scratch.mul_(weight / total)
             if comm.world_size > 1:
-                comm.all_reduce(scratch, what=f"parameters of {what}")
+                lost = self._feedback.of(scratch)
+                comm.all_reduce(scratch, what=f"parameters of {what}", lost=lost)
         if buffers is not None:
             self._buffers.exchange(buffers, comm, weight, total, what=what)
 

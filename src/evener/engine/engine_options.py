@@ -26,4 +26,5 @@ class EngineOptions:
     stop_requested: Callable[[], bool] | None
     guards: OptimizerGuards
     say: Callable[[str], None]
+    wire: str = "float32"
     overlap: str = "off"

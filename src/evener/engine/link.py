@@ -5,7 +5,9 @@ import time
 from typing import Final
 
 import torch
+from torch import Tensor
 
+from evener.averaging.feedback import ErrorFeedback
 from evener.comm.base import Communicator
 from evener.engine.team import Team
 from evener.planning.pieces import ExchangeCost
@@ -19,7 +21,9 @@ _LEAST_S: Final = 0.004
 _MOST: Final = 2**21
 
 
-def time_link(comm: Communicator, team: Team, device: torch.device) -> ExchangeCost:
+def time_link(
+    comm: Communicator, team: Team, device: torch.device, feedback: ErrorFeedback
+) -> tuple[ExchangeCost, float]:
     """Time sums over the ranks of ``comm``, which call it together.
 
     It takes 0.2 s over 100 Mbit/s.
@@ -28,30 +32,33 @@ def time_link(comm: Communicator, team: Team, device: torch.device) -> ExchangeC
         comm: What is timed.
         team: Tells which of its ranks are on this host.
         device: Where this rank's gradients lie.
+        feedback: Of gradients, which may be rounded on their way.
+
+    Returns:
+        The cost of an exchange, the same on all ranks; how many cores it leaves to this rank.
     """
-    short_s, _ = _time(comm, _SHORT, device)
+    short_s, _ = _time(comm, torch.zeros(_SHORT, device=device), feedback)
     numel = _LONG
     while True:
-        long_s, processor_s = _time(comm, numel, device)
+        long_s, processor_s = _time(comm, torch.zeros(numel, device=device), feedback)
         if long_s >= _LEAST_S or numel >= _MOST:
             break
         numel *= 4
-    people = [team.people[rank] for rank in comm.numbers]
-    busy = sum(one.threads for one in people if one.host == team.people[team.rank].host)
-    are_spare = device.type != "cpu" or _count_cores() > busy
-    part = 0.0 if are_spare else min(1.0, processor_s / long_s)
-    parts = comm.all_gather_rows([part], what="processor time of exchanges")
     byte_s = max(long_s - short_s, 0.0) / (4 * (numel - _SHORT))
-    return ExchangeCost(byte_s, short_s, max(own for (own,) in parts))
+    people, own = [team.people[rank] for rank in comm.numbers], team.people[team.rank]
+    on_host = sum(one.host == own.host for one in people)
+    # Ranks of a host share its cores, unless each is kept to cores of its own.
+    cores = max(own.threads, _count_cores() / on_host)
+    return ExchangeCost(byte_s, short_s), cores - processor_s / long_s
 
 
-def _time(comm: Communicator, numel: int, device: torch.device) -> tuple[float, float]:
+def _time(comm: Communicator, tensor: Tensor, feedback: ErrorFeedback) -> tuple[float, float]:
     """Return the seconds of a sum on the slowest rank, and the processor's on this rank."""
-    tensor = torch.zeros(numel, device=device)
+    lost = feedback.of(tensor)
     best = (0.0, 0.0)
     for attempt in range(1 + _TIMES):
         started = time.perf_counter(), time.process_time()
-        comm.all_reduce(tensor, what="timing the link")
+        comm.all_reduce(tensor, what="timing the link", lost=lost)
         found = time.perf_counter() - started[0], time.process_time() - started[1]
         best = min(best, found) if attempt > 1 else found
     rows = comm.all_gather_rows([best[0]], what="seconds of exchanges")

@@ -86,7 +86,7 @@ class LocalEngine(Engine):
         training: TrainingState,
         options: EngineOptions,
     ) -> None:
-        self._replica = Replica(training, options.verify_every, team.comm)
+        self._replica = Replica(training, options.verify_every, team.comm, options.wire)
         super().__init__(team, training, options, way, self._replica)
         self._policy = policy
         policy.set_absent(team.absent)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NoReturn, final
@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn, final
 import torch
 from torch.optim import Optimizer
 
+from evener.averaging.feedback import ErrorFeedback
 from evener.averaging.gradients import GradientAverager
 from evener.averaging.overlap import OverlappedExchange
 from evener.averaging.weights import power_of_two_near
@@ -27,7 +28,7 @@ from evener.engine.share import Share, Stopwatch
 from evener.engine.team import Team
 from evener.engine.training_state import OptimizerState, TrainingState
 from evener.errors import CollectiveError, NonFiniteGradientError, UsageError
-from evener.planning.pieces import ExchangeCost, choose_pieces, describe
+from evener.planning.pieces import ExchangeCost, choose_pieces, describe, processor_part
 from evener.planning.plans import WindowPlan
 from evener.planning.policies import ApplyPolicy, Policy
 from evener.planning.report import NOTHING, Report
@@ -37,6 +38,8 @@ from evener.protocol.row import ALL, Purpose, checksum
 
 #: An epoch may be lengthened by this part, so that every rank has work in its first window.
 _LONGER_EPOCH: Final = 0.01
+#: Backends whose exchanges wait for a link between hosts.
+_ACROSS_HOSTS: Final = ("gloo", "hosts")
 
 
 @final
@@ -61,11 +64,13 @@ class SyncEngine(Engine):
         super().__init__(team, training, options, ApplyPolicy.SYNC, consensus)
         self.lookahead = Lookahead(self.generations, self.run, policy, options.guards)
         policy.set_absent(team.absent)
-        self._overlap = OverlappedExchange(self.flat)
+        self._overlap = OverlappedExchange(self.flat, ErrorFeedback(options.wire))
         #: The generation whose ranks it joins, and what an exchange costs there, until it is known
         #: whether overlap pays.
         self._overlaps_in = -1
         self._exchange_cost: ExchangeCost | None = None
+        #: How many cores an exchange leaves to this rank.
+        self._cores_left = 0.0
         self._averager = GradientAverager(self.flat, team.comm, self._overlap)
         self._sharded = training.sharded
         self._sharded.divide(team.comm)
@@ -177,12 +182,13 @@ class SyncEngine(Engine):
         self._overlaps_in = self.rounds.state.generation
         if self._can_overlap():
             self.team.open_gradients()
-        self._overlap.use(gradients := self.team.gradients)
-        self._exchange_cost = (
-            time_link(gradients[0], self.team, self.flat.groups[0].grad.device)
-            if gradients
-            else None
-        )
+        overlap, gradients = self._overlap, self.team.gradients
+        overlap.use(gradients)
+        self._exchange_cost = None
+        if gradients:
+            device = self.flat.groups[0].grad.device
+            found = time_link(gradients[0], self.team, device, overlap.feedback)
+            self._exchange_cost, self._cores_left = found
 
     def _can_overlap(self) -> bool:
         """Return whether gradients of the ranks that are present could travel during backward."""
@@ -190,7 +196,7 @@ class SyncEngine(Engine):
         kinds = {torch.device(team.people[rank].device).type for rank in team.members}
         # Inside a host most of an exchange is work for the cores that compute. On GPUs it has not
         # been measured.
-        pays = kinds == {"cpu"} and team.comm.backend == "gloo"
+        pays = kinds == {"cpu"} and team.comm.backend in _ACROSS_HOSTS
         is_wanted = wanted == "on" or (wanted == "auto" and pays)
         is_possible = kinds <= {"cpu", "cuda"} and not self._sharded.is_on
         return is_wanted and is_possible and len(team.members) > 1
@@ -202,6 +208,7 @@ class SyncEngine(Engine):
             return  # nothing is to be chosen, or a rank has computed nothing that tells
         self._exchange_cost = None
         backward_s = min(row.backward_s for row in rows)
+        cost = cost._replace(processor_part=max(row.slower for row in rows))
         chosen = choose_pieces(overlap.num_bytes, backward_s, cost)
         if self.options.overlap == "on" and not chosen.num_bytes:
             chosen = chosen._replace(num_bytes=overlap.num_bytes)
@@ -250,6 +257,7 @@ class SyncEngine(Engine):
         if not whole_window or loss_scale.is_used:
             expected = self.run.expected_weight or float(self.batch_size or 1)
             scale = power_of_two_near(expected) / loss_scale.value
+            self._overlap.feedback.rescale(scale)
         return self._open(num_micro_batches, scale)
 
     def drop_share(self) -> None:
@@ -462,7 +470,7 @@ class SyncEngine(Engine):
                 lookahead.observe(reports, plan, _exchange_s(found))
         else:
             plan = self._unplanned(reports)
-        told: Mapping[str, Any] = {}
+        told: dict[str, Any] = {}
         if state.is_parked:  # this rank follows what the others have applied
             result = self._result_of(found, plan, skipped=found.decision.skip)
         elif self._turns:
@@ -471,6 +479,7 @@ class SyncEngine(Engine):
             result = self._apply(found, plan)
         made = not result.skipped
         weight = result.weight if made else 0.0
+        hidden_s = self._overlap.hidden_s
         self._choose_pieces(found)
         if len({row.order for row in found.rows.values()}) == 1:
             self._overlap.sort()
@@ -482,7 +491,8 @@ class SyncEngine(Engine):
             result = self._on_device.show(result)
         if not state.is_parked:
             self.result = result
-            told = {"wait_s": found.wait_s, "sync_s": self._sync_s, **self.spans.apply()}
+            told = {"wait_s": found.wait_s, "sync_s": self._sync_s, "hidden_s": hidden_s}
+            told |= self.spans.apply()
         self.run.applied = Applied(result, leases, told)
         self._unread, self._on_device = self._on_device, None
         if (torn := self._torn) is not None:  # the window counts as applied by now
@@ -647,13 +657,16 @@ class SyncEngine(Engine):
             self.run.applied = applied._replace(result=result)
             if applied.leases:
                 self.lookahead.observe(list(result.ranks), unread.plan, math.nan)
-        overlap = self._overlap
+        overlap, measured = self._overlap, {}
+        if overlap.order and self._exchange_cost is not None:
+            measured["backward_s"] = overlap.backward_s
+            measured["slower"] = processor_part(overlap.busy_cores, self._cores_left)
         self.meet(
             purpose,
             begun=overlap.has_begun,
             late=overlap.is_late,
             order=checksum(overlap.order),
-            backward_s=overlap.backward_s if overlap.order else 0.0,
+            **measured,
             **said,
         )
 
@@ -731,8 +744,11 @@ class SyncEngine(Engine):
 
 
 def _exchange_s(found: Round) -> float:
-    """Return the cost of the previous window's exchange: waiting, and moving bytes."""
-    if Action.COMMIT not in found.decision.actions:
+    """Return the cost of the previous window's exchange: waiting, and moving bytes.
+
+    Where gradients travel during backward, ranks only wait for what backward has not hidden.
+    """
+    took_part = [row.report for row in found.rows.values() if row.report.elapsed_s]
+    if Action.COMMIT not in found.decision.actions or not took_part:
         return math.nan
-    reports = [row.report for row in found.rows.values()]
-    return min(r.wait_s for r in reports) + max(r.sync_s for r in reports)
+    return min(r.wait_s for r in took_part) + max(r.sync_s for r in took_part)

@@ -85,8 +85,6 @@ class TrainingState:
     num_bytes: int = 0
     #: Objects of the user, by name, in the order in which they were registered.
     _registered: dict[str, Stateful] = field(default_factory=dict)
-    #: Objects whose state other ranks receive, and checkpoints do not hold.
-    _carried: dict[str, Stateful] = field(default_factory=dict)
     #: Restored states whose objects have not been registered yet.
     _waiting: dict[str, Any] = field(default_factory=dict)
 
@@ -104,10 +102,6 @@ class TrainingState:
         self._registered[name] = stateful
         if name in self._waiting:
             stateful.load_state_dict(self._waiting.pop(name))
-
-    def carry(self, name: str, stateful: Stateful) -> None:
-        """Add an object whose state ranks receive that were away, but that checkpoints lack."""
-        self._carried[name] = stateful
 
     def copy_registered(self) -> dict[str, Any]:
         """Return copies of the states of registered objects, by name."""
@@ -139,16 +133,14 @@ class TrainingState:
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def collect(
-        self, optimizers: Sequence[OptimizerState], *, travels: bool = False
+        self, optimizers: Sequence[OptimizerState]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the state as a document and the tensors that it names, which are no copies.
 
         Args:
             optimizers: The optimizers' states, which need not be those of this rank.
-            travels: Whether it is for another rank, not for a checkpoint.
         """
-        objects = {**self._registered, **(self._carried if travels else {})}
-        registered = {name: dict(one.state_dict()) for name, one in objects.items()}
+        registered = {name: dict(one.state_dict()) for name, one in self._registered.items()}
         content = TrainingContent(list(optimizers), self.schedule.state_dict(), registered)
         tensors: dict[str, Tensor] = {}
         document = {
@@ -173,9 +165,7 @@ class TrainingState:
                 f"{sorted(map(str, states))}: register it after ddp.load, or resume with another "
                 "one"
             )
-        objects = {**self._carried, **self._registered}
-        known = {name: one for name, one in objects.items() if name in states}
-        for name, one in known.items():
+        for name, one in self._registered.items():
             try:
                 one.load_state_dict(states[name])
             except Exception as error:
@@ -184,7 +174,7 @@ class TrainingState:
                     f"({error!r}): resume with the object that it was written from, or from an "
                     "older checkpoint"
                 ) from error
-        self._waiting = {name: one for name, one in states.items() if name not in known}
+        self._waiting = {name: one for name, one in states.items() if name not in self._registered}
         self.schedule.load_state_dict(content.schedule)
         for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
             optimizer.load_state_dict(state)
@@ -220,7 +210,7 @@ class TrainingState:
         tensors: dict[str, Tensor] = {}
         said = b""
         if comm.rank == source:
-            document, tensors = self.collect(self.own_states(), travels=True)
+            document, tensors = self.collect(self.own_states())
             index = [[n, [*t.shape], str(t.dtype), t.device.type] for n, t in tensors.items()]
             note = [document, encode(counters, path="counters"), index, self.flat.describe()]
             said = json.dumps(note).encode()

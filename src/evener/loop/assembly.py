@@ -337,6 +337,7 @@ class Assembly:
             guards=OptimizerGuards(self.flat, self.optimizers, warn=warn),
             say=_say_nothing if config.quiet else say,
             overlap=config.overlap,
+            wire=config.wire,
         )
 
 

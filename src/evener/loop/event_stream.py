@@ -28,7 +28,7 @@ _KEPT: Final = 4
 
 #: Seconds of a rank in a window, as ``RankRow`` names them.
 _SECONDS: Final = (
-    *("compute_s", "wait_s", "sync_s", "elapsed_s", "data_s", "update_s"),
+    *("compute_s", "wait_s", "sync_s", "hidden_s", "elapsed_s", "data_s", "update_s"),
     *("work_ago_s", "wait_ago_s", "sync_ago_s"),
 )
 

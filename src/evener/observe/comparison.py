@@ -8,7 +8,7 @@ import numpy as np
 
 from evener.observe.events import Event
 from evener.observe.numbers import aligned, human_count, human_duration
-from evener.observe.table import Floats, RunTable, add_up
+from evener.observe.table import Floats, RunTable
 
 # Loss is averaged over this last part of what a trial has done: single windows are noise.
 _TAIL = 0.2
@@ -86,8 +86,7 @@ def read_trial(events: Iterable[Event], policy: str, backend: str) -> Trial | No
             heldout = event["loss"]
         elif event["type"] == "run_finished":
             completed = event["reason"] == "completed"
-    rows, parts = table.rows(), table.parts()
-    weight = add_up(parts["row"], parts["weight"], len(table))
+    rows = table.rows()
     known = np.isfinite(rows["loss"])
     if not known.any():
         return None
@@ -95,8 +94,8 @@ def read_trial(events: Iterable[Event], policy: str, backend: str) -> Trial | No
         policy=policy,
         backend=backend,
         unit=unit,
-        elapsed_s=np.cumsum(rows["end_s"] - rows["begin_s"])[known],
-        units=np.cumsum(weight * known)[known],
+        elapsed_s=np.cumsum(rows["length_s"])[known],
+        units=np.cumsum(rows["weight"] * known)[known],
         losses=rows["loss"][known],
         heldout_loss=heldout,
         completed=completed,

@@ -8,11 +8,18 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Final, NotRequired, TypedDict, final
+from typing import Annotated, Any, ClassVar, Final, NotRequired, final
+
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
 from evener.closing import Closing
 
 Event = Mapping[str, Any]
+
+Whole = Annotated[int, Field(ge=0, le=2**53)]
+Number = Annotated[float, Field(ge=-1e150, le=1e150)]  # products of two are finite
+Amount = Annotated[float, Field(ge=0, le=1e150)]
 
 #: The fields of each type of event besides ``t`` and ``type``.
 FIELDS: Final = {
@@ -190,8 +197,9 @@ class Fanout(Sink):
 SPANS: Final = ("data", "compute", "wait", "sync")
 
 
+@with_config(ConfigDict(strict=True, extra="allow", allow_inf_nan=False))
 class RankRow(TypedDict):
-    """One rank's part of a committed window; files hold it as ``event_lines`` says.
+    """One rank's part of a committed window, in memory and in files.
 
     Attributes:
         rank: Its rank in that window's generation.
@@ -202,6 +210,7 @@ class RankRow(TypedDict):
         compute_s: Seconds of compute, without waiting.
         wait_s: Seconds in which it waited for other ranks.
         sync_s: Seconds of exchange after all had arrived.
+        hidden_s: Seconds for which its gradients travelled during its backward, before that.
         elapsed_s: Seconds on its clock from applying the previous window, or from the beginning of
             the epoch, to applying this one. The part that is in none of the three times above is
             bookkeeping: fetching data, planning, events, and whatever the loop does besides.
@@ -217,22 +226,23 @@ class RankRow(TypedDict):
             divide the update (``update_parts`` of the event is above 1), that of its own part.
     """
 
-    rank: int
+    rank: Whole
     member: str
-    samples: int
-    weight: float
-    loss: float | None
-    compute_s: float
-    wait_s: float
-    sync_s: float
-    elapsed_s: NotRequired[float]  # rows that are made up need not have it, nor what follows
-    data_s: NotRequired[float]
-    sent_bytes: NotRequired[int]
-    work_ago_s: NotRequired[float]
-    wait_ago_s: NotRequired[float]
-    sync_ago_s: NotRequired[float]
-    micro_batches: NotRequired[int]
-    update_s: NotRequired[float]
+    samples: Whole
+    weight: Amount
+    loss: Number | None
+    compute_s: Amount
+    wait_s: Amount
+    sync_s: Amount
+    hidden_s: NotRequired[Amount]
+    elapsed_s: NotRequired[Amount]  # rows that are made up need not have it, nor what follows
+    data_s: NotRequired[Amount]
+    sent_bytes: NotRequired[Whole]
+    work_ago_s: NotRequired[Amount]
+    wait_ago_s: NotRequired[Amount]
+    sync_ago_s: NotRequired[Amount]
+    micro_batches: NotRequired[Whole]
+    update_s: NotRequired[Amount]
 
 
 def wait_fraction(rows: Iterable[Mapping[str, Any]]) -> float:

@@ -11,8 +11,8 @@ from evener.errors import ConfigError
 from evener.files import open_for_reading
 from evener.observe.event_lines import from_line
 
-MOST_LINE_BYTES: Final = 1 << 20
-"""A longer line is not an event; that of a window of 1,000 ranks has 100 kB."""
+MOST_LINE_BYTES: Final = 1 << 22
+"""A longer line is not an event; that of a window of 1,000 ranks has 300 kB."""
 
 
 class EventFollower:
@@ -44,8 +44,16 @@ class EventFollower:
         """Yield new events. A line that has no end yet is left for the next call.
 
         Raises:
-            OSError: The file cannot be read, or is not a regular file.
+            ConfigError: The file cannot be read, or is not a regular file.
         """
+        try:
+            yield from self._read()
+        except OSError as error:
+            raise ConfigError(
+                f"event file {self._path} cannot be read: {error}; give the file or folder of a run"
+            ) from error
+
+    def _read(self) -> Iterator[dict[str, Any]]:
         with open_for_reading(self._path, follow=self._follow) as stream:
             there = os.fstat(stream.fileno())
             self._file = there.st_dev, there.st_ino
@@ -78,12 +86,7 @@ def each_event(
     Raises:
         ConfigError: The file cannot be read.
     """
-    try:
-        yield from EventFollower(path, on_skip or (lambda _line, _why: None)).events()
-    except OSError as error:
-        raise ConfigError(
-            f"event file {path} cannot be read: {error}; give the file or folder of a run"
-        ) from error
+    return EventFollower(path, on_skip or (lambda _line, _why: None)).events()
 
 
 def read_events(

@@ -7,10 +7,13 @@ from collections import deque
 from contextlib import suppress
 from typing import Final, TextIO
 
-from evener.observe.events import Event, Sink, mean_loss
+import numpy as np
+from numpy.typing import NDArray
+
+from evener.observe.events import Event, Sink
 from evener.observe.numbers import human_count, human_duration
 from evener.observe.sentences import terminal_line
-from evener.observe.table import RunTable, wait_parts
+from evener.observe.table import VOIDING, RunTable, wait_parts
 
 _LIVE_INTERVAL_S = 0.25  # of event time, between updates of the live line
 _PLAIN_INTERVAL_S = 10.0  # of event time, between plain lines
@@ -34,9 +37,13 @@ class ProgressSink(Sink):
         """Write to ``stream``, which stays open; usually standard error."""
         self._stream = stream
         self._live = stream.isatty()
-        self._state = ProgressFigures(unicode=(stream.encoding or "").lower().startswith("utf"))
+        self._bar = "━─" if (stream.encoding or "").lower().startswith("utf") else "=-"
+        self._start: Event = {}
+        #: The newest windows, and what makes windows void.
+        self._recent: deque[Event] = deque(maxlen=SPEED_WINDOWS)
         self._num_lines = 0
         self._last_shown_t = float("-inf")
+        self._has_begun = False  # whether a window was committed
         self._shown = False  # whether the live line is on the screen now
         self._usable = True
 
@@ -59,8 +66,12 @@ class ProgressSink(Sink):
 
     def _take(self, event: Event) -> None:
         kind = event["type"]
-        self._state.add(event)
+        if kind == "run_started":
+            self._start = event
+        if kind == "window" or kind in VOIDING:
+            self._recent.append(event)
         if kind == "window":
+            self._has_begun = True
             self._show_window(event["t"])
         else:
             if kind == "run_finished":
@@ -68,7 +79,7 @@ class ProgressSink(Sink):
             text = terminal_line(event)
             if text is not None:
                 self._print_above(text)
-            if kind == "eval" and not self._live and self._state.windows:
+            if kind == "eval" and not self._live and self._has_begun:
                 self._print_plain(event["t"])
 
     def _show_window(self, t: float) -> None:
@@ -82,11 +93,11 @@ class ProgressSink(Sink):
     def _print_plain(self, t: float) -> None:
         self._num_lines += 1
         self._last_shown_t = t
-        self._write(self._state.line() + "\n")
+        self._write(progress_line(RunTable.of(self._recent), self._start) + "\n")
 
     def _print_above(self, text: str) -> None:
         self._write(text + "\n")
-        if self._live and self._state.windows:
+        if self._live and self._has_begun:
             self._show_live()
 
     def _show_live(self) -> None:
@@ -95,9 +106,10 @@ class ProgressSink(Sink):
 
         # A line as wide as the terminal would wrap when the cursor moves on.
         most = max(1, _width(self._stream) - 1)
+        table = RunTable.of(self._recent)
         # Drop the least important parts first; shares and waits matter more than the bar.
-        for options in ({"bar": True}, {}, {"brief": True}):
-            line = self._state.line(**options)
+        for options in ({"bar": self._bar}, {}, {"brief": True}):
+            line = progress_line(table, self._start, **options)
             if cell_len(line) <= most:
                 break
         self._write(chop_cells(line, most)[0])
@@ -105,7 +117,7 @@ class ProgressSink(Sink):
 
     def _end_live(self) -> None:
         """Leave the line as it is; later output appears below it."""
-        if self._live and self._state.windows:
+        if self._live and self._has_begun:
             self._show_live()
             self._stream.write("\n")
         self._live = self._shown = False
@@ -117,99 +129,71 @@ class ProgressSink(Sink):
         self._shown = False
 
 
-class ProgressFigures:
-    """The figures of the line, from the newest windows.
+def progress_line(table: RunTable, start: Event, *, bar: str = "", brief: bool = False) -> str:
+    """Return the line; an empty one without windows.
 
-    Attributes:
-        windows: Windows that were seen.
+    Args:
+        table: The windows, at least the newest ``SPEED_WINDOWS``.
+        start: The newest ``run_started``.
+        bar: Show a bar of these two signs, for what is done and for what is left.
+        brief: Say as little as a narrow terminal has room for.
     """
-
-    def __init__(self, *, unicode: bool) -> None:
-        """Begin without any; ``unicode`` says whether the bar may have signs beyond ASCII."""
-        self._bar = "━─" if unicode else "=-"
-        self._total: int | None = None
-        self._unit = "samples"
-        self._step = 0
-        self.windows = 0
-        self._loss: float | None = None
-        self._recent: deque[Event] = deque(maxlen=SPEED_WINDOWS)
-
-    def add(self, event: Event) -> None:
-        """Take an event."""
-        kind = event["type"]
-        if kind == "run_started":
-            self._total, self._unit = event["total_windows"], event["unit"]
-        elif kind in {"run_resumed", "reformed"}:
-            # The time until the next window is not that of a window.
-            self._recent.clear()
-        elif kind == "window":
-            self.windows += 1
-            self._step = _steps(event)
-            self._recent.append(event)
-            loss = mean_loss(event)
-            if loss is not None:
-                # Show a loss that is not finite once, and do not keep it in the smoothed loss.
-                known = loss if self._loss is None else self._loss
-                smooth = math.isfinite(known) and math.isfinite(loss)
-                self._loss = loss + _LOSS_KEPT * (known - loss) if smooth else loss
-
-    def line(self, *, bar: bool = False, brief: bool = False) -> str:
-        """Return the line, with a bar, or with as little as a narrow terminal has room for."""
-        total, unit = self._total, self._unit
-        parts = [f"step {self._step:,}" + (f"/{total:,}" if total is not None else "")]
-        if bar and total:
-            done = min(1.0, self._step / total)
-            full, empty = int(done * _BAR_WIDTH) * self._bar[0], _BAR_WIDTH * self._bar[1]
-            parts.append(f"{full}{empty[len(full) :]} {int(done * 100)}%")
-        if self._loss is not None:
-            parts.append(f"loss {self._loss:.4g}")
-        # Speed is measured from the oldest remembered commit to the newest.
-        seconds = self._recent[-1]["t"] - self._recent[0]["t"] if self._recent else 0.0
-        if seconds > 0:
-            work = RunTable.of(self._recent).parts()
-            later = work["row"] > 0
-            if unit != "samples":
-                weight = float(work["weight"][later].sum())
-                parts.append(f"{human_count(weight / seconds)} {unit}/s")
-            if unit == "samples" or not brief:
-                samples = float(work["samples"][later].sum())
-                parts.append(f"{human_count(samples / seconds)} samples/s")
-            if total is not None and total > self._step:
-                num_steps = max(1, self._step - _steps(self._recent[0]))
-                left_s = (total - self._step) * seconds / num_steps
-                parts.append(f"ETA {human_duration(left_s)}")
-        return "  ".join(parts) + self._ranks(brief=brief)
-
-    def _ranks(self, *, brief: bool) -> str:
-        """Share of the newest window and part of recent time spent waiting, for each rank."""
-        rows = self._recent[-1]["ranks"] if self._recent else []
-        if len(rows) < 2:
-            return ""
-        table = RunTable.of(self._recent)
-        spent = table.lane_sums()
-        wait_of = dict(zip(table.members, 100 * wait_parts(spent), strict=True))
-        size = sum(row["samples"] for row in rows) or 1
-        shares = [100 * row["samples"] / size for row in rows]
-        waits = [wait_of[row["member"]] for row in rows]
-        ranks = [row["rank"] for row in rows]
-        if len(ranks) > _MAX_RANKS_IN_LINE:
-            wait = max(waits)
-            return (
-                f"  | {len(ranks)} ranks, rank {ranks[waits.index(wait)]} waits most: {wait:.0f}%"
-            )
-        if brief:
-            one, other = ("/".join(f"{part:.0f}" for part in parts) for parts in (shares, waits))
-            return f"  | share {one}% wait {other}%"
-        return "".join(
-            f"  | rank {rank}: {share:.0f}% wait {wait:.0f}%"
-            for rank, share, wait in zip(ranks, shares, waits, strict=True)
-        )
+    if not len(table):
+        return ""
+    total, unit = start.get("total_windows"), start.get("unit") or "samples"
+    counted = np.arange(len(table)) >= len(table) - SPEED_WINDOWS
+    # The time between two sessions is not that of a window.
+    counted &= table.rows()["session"] == table.rows()["session"][-1]
+    rows = {name: values[counted] for name, values in table.rows().items()}
+    steps = rows["optimizer_steps"]
+    step, loss = int(steps[-1]), _smoothed(rows["loss"].tolist())
+    parts = [f"step {step:,}" + (f"/{total:,}" if total is not None else "")]
+    if bar and total:
+        done = min(1.0, step / total)
+        full, empty = int(done * _BAR_WIDTH) * bar[0], _BAR_WIDTH * bar[1]
+        parts.append(f"{full}{empty[len(full) :]} {int(done * 100)}%")
+    parts.append(f"loss {loss:.4g}")
+    # Speed is measured from the oldest of these commits to the newest.
+    seconds = float(rows["end_s"][-1] - rows["end_s"][0])
+    if seconds > 0:
+        if unit != "samples":
+            parts.append(f"{human_count(rows['weight'][1:].sum() / seconds)} {unit}/s")
+        if unit == "samples" or not brief:
+            parts.append(f"{human_count(rows['samples'][1:].sum() / seconds)} samples/s")
+        if total is not None and total > step:
+            left_s = (total - step) * seconds / max(1.0, float(steps[-1] - steps[0]))
+            parts.append(f"ETA {human_duration(left_s)}")
+    return "  ".join(parts) + _ranks(table, counted, brief=brief)
 
 
-def _steps(window: Event) -> int:
-    """Return the optimizer steps so far; a window of local steps has several."""
-    steps: int = window.get("turns", window["window"] + 1)
-    return steps
+def _smoothed(losses: list[float]) -> float:
+    """Return a smoothed loss; one that is not finite is shown once, and not kept."""
+    smooth = losses[0]
+    for loss in losses[1:]:
+        is_usable = math.isfinite(smooth) and math.isfinite(loss)
+        smooth = loss + _LOSS_KEPT * (smooth - loss) if is_usable else loss
+    return smooth
+
+
+def _ranks(table: RunTable, counted: NDArray[np.bool_], *, brief: bool) -> str:
+    """Return each rank's share of the newest window and part of recent time spent waiting."""
+    lanes = table.present
+    if len(lanes) < 2:
+        return ""
+    samples = table.parts()["samples"][-len(lanes) :]
+    shares = 100 * samples / (samples.sum() or 1)
+    waits = 100 * np.nan_to_num(wait_parts(table.lane_sums(counted))[lanes])
+    ranks = [table.ranks[lane] for lane in lanes]
+    if len(ranks) > _MAX_RANKS_IN_LINE:
+        most = int(waits.argmax())
+        return f"  | {len(ranks)} ranks, rank {ranks[most]} waits most: {waits[most]:.0f}%"
+    if brief:
+        one, other = ("/".join(f"{part:.0f}" for part in parts) for parts in (shares, waits))
+        return f"  | share {one}% wait {other}%"
+    return "".join(
+        f"  | rank {rank}: {share:.0f}% wait {wait:.0f}%"
+        for rank, share, wait in zip(ranks, shares, waits, strict=True)
+    )
 
 
 def _width(stream: TextIO) -> int:

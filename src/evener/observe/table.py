@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evener.observe.events import Event, mean_loss
-from evener.observe.lineage import VOIDING
+
+VOIDING: Final = ("run_resumed", "reformed")
+"""Types of events that make earlier ``window`` events void, from their own ``window`` on."""
 
 WARM_UP_WINDOWS: Final = 3
 """Windows whose time does not count as speed: caches are cold and shares not settled yet."""
@@ -18,15 +20,19 @@ Columns = dict[str, Floats]
 
 ROW_NUMBERS: Final = (
     *("window", "windows", "begin_s", "end_s", "loss", "anchor", "update_parts", "session"),
+    "optimizer_steps",
 )
-"""What is known of a row: its last window, and how many there are; NaN where nothing is known."""
+"""What is known of a row: its last window, how many there are, and the optimizer steps up to its
+end; NaN where nothing is known."""
 
 SUMS: Final = (
     *("samples", "weight", "compute_s", "wait_s", "sync_s", "data_s", "sent_bytes", "update_s"),
+    *("hidden_s", "micro_batches", "steps"),
 )
 PART_NUMBERS: Final = ("row", "lane", *SUMS, "work_ago_s", "wait_ago_s", "sync_ago_s")
 """What is known of a member's part in a row; 0 for sums of which nothing is known."""
 
+_PAUSES: Final = ("eval", "checkpoint", "checkpoint_missed")
 _SESSION_STARTS: Final = ("run_started", "run_resumed", "reformed")
 
 
@@ -47,6 +53,7 @@ class RunTable:
         newest: The newest window event that counts.
         void_windows: Windows that were dropped.
         eval_s: When the newest evaluation began and ended.
+        paused: Windows before which the run evaluated or saved.
     """
 
     def __init__(self) -> None:
@@ -56,6 +63,7 @@ class RunTable:
         self.newest: Event | None = None
         self.void_windows = 0
         self.eval_s = (0.0, 0.0)
+        self.paused: set[int] = set()
         self._lanes: dict[str, int] = {}
         self._rows = array("d")
         self._parts = array("d")
@@ -83,6 +91,8 @@ class RunTable:
         self.elapsed_s = max(self.elapsed_s, t - self._origin_t)
         if kind in VOIDING:
             self._drop(event["window"])
+        if kind in _PAUSES:
+            self.paused.add(event["window"])
         if kind in _SESSION_STARTS:
             team = event.get("members")
             self._teams.append(self._teams[-1] if team is None else frozenset(team))
@@ -103,12 +113,26 @@ class RunTable:
         return len(self._rows) // len(ROW_NUMBERS)
 
     def rows(self) -> Columns:
-        """Return the rows by name; do not change them."""
+        """Return the rows by name, with ``length_s`` and team ``SUMS``; do not change them."""
         return self._columns()[0]
 
     def parts(self) -> Columns:
         """Return the parts by name, in the order of their rows; do not change them."""
         return self._columns()[1]
+
+    @property
+    def present(self) -> list[int]:
+        """Return the lanes of the newest row, in the order of its ranks."""
+        parts = self.parts()
+        lanes: list[int] = parts["lane"][parts["row"] == len(self) - 1].astype(np.intp).tolist()
+        return lanes
+
+    def cells(self, name: str) -> Floats:
+        """Return a number of the parts by row and lane, 0 where a member had no part."""
+        parts = self.parts()
+        found = np.zeros((len(self), len(self.members)))
+        found[parts["row"].astype(np.intp), parts["lane"].astype(np.intp)] = parts[name]
+        return found
 
     def lane_sums(self, counted: NDArray[np.bool_] | None = None) -> Columns:
         """Return by lane the ``SUMS`` and the number of ``windows`` with work, of counted rows."""
@@ -167,9 +191,8 @@ class RunTable:
         Evaluations do not count as time. ``None`` if no row is measured.
         """
         counted, rows = self.measured(), self.rows()
-        length_s = float((rows["end_s"] - rows["begin_s"])[counted].sum())
-        weight = float(self.lane_sums(counted)["weight"].sum())
-        return weight / length_s if length_s > 0 else None
+        length_s = float(rows["length_s"][counted].sum())
+        return float(rows["weight"][counted].sum()) / length_s if length_s > 0 else None
 
     def speeds_alone(self) -> dict[str, float]:
         """Return by member what each would have done alone, from the ``measured`` rows.
@@ -192,10 +215,11 @@ class RunTable:
 
     def _columns(self) -> tuple[Columns, Columns]:
         if self._found is None:
-            self._found = (
-                _columns(self._rows, ROW_NUMBERS),
-                _columns(self._parts, PART_NUMBERS),
-            )
+            rows = _columns(self._rows, ROW_NUMBERS)
+            parts = _columns(self._parts, PART_NUMBERS)
+            rows |= {name: add_up(parts["row"], parts[name], len(self)) for name in SUMS}
+            rows["length_s"] = rows["end_s"] - rows["begin_s"]
+            self._found = rows, parts
         return self._found
 
     def _add_row(self, event: Event, t_s: float) -> None:
@@ -222,6 +246,7 @@ class RunTable:
                 np.nan if loss is None else loss,
                 np.nan if anchor is None else anchor,
                 *(event.get("update_parts", 1), len(self._teams) - 1),
+                event.get("turns", event["window"] + 1),
             )
         )
 

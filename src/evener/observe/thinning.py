@@ -7,7 +7,7 @@ from evener.observe.events import Event, mean_loss
 FULL_WINDOWS: Final = 50_000
 """So many windows of a run have an event of their own."""
 
-_USUAL_RANKS: Final = 16
+_USUAL_RANKS: Final = 4
 """Of a larger team, fewer windows do: the size of an event grows with its ranks."""
 
 
@@ -50,23 +50,7 @@ def merge(first: Event, second: Event) -> dict[str, Any]:
     return {**merged, "loss": mean_loss(merged)}
 
 
-def mean_window(event: Event) -> Event:
-    """Return the event of an average window, for readers that look at single ones."""
-    count = event.get("windows", 1)
-    if count == 1:
-        return event
-    rows = [
-        {name: value if name in _KEPT else _part(value, count) for name, value in row.items()}
-        for row in event["ranks"]
-    ]
-    return {**event, "ranks": rows, "windows": 1}
-
-
 _KEPT: Final = ("rank", "member", "loss")
-
-
-def _part(value: float, count: int) -> float:
-    return round(value / count) if isinstance(value, int) else value / count
 
 
 def _members(event: Event) -> list[tuple[int, str]]:
@@ -76,7 +60,7 @@ def _members(event: Event) -> list[tuple[int, str]]:
 def _merge_rows(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     merged = {
         # When the spans of several windows began is not one moment.
-        name: other[name] if name in _KEPT else one[name] + other[name]
+        name: other[name] if name in _KEPT else round(one[name] + other[name], 6)
         for name in one
         if name in other and not name.endswith("_ago_s")
     }

@@ -13,13 +13,13 @@ class ExchangeCost(NamedTuple):
     Attributes:
         byte_s: Seconds for each byte of a tensor that is summed.
         call_s: Seconds of a call that sums next to nothing.
-        processor_part: For which part of an exchange it takes a processor that backward computes
-            on; 0 where cores are to spare.
+        processor_part: By which part backward is slower meanwhile, as an exchange needs processors,
+            too; see ``processor_part``.
     """
 
     byte_s: float
     call_s: float
-    processor_part: float
+    processor_part: float = 0.0
 
 
 class Pieces(NamedTuple):
@@ -34,6 +34,16 @@ class Pieces(NamedTuple):
     num_bytes: int
     seconds: float
     after_s: float
+
+
+def processor_part(needed: float, left: float) -> float:
+    """Return by which part backward is slower while an exchange is under way.
+
+    Args:
+        needed: Cores that backward keeps busy, on average.
+        left: Cores that the exchange leaves to it.
+    """
+    return 0.0 if needed <= 0.0 else min(max((needed - left) / needed, 0.0), 1.0)
 
 
 def choose_pieces(num_bytes: int, backward_s: float, cost: ExchangeCost) -> Pieces:

@@ -52,7 +52,7 @@ class Forecast(NamedTuple):
 
     Attributes:
         window_s: Seconds, those of the exchange included.
-        exchange_s: Seconds of the exchange.
+        exchange_s: Seconds of the exchange; what backward hides of it does not count.
         error_s: Standard error of ``window_s``, by how much the measurements differ.
     """
 
@@ -176,8 +176,9 @@ class Policy(Planner, ABC):
         Args:
             reports: One report a rank, in rank order.
             plan: The plan that the window was computed by.
-            sync_s: Seconds that the exchange of the window before took, without waiting for the
-                slowest rank; NaN if unknown.
+            sync_s: Seconds that the exchange of the window before took of the ranks with
+                ``elapsed_s``, without waiting for the slowest one, and without what was hidden
+                behind backward; NaN if unknown.
         """
         return
 

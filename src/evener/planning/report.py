@@ -10,7 +10,7 @@ PARAMETERS: Final = -2
 class Report(NamedTuple):
     """One rank's part of a window, whatever the policy; all zeros where it had none.
 
-    In a ``WindowResult``, where it is called ``RankRecord``, the last ten (``TOLD_LATER``) are
+    In a ``WindowResult``, where it is called ``RankRecord``, the last eleven (``TOLD_LATER``) are
     about that window. They are 0 until it has been committed.
 
     Attributes:
@@ -41,6 +41,8 @@ class Report(NamedTuple):
         warmup_samples: And how many of ``samples``.
         wait_s: Seconds for which it waited for others in the previous window: known only after it.
         sync_s: Seconds that averaging then took of its time.
+        hidden_s: Seconds for which gradients had travelled by then while it computed, in SYNC. On
+            ranks that are ahead of others, waiting for theirs is included.
         elapsed_s: Seconds on its clock from applying the window before that one, or the beginning
             of the epoch, to applying it; evaluating and saving in between are included.
         divergence: Its distance from the average of the previous window, relative to that.
@@ -76,6 +78,7 @@ class Report(NamedTuple):
     warmup_samples: int = 0
     wait_s: float = 0.0
     sync_s: float = 0.0
+    hidden_s: float = 0.0
     elapsed_s: float = 0.0
     divergence: float = 0.0
     stale_steps: int = 0

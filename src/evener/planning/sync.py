@@ -61,8 +61,10 @@ class SyncPolicy(Policy):
         self._hints: list[float | None] = [None] * len(members)
         #: Whether each rank that is present makes its part of the optimizer's update.
         self._divides_updates = False
-        #: Seconds of exchanges, by the number of ranks that took part.
+        #: Seconds of exchanges that nothing has hidden, by the number of ranks that took part.
         self._exchanges_s: dict[int, list[float]] = {}
+        #: Ranks that took part in the newest exchange.
+        self._num_exchanging = 0
         #: Windows in a row in which a rank cost more than it contributed.
         self._useless_windows: dict[int, int] = {}
         #: Windows in which a rank was given work only to be measured.
@@ -96,8 +98,11 @@ class SyncPolicy(Policy):
 
     def set_parked(self, ranks: frozenset[int]) -> None:
         """Give these ranks nothing to do until further notice; see ``Policy``."""
+        returns = not self._parked <= ranks
         self._parked, self._away = ranks, ranks | self._absent
         self._present = [rank for rank in range(len(self.members)) if rank not in self._away]
+        if returns:  # a trial counts alone: the link may have become another one since
+            self._exchanges_s.pop(len(self._present), None)
         self._useless_windows = {}
         names = ", ".join(map(str, sorted(ranks)))
         self._begin_again(
@@ -121,10 +126,20 @@ class SyncPolicy(Policy):
             )
         self._divides_updates = any(report.update_parts > 1 for report in reports)
         if 0.0 <= sync_s < math.inf:
-            known = self._exchanges_s.setdefault(len(self._present), [])
-            known.append(sync_s)
-            del known[:-_MEMORY]
+            self._observe_exchange(sum(report.elapsed_s > 0.0 for report in reports), sync_s)
         self._predict()
+
+    def _observe_exchange(self, num_ranks: int, seconds: float) -> None:
+        """Learn from an exchange of so many ranks, which plans may no longer be for.
+
+        The first one of other ranks than before tells nothing: it sets up connections, and nothing
+        of it was hidden, as gradients travel during backward once a window has shown their order.
+        """
+        is_first, self._num_exchanging = num_ranks != self._num_exchanging, num_ranks
+        if not is_first:
+            known = self._exchanges_s.setdefault(num_ranks, [])
+            known.append(seconds)
+            del known[:-_MEMORY]
 
     def forget(self, ranks: Collection[int]) -> None:
         """Start ranks as new ones, which count as fast until they are measured; see ``Planner``."""

@@ -65,6 +65,7 @@ class Row(NamedTuple):
         late: Whether some came after they had left, which are exchanged in addition.
         order: Digest of the order in which backward has completed its gradients; 0 if not known.
         backward_s: Seconds of its last backward, in which gradients can travel.
+        slower: By which part an exchange would slow that backward down.
         part: Optimizer that is to be stepped alone; ``ALL`` closes the window.
         renew: Whether the planner wishes to end the generation, as the members of an elastic team
             are to change.
@@ -95,6 +96,7 @@ class Row(NamedTuple):
     late: bool = False
     order: float = 0.0
     backward_s: float = 0.0
+    slower: float = 0.0
     part: int = ALL
     renew: bool = False
     trainable: int = 0

@@ -127,13 +127,12 @@ def _windows(history: RunHistory) -> Trace:
         for i in range(first, last):
             part = {name: float(values[i]) for name, values in parts.items()}
             yield from _part(part, _title(window), begin_us, end_us)
-        length_s = window["end_s"] - window["begin_s"]
-        weight, sent = (float(parts[name][first:last].sum()) for name in ("weight", "sent_bytes"))
+        length_s = window["length_s"]
         # Perfetto calls them by name and key, such as "loss mean".
         counters = (
             ("loss", "mean", window["loss"]),
-            ("units", "per second", weight / length_s if length_s > 0 else math.nan),
-            ("bytes", "sent", sent or math.nan),
+            ("units", "per second", window["weight"] / length_s if length_s > 0 else math.nan),
+            ("bytes", "sent", window["sent_bytes"] or math.nan),
         )
         for name, key, value in counters:
             if math.isfinite(value):

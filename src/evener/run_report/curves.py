@@ -87,11 +87,7 @@ def series(
     """
     points = Points(table, lanes, most)
     rows, parts, row = points.rows, points.parts, points.row
-    count = len(table)
-    weight, samples, sent = (
-        add_up(row, parts[name], count) for name in ("weight", "samples", "sent_bytes")
-    )
-    length_s = rows["end_s"] - rows["begin_s"]
+    weight, sent = rows["weight"], rows["sent_bytes"]
     num_windows = float(rows["windows"].sum())
     spent_s = parts["compute_s"] + parts["wait_s"] + parts["sync_s"]
     own = points.lane_sums(parts["weight"])
@@ -103,10 +99,10 @@ def series(
     return {
         "windows_per_point": number(num_windows / len(points)) if len(points) else 0,
         "end_s": numbers(rows["end_s"][points.ends]),
-        "samples": numbers(np.cumsum(points.sums(samples))),
+        "samples": numbers(np.cumsum(points.sums(rows["samples"]))),
         "window": numbers(rows["window"][points.ends]),
         "loss": points.curve(rows["loss"] * weight, weight),
-        "speed": points.curve(weight, length_s),
+        "speed": points.curve(weight, rows["length_s"]),
         "anchor": points.curve(rows["anchor"] * rows["windows"], rows["windows"])
         if has_anchor
         else None,

@@ -8,7 +8,8 @@ import numpy as np
 from evener.observe.events import SPANS
 from evener.observe.multiples import SPEEDS_CHANGED, multiples
 from evener.observe.numbers import human_duration
-from evener.observe.table import SUMS, RunTable, add_up, ratio, wait_parts
+from evener.observe.progress_line import progress_line
+from evener.observe.table import SUMS, ratio, wait_parts
 from evener.run_report.curves import number, series, timeline
 from evener.run_report.history import MOST_LISTED, RunHistory
 from evener.run_report.summary_facts import SummaryFacts
@@ -51,7 +52,7 @@ def figures(
     table = history.table
     order = sorted(range(len(table.members)), key=lambda i: (table.ranks[i], table.members[i]))
     lanes = np.array(order, dtype=np.intp)
-    speed, alone = _speeds(table, facts)
+    alone = table.speeds_alone()
     waits = Waits.of(table)
     ranks = _ranks(history, order, alone, waits, is_running=is_running)
     most = MOST_NUMBERS // divisor // (3 * (4 + 2 * len(order)))
@@ -61,8 +62,8 @@ def figures(
         "notes": list(notes),
         "run": _run(history, facts, is_running=is_running),
         "is_running": bool(is_running) and history.ending is None,
-        "line": history.progress.line() if len(table) else "",
-        "team": _team(history, facts, speed, alone),
+        "line": progress_line(table, history.facts),
+        "team": _team(history, alone),
         "ranks": ranks,
         "straggler": _straggler(ranks, waits, order, history),
         "series": series(table, lanes, parked, max(20, min(MOST_POINTS, most))),
@@ -101,28 +102,15 @@ def _run(history: RunHistory, facts: SummaryFacts, *, is_running: bool | None) -
 _UNENDED: Final = {True: "running", False: "ended unexpectedly", None: "no end recorded"}
 
 
-def _speeds(table: RunTable, facts: SummaryFacts) -> tuple[float | None, dict[str, float]]:
-    """Return the team's units per second, and those of members alone in the same windows."""
-    if facts.solo:  # of the members at the end
-        return facts.tokens_per_s, facts.solo
-    return table.speed(), table.speeds_alone()
-
-
-def _team(
-    history: RunHistory,
-    facts: SummaryFacts,
-    beside: float | None,
-    alone: dict[str, float],
-) -> dict[str, Any]:
+def _team(history: RunHistory, alone: dict[str, float]) -> dict[str, Any]:
     table = history.table
-    speed = table.speed() if facts.tokens_per_s is None else facts.tokens_per_s
-    times = multiples(beside, alone.values())
-    sums = {name: float(values.sum()) for name, values in table.lane_sums().items()}
+    speed = table.speed()
+    times = multiples(speed, alone.values())
+    rows = table.rows()
+    sums = {name: float(rows[name].sum()) for name in SUMS}
     total_s = sum(sums[f"{span}_s"] for span in SPANS)
-    losses = table.rows()["loss"]
-    known = losses[np.isfinite(losses)]
+    known = rows["loss"][np.isfinite(rows["loss"])]
     evals = [one["loss"] for one in history.evals if one["loss"] is not None]
-    heldout = evals[-1] if facts.heldout_loss is None and evals else facts.heldout_loss
     return {
         "samples": number(sums["samples"]),
         "weight": number(sums["weight"]),
@@ -133,7 +121,7 @@ def _team(
         "of_ideal": number(times.of_ideal),
         "no_multiple": SPEEDS_CHANGED if times.speeds_changed else None,
         "last_loss": number(float(known[-1])) if len(known) else None,
-        "heldout_loss": number(heldout),
+        "heldout_loss": number(evals[-1] if evals else None),
         **{
             f"{span}_fraction": number(sums[f"{span}_s"] / total_s) if total_s > 0 else None
             for span in SPANS
@@ -225,8 +213,7 @@ def _straggler(
         f"{human_duration(waited_s)} for it, {part:.1%} of the team's time. Had it arrived with "
         f"the next one, windows would have ended {human_duration(delay_s)} sooner"
     )
-    rows = history.table.rows()
-    whole_s = float((rows["end_s"] - rows["begin_s"]).sum())
+    whole_s = float(history.table.rows()["length_s"].sum())
     text += f" ({delay_s / whole_s:.1%} of the run)." if whole_s > 0 else "."
     return {
         "rank": row["rank"],
@@ -245,8 +232,8 @@ def _evals(history: RunHistory) -> list[dict[str, Any]]:
     """
     step = -(-len(history.evals) // MOST_LISTED) or 1
     evals = history.evals[::-step][::-1]  # with the newest
-    rows, parts = history.table.rows(), history.table.parts()
-    own = add_up(parts["row"], parts["samples"], len(history.table))
+    rows = history.table.rows()
+    own = rows["samples"]
     done = np.cumsum(own)
     at = np.stack([rows["window"] - rows["windows"] + 1, rows["window"] + 1], axis=1).ravel()
     samples = np.stack([done - own, done], axis=1).ravel()

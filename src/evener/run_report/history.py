@@ -4,7 +4,6 @@ from collections import Counter
 from typing import Any, Final, TypeVar
 
 from evener.observe.events import Event
-from evener.observe.progress_line import ProgressFigures
 from evener.observe.sentences import describe
 from evener.observe.table import RunTable
 
@@ -27,7 +26,6 @@ class RunHistory:
 
     Attributes:
         table: The windows that count.
-        progress: The figures of the progress line.
         facts: The newest ``run_started``.
         ending: The newest session's ``run_finished``, if it has one.
         sessions: Starts and resumes.
@@ -42,7 +40,6 @@ class RunHistory:
 
     def __init__(self) -> None:
         self.table = RunTable()
-        self.progress = ProgressFigures(unicode=True)
         self.facts: Event = {}
         self.ending: Event | None = None
         self.sessions = 0
@@ -63,7 +60,6 @@ class RunHistory:
     def add(self, event: Event) -> None:
         """Take one event."""
         self.table.add(event)
-        self.progress.add(event)
         kind = event["type"]
         self.counts[kind] += 1
         match kind:

@@ -4,30 +4,18 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-_Number = Annotated[float, Field(allow_inf_nan=False)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Whole = Annotated[int, Field(ge=0)]
 
 
-class _Facts(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class _Rank(_Facts):
-    rank: _Whole
-    member: str
-
-
-class SummaryFacts(_Facts):
+class SummaryFacts(BaseModel):
     """The figures of a report that events lack, by their keys in ``summary.json``.
 
     ``confusion`` counts held-out samples by true class (row) and predicted class (column).
     """
 
-    tokens_per_s: _Amount | None = None
-    solo_tokens_per_s: list[_Amount | None] = []
-    ranks: list[_Rank] = []
-    heldout_loss: _Number | None = None
+    model_config = ConfigDict(strict=True, extra="ignore")
+
     steps: _Whole | None = None
     elapsed_s: _Amount | None = None
     machine: dict[str, Any] = {}
@@ -41,13 +29,6 @@ class SummaryFacts(_Facts):
         if self.confusion is not None and sizes != [len(self.labels)] * len(self.labels):
             raise ValueError("confusion does not have a count for each pair of labels")
         return self
-
-    @property
-    def solo(self) -> dict[str, float]:
-        """Return units per second of members alone, as far as known."""
-        speeds = dict(enumerate(self.solo_tokens_per_s))
-        found = {one.member: speeds.get(one.rank) for one in self.ranks}
-        return {member: speed for member, speed in found.items() if speed is not None}
 
 
 def read_facts(document: Any) -> SummaryFacts:

@@ -1,6 +1,5 @@
 """Read run folders and write their reports: the only part of this package with I/O."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -8,7 +7,7 @@ from typing import Any, Final
 from evener.config.folders import EVENTS, SUMMARY, find_events
 from evener.errors import ConfigError
 from evener.files import read_json, write_pieces
-from evener.observe.following import each_event
+from evener.observe.following import EventFollower
 from evener.run_report.chrome_trace import trace_events, trace_text
 from evener.run_report.document import figures
 from evener.run_report.history import RunHistory
@@ -33,14 +32,12 @@ def report(runs: Sequence[Path]) -> dict[str, Any]:
     """
     folders = [find_events(run).parent for run in runs]
     names = [folder.name for folder in folders]
-    documents = []
-    for folder in folders:
-        name = folder.name if names.count(folder.name) == 1 else str(folder)
-        skipped = SkippedLines()
-        history = read_history(folder, skipped)
-        facts, note = read_summary(folder, history)
-        notes = [*skipped.notes(), *([note] if note else [])]
-        documents.append(figures(name, history, facts, notes, divisor=len(runs)))
+    documents = [
+        RunReader(folder).document(
+            folder.name if names.count(folder.name) == 1 else str(folder), divisor=len(runs)
+        )
+        for folder in folders
+    ]
     return {"version": __version__, "runs": documents}
 
 
@@ -81,60 +78,75 @@ def write_trace(run: Path, path: Path) -> None:
                 written.
     """
     folder = find_events(run).parent
-    _write(path, trace_text(trace_events(folder.name, read_history(folder))))
+    _write(path, trace_text(trace_events(folder.name, RunReader(folder).history())))
 
 
-def read_history(folder: Path, skipped: "SkippedLines | None" = None) -> RunHistory:
-    """Read the events of a run.
+class RunReader:
+    """Reads a run folder: all of it at first, then what is new.
 
     Args:
-        folder: Its folder.
-        skipped: Takes note of lines that are left out.
-
-    Raises:
-        ConfigError: The events cannot be read.
+        folder: The folder.
+        is_live: It is read again and again, for all who look at the dashboard: its files are not
+            followed out of the folder, and a missing summary is not noteworthy.
     """
-    history = RunHistory()
-    for event in each_event(folder / EVENTS, (skipped or SkippedLines()).add):
-        history.add(event)
-    return history
 
+    def __init__(self, folder: Path, *, is_live: bool = False) -> None:
+        self._folder = folder
+        self._is_live = is_live
+        self._history = RunHistory()
+        self._num_skipped = 0
+        self._skipped: list[str] = []
+        #: Also says whether another file is there now.
+        self.follower = EventFollower(folder / EVENTS, self._skip, follow=not is_live)
 
-def read_summary(folder: Path, history: RunHistory) -> tuple[SummaryFacts, str]:
-    """Read the summary of a run; return also why there is none, for people."""
-    path = folder / SUMMARY
-    try:
-        facts = read_facts(read_json(path, follow=False))
-        if history.has_summary:
-            return facts, ""
-        why = (
-            f"{SUMMARY} is left out: it is of an earlier session, as the newest one has not ended "
-            "yet, or has failed"
-        )
-    except FileNotFoundError:
-        why = f"there is no {SUMMARY}: the run has not ended, or is a loop of your own"
-    except (OSError, ValueError) as error:
-        why = f"{SUMMARY} is left out: {error}"
-    return SummaryFacts(), why
+    def history(self) -> RunHistory:
+        """Read new events, and return all so far.
 
+        Raises:
+            ConfigError: The events cannot be read.
+        """
+        for event in self.follower.events():
+            self._history.add(event)
+        return self._history
 
-class SkippedLines:
-    """Lines that were left out: the first few with their reason, and how many there are."""
+    def document(
+        self, name: str, *, divisor: int, is_running: bool | None = None
+    ) -> dict[str, Any]:
+        """Read what is new, and return the document of the run; see ``figures``.
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._named: list[str] = []
+        Raises:
+            ConfigError: The events cannot be read.
+        """
+        history = self.history()
+        facts, why = self._read_summary()
+        notes = [*self._skipped]
+        if further := self._num_skipped - len(notes):
+            notes.append(f"{further:,} further lines are left out")
+        if why and not self._is_live:
+            notes.append(why)
+        return figures(name, history, facts, notes, divisor=divisor, is_running=is_running)
 
-    def add(self, line: int, why: str) -> None:
-        """Take note of one."""
-        self._count += 1
-        if len(self._named) < _MOST_NOTES:
-            self._named.append(f"line {line:,} of {EVENTS} is left out: {why}")
+    def _skip(self, line: int, why: str) -> None:
+        self._num_skipped += 1
+        if len(self._skipped) < _MOST_NOTES:
+            self._skipped.append(f"line {line:,} of {EVENTS} is left out: {why}")
 
-    def notes(self) -> list[str]:
-        """Return sentences about them."""
-        further = self._count - len(self._named)
-        return [*self._named, *([f"{further:,} further lines are left out"] if further else [])]
+    def _read_summary(self) -> tuple[SummaryFacts, str]:
+        """Return the summary, and why there is none, for people."""
+        try:
+            facts = read_facts(read_json(self._folder / SUMMARY, follow=False))
+        except FileNotFoundError:
+            why = f"there is no {SUMMARY}: the run has not ended, or is a loop of your own"
+        except (OSError, ValueError) as error:
+            why = f"{SUMMARY} is left out: {error}"
+        else:
+            if self._history.has_summary:
+                return facts, ""
+            why = (
+                f"{SUMMARY} is left out: it is of an earlier session, as the newest one has not "
+                "ended yet, or has failed"
+            )
+        return SummaryFacts(), why
 
 
 def _is_report(path: Path) -> bool:
@@ -152,8 +164,3 @@ def _write(path: Path, pieces: Iterable[str]) -> None:
         raise ConfigError(
             f"{path} cannot be written: {error}; choose another file with -o or --trace"
         ) from None
-
-
-def numbers_text(document: dict[str, Any]) -> str:
-    """Return the numbers of a report as JSON, for programs."""
-    return json.dumps(document, allow_nan=False)

@@ -1,7 +1,7 @@
-"""A team as a run has measured it: costs, disturbances, exchanges, from its ``window`` events."""
+"""A team as a run has measured it: costs, disturbances and exchanges, from the table of windows."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -12,9 +12,7 @@ from evener.config.folders import find_events
 from evener.errors import ConfigError
 from evener.observe.events import Event
 from evener.observe.following import each_event
-from evener.observe.lineage import effective
-from evener.observe.table import WARM_UP_WINDOWS
-from evener.observe.thinning import mean_window
+from evener.observe.table import RunTable, ratio
 from evener.planning.elche import ANCHOR
 from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel, SpeedModel
@@ -24,8 +22,8 @@ from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, Noise, S
 LEAST_WINDOWS: Final = 5
 """Windows after the warm-up without which a run tells too little."""
 
-_MOST_EVENTS: Final = 20_000
-"""The newest events of a run that are read: it may have been at work for weeks."""
+_MOST_WINDOWS: Final = 20_000
+"""The newest rows of a run that are used: it may have been at work for weeks."""
 
 _MOST_TIMES: Final = 100
 """A window that took so many times the usual time does not count: the run was suspended in it."""
@@ -33,19 +31,17 @@ _MOST_TIMES: Final = 100
 _USUAL_FIXED: Final = 0.1
 """Part of a micro-batch's time that is usually fixed."""
 
-_PAUSES: Final = ("eval", "checkpoint", "checkpoint_missed")
-"""Events whose time is in the window that follows, and is not the loop's."""
+_USUAL_BACKWARD: Final = 2 / 3
+"""Part of a micro-batch's time that is usually backward."""
 
 _FIELDS: Final = (
-    *("samples", "micro_batches", "compute_s", "update_s"),
-    *("wait_s", "sync_s", "elapsed_s"),
+    *("samples", "micro_batches", "steps"),
+    *("compute_s", "update_s", "wait_s", "sync_s", "hidden_s"),
 )
-_OF_LOCAL: Final = (*_FIELDS, "steps")
-"""What windows must say of each rank to count, in SYNC and with local steps."""
 
 Table = NDArray[np.float64]
 Rows = Mapping[str, Table]
-"""The rows of all windows, by field: ``(windows, ranks)``, in the newest order of ranks."""
+"""The windows that count, by field: ``(windows, ranks)``, in the newest order of ranks."""
 
 
 def read_team(run: Path) -> TeamSpec:
@@ -57,61 +53,58 @@ def read_team(run: Path) -> TeamSpec:
     Raises:
         ConfigError: It is not a run, cannot be read, or has too few windows.
     """
-    starts: list[Event] = []
-
-    def others() -> Iterator[Event]:
-        for event in each_event(find_events(run)):
-            if event["type"] == "run_started":
-                starts[:] = [event]
-            elif event["type"] == "window":
-                yield mean_window(event)
-            else:
-                yield event
-
-    newest = effective(others(), _MOST_EVENTS)
-    return measured_team([*starts, *newest], str(run))
+    return measured_team(each_event(find_events(run)), str(run))
 
 
 def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
     """Return what a run has measured of the team that it had at its end.
 
     Args:
-        events: Those of the run that count; see ``effective``.
+        events: Those of the run, in the order in which they were written.
         run: Its name, for people.
 
     Raises:
         ConfigError: There are too few windows, or no rank has computed anything in them.
     """
-    kept = list(events)
-    start = next((event for event in kept[::-1] if event["type"] == "run_started"), {})
+    table = RunTable()
+    start: Event = {}
+    for event in events:
+        table.add(event)
+        if event["type"] == "run_started":
+            start = event
     policy = ApplyPolicy(start.get("policy", ApplyPolicy.SYNC))
-    windows = _windows_that_count(kept, _FIELDS if policy is ApplyPolicy.SYNC else _OF_LOCAL)
-    if len(windows) < LEAST_WINDOWS:
+    counted = _windows_that_count(table, policy)
+    team = {name: values[counted] for name, values in table.rows().items()}
+    num_windows = int(team["windows"].sum())
+    if num_windows < LEAST_WINDOWS:
         raise ConfigError(
-            f"{run} has {len(windows)} windows after its warm-up of {WARM_UP_WINDOWS} that say "
-            f"what each rank did, at least {LEAST_WINDOWS} are needed to tell how fast its ranks "
-            "are; let it run for longer, name another run, or give speeds by hand with --speeds"
+            f"{run} has {num_windows} windows after its warm-up that say what each rank did, at "
+            f"least {LEAST_WINDOWS} are needed to tell how fast its ranks are; let it run for "
+            "longer, name another run, or give speeds by hand with --speeds"
         )
-    rows = {name: _table(windows, name) for name in _FIELDS}
+    rows = _rows(table, counted)
     computed: NDArray[np.bool_] = np.logical_or.reduce(_computed(rows))
     if not computed.any():
         raise ConfigError(
             f"no rank has computed anything in {run}, so no speed is known; name another run, or "
             "give speeds by hand with --speeds"
         )
-    names = [f"rank {row['rank']} ({row['member']})" for row in windows[-1]["ranks"]]
+    names = [f"rank {table.ranks[lane]} ({table.members[lane]})" for lane in table.present]
     notes = [
         f"{name} has computed nothing in these windows, so it is left out: give its speed with "
         "--add"
         for rank, name in enumerate(names)
         if not computed[rank]
     ]
-    parts = max(1, windows[-1]["update_parts"])
+    parts = max(1, int(team["update_parts"][-1]))
+    ranks = {
+        rank: _rank(rows, rank, name, parts) for rank, name in enumerate(names) if computed[rank]
+    }
     sizes, anchor = rows["samples"].sum(axis=1), ANCHOR
     if policy is not ApplyPolicy.SYNC:
-        steps = _table(windows, "steps")
+        steps = rows["steps"]
         sizes = np.ceil(rows["samples"][steps > 0] / steps[steps > 0])
-        anchor = min(window.get("anchor") or ANCHOR for window in windows)
+        anchor = int(np.nan_to_num(team["anchor"], nan=ANCHOR).min())
         notes.append(
             "the run made local steps, in which updates are not timed by themselves: sync is "
             "predicted with an update for each step's samples, and so as rather too slow"
@@ -123,50 +116,44 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
         why = "averaged in the background" if policy.in_background else "had one rank at work"
         notes.append(f"the run {why}, so what an exchange takes is not known: give --bandwidth")
     else:
-        link = _link(rows, link.num_bytes)
+        link = _link(rows, ranks, link.num_bytes)
     # Windows at the end of an epoch have fewer samples.
     batch_size = int(np.quantile(sizes, 0.5, method="higher"))
     return TeamSpec(
-        ranks=tuple(
-            _rank(rows, rank, name, parts) for rank, name in enumerate(names) if computed[rank]
-        ),
+        ranks=tuple(ranks.values()),
         link=link,
         batch_size=batch_size,
         local_batch_size=batch_size,
         anchor=anchor,
         divides_updates=parts > 1,
-        source=f"{run}: {len(windows):,} windows of policy {policy}",
+        source=f"{run}: {num_windows:,} windows of policy {policy}",
         notes=tuple(notes),
     )
 
 
-def _windows_that_count(events: Sequence[Event], needed: Sequence[str]) -> list[Event]:
-    """Return the windows of the members of the newest one, after the warm-up of each team.
-
-    Those in which the run paused or was suspended do not count.
-    """
-    paused = {event["window"] for event in events if event["type"] in _PAUSES}
-    kept: list[Event] = []
-    former: set[str] = set()
-    age = 0
-    for window in (event for event in events if event["type"] == "window"):
-        if not all(name in row for row in window["ranks"] for name in needed):
-            continue
-        members = {row["member"] for row in window["ranks"]}
-        age = age + 1 if members == former else 1
-        former = members
-        if age > WARM_UP_WINDOWS and window["window"] not in paused:
-            kept.append(window)
-    kept = [one for one in kept if {row["member"] for row in one["ranks"]} == former]
-    lengths_s = [max(row["elapsed_s"] for row in window["ranks"]) for window in kept]
-    most_s = _MOST_TIMES * float(np.median(lengths_s)) if kept else 0.0
-    return [one for one, length_s in zip(kept, lengths_s, strict=True) if length_s <= most_s]
+def _windows_that_count(table: RunTable, policy: ApplyPolicy) -> NDArray[np.bool_]:
+    """Return which measured rows say what each rank did, without pauses of the run in them."""
+    counted = table.measured()
+    counted[:-_MOST_WINDOWS] = False
+    is_idle = table.cells("samples") == 0
+    for name in ("micro_batches",) if policy is ApplyPolicy.SYNC else ("micro_batches", "steps"):
+        counted &= (is_idle | (table.cells(name) > 0)).all(axis=1)
+    rows = table.rows()
+    counted &= ~np.isin(rows["window"] - rows["windows"] + 1, list(table.paused))
+    lengths_s = rows["length_s"] / rows["windows"]
+    if counted.any():
+        counted &= lengths_s <= _MOST_TIMES * np.median(lengths_s[counted])
+    return counted
 
 
-def _table(windows: Sequence[Event], name: str) -> Table:
-    members = [row["member"] for row in windows[-1]["ranks"]]
-    by_member = [{row["member"]: row[name] for row in window["ranks"]} for window in windows]
-    return np.array([[row[member] for member in members] for row in by_member], float)
+def _rows(table: RunTable, counted: NDArray[np.bool_]) -> Rows:
+    """Return the rows that count; of several windows in one, the mean."""
+    team = table.rows()
+    windows = team["windows"][counted, None]
+    lanes = table.present
+    rows = {name: table.cells(name)[counted][:, lanes] / windows for name in _FIELDS}
+    length_s = team["length_s"][counted, None] / windows
+    return {**rows, "elapsed_s": np.repeat(length_s, len(lanes), axis=1)}
 
 
 def _computed(rows: Rows) -> NDArray[np.bool_]:
@@ -174,15 +161,39 @@ def _computed(rows: Rows) -> NDArray[np.bool_]:
     return (rows["samples"] > 0) & (rows["compute_s"] > rows["update_s"])
 
 
-def _link(rows: Rows, num_bytes: int) -> Link:
-    """Return the link as it was while most ranks were at work."""
+def _link(rows: Rows, ranks: Mapping[int, SimulatedRank], num_bytes: int) -> Link:
+    """Return the link as it was while most ranks were at work.
+
+    What gradients travelled during backward is told by the rank that came last to the others, as
+    its exchanges waited for nobody. If backward was long enough to hide all of the exchange, what
+    was not hidden never is. Otherwise the exchange was hidden as far as backward went, and nothing
+    tells what is never hidden: it counts as nothing.
+    """
     present = rows["samples"] > 0
     num_ranks = int(present.sum(axis=1).max())
     together = present.sum(axis=1) == num_ranks
-    exchange_s = float(rows["sync_s"][together][present[together]].mean())
-    meetings_s = np.where(present, rows["wait_s"], np.inf).min(axis=1)[together]
-    transfer_s = exchange_s * num_ranks / (2 * (num_ranks - 1))
-    return Link(num_bytes, transfer_s, meeting_s=float(meetings_s.mean()))
+    waits_s = np.where(present, rows["wait_s"], np.inf)[together]
+    last = waits_s.argmin(axis=1)[:, np.newaxis]
+    hidden_s = float(np.take_along_axis(rows["hidden_s"][together], last, axis=1).mean())
+    meeting_s = float(waits_s.min(axis=1).mean())
+    exposed_s = float(rows["sync_s"][together][present[together]].mean())
+    ring = num_ranks / (2 * (num_ranks - 1))
+    if not hidden_s:
+        return Link(num_bytes, exposed_s * ring, meeting_s=meeting_s)
+    # Rows wait behind gradients that are under way, so a round of them is no time of its own.
+    exposed_s += meeting_s
+    micro_batch_s = min(
+        rank.last_micro_batch_s(max(1, round(rows["samples"][together, number].mean())))
+        for number, rank in ranks.items()
+    )
+    exchange_s = exposed_s + hidden_s
+    is_covered = exchange_s <= _USUAL_BACKWARD * micro_batch_s
+    return Link(
+        num_bytes,
+        exchange_s * ring,
+        hides=_USUAL_BACKWARD if is_covered else hidden_s / micro_batch_s,
+        never_hidden=exposed_s / exchange_s if is_covered else 0.0,
+    )
 
 
 def _rank(rows: Rows, rank: int, name: str, parts: int) -> SimulatedRank:
@@ -195,7 +206,7 @@ def _rank(rows: Rows, rank: int, name: str, parts: int) -> SimulatedRank:
     micro_batch_size = math.ceil(sizes.max())
     cost = _cost(worked, parts, micro_batch_size)
     expected_s = cost.fixed_s * own["micro_batches"] + cost.per_sample_s * own["samples"]
-    times = own["compute_s"] / (expected_s + cost.window_s / parts)
+    times = ratio(own["compute_s"], expected_s + cost.window_s / parts)
     beside_s = worked["elapsed_s"] - worked["compute_s"] - worked["wait_s"] - worked["sync_s"]
     return SimulatedRank(
         name=name,
@@ -217,7 +228,8 @@ def _cost(rows: Rows, parts: int, micro_batch_size: int) -> CostModel:
     usual part of a full micro-batch is then fixed; for these windows it is the same cost.
     """
     speed = SpeedModel()
-    columns = [rows[name].tolist() for name in _FIELDS[:4]]
+    fields = ("samples", "micro_batches", "compute_s", "update_s")
+    columns = [rows[name].tolist() for name in fields]
     for samples, micro_batches, compute_s, update_s in zip(*columns, strict=True):
         speed.observe(samples, micro_batches, compute_s - update_s, update_s * parts)
     cost = speed.cost

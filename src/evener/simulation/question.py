@@ -107,4 +107,4 @@ def _link(link: Link, options: PlanOptions) -> Link:
         )
     transfer_s = 8 * link.num_bytes / (1e9 * options.bandwidth)
     latency_s = (LATENCY_MS if options.latency is None else options.latency) / 1000
-    return Link(link.num_bytes, transfer_s, latency_s, latency_s)
+    return replace(link, transfer_s=transfer_s, latency_s=latency_s, meeting_s=latency_s)

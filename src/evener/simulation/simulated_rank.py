@@ -86,6 +86,12 @@ class SimulatedRank:
             busy_s=compute_s + micro_batches * self.overhead_s,
         )
 
+    def last_micro_batch_s(self, samples: int) -> float:
+        """Return the usual seconds of the last micro-batch of a share; 0 without one."""
+        earlier = max(0, num_micro_batches(samples, self.micro_batch_size) - 1)
+        rest = samples - earlier * (self.micro_batch_size or samples)
+        return self.cost.fixed_s + self.cost.per_sample_s * rest if rest else 0.0
+
     def step(self, samples: int, at_s: float) -> Report:
         """Return what the rank reports of a local step on ``samples``; see ``share``."""
         return self.share(samples, at_s)._replace(steps=1, update_s=0.0, update_parts=0)
@@ -97,22 +103,44 @@ class Link:
 
     An exchange is a ring: each of n ranks sends its tensor in n parts, 2 (n - 1) of them.
 
+    In SYNC, gradients may travel while backward computes those of other layers, in a rank's last
+    micro-batch. If that takes m seconds on the rank where it is shortest, ranks wait for
+
+        max(never_hidden · E, E - hides · m)
+
+    of the E seconds of an exchange: it cannot begin before the first gradients are there, and the
+    last ones travel when backward is over.
+
     Attributes:
         num_bytes: Bytes of what is exchanged.
         transfer_s: Seconds that it takes to send all of it from one rank to another.
         latency_s: Seconds until a message arrives, however small.
         meeting_s: Seconds of the round of rows before an exchange, once all have arrived.
+        hides: Part of the last micro-batch behind which an exchange is hidden; 0 hides nothing.
+        never_hidden: Part of an exchange that is not hidden however long backward takes.
     """
 
     num_bytes: int = 0
     transfer_s: float = 0.0
     latency_s: float = 0.0
     meeting_s: float = 0.0
+    hides: float = 0.0
+    never_hidden: float = 0.0
 
     def exchange_s(self, num_ranks: int) -> float:
         """Return the seconds of an exchange between so many ranks."""
         messages = 2 * (num_ranks - 1)
         return messages * (self.transfer_s / num_ranks + self.latency_s)
+
+    def exposed_s(self, num_ranks: int, micro_batch_s: float) -> float:
+        """Return the seconds of an exchange that ranks wait for.
+
+        Args:
+            num_ranks: How many.
+            micro_batch_s: Seconds of the last micro-batch, on the rank where it is shortest.
+        """
+        exchange_s = self.exchange_s(num_ranks)
+        return max(self.never_hidden * exchange_s, exchange_s - self.hides * micro_batch_s)
 
     def wait_s(self, num_ranks: int) -> float:
         """Return the seconds for which also the last rank waits for the others' rows."""

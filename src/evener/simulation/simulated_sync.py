@@ -97,13 +97,20 @@ class SimulatedSync:
             rank.share(plan.shares[number], self.now_s, parts) if number in present else NOTHING
             for number, rank in enumerate(self._ranks)
         )
-        exchange_s = self._link.exchange_s(len(present))
+        micro_batch_s = min(
+            self._ranks[rank].last_micro_batch_s(plan.shares[rank]) for rank in present
+        )
+        exchange_s = self._link.exposed_s(len(present), micro_batch_s)
         meeting_s = self._link.wait_s(len(present))
         last_s = max(reports[rank].busy_s for rank in present)
         length_s = last_s + meeting_s + exchange_s
         self.now_s += length_s
         self.windows += 1
-        self._unlearnt.append((reports, plan, meeting_s + exchange_s))
+        told = [
+            report._replace(elapsed_s=length_s if number in present else 0.0)
+            for number, report in enumerate(reports)
+        ]
+        self._unlearnt.append((told, plan, meeting_s + exchange_s))
         here = [number in present for number in range(len(self._ranks))]
         return SimulatedWindow(
             present=present,

@@ -1,16 +1,16 @@
 """Pretraining as a task of the driver: what is a causal language model's own."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from evener.checkpoint import Checkpoint
 from evener.config.options import PretrainOptions
 from evener.config.runs import BPE, RunConfig
-from evener.errors import DataError, EvenerError
+from evener.errors import EvenerError
 from evener.tasks.blocks import gradient_buckets
 from evener.tasks.job import Job, Task
 from evener.tasks.language_model import (
@@ -24,18 +24,16 @@ from evener.tasks.language_model import (
 )
 from evener.tasks.lm_batch import LMBatch
 from evener.tasks.optimization import WarmupCosine, apply_settings, make_optimizer
-from evener.tasks.resuming import RUN
-from evener.tasks.run_changes import (
-    CONFIG,
-    Beginning,
-    RunDescription,
-    check_changes,
-    describe_run,
-    read_run,
-)
 from evener.tasks.text.bpe import EOS_ID
+from evener.tasks.text.packing import PackedDocuments
 from evener.tasks.text.preparation import prepare_text
 from evener.tasks.text.tokenizer import CausalTokenizer, check_vocabulary, load_tokenizer
+
+# Keys of a model's configuration that do not change what its weights mean. How long a sequence may
+# be follows data.seq_len; where it decides shapes, these differ.
+_NOT_OF_THE_MODEL: Final = frozenset(
+    {"_name_or_path", "dtype", "max_position_embeddings", "torch_dtype", "transformers_version"}
+)
 
 
 class CausalLanguageModel(Task):
@@ -54,7 +52,7 @@ class CausalLanguageModel(Task):
     unit = "tokens"
     prefetch = "thread"
     _tokenizer: CausalTokenizer
-    _description: RunDescription
+    _train: PackedDocuments
 
     def __init__(
         self, config: RunConfig, options: PretrainOptions, records: Iterable[Any] | None
@@ -73,26 +71,17 @@ class CausalLanguageModel(Task):
         self.sample_weight = data.seq_len
         self.gradient_buckets = gradient_buckets(self.model)
         self._config = config
-        self._allow = options.allow
         self._records = records
         self._given_tokenizer = tokenizer
         self._device = torch.device("cpu")
 
     def open_data(self, job: Job) -> tuple[Dataset[Any], Dataset[Any]]:
         """Tokenise the text, with a tokenizer that is trained on it if none was given."""
-        config, team, ddp = self._config, job.team, job.ddp
+        config = self._config
         splits, tokenizer = prepare_text(job, config, self._given_tokenizer, self._records)
-        self._device, self._tokenizer = ddp.device, tokenizer
-        signatures = team.introduce(splits.train.signature)
-        for rank, signature in enumerate(signatures):
-            if signature != signatures[0]:
-                raise DataError(
-                    f"rank {rank} sees other training data than rank 0 (signatures "
-                    f"{signature[:12]} and {signatures[0][:12]}); give every machine the same "
-                    "files and tokenizer"
-                )
+        self._device, self._tokenizer = job.ddp.device, tokenizer
         splits.train.require_windows(config.batch_size)
-        self._description = describe_run(team, config, splits, tokenizer, precision=ddp.precision)
+        self._train = splits.train
         most = min(len(splits.heldout), config.eval.max_sequences or len(splits.heldout))
         return splits.train, Subset(splits.heldout, range(most))
 
@@ -112,42 +101,32 @@ class CausalLanguageModel(Task):
 
     def set_length(self, epochs: float) -> None:
         """Give the learning rate its end: an epoch's tokens, in proportion."""
-        run = self._description
-        self._rates.set_total(run.beginning.weight + run.num_tokens * epochs)
+        self._rates.set_total(self.began[1] + self._train.num_tokens * epochs)
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────
 
-    def documents(self) -> dict[str, Any]:
-        """Return what the run is made of."""
-        return {RUN: self._description.model_dump()}
+    def made_of(self, job: Job) -> Mapping[str, Any]:
+        """Return the configuration of the model, the tokenizer, the precision and the text."""
+        train = self._train
+        return {
+            "model": {
+                key: value
+                for key, value in json.loads(config_json(self.model)).items()
+                if key not in _NOT_OF_THE_MODEL
+            },
+            "tokenizer": self._tokenizer.fingerprint,
+            "precision": self._config.precision,
+            "data": f"{train.num_documents} documents of {train.num_tokens:,} tokens, signature "
+            f"{train.signature}",
+        }
 
     def assets(self) -> Mapping[str, bytes]:
         """Return what makes a checkpoint load with transformers."""
-        return {CONFIG: config_json(self.model), **self._tokenizer.files()}
+        return {"config.json": config_json(self.model), **self._tokenizer.files()}
 
-    def adopt(self, documents: Mapping[str, Any]) -> None:
-        """Take over since when the run has had its present data."""
-        self._description = RunDescription.model_validate(documents[RUN])
-        self.first_window = self._description.beginning.window
-
-    def resume(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint of this model, perhaps to continue with other data."""
-        ddp, saved, now = job.ddp, read_run(checkpoint), self._description
-        changes = check_changes(
-            checkpoint, saved, now, model_config=config_json(self.model), allow=self._allow
-        )
-        if changes:
-            job.say(f"changed since {checkpoint.path.name}: {'; '.join(changes)}")
-        ddp.load(checkpoint.path, allow=self._allow)
+    def resumed(self) -> None:
+        """Give the optimizer the present hyper-parameters."""
         apply_settings(self.optimizer, self._config.optimizer)
-        self.new_data = saved.data != now.data
-        began = saved.beginning
-        if self.new_data:
-            job.loader.cursor.restart()
-            job.say("continuing with other data, from its first epoch on")
-            began = Beginning(window=ddp.assembly.engine.turns, weight=ddp.progress.weight)
-        self._description = now.model_copy(update={"beginning": began})
-        self.first_window = began.window
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────
 

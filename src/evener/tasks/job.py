@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Subset, default_collate
 from evener.checkpoint import Checkpoint, fence_writers
 from evener.config.folders import CHECKPOINTS, SUMMARY, FolderLock, release_folder
 from evener.config.keys import Keys
-from evener.config.options import TaskOptions
+from evener.config.options import PretrainOptions, TaskOptions
 from evener.config.presets import resolve_job
 from evener.config.runs import JobConfig
 from evener.data.fetching import Prefetch
@@ -32,7 +32,8 @@ from evener.loop.arguments import Schedulers
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
 from evener.tasks.recording import find_sinks, record, show, summarise
-from evener.tasks.resuming import RUN, RUN_FOLDER, choose_checkpoint, find_run, is_finished
+from evener.tasks.resuming import RUN_FOLDER, choose_checkpoint, find_run, is_finished
+from evener.tasks.run_changes import MADE_OF, RUN, check_changes, require_same_parts
 from evener.tasks.run_results import TaskResult
 from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals
@@ -57,8 +58,7 @@ class Task(ABC):
         prefetch: See ``Ddp.loader``; ``"thread"`` for data that draws no random numbers.
         results: Files and folders that a finished run leaves beside its checkpoints.
         lengths: Keys that lengthen a run, for people.
-        first_window: Windows that the run had when its present data began.
-        new_data: Whether that was at the last resume.
+        began: Windows and weight that the run had when its present data began.
     """
 
     model: nn.Module
@@ -70,8 +70,7 @@ class Task(ABC):
     prefetch: Prefetch = "auto"
     results: tuple[str, ...] = ()
     lengths: str = "epochs or max_steps"
-    first_window: int = 0
-    new_data: bool = False
+    began: tuple[int, float] = (0, 0.0)
 
     # ── what every task says ─────────────────────────────────────────────────────────────────
 
@@ -149,33 +148,31 @@ class Task(ABC):
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────
 
-    def documents(self) -> dict[str, Any]:
-        """Return JSON documents for the checkpoints, by file name, also as ``adopt`` takes them."""
+    def made_of(self, job: "Job") -> Mapping[str, Any]:
+        """Return the parts without which the weights mean nothing, by name, in JSON types.
+
+        Other ranks, or a checkpoint, with other parts are refused.
+        """
         return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the task's own state, the same on every rank; see ``Ddp.register``.
+
+        Checkpoints hold it, and ranks that join, or were parked, receive it.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a ``state_dict``."""
+        return
 
     def assets(self) -> Mapping[str, bytes]:
         """Return further files for the checkpoints, by name."""
         return {}
 
-    def adopt(self, documents: Mapping[str, Any]) -> None:
-        """Take over another rank's ``documents``, as ranks that were away miss evaluations."""
+    def resumed(self) -> None:
+        """Adapt what a checkpoint has brought back, such as learning rates, to the present keys."""
         return
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a rank that joins, or was parked, has to know; tensors may be among it."""
-        return {"documents": self.documents()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over another rank's ``state_dict``."""
-        self.adopt(state["documents"])
-
-    def resume(self, job: "Job", checkpoint: Checkpoint) -> None:
-        """Load a checkpoint; all ranks call it together.
-
-        Raises:
-            CheckpointError: It is of another run.
-        """
-        job.ddp.load(checkpoint.path)
 
     # ── the end, on the main process ─────────────────────────────────────────────────────────
 
@@ -235,7 +232,9 @@ class Job(EpochLoop):
         #: Windows after which the held-out loss was computed last, and that loss.
         self._evaluated: tuple[int, float] = (-1, math.nan)
         self._assets: dict[str, bytes] = {}
-        self._documents: dict[str, Any] = {}
+        #: Content of the document ``RUN`` of checkpoints.
+        self._run: dict[str, Any] = {"config": config.model_dump(mode="json")}
+        self._has_new_data = False
 
     def go(self) -> TaskResult:
         """Do all that is left to do of the run; all ranks call it together."""
@@ -302,15 +301,32 @@ class Job(EpochLoop):
         )
         assert isinstance(loader, TeamLoader)  # not a stream
         self.loader = loader
-        self.ddp.assembly.state.carry("evener/job", self)
+        self._run[MADE_OF] = parts = dict(task.made_of(self))
+        require_same_parts(self.team, parts)
+        self.ddp.register("evener/job", self)
         self._engine.generations.call_on_cold_restart(self._load_newest)
         if self.team.membership.is_joining:
             self.loader.join()
         elif self.resumed is not None:
-            task.resume(self, self.resumed)
-        per_epoch = len(self.loader)
-        self._num_windows = config.max_steps or task.first_window + config.epochs * per_epoch
-        task.set_length((self._num_windows - task.first_window) / per_epoch)
+            self._resume(self.resumed)
+        per_epoch, (first, _) = len(self.loader), task.began
+        self._num_windows = config.max_steps or first + config.epochs * per_epoch
+        task.set_length((self._num_windows - first) / per_epoch)
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint of this run, perhaps to continue with other data."""
+        ddp, options = self.ddp, self.options
+        allow = options.allow if isinstance(options, PretrainOptions) else None
+        changed, keys = check_changes(checkpoint, self._run, allow)
+        if keys:
+            self.say(f"changed since {checkpoint.path.name}: {'; '.join(keys)}")
+        ddp.load(checkpoint.path, allow=allow or ())
+        self._task.resumed()
+        self._has_new_data = "data" in changed
+        if self._has_new_data:
+            self.loader.cursor.restart()
+            self.say("continuing with other data, from its first epoch on")
+            self._task.began = self._engine.turns, ddp.progress.weight
 
     def _load_newest(self) -> None:
         """Load the newest checkpoint of the run, as no worker holds its state any more."""
@@ -319,7 +335,7 @@ class Job(EpochLoop):
         found = choose_checkpoint(self.team, [self.folder], say=self.warn)
         if found is not None:
             self.resumed = found[1]
-            self._task.resume(self, self.resumed)
+            self._resume(self.resumed)
         else:  # what earlier workers have written is void from the first window on
             self.ddp.events.learn(resumed_from=self.folder)
 
@@ -349,7 +365,7 @@ class Job(EpochLoop):
             run=self.folder.name,
             unit=task.unit,
             total_windows=self._num_windows,
-            new_data=task.new_data,
+            new_data=self._has_new_data,
         )
         self.checkpointer = Checkpointer(
             self.ddp,
@@ -357,7 +373,7 @@ class Job(EpochLoop):
             keep_last=config.checkpoint.keep_last,
             retry_s=config.checkpoint.retry_s,
             assets=self._assets,
-            documents=self._documents,
+            documents={RUN: self._run},
         )
         with closing(self.checkpointer):
             if not self._engine.generations.has_just_joined:
@@ -370,13 +386,13 @@ class Job(EpochLoop):
             return self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a rank that joins, or was parked, has to know of the job."""
-        return {"evaluated": list(self._evaluated), "task": self._task.state_dict()}
+        """Return what a rank that resumes, joins, or was parked, has to know of the job."""
+        task = self._task
+        return {"evaluated": self._evaluated, "began": task.began, "task": task.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what another rank knows of the job."""
-        window, loss = state["evaluated"]
-        self._evaluated = window, loss
+        self._evaluated, self._task.began = state["evaluated"], state["began"]
         self._task.load_state_dict(state["task"])
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────
@@ -413,8 +429,6 @@ class Job(EpochLoop):
         """Update what the task adds to checkpoints."""
         if self.ddp.is_main_process:
             self._assets.update(self._task.assets())
-            self._documents[RUN] = {"config": self.config.model_dump(mode="json")}
-            self._documents.update(self._task.documents())
 
     def totals(self, *, whole: bool = False) -> list[float] | None:
         """Evaluate held-out samples, each on one rank; all ranks call it together.
@@ -471,11 +485,7 @@ class Job(EpochLoop):
 
     def _close(self) -> TaskResult:
         """Save, and report the results of the run."""
-        # A rank that was parked has missed what the others did meanwhile; the main one has not.
-        task, own = self._task, [self._evaluated, self._task.documents()]
-        evaluated, documents = self._engine.collectives.hear_main("summing up an evaluation", own)
-        self._evaluated = tuple(evaluated)
-        task.adopt(documents)
+        task = self._task
         if not self.ddp.stopping and self._evaluated[0] != self.ddp.window:
             self._evaluate()
         covered = self.num_evaluated

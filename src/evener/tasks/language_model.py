@@ -62,7 +62,7 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: i
                     dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id) | keys
                 )
             built = configure(config, keys)
-            _refuse_long_samples(built, seq_len, f"of model.type {config.type!r} as configured")
+            check_length(built, seq_len, f"model of model.type {config.type!r} as configured")
             model: nn.Module = AutoModelForCausalLM.from_config(built, dtype=torch.float32)
     return model
 
@@ -188,27 +188,30 @@ def model_folder(path: str) -> Path:
 def _load_model(path: str, seq_len: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    folder = model_folder(path)
-    try:
-        require_regular(folder)
+    with loading(path, "causal language model") as folder:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32
         )
-    except Exception as error:  # damaged files, other kinds of models: each fails in its own way
-        raise ConfigError(
-            f"model.path {path!r} cannot be loaded: {in_short(error)}; give a folder "
-            "written by save_pretrained or a checkpoint of evener"
-        ) from error
-    _refuse_long_samples(model.config, seq_len, f"in {path!r}")
+    check_length(model.config, seq_len, f"model in {path!r}")
     return model
 
 
-def _refuse_long_samples(built: Any, seq_len: int, which: str) -> None:
+def check_length(built: Any, seq_len: int, which: str, key: str = "data.seq_len") -> None:
+    """Refuse samples that are longer than a model takes, by its configuration.
+
+    Args:
+        built: The configuration.
+        seq_len: Tokens of a sample.
+        which: What the message calls the model.
+        key: The user's key of ``seq_len``.
+
+    Raises:
+        ConfigError: They are longer.
+    """
     longest = getattr(built, "max_position_embeddings", None)
     if longest is not None and longest < seq_len:
         raise ConfigError(
-            f"data.seq_len is {seq_len}, the model {which} takes at most {longest} tokens; lower "
-            "data.seq_len"
+            f"{key} is {seq_len}, the {which} takes at most {longest} tokens; lower {key}"
         )
 
 
@@ -275,6 +278,20 @@ def configure(config: ModelConfig, keys: Mapping[str, Any]) -> Any:
                 f"{config.type!r}; see the keys of transformers' {type(built).__name__}"
             )
     return built
+
+
+@contextlib.contextmanager
+def loading(path: str, what: str) -> Iterator[Path]:
+    """Enter with the folder of a model, and raise ``ConfigError`` where it does not load."""
+    folder = model_folder(path)
+    try:
+        require_regular(folder)
+        yield folder
+    except Exception as error:  # damaged files, other kinds of models: each fails in its own way
+        raise ConfigError(
+            f"model.path {path!r} cannot be loaded as a {what}: {in_short(error)}; give a "
+            "folder written by save_pretrained or a checkpoint of evener"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -13,9 +13,7 @@ from evener.config.runs import JobConfig
 from evener.engine.team import Team
 from evener.errors import CheckpointError, ConfigError
 from evener.observe.following import newest_event
-
-RUN = "run.json"
-"""Document of a checkpoint in which a task says what it trained on, and how."""
+from evener.tasks.run_changes import RUN
 
 RUN_FOLDER: Final = "run folder"
 """What all workers of an elastic team have in common; those that join hear of it."""

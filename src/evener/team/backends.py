@@ -8,8 +8,8 @@ import torch
 
 from evener.comm.base import Communicator
 from evener.comm.c10d import nccl_version
+from evener.comm.hosts import connect_hosts
 from evener.comm.messages import name_ranks
-from evener.comm.shared import share_memory
 from evener.devices import count_accelerators
 from evener.errors import ConfigError, LaunchError
 from evener.planning.policies import ApplyPolicy
@@ -66,7 +66,7 @@ def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
         team: What each rank says, in rank order.
 
     Returns:
-        ``"nccl"``, ``"shared"``, ``"gloo"`` or ``"none"``, and why, for people.
+        ``"nccl"``, ``"shared"``, ``"hosts"``, ``"gloo"`` or ``"none"``, and why, for people.
 
     Raises:
         ConfigError: Ranks ask for different things, or for NCCL where it cannot work.
@@ -100,9 +100,8 @@ def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
         why = f"chosen because {obstacle}"
     elif backend is AverageBackend.GLOO:
         return "gloo", "asked for ('gloo'); ranks exchange through sockets of their hosts"
-    if len({facts.host for facts in team}) == 1:
-        return "shared", f"{why}; all ranks are on one host and exchange through its memory"
-    return "gloo", f"{why}; ranks on several hosts exchange through sockets"
+    num_hosts = len({facts.host for facts in team})
+    return ("shared" if num_hosts == 1 else "hosts" if num_hosts < len(team) else "gloo"), why
 
 
 def connect_team(
@@ -143,8 +142,10 @@ def connect_team(
     try:
         answers = comm.all_gather_json(asdict(facts), what="how ranks exchange")
         chosen, comm.reason = decide_backend([ExchangeFacts(**answer) for answer in answers])
-        if chosen in ("nccl", "shared"):
-            comm = _share(comm, chosen)
+        if backend != AverageBackend.GLOO and comm.world_size > 1:
+            comm, how = connect_hosts(comm)
+            # Beside NCCL, only rows travel there.
+            comm.reason += "" if chosen == "nccl" else f"; {how}"
         if chosen == "nccl" and backend == AverageBackend.AUTO:
             _use_nccl(comm, comm.reason, "", comm.timeout_s)
         elif chosen == "nccl":
@@ -177,16 +178,6 @@ def prefer_nccl(comm: Communicator, own: ExchangeFacts, timeout_s: float) -> Non
     answers = comm.all_gather_json(asdict(own), what="how ranks exchange", timeout_s=timeout_s)
     team = {n: ExchangeFacts(**answer) for n, answer in zip(comm.numbers, answers, strict=True)}
     _use_nccl(comm, "asked for", _obstacle_to_nccl(team), timeout_s)
-
-
-def _share(comm: Communicator, chosen: str) -> Communicator:
-    """Return a communicator over shared memory, where that works; all ranks call it together."""
-    reason = comm.reason
-    comm, obstacle = share_memory(comm)
-    # Beside NCCL, only rows travel there.
-    unmet = f"; but {obstacle}, so ranks exchange through sockets"
-    comm.reason = f"{reason}{unmet if obstacle and chosen != 'nccl' else ''}"
-    return comm
 
 
 def _use_nccl(comm: Communicator, reason: str, obstacle: str, timeout_s: float) -> None:

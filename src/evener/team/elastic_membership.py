@@ -11,9 +11,9 @@ from evener import lease_clock
 from evener.comm.addresses import parse_address
 from evener.comm.base import Communicator
 from evener.comm.groups import form_groups
+from evener.comm.hosts import connect_hosts
 from evener.comm.messages import first_line
 from evener.comm.network import MeetingPoint
-from evener.comm.shared import share_memory
 from evener.errors import (
     CollectiveError,
     ConfigError,
@@ -199,12 +199,7 @@ class ElasticMembership(Membership):
         try:
             comm.reason = "asked for; ranks exchange through sockets of their hosts"
             if self._shares_memory:
-                comm, obstacle = share_memory(comm)
-                memory = "all ranks are on one host and exchange through its memory"
-                comm.reason = (
-                    f"{obstacle}, so ranks exchange through sockets" if obstacle else memory
-                )
-                comm.report_waits_to(WaitWatch(self))
+                comm, comm.reason = connect_hosts(comm)
             if self._gpu is not None:
                 prefer_nccl(comm, self._gpu, connect_s)
         except BaseException:

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from evener.closing import Closing
-from evener.comm.base import Call, Communicator, WaitListener
+from evener.comm.base import Communicator, WaitListener
+from evener.comm.calls import Call
 from evener.planning.silence import silence_deadline_s
 from evener.protocol.formation import PARKED, WAITING, Formation, Standing
 from evener.team.elastic import CoordinatorLink

@@ -137,14 +137,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (lambda p: (p / "run.json").write_bytes(b"{"), r"run\.json is damaged: its SHA"),
     "file gone": (lambda p: (p / "run.json").unlink(), r"run\.json is missing"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), r"manifest\.json is missing"),
-    "torn manifest": (lambda p: (p / "manifest.json").write_bytes(b'{"for'), "not JSON"),
     "foreign manifest": (
         lambda p: (p / "manifest.json").write_text('{"name": "app"}'),
         "not of an",
     ),
     "nested manifest": (lambda p: (p / "manifest.json").write_bytes(NESTED), "nested"),
     "FIFO": (lambda p: replace(p / "run.json", os.mkfifo), "not a regular file"),
-    "folder": (lambda p: replace(p / "run.json", Path.mkdir), "Is a directory"),
     "huge manifest": (lambda p: replace(p / "manifest.json", make_huge), "larger than"),
     "future version": (lambda p: rewrite(p / "manifest.json", version=99), "version 99 is unknown"),
     "edited manifest": (lambda p: rewrite(p / "manifest.json", aliases={}, step=21), "checksum"),
@@ -215,9 +213,8 @@ except CheckpointError as error:
 """
 
 
-@pytest.mark.parametrize("has_saved_the_same_step", [True])
 def test_a_main_process_that_was_stopped_before_its_rename_publishes_nothing(
-    tmp_path: Path, has_saved_the_same_step: bool
+    tmp_path: Path,
 ) -> None:
     save(tmp_path, 1)
     with subprocess.Popen(
@@ -227,8 +224,7 @@ def test_a_main_process_that_was_stopped_before_its_rename_publishes_nothing(
             pid, status = os.waitpid(stopped.pid, os.WUNTRACED)
             assert (pid, os.WIFSTOPPED(status)) == (stopped.pid, True)
             fence_writers(tmp_path)  # another process is the main one now
-            steps = [5] if has_saved_the_same_step else [4]
-            save(tmp_path, *steps)
+            save(tmp_path, 5)
         finally:
             stopped.send_signal(signal.SIGCONT)
         _, told = stopped.communicate(timeout=TIMEOUT_S)
@@ -236,11 +232,10 @@ def test_a_main_process_that_was_stopped_before_its_rename_publishes_nothing(
     assert "refused: checkpoint step-5 could not be written" in told
     newest = find_newest(tmp_path)
     assert newest is not None
-    assert newest.step == steps[0]
-    if has_saved_the_same_step:
-        assert newest.tensors("model")["w"].tolist() == [5.0] * 64, "that of the new main process"
+    assert newest.step == 5
+    assert newest.tensors("model")["w"].tolist() == [5.0] * 64, "that of the new main process"
     save(tmp_path, 6)
-    assert names(tmp_path) == ["step-1", f"step-{steps[0]}", "step-6"], "what it left is removed"
+    assert names(tmp_path) == ["step-1", "step-5", "step-6"], "what it left is removed"
 
 
 @pytest.fixture

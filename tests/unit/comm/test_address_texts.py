@@ -30,13 +30,8 @@ def test_a_host_and_perhaps_a_port(address, expected):
     [
         *(
             (bad, "which is not a host")
-            for bad in ("", ":29500", "a b", "http://node7", "a/b", "*")
+            for bad in ("", ":29500", "a b", "http://node7", "a,b", "a\0b", "[::1]x", "node7:1:2")
         ),
-        *(
-            (bad, "which is not a host")
-            for bad in ("node7,node8", "a\0b", "[::1", "::1]", "[::1]x")
-        ),
-        ("node7:1:2", "which is not a host"),
         ("2001:db8::1:29500", "stands in brackets"),
         *((bad, "stands for every address") for bad in ("0.0.0.0", "::", "[::]:9", "0", "0.0:9")),
         *((bad, "give a port from 1 to 65535") for bad in ("n:", "n:x", "n:0", "n:-5", "n:65536")),

@@ -8,7 +8,7 @@ import torch
 from evener.comm.base import (
     Communicator,
 )
-from evener.comm.messages import lost_message, mismatch_message, name_ranks, timeout_message
+from evener.comm.messages import lost_message, mismatch_message, timeout_message
 from evener.errors import CollectiveError, ConfigError
 
 
@@ -51,14 +51,6 @@ def test_a_split_of_one_rank_outlives_the_whole() -> None:
     assert part is not None
     assert part.timeout_s == 7.0
     part.barrier(what="x")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [((1,), "rank 1"), ((2, 0), "ranks 0 and 2"), ((3, 0, 2), "ranks 0, 2 and 3")],
-)
-def test_ranks_in_words(ranks: tuple[int, ...], text: str) -> None:
-    assert name_ranks(ranks) == text
 
 
 def test_messages_name_who_and_what() -> None:

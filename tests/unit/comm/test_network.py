@@ -57,3 +57,8 @@ def test_devices_are_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-if")
     with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME is 'no-such-if'.*: name "):
         devices_at("127.0.0.1")
+
+
+def test_an_address_of_another_machine_is_refused_with_the_remedy() -> None:
+    with pytest.raises(LaunchError, match=r"cannot listen at 192.*--address"):
+        devices_at("192.0.2.1")

@@ -49,18 +49,6 @@ def test_sums_are_formed_in_rank_order(arrival: list[int]) -> None:
     assert [float(t) for t in tensors] == [1.0, 1.0, 1.0]
 
 
-def test_a_rank_that_fails_wakes_those_who_wait() -> None:
-    team = ThreadTeam(3, timeout_s=TIMEOUT_S)
-    comms = [team.communicator(rank) for rank in range(3)]
-    ranks = Ranks({r: lambda r=r: comms[r].barrier(what="barrier") for r in (0, 1)})
-    team.fail(2)
-    for error in ranks.join().values():
-        assert isinstance(error, PeerLostError)
-        assert "rank 2 has died" in str(error)
-    with pytest.raises(PeerLostError, match="rank 2 has died in 'late'"):
-        comms[2].barrier(what="late")
-
-
 def test_a_rank_that_fails_inside_an_operation_takes_it_along() -> None:
     team = ThreadTeam(2, timeout_s=TIMEOUT_S)
     comms = [team.communicator(rank) for rank in range(2)]
@@ -69,20 +57,6 @@ def test_a_rank_that_fails_inside_an_operation_takes_it_along() -> None:
     assert isinstance(inside.join()[0], PeerLostError)
     with pytest.raises(PeerLostError, match="rank 0 has died"):
         comms[1].all_reduce(torch.ones(1), what="sum")
-
-
-def test_a_failure_reaches_the_splits_of_that_rank_only() -> None:
-    team = ThreadTeam(3, timeout_s=TIMEOUT_S)
-    comms = [team.communicator(rank) for rank in range(3)]
-    splits = [
-        Ranks({r: lambda r=r, m=m: comms[r].split(m, name="part") for r in range(3)}).join()
-        for m in ([2, 1], [0, 1])
-    ]
-    team.fail(2)
-    with pytest.raises(PeerLostError, match="rank 2 has died"):
-        splits[0][1].barrier(what="with rank 2")
-    pair = Ranks({r: lambda r=r: splits[1][r].barrier(what="without") for r in (0, 1)})
-    assert pair.join() == {0: None, 1: None}
 
 
 def test_all_that_are_missing_are_named() -> None:

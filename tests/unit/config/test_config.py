@@ -112,12 +112,9 @@ def test_set_goes_before_the_file_and_the_last_one_wins() -> None:
     ("override", "words"),
     [
         ("seed", ["'seed' is not key=value", "optimizer.lr=3e-4"]),
-        ("=3", ["'=3' is not key=value"]),
         ("optimizer.=3", ["'optimizer.=3' is not key=value"]),
         ("seed=[", ["'seed=['", "broken YAML"]),
-        ("seed=2001-99-99", ["'seed=2001-99-99'", "broken YAML"]),
         ("seed=", ["seed: seed is None", "whole number"]),
-        ("optimizer=3", ["optimizer: optimizer is 3", "dictionary"]),
         ("optimizer.lr=-1", ["optimizer.lr: optimizer.lr is -1", "greater than 0"]),
         ("optimizer={lr: -1}", ["optimizer: optimizer.lr is -1", "greater than 0"]),
         ("optimizer.lrr=1", ["optimizer.lrr: optimizer.lrr is 1", OPTIMIZER_KEYS]),
@@ -136,32 +133,20 @@ def test_a_bad_set_is_told_from_what_is_in_the_file(override: str, words: list[s
 #: What the message names of it, one line for each kind of value.
 WRONG = {
     "batch_size: 0": "batch_size is 0",
-    "batch_size: 7.5": "batch_size is 7.5",
     "batch_size: '8'": "batch_size is '8'",
     "batch_size:": "batch_size is None",
     "batch_size: yes": "batch_size is True",
-    "seed: -1": "seed is -1",
-    "micro_batch_size: true": "micro_batch_size is True",
     "optimizer: {lr: fast}": "optimizer.lr is 'fast'",
     "optimizer: {lr: .inf}": "optimizer.lr is inf",
     "optimizer: {betas: [0.9]}": "optimizer.betas.1 is [0.9]",
-    "optimizer: {betas: [0.9, 1.0]}": "optimizer.betas.1 is 1.0",
-    "max_grad_norm: 0": "max_grad_norm is 0",
     "data: {path: [a, 3]}": "data.path is ['a', 3]",
-    "data: {path: []}": "data.path is []",
     "data: {heldout_fraction: 1}": "data.heldout_fraction is 1",
     "data: {suffixes: .txt}": "data.suffixes is '.txt'",
     "name: 3": "name is 3",
     "precision: fp8": "precision is 'fp8'",
-    "anchor: 0": "anchor is 0",
-    "speed_hint: [1, 0]": "speed_hint is [1, 0]",
-    "speed_hint: {}": "speed_hint is {}",
     "speed_hint: {1: yes}": "speed_hint is {1: True}",
-    "divergence_guard: trend": "divergence_guard is 'trend'",
     "policy: x": "policy is 'x'",
     "sinks: [nowhere]": "sinks.0 is 'nowhere'",
-    "tensorboard: maybe": "tensorboard is 'maybe'",
-    "optimizer: 3": "optimizer is 3",
     "model: null": "model is None",
     "model: {path: a, config: {x: 1}}": "model.path and model.config",
     "batchsize: 3": "batchsize is 3: unknown key; allowed are ",
@@ -242,9 +227,13 @@ def test_what_the_configuration_points_to_must_exist(key: str) -> None:
     resolve_config(PretrainOptions(overrides=(f"{key}=absent",)))
 
 
-def test_tensorboard_must_be_installed_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_must_be_installed_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     options = PretrainOptions(overrides=("tensorboard=true",))
     resolve_config(options)
-    monkeypatch.setattr("evener.config.presets.find_spec", lambda name: None)
+    missing = {"tensorboard"}
+    monkeypatch.setattr("evener.config.presets.find_spec", lambda name: name not in missing or None)
     with pytest.raises(ConfigError, match=r"pip install 'evener\[tensorboard\]'"):
+        resolve_config(options)
+    missing.add("transformers")
+    with pytest.raises(ConfigError, match=r"transformers is needed .* 'evener\[hf\]'"):
         resolve_config(options)

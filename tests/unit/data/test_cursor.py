@@ -20,24 +20,9 @@ def test_derived_seeds_are_the_same_everywhere_and_for_ever():
 
 
 def test_derived_seeds_tell_their_parts_apart():
-    seeds = [
-        derive_seed(*parts)
-        for parts in [
-            (),
-            (0,),
-            (0, 0),
-            ("0",),
-            ("",),
-            (-1,),
-            (1, 2),
-            (2, 1),
-            (12,),
-            ("a", "bc"),
-            ("ab", "c"),
-            ("abc",),
-            (2**200,),
-        ]
-    ]
+    numbers = [(), (0,), (0, 0), (-1,), (1, 2), (2, 1), (12,), (2**200,)]
+    texts = [("0",), ("",), ("a", "bc"), ("ab", "c"), ("abc",)]
+    seeds = [derive_seed(*parts) for parts in (*numbers, *texts)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -63,13 +48,6 @@ def test_range_set_agrees_with_a_set(pairs):
     assert RangeSet(json.loads(json.dumps(held))).to_list() == held
 
 
-def test_gaps_are_whole_ranges():
-    ranges = RangeSet([(2, 4), (8, 9)])
-    assert ranges.gaps(12) == [range(0, 2), range(4, 8), range(9, 12)]
-    assert ranges.gaps(9) == [range(0, 2), range(4, 8)]
-    assert RangeSet([(0, 5)]).gaps(5) == []
-
-
 # ── Cursor ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -81,15 +59,6 @@ def cursor_at(num_samples: int, epoch: int, committed: list[list[int]]) -> Curso
 
 def committed_of(cursor: Cursor) -> RangeSet:
     return RangeSet(cursor.state_dict()["committed"])
-
-
-def drain(cursor: Cursor, batch_size: int) -> list[int]:
-    """Commit the rest of the planning epoch; the positions in the order they were committed."""
-    seen = []
-    while (lease := cursor.take(batch_size)) is not None:
-        cursor.commit(lease)
-        seen += range(lease.start, lease.stop)
-    return seen
 
 
 def test_windows_are_consecutive_slices():
@@ -151,21 +120,6 @@ def test_every_position_is_committed_once_whatever_happens(num_samples, actions,
     assert cursor.is_committed(0)
 
 
-@pytest.mark.parametrize(("first", "second"), [(4, 7), (7, 4), (32, 5), (1, 100)])
-def test_resume_with_another_batch_size(first, second):
-    cursor = Cursor(100, seed=3)
-    done = []
-    for _ in range(3):
-        lease = cursor.take(first)
-        cursor.commit(lease)
-        done += range(lease.start, lease.stop)
-    cursor.take(first)  # under way when the run stopped, so it is done anew
-    resumed = Cursor(100, seed=3)
-    resumed.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
-    done += drain(resumed, second)
-    assert done == list(range(100))
-
-
 def test_state_is_plain_and_holds_no_rank_count():
     cursor = Cursor(10, seed=3)
     cursor.commit(cursor.take(4))
@@ -182,16 +136,6 @@ def test_gaps_are_leased_first():
     cursor = cursor_at(20, epoch=2, committed=[[3, 5], [9, 20]])
     taken = [cursor.take(4) for _ in range(3)]
     assert taken == [Slice(2, 0, 3), Slice(2, 5, 4), None]
-
-
-def test_release_does_windows_anew():
-    cursor = Cursor(10, seed=0)
-    first, second = cursor.take(3), cursor.take(3)
-    cursor.commit(first)
-    cursor.release()
-    with pytest.raises(KeyError):
-        cursor.commit(second)
-    assert cursor.take(5) == Slice(0, 3, 5)
 
 
 def test_a_sample_cannot_be_committed_twice():

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from evener.config.settings import DdpConfig
 from evener.data.order import Permutation
 from evener.errors import ConfigError, UsageError, WorkerError
 from evener.managed.description import ManagedRun, describe
@@ -162,15 +161,13 @@ def test_scheduler_precision_and_clipping_reach_the_loop():
 
 
 def test_the_seed_decides_initial_weights():
-    def model(device: torch.device) -> nn.Module:
-        return nn.Linear(8, 4).double()
-
     starts = [
-        run_job(1, model_fn=model, seed=seed, num_steps=1, num_epochs=None)[0][1].params["weight"]
+        run_job(1, model_fn=lambda device: nn.Linear(8, 4).double(), seed=seed, num_epochs=1)
         for seed in (1, 1, 2)
     ]
-    assert torch.equal(starts[0], starts[1])
-    assert not torch.equal(starts[0], starts[2])
+    first, same, other = (state.params["weight"] for ((_, state),) in starts)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
 
 
 # ── functions that are called on the way ─────────────────────────────────────────────────────────
@@ -411,21 +408,10 @@ def test_polling_never_trains_and_lets_the_run_continue():
         assert_same(handle.join().state_dict(), train_plainly(6)[0])
 
 
-def test_a_function_may_make_the_data_set_in_the_worker():
-    assert_same(describe_job(dataset=data).run().join().state_dict(), train_plainly(6)[0])
-
-
 def test_stop_from_a_callback():
     handle = describe_job(num_epochs=1000, metrics_fn=lambda m: m.epoch == 1 and handle.stop())
     handle = handle.run()
     assert handle.join().progress.steps == 6
-
-
-def test_leaving_the_block_stops_and_joins():
-    with describe_job(num_epochs=1000).run() as handle:
-        assert next(handle.metrics()).epoch == 0
-    assert handle.done
-    assert handle.state.progress.steps == 3
 
 
 def test_an_exception_in_the_block_stays_the_same():
@@ -507,28 +493,19 @@ def test_a_run_that_nobody_joins_says_so(capfd):
         ({"num_steps": 3}, "num_epochs and num_steps are both given"),
         ({"partition_ratios": [1], "speed_hint": [1]}, "partition_ratios .*give one of them"),
         ({"checkpoint_every": 3}, "checkpoint_every is given without checkpoint_fn or"),
-        ({"checkpoint_fn": print}, "checkpoint_fn is given without checkpoint_every"),
         ({"batchsize": 3}, "batchsize is 3: unknown key; allowed are .*, batch_size, "),
-        ({"batch_size": 0}, "batch_size is 0; give a whole number from 1"),
-        ({"seed": -1}, "seed is -1; give a whole number from 0"),
-        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
         ({"eval_fn": 3}, "eval_fn is 3, a int; give a function"),
         ({"checkpoint_dir": b"runs"}, "checkpoint_dir is b'runs': give the path of a folder"),
         ({"devices": "tpu"}, "devices is 'tpu'"),
-        ({"partition_ratios": [1, 2]}, "partition_ratios is .*the team has 1 rank"),
         ({"anchor": 10}, "anchor is 10, but has no effect with policy 'sync'"),
         (
             {"policy": "async", "partition_ratios": [1]},
             r"partition_ratios is .* policy 'async'",
         ),
-        ({"config": DdpConfig(anchor=3)}, "anchor is 3, but has no effect with policy 'sync'"),
         ({"config": {"anchor": 3}}, "config is {'anchor': 3}: .* instance of DdpConfig"),
-        ({"precision": "fp8"}, "precision is 'fp8'; choose one of auto, fp32, bf16, fp16"),
-        ({"elastic": "3:1"}, "elastic is '3:1'; give the fewest and the most as"),
         ({"elastic": (1, 3), "devices": 2}, r"elastic is \(1, 3\), and the run has 2 devices"),
         ({"elastic": (1, 2), "partition_ratios": [1, 1]}, "partition_ratios is .* elastic team"),
         ({"eval_every": 2}, "eval_every is given without eval_fn or eval_dataset and would do"),
-        ({"run_folder": 3}, "run_folder is 3"),
         ({"max_failures": 5}, "max_failures is given without elastic and would do nothing"),
     ],
 )

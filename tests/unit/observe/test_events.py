@@ -2,20 +2,8 @@ import math
 
 import pytest
 
-from evener.observe.events import FIELDS, make_event, mean_loss, wait_fraction
-from helpers.event_cases import KINDS, committed_window
-
-
-@pytest.mark.parametrize("kind", FIELDS)
-def test_event_has_the_fields_of_its_type_and_further_ones(kind: str) -> None:
-    fields = {name: f"the {name}" for name in FIELDS[kind].split()}
-    assert fields.keys() <= KINDS.keys()
-    event = make_event(kind, t=5.0, **fields, further=[1])
-    assert event == {"t": 5.0, "type": kind, **fields, "further": [1]}
-    for name in fields:
-        rest = {other: value for other, value in fields.items() if other != name}
-        with pytest.raises(ValueError, match=f"the event {kind} lacks {name}$"):
-            make_event(kind, t=5.0, **rest)
+from evener.observe.events import mean_loss, wait_fraction
+from helpers.event_cases import committed_window
 
 
 def test_wait_is_a_part_of_the_time_of_all_rows() -> None:

@@ -1,6 +1,5 @@
 """Events of a run while it trains, look by look."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -65,12 +64,6 @@ def test_a_file_that_was_replaced_or_cut_is_known(path: Path) -> None:
     other.write_bytes(to_line(committed_window(8)) * 9)
     other.replace(path)
     assert reader.follower.is_replaced()
-
-
-def test_a_pipe_is_not_waited_for(path: Path) -> None:
-    os.mkfifo(path)
-    with pytest.raises(OSError, match="not a regular file"):
-        Reader(path).windows()
 
 
 def test_the_newest_event_tells_how_a_run_ended(path: Path) -> None:

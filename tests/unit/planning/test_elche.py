@@ -22,15 +22,6 @@ def report(cadence: ElChe, true_ms: list[float], sync_ms: float = 0.0, jitter=la
 # ── the rules, one by one ────────────────────────────────────────────────────────────────────────
 
 
-def test_before_anything_is_known_every_rank_does_the_anchor():
-    cadence = ElChe(3, anchor=7)
-    assert cadence.batch_counts == (7, 7, 7)
-    assert cadence.total_batches == 21
-    assert cadence.anchor_wall_ms == 0.0
-    assert not cadence.is_calibrated
-    assert not cadence.has_speed_hint
-
-
 def test_a_speed_ratio_gives_the_others_more():
     cadence = ElChe(3, anchor=10).with_speed_ratio(slow_rank=1, ratio=2.35)
     assert cadence.batch_counts == (24, 10, 24)
@@ -129,6 +120,8 @@ def test_max_batch_diff_limits_a_change():
     report(cadence, [100.0, 100.0])
     cadence.report_timing([1000.0, 4000.0], [10, 10], 0.0)
     assert cadence.batch_counts == (13, 10)
+    cadence.nudge_anchor_down(0.2)  # alone it would be (7, 2)
+    assert cadence.batch_counts == (10, 2)
 
 
 def test_state_goes_into_another_object():
@@ -220,21 +213,16 @@ def test_jitter_of_five_percent_moves_no_count_back_and_forth(ratio, seed, ancho
         (lambda: ElChe(0, 10), "world_size is 0"),
         (lambda: ElChe(2, 0), "anchor is 0"),
         (lambda: ElChe(2, 1.5), "anchor is 1.5; give a whole number"),
-        (lambda: ElChe("2", 10), "world_size is '2'; give a whole number"),
         (lambda: ElChe(2, 10).with_max_anchor(20.5), "max_anchor is 20.5"),
-        (lambda: ElChe(2, 10).with_max_batch_diff(0.5), "max_batch_diff is 0.5"),
         (lambda: ElChe(2, 10).with_speed_ratio(1, 0.5), "ratio is 0.5"),
-        (lambda: ElChe(2, 10).with_speed_ratio(1, math.nan), "ratio is nan"),
         (lambda: ElChe(2, 10).with_speed_ratio(2, 2.0), "slow_rank is 2"),
         (lambda: ElChe(2, 10).with_speeds([1.0, 0.0]), "speeds is"),
-        (lambda: ElChe(2, 10).with_max_anchor(-1), "max_anchor is -1"),
         (lambda: ElChe(2, 10).with_max_batch_diff(-1), "max_batch_diff is -1"),
         *(
             (lambda bad=bad: ElChe(2, 10).with_overhead_target(bad), f"overhead_target is {bad}")
             for bad in (math.nan, 0.0, 0.6)
         ),
         (lambda: ElChe(2, 10).batches(-1), "rank is -1"),
-        (lambda: ElChe(2, 10).clamp_total(-1), "n is -1"),
         (lambda: ElChe(2, 10).report_timing([1.0], [1, 1], 0.0), r"wall_ms is \[1.0\] for 2 ranks"),
         (
             lambda: ElChe(2, 10).report_timing([1.0, 1.0], [1], 0.0),

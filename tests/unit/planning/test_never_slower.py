@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.planning.policies import Parking
+from evener.planning.policies import LEAST_APART, Parking
 from evener.planning.speed import CostModel
 from evener.planning.sync import SyncPolicy
 from evener.simulation.simulated_rank import Link, SimulatedRank
@@ -56,6 +56,7 @@ class Ranks:
         divides: bool = False,
         seed: int = 0,
         link: type[Constant] = Constant,
+        hides: float = 0.0,
     ) -> None:
         self.costs, self.batch_size, self.noise = costs, batch_size, noise
         self.size = max(1, -(-batch_size // len(costs)))
@@ -67,7 +68,7 @@ class Ranks:
         source = random.Random(seed)
         self.team = SimulatedSync(
             [Noisy(cost, self.size, noise, source) for cost in costs],
-            link(transfer_s=exchange_s),
+            link(transfer_s=exchange_s, hides=hides),
             policy,
             batch_size=batch_size,
             divides_updates=divides,
@@ -112,6 +113,7 @@ def teams(draw: st.DrawFn, **options: float) -> Ranks:
         costs,
         exchange_s=draw(st.sampled_from([0.0, 1e-4, 3e-3, 3e-2, 1.0])),
         batch_size=draw(st.integers(1, 96)),
+        hides=draw(st.sampled_from([0.0, 0.7])),
         **options,
     )
 
@@ -154,3 +156,34 @@ def test_noise_parks_no_rank_that_helps_a_little(seed: int) -> None:
     team = Ranks(costs, exchange_s=6e-3, batch_size=16, noise=0.3, seed=seed, link=NoisyLink)
     team.run(3 * DECIDED)
     assert not team.team.parked
+
+
+def test_ranks_that_pay_because_backward_hides_the_exchange_stay(monkeypatch):
+    """With all of the exchange a window takes 0.66 s, with what is not hidden 0.46 s."""
+    team = Ranks([CostModel(0.0, 0.075)] * 2, exchange_s=0.36, batch_size=8, hides=2 / 3)
+    with monkeypatch.context() as patch:  # the order of gradients is not known so far
+        patch.setattr(Constant, "exposed_s", lambda link, num_ranks, _: link.exchange_s(num_ranks))
+        team.run(1)
+    team.run(2 * DECIDED)
+    assert {present for _, present in team.windows} == {(0, 1)}
+    assert team.windows[-1][0] == pytest.approx(0.46)
+    assert team.alone_s() == pytest.approx(0.6)
+
+
+def test_ranks_that_compute_for_too_short_a_time_to_hide_the_exchange_are_parked():
+    team = Ranks([CostModel(0.0, 0.01)] * 2, exchange_s=0.36, batch_size=8, hides=2 / 3)
+    team.run(2 * DECIDED)
+    assert team.team.parked == {1}
+
+
+@pytest.mark.parametrize(("later_s", "parked"), [(0.02, set()), (0.36, {1})])
+def test_a_parked_rank_is_tried_over_the_link_as_it_is_then(monkeypatch, later_s, parked):
+    team = Ranks([CostModel(0.0, 0.01)] * 2, exchange_s=0.36, batch_size=8)
+    team.run(DECIDED)
+    assert team.team.parked == {1}
+    monkeypatch.setattr(Constant, "exchange_s", lambda _, n: later_s if n > 1 else 0.0)
+    apart = team.policy.windows_apart(8, 0.0)
+    assert apart >= LEAST_APART
+    team.run(apart + DECIDED)
+    assert team.team.parked == parked
+    assert len(team.windows[-1][1]) == 2 - len(parked)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.planning.pieces import ExchangeCost, choose_pieces, describe
+from evener.planning.pieces import ExchangeCost, choose_pieces, describe, processor_part
 
 MB = 10**6
 
@@ -64,3 +64,20 @@ def test_a_choice_is_never_predicted_to_be_slower(
     assert 0 <= chosen.num_bytes <= num_bytes
     assert chosen.seconds <= chosen.after_s
     assert chosen.seconds >= max(backward_s, byte_s * num_bytes) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("needed", "left", "part"),
+    [
+        pytest.param(1.0, 0.2, 0.8, id="one-core-for-both"),
+        pytest.param(2.0, 1.0, 0.5, id="one-of-two-cores"),
+        pytest.param(1.0, 3.0, 0.0, id="cores-to-spare"),
+        pytest.param(0.1, 0.2, 0.0, id="backward-waits-for-a-device"),
+        pytest.param(1.0, -0.5, 1.0, id="no-core-is-left"),
+        pytest.param(0.0, -0.5, 0.0, id="no-backward"),
+    ],
+)
+def test_an_exchange_slows_backward_by_the_cores_that_both_need(
+    needed: float, left: float, part: float
+) -> None:
+    assert processor_part(needed, left) == pytest.approx(part)

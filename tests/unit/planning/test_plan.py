@@ -21,9 +21,3 @@ def test_positions_partition_the_window(shares, start):
         seen += plan.positions(rank)
     assert seen == list(range(start, start + plan.size))
     assert plan.stop == start + plan.size
-
-
-def test_layout_by_example():
-    plan = plan_of((3, 0, 1, 2), start=10)
-    expected = [range(10, 13), range(13, 13), range(13, 14), range(14, 16)]
-    assert [plan.positions(rank) for rank in range(4)] == expected

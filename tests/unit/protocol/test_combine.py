@@ -56,21 +56,9 @@ def test_any_partition_gives_the_mean_of_one_process(micro_batches, cuts):
     assert loss == pytest.approx(expected, rel=1e-12, abs=1e-9)
 
 
-def test_ranks_without_weight_do_not_count():
-    idle = Report(weight=0.0, loss_sum=math.nan)
-    assert combined(idle, Report(weight=2.0, loss_sum=6.0), idle) == (2.0, 3.0)
-
-
 def test_a_loss_that_is_not_finite_is_not_hidden():
     found = combined(Report(weight=1.0, loss_sum=1.0), Report(weight=1.0, loss_sum=math.inf))
     assert found == (2.0, math.inf)
-
-
-@pytest.mark.parametrize("reports", [(), (Report(), Report())])
-def test_nothing_to_apply(reports):
-    weight, loss = combined(*reports)
-    assert weight == 0.0
-    assert math.isnan(loss)
 
 
 def test_a_total_that_overflows_is_refused():

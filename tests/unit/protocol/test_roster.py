@@ -124,17 +124,6 @@ def told(messages: list[Outgoing], kind: str) -> set[str]:
     return {message.to for message in messages if message.type == kind}
 
 
-def test_the_main_process_of_the_first_generation_is_rank_0_whoever_came_first() -> None:
-    roster = Roster(1, 3, DEADLINES, 0.0)
-    for member, wish in {"c": 2, "b": 1, "a": 0}.items():
-        roster.arrive(0.0, member, member, {}, None, wish)
-        roster.report(0.0, member, 0, None)
-    roster.tick(4.0)
-    assert roster.formation is not None
-    assert roster.formation.members == ("a", "b", "c")
-    assert roster.formation.numbers == (0, 1, 2)
-
-
 def test_survivors_of_a_death_are_told_at_once_and_form_as_soon_as_all_have_left() -> None:
     team = Team("a", "b", "c")
     assert told(team.end("b"), "over") == {"a", "b", "c"}
@@ -171,17 +160,6 @@ def test_a_joiner_waits_while_a_member_does_something_else_than_training() -> No
     team.report("a", 4)
     team.report("b", 4)
     assert team.formation.members == ("a", "b", "d", "e")
-
-
-def test_a_team_of_too_few_ends_its_generation_and_waits_for_more() -> None:
-    team = Team("a", "b", least=2)
-    team.end("b")
-    assert told(team.report("a", 3, phase="evaluating"), "wanted") == {"a"}
-    assert team.formation.members == ("a",)
-    assert told(team.report("a", 4), "formed") == set()
-    team.join("d")
-    team.roster.take()
-    assert team.formation.members == ("a", "d")
 
 
 def test_a_stopped_worker_is_lost_after_stopped_s_and_left_out_when_it_continues() -> None:
@@ -395,33 +373,6 @@ def test_who_makes_no_progress_while_others_wait_is_named_with_its_phase() -> No
     assert sum(message.type == "say" for message in said) == 2
 
 
-def test_a_rank_of_a_fixed_team_is_named_in_every_wait() -> None:
-    """Its ranks tell of long waits alone, so who is late again seems as it was before."""
-    roster = Roster(2, 2, DEADLINES, 0.0, is_fixed=True)
-    for number, member in enumerate("ab"):
-        assert not roster.arrive(0.0, member, member, {"world_size": 2}, None, number)
-        roster.report(0.0, member, 0, None)
-    said = []
-    for start_s in (20.0, 90.0):
-        roster.beat(start_s, "a", 0, "waiting")
-        for seconds in range(20):
-            roster.beat(start_s + seconds, "a", 0, "waiting")
-            roster.tick(start_s + seconds)
-        said.append([m.content["text"] for m in roster.take() if m.type == "say"])
-        roster.beat(start_s + 30, "a", 0, "training")
-    assert [len(texts) for texts in said] == [1, 1]
-    assert "rank 1 (b)" in said[0][0]
-
-
-def test_a_worker_that_was_refused_refuses_no_other() -> None:
-    roster = Roster(1, 3, DEADLINES, 0.0)
-    assert not roster.arrive(0.0, "a", "a", {"model": 1}, None)
-    assert not roster.arrive(0.0, "b", "b", {}, None)
-    roster.describe(0.0, "b", {"model": 2})
-    roster.take()
-    assert not roster.arrive(0.0, "c", "c", {"model": 1}, None)
-
-
 def test_a_parked_member_neither_waits_nor_is_waited_for() -> None:
     team = Team("a", "b", "c")
     for _ in range(30):
@@ -459,14 +410,15 @@ def test_a_spare_worker_that_has_waited_for_long_waits_for_another_when_the_team
     assert team.formation.members == ("spare", "other")
 
 
-@pytest.mark.parametrize("name", ["model"])
-def test_a_worker_that_differs_is_refused_with_both_values(name: str) -> None:
+def test_a_worker_that_differs_is_refused_with_both_values_and_refuses_no_other() -> None:
     team = Team("a")
-    roster = team.roster
-    roster.describe(team.now_s, "a", {name: "one"})
-    why = team.join("b", **{name: "another"})
-    assert f"{name} of b is 'another', and that of a in the team is 'one'" in why
-    assert team.join("c", **{name: "one"}) == ""
+    team.roster.describe(team.now_s, "a", {"model": "one"})
+    why = team.join("b", model="another")
+    assert "model of b is 'another', and that of a in the team is 'one'" in why
+    assert team.join("c") == ""
+    team.roster.describe(team.now_s, "c", {"model": "another"})
+    assert told(team.roster.take(), "failed") == {"c"}
+    assert team.join("d", model="one") == ""
 
 
 def test_a_new_coordinator_continues_from_the_highest_generation() -> None:

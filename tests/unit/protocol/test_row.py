@@ -76,9 +76,3 @@ def test_what_is_not_finite_travels_where_it_is_the_users() -> None:
     received = decode(encode(Row(purpose=Purpose.WINDOW, window=0, report=report), 2)).report
     assert math.isnan(received.loss_sum)
     assert received._replace(loss_sum=0.0) == report._replace(loss_sum=0.0)
-
-
-def test_every_purpose_says_what_a_rank_is_doing() -> None:
-    said = [purpose.description for purpose in Purpose]
-    assert all(said)
-    assert len(set(said)) == len(said)

@@ -1,7 +1,6 @@
 """The table of transitions, row by row: what ``judge`` and ``land`` make of rows."""
 
-import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -67,46 +66,237 @@ def both(state: State, *rows: Row) -> Decision:
     return judge(state, dict(enumerate(rows)))
 
 
-# ── windows of SYNC ──────────────────────────────────────────────────────────────────────────────
+IDLE = row(Purpose.IDLE)
+NO_WEIGHT = TWO._replace(weight=0.0, loss_sum=0.0)
+BAD = TWO._replace(non_finite=LOSS)
+COMMIT, APPLY = Action.COMMIT, Action.APPLY
 
 
-def test_a_window_is_committed_and_the_next_one_applied() -> None:
-    planned = row(plan=THIRD)
-    found = both(working(), planned, row())
-    assert found.actions == (Action.COMMIT, Action.APPLY)
-    assert (found.weight, found.loss, found.part, found.skip) == (4.0, 3.0, None, False)
-    state = found.state
-    assert state.window == 4
-    assert state.applied
-    assert [plan.window for plan in state.plans] == [4, 5]
-    assert state.phase is Phase.WORK
+@dataclass
+class Case:
+    """What one of two ranks makes of rows: its actions, and fields of decision and state."""
+
+    state: State
+    rows: tuple[Row, Row]
+    actions: tuple[Action, ...]
+    after: dict[str, Any] = field(default_factory=dict)
+    decision: dict[str, Any] = field(default_factory=dict)
 
 
-def test_nothing_is_committed_where_nothing_was_applied() -> None:
-    assert both(working(applied=False), row(plan=THIRD), row()).actions == (Action.APPLY,)
+CASES = {
+    # windows of SYNC
+    "a window is committed and the next one applied": Case(
+        working(),
+        (row(plan=THIRD), row()),
+        (COMMIT, APPLY),
+        {"window": 4, "applied": True, "plans": (SECOND, THIRD), "phase": Phase.WORK},
+        {"weight": 4.0, "loss": 3.0, "part": None, "skip": False},
+    ),
+    "a stop ends the epoch after the window that is computed": Case(
+        working(),
+        (row(plan=THIRD), row(stop=True)),
+        (COMMIT, APPLY),
+        {"stopping": True, "phase": Phase.OUT},
+    ),
+    "a change of the members comes after the window": Case(
+        working(), (row(plan=THIRD, renew=True), row()), (COMMIT, APPLY, Action.CHANGE)
+    ),
+    "no change is made that the planner does not wish": Case(
+        working(), (row(plan=THIRD), row(renew=True)), (COMMIT, APPLY)
+    ),
+    "at its end an epoch has another place for a change": Case(
+        working(plans=(FIRST,)), (row(renew=True), row()), (COMMIT, APPLY)
+    ),
+    "a stop leaves no team to change": Case(
+        working(), (row(plan=THIRD, renew=True, stop=True), row()), (COMMIT, APPLY)
+    ),
+    "an optimizer's turn leaves the window open": Case(
+        working(),
+        (row(part=1), row(part=1)),
+        (COMMIT, Action.TURN),
+        {"window": 3, "applied": False, "plans": (FIRST, SECOND)},
+        {"part": 1},
+    ),
+    "without a plan one optimizer's step closes the window": Case(
+        working(plans=(), phase=Phase.OUT),
+        (row(Purpose.STEP, part=1), row(Purpose.STEP, part=1)),
+        (COMMIT, APPLY),
+        {"window": 4},
+        {"part": 1},
+    ),
+    "a rank without a share has no say in which optimizer is stepped": Case(
+        working(plans=(replace(FIRST, shares=(0, 4)), SECOND)),
+        (IDLE._replace(report=NOTHING), row(part=1, report=TWO._replace(samples=4))),
+        (COMMIT, Action.TURN),
+        decision={"part": 1},
+    ),
+    "a window without weight is left out": Case(
+        working(),
+        (row(plan=THIRD, report=NO_WEIGHT), row(report=NO_WEIGHT)),
+        (COMMIT, APPLY),
+        decision={"skip": True, "weight": 0.0},
+    ),
+    "what is not finite stops all ranks": Case(
+        working(),
+        (row(), row(report=BAD)),
+        (COMMIT, Action.RESTORE),
+        {"plans": (FIRST, SECOND)},
+        {"culprit": 1},
+    ),
+    "what is not finite is left out where that is allowed": Case(
+        working(),
+        (row(plan=THIRD), row(report=BAD, may_skip=True)),
+        (COMMIT, APPLY),
+        decision={"culprit": None, "skip": True},
+    ),
+    "every rank on which something is not finite must allow it": Case(
+        working(),
+        (row(report=BAD, may_skip=True), row(report=BAD)),
+        (COMMIT, Action.RESTORE),
+        decision={"culprit": 0},
+    ),
+    "different learning rates are exchanged before the window is applied": Case(
+        working(),
+        (row(plan=THIRD, rates=1.0), row(rates=2.0)),
+        (COMMIT, Action.RATES, APPLY),
+    ),
+    "a stop in mid-window drops it and the plans": Case(
+        working(winding=True),
+        (row(), row(drop=True)),
+        (COMMIT, Action.DROP),
+        {"window": 3, "plans": (), "winding": False, "phase": Phase.OUT, "stopping": True},
+    ),
+    # other rounds
+    "a value is answered by the rows alone and may tell of a stop": Case(
+        working(),
+        (row(Purpose.ASK), row(Purpose.ASK, stop=True)),
+        (),
+        working(stopping=True)._asdict(),
+    ),
+    "a change of the generation commits the window before": Case(
+        working(), (row(Purpose.CHANGE), row(Purpose.CHANGE)), (COMMIT,), {"applied": False}
+    ),
+    "after a stop no epoch begins": Case(
+        working(plans=(), phase=Phase.OUT),
+        (row(Purpose.PLAN, **DATA, plan=FIRST), row(Purpose.PLAN, **DATA, stop=True)),
+        (),
+        {"phase": Phase.OUT},
+    ),
+    "a plan without local steps ends the epoch": Case(
+        working(policy=ApplyPolicy.CADENCE, plans=(local_plan(2),)),
+        (row(Purpose.PLAN, **DATA, plan=local_plan(most=(0, 0))), row(Purpose.PLAN, **DATA)),
+        (),
+        {"plans": (), "phase": Phase.OUT},
+    ),
+    # at rest
+    "rest commits and ends what was left": Case(
+        working(phase=Phase.REST),
+        (row(Purpose.REST), row(Purpose.REST, left=True)),
+        (COMMIT,),
+        {"applied": False, "plans": (), "phase": Phase.OUT, "led_out": False},
+    ),
+    "rest in mid-epoch goes on where nobody has left": Case(
+        working(),
+        (row(Purpose.REST), row(Purpose.REST)),
+        (COMMIT,),
+        working(applied=False)._asdict(),
+    ),
+    "rest leads a rank without a share out": Case(
+        working(),
+        (IDLE, row(Purpose.REST, left=True)),
+        (COMMIT,),
+        {"led_out": True, "phase": Phase.OUT},
+    ),
+    "a rank without a share is led out of no loop that nobody has left": Case(
+        working(), (IDLE, row(Purpose.REST)), (COMMIT,), {"led_out": False}
+    ),
+    "a rank with an exchange in flight lands it before all rest": Case(
+        flying(), (row(Purpose.REST, busy=True), row(Purpose.REST)), (), flying()._asdict()
+    ),
+    # windows of local steps
+    "what is not finite ends the epoch of local steps": Case(
+        flying(),
+        (row(), row(report=BAD)),
+        (COMMIT, Action.RESTORE),
+        {"flight": None, "plans": (), "phase": Phase.OUT},
+        {"culprit": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_follows_from_the_rows_of_a_round(name: str) -> None:
+    case = CASES[name]
+    found = both(case.state, *case.rows)
+    assert found.error is None
+    assert found.actions == case.actions
+    fields = found.state._asdict()
+    assert {name: fields[name] for name in case.after} == case.after
+    assert {name: getattr(found, name) for name in case.decision} == case.decision
+
+
+ERRORS = {
+    "different optimizers": (
+        (row(part=1), row()),
+        UsageError,
+        "rank 0 steps optimizer 1, rank 1 all optimizers",
+    ),
+    "samples that differ from the plan": (
+        (row(), row(report=TWO._replace(samples=3))),
+        ProtocolError,
+        "rank 1 computed 3 samples of window 3, planned were 2",
+    ),
+    "a bad weight": ((row(), row(report=TWO._replace(weight=-1.0))), UsageError, "weight=-1.0"),
+    "different trainable parameters": (
+        (row(), row(trainable=6)),
+        UsageError,
+        "5 on rank 0, 6 on rank 1",
+    ),
+    "sums beside means": (
+        (row(summed=True), row()),
+        UsageError,
+        "rank 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_rows_that_contradict_one_another_are_an_error_after_the_commit(name: str) -> None:
+    rows, kind, words = ERRORS[name]
+    found = both(working(), *rows)
+    assert isinstance(found.error, kind)
+    assert words in str(found.error)
+    assert found.actions == (COMMIT,)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_other_data_on_a_rank_is_an_error(place: int) -> None:
+    other = {name: number + (k == place) for k, (name, number) in enumerate(DATA.items())}
+    found = both(working(plans=()), row(Purpose.PLAN, **DATA), row(Purpose.PLAN, **other))
+    assert isinstance(found.error, UsageError)
+    assert "rank 1 trains on" in str(found.error)
+    assert "rank 0 on 600 samples with batch_size 8 and seed 7" in str(found.error)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [row(Purpose.REST), IDLE, row(Purpose.ASK, window=4), row(Purpose.ASK, generation=1)],
+    ids=["purpose", "idle", "window", "generation"],
+)
+def test_ranks_at_odds_end_with_the_same_error(other: Row) -> None:
+    for rows in ([row(Purpose.ASK), other], [other, row(Purpose.ASK)]):
+        found = both(working(), *rows)
+        assert isinstance(found.error, CollectiveMismatchError)
+        assert found.actions == ()
+        assert found.state.phase is Phase.ENDED
 
 
 @pytest.mark.parametrize("purpose", [Purpose.WINDOW, Purpose.REST, Purpose.CHANGE])
 def test_states_that_differ_are_compared_before_a_commit(purpose: Purpose) -> None:
     found = both(working(), row(purpose, digest=7.0), row(purpose, digest=8.0))
-    assert found.actions[:2] == (Action.VERIFY, Action.COMMIT)
+    assert found.actions[:2] == (Action.VERIFY, COMMIT)
     alike = both(working(), row(purpose, digest=7.0), row(purpose, digest=7.0))
     assert alike.actions == found.actions[1:]
-
-
-def test_the_last_plan_ends_the_epoch() -> None:
-    state = both(working(plans=(FIRST,)), row(), row()).state
-    assert state.plans == ()
-    assert state.phase is Phase.OUT
-    assert state.applied
-
-
-def test_a_stop_ends_the_epoch_after_the_window_that_is_computed() -> None:
-    for rows in ([row(plan=THIRD, stop=True), row()], [row(plan=THIRD), row(stop=True)]):
-        found = both(working(), *rows)
-        assert found.actions == (Action.COMMIT, Action.APPLY)
-        assert found.state.stopping
-        assert found.state.phase is Phase.OUT
 
 
 def test_the_plan_is_that_of_the_planner() -> None:
@@ -119,216 +309,12 @@ def test_the_plan_is_that_of_the_planner() -> None:
     assert found.state.planner == 1
 
 
-def test_a_change_of_the_members_comes_after_the_window() -> None:
-    found = both(working(), row(plan=THIRD, renew=True), row())
-    assert found.actions[-2:] == (Action.APPLY, Action.CHANGE)
-    assert Action.CHANGE not in both(working(), row(plan=THIRD), row(renew=True)).actions
-    # At its end an epoch has another place for it, and a stop ends the team.
-    assert Action.CHANGE not in both(working(plans=(FIRST,)), row(renew=True), row()).actions
-    assert (
-        Action.CHANGE not in both(working(), row(plan=THIRD, renew=True, stop=True), row()).actions
-    )
-
-
-def test_an_optimizers_turn_leaves_the_window_open() -> None:
-    found = both(working(), row(part=1), row(part=1))
-    assert found.actions == (Action.COMMIT, Action.TURN)
-    assert found.part == 1
-    state = found.state
-    assert (state.window, state.applied) == (3, False)
-    assert state.plans == (FIRST, SECOND)
-
-
-def test_without_a_plan_one_optimizers_step_closes_the_window() -> None:
-    stream = working(plans=(), phase=Phase.OUT)
-    found = both(stream, row(Purpose.STEP, part=1), row(Purpose.STEP, part=1))
-    assert found.actions == (Action.COMMIT, Action.APPLY)
-    assert found.part == 1
-    assert found.state.window == 4
-
-
-def test_unlike_optimizers_are_an_error_that_names_both_ranks() -> None:
-    found = both(working(), row(part=1), row())
-    assert isinstance(found.error, UsageError)
-    assert "rank 0 steps optimizer 1, rank 1 all optimizers" in str(found.error)
-    assert found.actions == (Action.COMMIT,)
-
-
-def test_a_rank_without_a_share_has_no_say_in_which_optimizer_is_stepped() -> None:
-    plan = replace(FIRST, shares=(0, 4))
-    said = row(part=1, report=TWO._replace(samples=4))
-    found = both(working(plans=(plan, SECOND)), row(Purpose.IDLE, report=NOTHING), said)
-    assert found.actions == (Action.COMMIT, Action.TURN)
-    assert found.part == 1
-
-
-def test_a_window_without_weight_is_left_out() -> None:
-    nothing = TWO._replace(weight=0.0, loss_sum=0.0)
-    found = both(working(), row(plan=THIRD, report=nothing), row(report=nothing))
-    assert found.actions == (Action.COMMIT, Action.APPLY)
-    assert found.skip
-    assert math.isnan(found.loss)
-
-
-def test_what_is_not_finite_stops_all_ranks_or_is_left_out_on_all() -> None:
-    bad = TWO._replace(non_finite=LOSS)
-    found = both(working(), row(), row(report=bad))
-    assert found.culprit == 1
-    assert found.actions == (Action.COMMIT, Action.RESTORE)
-    assert found.state.plans == (FIRST, SECOND)
-    found = both(working(), row(plan=THIRD), row(report=bad, may_skip=True))
-    assert found.culprit is None
-    assert found.skip
-    assert found.actions == (Action.COMMIT, Action.APPLY)
-    # Every rank on which something is not finite must allow it.
-    found = both(working(), row(report=bad, may_skip=True), row(report=bad))
-    assert found.culprit == 0
-
-
-def test_samples_that_differ_from_the_plan_are_an_error() -> None:
-    found = both(working(), row(), row(report=TWO._replace(samples=3)))
-    assert isinstance(found.error, ProtocolError)
-    assert "rank 1 computed 3 samples of window 3, planned were 2" in str(found.error)
-    assert found.actions == (Action.COMMIT,)
-
-
-def test_a_bad_weight_is_an_error_after_the_commit() -> None:
-    found = both(working(), row(), row(report=TWO._replace(weight=-1.0)))
-    assert isinstance(found.error, UsageError)
-    assert found.actions == (Action.COMMIT,)
-
-
-def test_unlike_numbers_of_trainable_parameters_are_an_error() -> None:
-    found = both(working(), row(), row(trainable=6))
-    assert isinstance(found.error, UsageError)
-    assert "5 on rank 0, 6 on rank 1" in str(found.error)
-
-
-def test_unlike_learning_rates_are_told_before_the_window_is_applied() -> None:
-    found = both(working(), row(plan=THIRD, rates=1.0), row(rates=2.0))
-    assert found.actions == (Action.COMMIT, Action.RATES, Action.APPLY)
-
-
-# ── windows that are dropped ─────────────────────────────────────────────────────────────────────
-
-
-def test_a_stop_in_mid_window_drops_it_and_the_plans() -> None:
-    found = both(working(winding=True), row(), row(drop=True))
-    assert found.actions == (Action.COMMIT, Action.DROP)
-    state = found.state
-    assert (state.window, state.plans, state.winding) == (3, (), False)
-    assert state.phase is Phase.OUT
-    assert state.stopping
-
-
 def test_a_row_tells_that_its_loop_was_left() -> None:
     said = working(phase=Phase.REST).say(Purpose.REST).own
     assert said == row(Purpose.REST, left=True, trainable=0)
 
 
-# ── other rounds ─────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        row(Purpose.REST),
-        row(Purpose.IDLE),
-        row(Purpose.ASK, window=4),
-        row(Purpose.ASK, generation=1),
-    ],
-    ids=["purpose", "idle", "window", "generation"],
-)
-def test_ranks_at_odds_end_with_the_same_error(other: Row) -> None:
-    for rows in ([row(Purpose.ASK), other], [other, row(Purpose.ASK)]):
-        found = both(working(), *rows)
-        assert isinstance(found.error, CollectiveMismatchError)
-        assert found.actions == ()
-        assert found.state.phase is Phase.ENDED
-
-
-def test_a_value_is_answered_by_the_rows_alone_and_may_tell_of_a_stop() -> None:
-    found = both(working(), row(Purpose.ASK), row(Purpose.ASK, stop=True))
-    assert found.actions == ()
-    assert found.error is None
-    assert found.state == working(stopping=True)
-
-
-def test_a_change_of_the_generation_commits_the_window_before() -> None:
-    found = both(working(), row(Purpose.CHANGE), row(Purpose.CHANGE))
-    assert found.actions == (Action.COMMIT,)
-    assert not found.state.applied
-    assert both(working(applied=False), row(Purpose.CHANGE), row(Purpose.CHANGE)).actions == ()
-
-
-def test_an_epoch_begins_with_the_planners_plan() -> None:
-    fresh = working(plans=(), phase=Phase.OUT)
-    said = {**DATA, "plan": FIRST}
-    found = both(fresh, row(Purpose.PLAN, **said), row(Purpose.PLAN, **DATA))
-    assert found.state.plans == (FIRST,)
-    assert found.state.phase is Phase.WORK
-    found = both(fresh, row(Purpose.PLAN, **DATA), row(Purpose.PLAN, **DATA))
-    assert found.state.phase is Phase.OUT
-    stopped = row(Purpose.PLAN, **DATA, stop=True)
-    assert both(fresh, row(Purpose.PLAN, **said), stopped).state.phase is Phase.OUT
-
-
-@pytest.mark.parametrize("place", range(3))
-def test_other_data_on_a_rank_is_an_error(place: int) -> None:
-    other = {name: number + (k == place) for k, (name, number) in enumerate(DATA.items())}
-    rows = row(Purpose.PLAN, **DATA), row(Purpose.PLAN, **other)
-    found = both(working(plans=()), *rows)
-    assert isinstance(found.error, UsageError)
-    assert "rank 1 trains on" in str(found.error)
-    assert "rank 0 on 600 samples with batch_size 8 and seed 7" in str(found.error)
-
-
-def test_a_plan_of_local_steps_takes_the_place_of_the_one_before() -> None:
-    here, nothing = local_plan(), local_plan(4, most=(0, 0), steps=(0, 0))
-    begun = working(policy=ApplyPolicy.CADENCE, plans=(local_plan(2),))
-    for plan, phase in ((here, Phase.WORK), (nothing, Phase.OUT)):
-        said = row(Purpose.PLAN, plan=plan, **DATA)
-        state = both(begun, said, row(Purpose.PLAN, **DATA)).state
-        assert state.phase is phase
-        assert state.plans == ((plan,) if plan is here else ())
-
-
-# ── at rest ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_rest_commits_and_ends_what_was_left() -> None:
-    found = both(working(phase=Phase.REST), row(Purpose.REST), row(Purpose.REST, left=True))
-    assert found.actions == (Action.COMMIT,)
-    state = found.state
-    assert (state.applied, state.plans, state.phase) == (False, (), Phase.OUT)
-    assert not state.led_out
-
-
-def test_rest_in_mid_epoch_goes_on_where_nobody_has_left() -> None:
-    found = both(working(), row(Purpose.REST), row(Purpose.REST))
-    assert found.actions == (Action.COMMIT,)
-    assert found.state == working(applied=False)
-    assert both(working(applied=False), row(Purpose.REST), row(Purpose.REST)).actions == ()
-
-
-def test_rest_leads_a_rank_without_a_share_out() -> None:
-    rows = row(Purpose.IDLE), row(Purpose.REST, left=True)
-    found = both(working(), *rows)
-    assert found.actions == (Action.COMMIT,)
-    assert found.state.led_out
-    assert found.state.phase is Phase.OUT
-    assert not both(working(), row(Purpose.IDLE), row(Purpose.REST)).state.led_out
-
-
-def test_who_has_an_exchange_in_flight_lands_it_before_all_rest() -> None:
-    for rows in ([row(Purpose.REST, busy=True), row(Purpose.REST)],
-                 [row(Purpose.REST), row(Purpose.REST, busy=True)]):  # fmt: skip
-        found = both(flying(), *rows)
-        assert found.actions == ()
-        assert found.state == flying()
-
-
-# ── windows of local steps ───────────────────────────────────────────────────────────────────────
+# ── a window of local steps lands ────────────────────────────────────────────────────────────────
 
 
 def stepped(steps: int = 2, **given: Any) -> Row:
@@ -340,32 +326,10 @@ def landed(state: State, *rows: Row, plan: LocalPlan | None = None) -> Decision:
     return land(state, found, plan, judge(state, found))
 
 
-def test_a_window_of_local_steps_is_exchanged_and_lands() -> None:
-    found = both(flying(), stepped(), stepped())
-    assert found.actions == (Action.COMMIT, Action.EXCHANGE)
-    assert (found.weight, found.loss) == (4.0, 3.0)
-    plan = local_plan(4)
-    found = landed(flying(applied=False), stepped(), stepped(), plan=plan)
-    assert found.actions == (Action.LAND,)
-    state = found.state
-    assert (state.window, state.applied, state.flight, state.plans) == (4, True, None, (plan,))
-    assert state.phase is Phase.WORK
-    assert not state.winding
-    assert landed(flying(), stepped(), stepped(), plan=plan).actions == (Action.COMMIT, Action.LAND)
-
-
 def test_a_window_in_which_nobody_stepped_is_no_window() -> None:
     found = landed(flying(applied=False), stepped(0), stepped(0), plan=local_plan())
     assert found.state.window == 3
     assert not found.state.applied
-
-
-def test_what_is_not_finite_ends_the_epoch_of_local_steps() -> None:
-    bad = row(report=TWO._replace(steps=2, non_finite=LOSS))
-    found = both(flying(), stepped(), bad)
-    assert found.culprit == 1
-    assert found.actions == (Action.COMMIT, Action.RESTORE)
-    assert (found.state.flight, found.state.plans, found.state.phase) == (None, (), Phase.OUT)
 
 
 def test_a_stop_winds_the_epoch_down_by_one_more_window() -> None:
@@ -411,15 +375,6 @@ def test_leaving_counts_where_something_may_be_owed() -> None:
     assert working(phase=Phase.ENDED).leave().phase is Phase.ENDED
 
 
-def test_an_epoch_begins_with_nothing_of_the_one_before() -> None:
-    old = working(phase=Phase.REST, winding=True, led_out=True)
-    assert old.release() == working(phase=Phase.OUT, plans=(), led_out=True)
-    assert old.begin() == working(phase=Phase.OUT, plans=())
-    assert working(phase=Phase.ENDED).release().phase is Phase.ENDED
-    over = flying(own=row()).end()
-    assert (over.phase, over.own, over.flight) == (Phase.ENDED, None, None)
-
-
 # ── parked ranks and generations ─────────────────────────────────────────────────────────────────
 
 
@@ -429,9 +384,6 @@ def parked(*ranks: int, **given: Any) -> State:
     plans = tuple(replace(plan, shares=(2, 2, 0), parked=flags) for plan in (FIRST, SECOND))
     fields: dict[str, Any] = {"world_size": 3, "members": (0, 1, 2), "plans": plans}
     return working(**fields | {"parked": frozenset(ranks)} | given)
-
-
-IDLE = row(Purpose.IDLE)
 
 
 def test_the_plan_of_a_window_says_who_is_parked_and_between_epochs_nobody_is() -> None:

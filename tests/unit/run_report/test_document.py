@@ -54,49 +54,6 @@ def test_only_the_present_member_of_a_rank_is_parked_and_what_it_does_alone_stay
     assert found["team"]["ideal"] == pytest.approx(60 / 0.7 + 40 / 0.9, rel=1e-5)
 
 
-def test_what_the_summary_measured_takes_precedence():
-    facts = read_facts(
-        {
-            "tokens_per_s": 100.0,
-            "solo_tokens_per_s": [80.0, 40.0],
-            "heldout_loss": 1.5,
-            "steps": 10,
-            "ranks": [{"rank": 0, "member": "a"}, {"rank": 1, "member": "b"}],
-            "versions": {"torch": "2"},
-        }
-    )
-    team = document_of(ten_windows(), facts)["team"]
-    assert (team["speed"], team["ideal"], team["of_ideal"]) == (
-        100,
-        120,
-        pytest.approx(100 / 120, rel=1e-5),
-    )
-    assert (team["best_alone"], team["heldout_loss"]) == (80, 1.5)
-
-
-@pytest.mark.parametrize("facts", ["summary", "events"])
-def test_speeds_that_changed_make_no_figure_that_cannot_be(facts):
-    """Its second half is ten times as slow, and a summary tells of ranks alone as they are then."""
-    fast = [committed_window(k, t=k + 1.0) for k in range(40)]
-    slow = [
-        committed_window(k, t=40 + 10.0 * (k - 39), times_s=((7.0, 2.0, 1.0), (9.0, 0.0, 1.0)))
-        for k in range(40, 60)
-    ]
-    told = {
-        "tokens_per_s": 30.0,
-        "solo_tokens_per_s": [9.0, 5.0],
-        "ranks": [{"rank": 0, "member": "a"}, {"rank": 1, "member": "b"}],
-    }
-    known = read_facts(told) if facts == "summary" else None
-    team = document_of(history_of(started(), *fast, *slow), known)["team"]
-    if facts == "summary":
-        assert [team[key] for key in ("of_ideal", "of_best_alone", "ideal")] == [None] * 3
-        assert team["no_multiple"] == "speeds changed during the run"
-    else:
-        assert team["of_ideal"] == pytest.approx(100 / (60 / 0.7 + 40 / 0.9), rel=1e-4)
-        assert team["no_multiple"] is None
-
-
 def test_losses_shares_and_waits_over_time():
     series = document_of(ten_windows())["series"]
     assert series["end_s"] == list(range(1, 11))
@@ -296,8 +253,7 @@ def test_the_confusion_matrix_is_taken_from_the_summary():
     ("document", "key"),
     [
         ([1], "valid dictionary"),
-        ({"tokens_per_s": "fast"}, "tokens_per_s"),
-        ({"solo_tokens_per_s": [-1.0]}, "solo_tokens_per_s.0"),
+        ({"elapsed_s": "long"}, "elapsed_s"),
         ({**MATRIX, "confusion": [[1], [2]]}, "confusion does not have a count for each"),
         ({**MATRIX, "confusion": [[1, -1], [0, 0]]}, "confusion.0.1"),
         ({"versions": 3}, "versions"),

@@ -55,16 +55,6 @@ def test_evaluations_of_a_state_that_is_void_are_dropped():
     assert [one["window"] for one in found.evals] == [1, 2]
 
 
-def test_long_lists_keep_their_ends():
-    saved = [
-        make_event("checkpoint", t=float(k), window=k, path=f"s{k}", num_bytes=5, write_s=0.1)
-        for k in range(2000)
-    ]
-    found = taken(started(), *saved)
-    assert found.counts["checkpoint"] == 2000
-    assert [one["window"] for one in found.checkpoints] == [*range(250), *range(1750, 2000)]
-
-
 def test_a_checkpoint_ends_when_its_thread_has_written_it():
     saved = {"path": "p", "num_bytes": 9, "write_s": 0.5, "copy_s": 0.05, "rank": 0}
     event = make_event("checkpoint", t=13.0, window=1, begin_t=11.2, **saved)

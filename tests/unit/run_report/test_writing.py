@@ -99,7 +99,7 @@ def test_the_page_asks_for_nothing_and_runs_its_own_script_only():
 
 
 def test_the_summary_of_an_earlier_session_is_left_out():
-    figures = {"tokens_per_s": 5.0, "steps": 3, "heldout_loss": 9.0, "elapsed_s": 2.5}
+    figures = {"steps": 3, "elapsed_s": 2.5}
     ends = [
         make_event("run_finished", t=6.0, window=5, reason=reason, message=None)
         for reason in ("stopped", "failed")
@@ -107,8 +107,7 @@ def test_the_summary_of_an_earlier_session_is_left_out():
     for end, is_shown in zip([ends[:1], [], ends[1:]], [True, False, False], strict=True):
         write_run(Path("first"), started(), *windows(), *end, summary=figures)
         (run,) = report([Path("first")])["runs"]
-        found = run["team"]["speed"], run["run"]["steps"], run["team"]["heldout_loss"]
-        assert found == ((5, 3, 9) if is_shown else (100, None, None))
+        assert run["run"]["steps"] == (3 if is_shown else None)
         assert run["run"]["elapsed_s"] == (2.5 if is_shown else 6 if end else 5)
         assert ["earlier session" in note for note in run["notes"]] == [True] * (not is_shown)
 
@@ -161,7 +160,7 @@ def test_damaged_lines_are_named_and_left_out():
         stream.write(b'{"t": 1, "type": "window"}\n[]\nnot json\n\xff\n{"t": NaN, "type": "x"}\n')
         stream.write(b"[" * 10_000 + b"\n")
         good = to_line(committed_window(3, t=4.0))
-        stream.write(good.replace(b'"compute_us":[', b'"compute_us":[-'))
+        stream.write(good.replace(b'"compute_s":', b'"compute_s":-'))
         stream.write(b'{"t": 4.5, "type": "unknown", "x": 1}\n')
         stream.write(good)
         stream.write(b'{"t": 5, "type": "wind')

@@ -46,6 +46,14 @@ def test_an_exchange_is_a_ring():
     assert [link.wait_s(n) for n in (1, 2, 4)] == [0.0, 0.01, 0.01]
 
 
+def test_ranks_wait_for_what_backward_does_not_hide():
+    link = Link(transfer_s=1.0, hides=0.5, never_hidden=0.1)
+    exposed_s = [link.exposed_s(2, micro_batch_s) for micro_batch_s in (0.0, 1.0, 9.0)]
+    assert exposed_s == pytest.approx([1.0, 0.5, 0.1])
+    window = sync_team(ranks_at(10, 10, micro_batch_size=4), link, batch_size=10).window()
+    assert window.exchanges_s == pytest.approx((0.95, 0.95)), "the last micro-batch has one sample"
+
+
 def test_a_share_takes_what_its_parts_take():
     noise = Noise((1.0, 2.0), (3.0, 5.0))  # seconds 0 to 3, 3 to 5, and so on from 5
     rank = SimulatedRank(CostModel(0.1, 0.01, 0.5), 4, overhead_s=0.001, noise=noise)
@@ -71,12 +79,6 @@ def test_sync_waits_for_the_last_rank():
     # Five samples and two: whoever has the odd one is 10 ms later.
     assert [report.samples for report in window.reports] == [5, 2]
     assert window.waits_s == pytest.approx((0.0, 0.01))
-
-
-def test_equal_ranks_have_equal_shares_and_wait_for_nobody():
-    for window in sync_team(ranks_at(10, 10, 10), batch_size=12).run(30):
-        assert [report.samples for report in window.reports] == [4, 4, 4]
-        assert window.waits_s == pytest.approx((0.0, 0.0, 0.0))
 
 
 def test_a_rank_that_is_too_slow_is_parked():

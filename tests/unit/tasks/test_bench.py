@@ -93,7 +93,7 @@ def test_ctrl_c_tells_what_has_been_measured(tmp_path):
 
 TIMES = {"compute_s": 1.0, "wait_s": 0.0, "sync_s": 0.0}
 RANK = {"rank": 0, "member": "m", "samples": 4, "weight": 4.0, "loss": 1.5, **TIMES}
-PLACE = {"window": 0, "epoch": 0, "committed": [[0, 4]]}
+PLACE = {"window": 0, "generation": 0, "epoch": 0, "committed": [[0, 4]]}
 WINDOW = {"type": "window", "t": 2.0, **PLACE, "ranks": [RANK]}
 
 

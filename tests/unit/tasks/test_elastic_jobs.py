@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import Ddp, DdpConfig
-from evener.checkpoint import Checkpoint, find_newest
+from evener.checkpoint import find_newest
 from evener.config import folders
 from evener.config.folders import FolderLock
 from evener.config.options import TaskOptions
@@ -67,15 +67,11 @@ class Line(Task):
         self.at_end()
         return {}
 
-    def documents(self) -> dict[str, Any]:
-        return {"judged.json": self.judged}
+    def state_dict(self) -> dict[str, Any]:
+        return {"judged": self.judged}
 
-    def adopt(self, documents: Any) -> None:
-        self.judged = list(documents["judged.json"])
-
-    def resume(self, job: Job, checkpoint: Checkpoint) -> None:
-        super().resume(job, checkpoint)
-        self.adopt({"judged.json": checkpoint.document("judged.json")})
+    def load_state_dict(self, state: Any) -> None:
+        self.judged = list(state["judged"])
 
 
 def work(
@@ -265,39 +261,6 @@ def test_a_main_process_lost_while_it_sums_up_leaves_that_to_the_next(tmp_path: 
     rows = [row for e in run.of_type("window") for row in e["ranks"]]
     assert {row["member"] for row in rows} == {"w0", "w1"}
     assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
-def test_a_worker_without_memory_computes_smaller_parts_and_then_costs_the_team_no_sample(
-    error: type[Exception], tmp_path: Path
-) -> None:
-    team = ElasticThreads(2)
-    computed: list[int] = []
-
-    def fill(membership: ThreadMembership, window: int, samples: int) -> None:
-        if membership.member == "w1":
-            if samples > 1 or window >= 6:  # it may have no share of one window or another
-                raise error("no memory is left")
-            computed.append(window)
-        elif window >= 10 and not team.joiners and len(team.formations) == 2:
-            team.start("j")
-            while not team.joiners:
-                time.sleep(0.001)
-
-    team.run(lambda membership: work(membership, tmp_path, before=fill))
-    assert computed, "it has computed single samples"
-    assert max(computed) < 6
-    failure = team.fate("w1").error
-    assert isinstance(failure, error)
-    assert failure.__notes__ == [
-        "evener: not even a micro-batch of one sample fits; use a smaller model"
-    ]
-    assert [f.members for f in team.formations] == [("w0", "w1"), ("w0",), ("w0", "j")]
-    results = [value(team.fate(member)) for member in ("w0", "j")]
-    assert results[0] == results[1]
-    run = RunFolder(results[0][0].run_folder)
-    assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
-    assert [event["rank"] for event in run.of_type("worker_lost")] == [1]
 
 
 def is_free(folder: Path) -> bool:

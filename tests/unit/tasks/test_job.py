@@ -12,7 +12,7 @@ from evener.comm.base import Communicator
 from evener.config.options import TaskOptions
 from evener.config.runs import JobConfig
 from evener.engine.team import Team
-from evener.errors import CheckpointError, ConfigError, UsageError
+from evener.errors import CheckpointError, ConfigError, DataError, UsageError
 from evener.tasks.job import Job, Task, run_task
 from evener.tasks.resuming import find_run
 from evener.tasks.run_results import TaskResult
@@ -182,6 +182,32 @@ def test_all_ranks_take_the_folder_that_rank_0_has_made(tmp_path: Path) -> None:
 
     assert run_team(3, body) == [tmp_path / "x-2"] * 3
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_ranks_and_checkpoints_that_are_made_of_something_else_are_refused(tmp_path: Path) -> None:
+    class Made(Line):
+        parts = "old"
+
+        def made_of(self, job: Job) -> dict[str, Any]:
+            is_other = self.parts == "of each rank" and job.ddp.rank == 1
+            return {"data": {"files": 3, "text": "other" if is_other else self.parts}}
+
+    def run(parts: str, *, resume: bool = False) -> None:
+        def body(comm: Communicator) -> None:
+            task = Made()
+            task.parts = parts
+            with setup(comm, task.model, task.optimizer) as ddp:
+                Job(task, config, TaskOptions(out=tmp_path, resume=resume), ddp).go()
+
+        config = JobConfig(name="made", batch_size=8, max_steps=2)
+        run_team(2, body)
+
+    with pytest.raises(DataError, match="rank 1 sees different data than rank 0"):
+        run("of each rank")
+    run("old")
+    with pytest.raises(CheckpointError, match=r"different data \(data\.text 'old' -> 'new'\)"):
+        run("new", resume=True)
+    run("old", resume=True)
 
 
 def test_an_error_is_told_as_the_end_of_the_run(tmp_path: Path) -> None:

@@ -36,11 +36,13 @@ def test_gloo_means_sockets_between_any_devices(team):
 @ANY_DEVICES
 def test_ranks_of_one_host_exchange_through_its_memory(team):
     chosen, reason = decide_backend(asking("cpu", *team))
-    assert chosen == "shared"
-    assert reason.startswith("asked for ('cpu'); all ranks are on one host")
+    assert (chosen, reason) == ("shared", "asked for ('cpu')")
     apart = [replace(facts, host=f"host-{rank}") for rank, facts in enumerate(team)]
     assert decide_backend(asking("cpu", *apart))[0] == "gloo"
     assert decide_backend(asking("auto", ON_CPU, replace(ON_CPU, host="beta")))[0] == "gloo"
+    assert decide_backend(asking("cpu", *apart, team[0], replace(team[0], host="host-0")))[0] == (
+        "hosts"
+    )
 
 
 @pytest.mark.parametrize("backend", ["nccl", "auto"])

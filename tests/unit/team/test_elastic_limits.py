@@ -17,10 +17,6 @@ def set_up(elastic: object) -> None:
     Ddp.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), elastic=elastic, quiet=True)  # type: ignore[arg-type]
 
 
-def test_the_team_that_the_script_asks_for() -> None:
-    check_team_limits("1:3", {ELASTIC: "1:3"})
-
-
 @pytest.mark.parametrize(
     ("environ", "says"),
     [

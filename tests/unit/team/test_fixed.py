@@ -67,16 +67,6 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed.os, "getpid", lambda: next(numbers))
 
 
-def test_ranks_have_the_numbers_with_which_they_come() -> None:
-    with serving(3, 3, Deadlines()) as address:
-        for team in ("0", "1"):  # through one coordinator
-            places = [FixedPlace(team, rank, 3) for rank in (2, 0, 1)]
-            found = at_once([lambda p=place: come(address, PATIENCE_S, p) for place in places])
-            assert [one.generation for one in found] == [1, 1, 1]
-            assert found[0].numbers == (0, 1, 2)
-            assert found == [found[0]] * 3
-
-
 def test_teams_of_one_coordinator_do_not_mix() -> None:
     with serving(2, 2, Deadlines()) as address:
         places = [FixedPlace(team, rank, 2) for rank in range(2) for team in ("0", "1")]
@@ -85,14 +75,6 @@ def test_teams_of_one_coordinator_do_not_mix() -> None:
         )
         assert others == [first, second]
         assert not set(first.members) & set(second.members)
-
-
-def test_who_is_missing_is_named_on_every_rank() -> None:
-    with serving(3, 3, Deadlines()) as address:
-        places = [FixedPlace("0", rank, 3) for rank in range(2)]
-        first, second = at_once([lambda p=place: come(address, 2.0, p) for place in places])
-    assert "rank 0 waited 2 s for rank 2 of 3 to join: start what is missing" in first
-    assert "rank 1 waited 2 s for rank 2 of 3 to join" in second
 
 
 def test_unlike_world_sizes_are_told_on_both_sides() -> None:

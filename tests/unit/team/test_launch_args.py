@@ -5,7 +5,6 @@ import pytest
 
 from evener.errors import LaunchError
 from evener.team.environment import DistributedTrainConfig
-from evener.team.host import threads_per_rank
 from evener.team.launch import LaunchPlan, launch
 from evener.team.lifeline import watch
 from evener.team.worker_processes import LocalRanks, rank_environment
@@ -30,11 +29,6 @@ def test_a_rank_reads_its_place_from_what_the_launcher_sets():
     assert (config.world_size, config.local_world_size) == (3, 3)
     assert (config.coordinator_addr, config.coordinator_port) == ("127.0.0.1", 1234)
     assert config.launched_by == "evener"
-
-
-def test_cores_are_shared_out_unless_the_user_said_otherwise():
-    assert environment_of(0)["OMP_NUM_THREADS"] == str(threads_per_rank(3))
-    assert environment_of(0, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
 
 
 def test_traces_of_another_launcher_are_removed_and_the_rest_is_kept():

@@ -20,21 +20,16 @@ CUDA, MIXED = {"cuda": 2}, {"cuda": 2, "npu": 1}
         ("auto", {}, ("cpu",)),
         ("auto", CUDA, ("cuda:0", "cuda:1")),
         ("auto", {"mps": 1}, ("mps:0",)),
-        ("cuda", CUDA, ("cuda:0", "cuda:1")),
         ("xpu", {"xpu": 3}, ("xpu:0", "xpu:1", "xpu:2")),
         ("accelerator", {"npu": 2}, ("npu:0", "npu:1")),
         ("accelerator", MIXED, ("cuda:0", "cuda:1")),
         ("npu", MIXED, ("npu:0",)),
         ("cpu", CUDA, ("cpu",)),
-        ("cuda:1", CUDA, ("cuda:1",)),
         (torch.device("xpu", 1), {"xpu": 2}, ("xpu:1",)),
-        (torch.device("cpu"), {}, ("cpu",)),
         (3, {}, ("cpu", "cpu", "cpu")),
         (2, {"cuda": 4}, ("cuda:0", "cuda:1")),
         (1, {"mps": 1}, ("mps:0",)),
         (["cuda:0", "cpu"], {"cuda": 1}, ("cuda:0", "cpu")),
-        (["mps:0", "cpu"], {"mps": 1}, ("mps:0", "cpu")),
-        (["cpu", torch.device("cpu")], {}, ("cpu", "cpu")),
     ],
 )
 def test_a_device_for_each_rank(devices, counts, expected):
@@ -46,21 +41,16 @@ def test_a_device_for_each_rank(devices, counts, expected):
     [
         ("cuda", {}, "devices is 'cuda', but torch finds no accelerator here"),
         ("xpu", {"cuda": 1}, "devices is 'xpu', but torch finds 1 cuda device here"),
-        ("mps", CUDA, "devices is 'mps', but torch finds 2 cuda devices here"),
         ("accelerator", {}, "devices is 'accelerator', but torch finds no accelerator here"),
         ("npu", {}, "devices is 'npu', but torch finds no acc.* one of 'auto', 'cpu', a number"),
         ("gpu", CUDA, r"devices is 'gpu', .*'auto', 'cpu', 'cuda', 'accelerator', a number of"),
         (0, {}, "devices is 0, .* a number of ranks from 1"),
         (True, {}, "devices is True, .* a number of ranks"),
-        (2.5, {}, "devices is 2.5, .* a number of ranks from 1, or a list"),
         (None, {}, "devices is None, "),
-        ({"cpu"}, {}, r"devices is \{'cpu'\}, "),
         (3, CUDA, r"finds 2 cuda devices.*\['cuda:0', 'cuda:1', 'cpu'\]"),
         ([], {}, r"devices is \[\], .* a list such as \['cpu'\]"),
         (["cuda"], {"cuda": 1}, "choose one of 'auto'"),
         (["cuda:0", "cuda:2"], CUDA, "finds 2 cuda devices here; devices are numbered from 0"),
-        (["cuda:0", "cuda:x"], CUDA, "choose one of 'auto'"),
-        ("mps:1", {"mps": 1}, "finds 1 mps device here; devices are numbered from 0"),
     ],
 )
 def test_devices_that_are_not_there(devices, counts, named):
@@ -91,13 +81,10 @@ def two_cards(monkeypatch):
     [
         ("auto", rank_of(1, 3), "cuda:1"),
         ("auto", rank_of(2, 3), "cpu"),
-        ("cpu", rank_of(1, 2), "cpu"),
-        (["cuda:1", "cpu"], rank_of(0, 2), "cuda:1"),
         (["cuda:1", "cpu"], rank_of(1, 2), "cpu"),
         (2, rank_of(1, 2), "cuda:1"),
         ("cuda:1", DistributedTrainConfig(), "cuda:1"),
         ("auto", DistributedTrainConfig(backend="cpu"), "cpu"),
-        ("auto", rank_of(1, 2, backend="cuda"), "cuda:1"),
         ("auto", rank_of(1, 2, backend="accelerator"), "cuda:1"),
         ("accelerator", rank_of(0, 2), "cuda:0"),
         # SLURM shows a task the devices that it was bound to, numbered from 0.
@@ -108,13 +95,7 @@ def test_the_device_of_a_rank(two_cards, devices, place, expected):
     assert choose_device(devices, place) == torch.device(expected)
 
 
-@pytest.fixture
-def an_apple(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
-
-
-@pytest.mark.parametrize("backend", ["cuda", "xpu", "mps", "accelerator"])
+@pytest.mark.parametrize("backend", ["cuda", "accelerator"])
 def test_a_compute_backend_that_is_not_there(monkeypatch, backend):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     place = rank_of(0, 1, backend=backend)
@@ -122,11 +103,6 @@ def test_a_compute_backend_that_is_not_there(monkeypatch, backend):
     said = f"^backend is '{backend}', but local rank 0 finds no accelerator where it needs "
     with pytest.raises(ConfigError, match=said):
         choose_device("auto", place)
-
-
-def test_more_ranks_than_devices_of_the_kind_asked_for(an_apple):
-    with pytest.raises(ConfigError, match=r"^devices is 'mps', but local rank 1 finds 1 mps dev"):
-        choose_device("mps", rank_of(1, 2))
 
 
 def test_a_list_that_does_not_fit_the_ranks_that_were_started(two_cards):

@@ -1,7 +1,6 @@
 """The frozen base of a classifier, with a head for the classes and room for an adapter."""
 
 import copy
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,13 @@ from torch import nn
 from evener.config.loading import load_config
 from evener.config.runs import ClassifyModelConfig, ModelConfig
 from evener.errors import ConfigError
-from evener.files import blake2b, require_regular
+from evener.files import blake2b
 from evener.tasks.language_model import (
     building,
+    check_length,
     check_type,
     configure,
-    in_short,
+    loading,
     model_folder,
     quiet,
     scratch_keys,
@@ -97,20 +97,15 @@ def build_base(config: ModelConfig, labels: Sequence[str], encoder: Any) -> tupl
         if config.path:
             with_dropout, model, new = _load(config.path, names)
         else:
-            with_dropout = _new_config(config, names, num_ids, encoder.model_max_length)
-            model, new = _from_scratch(config, _without_dropout(with_dropout)), set[str]()
+            longest_text, new = encoder.model_max_length, set[str]()
+            with_dropout, model = _from_scratch(config, names, num_ids, longest_text)
     if getattr(with_dropout, "is_encoder_decoder", False):
         raise ConfigError(
             f"the base model is a {with_dropout.model_type}, which reads a text and writes another "
             "one; give an encoder, such as bert, or a decoder, such as llama"
         )
     check_vocabulary(num_ids, vocabulary_size(model))
-    longest = getattr(with_dropout, "max_position_embeddings", None) or math.inf
-    if longest < encoder.model_max_length:
-        raise ConfigError(
-            f"seq_len is {encoder.model_max_length}, but the base model takes at most {longest} "
-            "tokens; lower seq_len"
-        )
+    check_length(with_dropout, encoder.model_max_length, "base model", "seq_len")
     prefix = f"{model.base_model_prefix}."
     return model.eval(), Base(
         path=str(model_folder(config.path).absolute()) if config.path else "",
@@ -159,9 +154,7 @@ def _load(path: str, names: Mapping[str, Any]) -> tuple[Any, nn.Module, set[str]
     """Return configuration and model of a folder, and the parameters that the folder lacks."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    folder = model_folder(path)
-    try:
-        require_regular(folder)
+    with loading(path, "classifier") as folder:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **names)
         model, found = AutoModelForSequenceClassification.from_pretrained(
             folder,
@@ -171,11 +164,6 @@ def _load(path: str, names: Mapping[str, Any]) -> tuple[Any, nn.Module, set[str]
             ignore_mismatched_sizes=True,  # a head for other classes
             output_loading_info=True,
         )
-    except Exception as error:  # damaged files, other kinds of models: each fails in its own way
-        raise ConfigError(
-            f"model.path {path!r} cannot be loaded as a classifier: {in_short(error)}; give a "
-            "folder written by save_pretrained or a checkpoint of evener"
-        ) from error
     mismatched = {name for name, *_ in found["mismatched_keys"]}
     new = mismatched | set(found["missing_keys"])
     prefix = f"{model.base_model_prefix}."
@@ -190,9 +178,11 @@ def _load(path: str, names: Mapping[str, Any]) -> tuple[Any, nn.Module, set[str]
     return config, model, new
 
 
-def _new_config(
+def _from_scratch(
     config: ModelConfig, names: Mapping[str, Any], vocab_size: int, seq_len: int
-) -> Any:
+) -> tuple[Any, nn.Module]:
+    """Return configuration and model of a type with keys."""
+    from transformers import AutoModelForSequenceClassification
     from transformers.models.auto import modeling_auto
 
     known = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -200,14 +190,7 @@ def _new_config(
     positions = seq_len + _RESERVED_POSITIONS
     keys = scratch_keys(config, vocab_size=vocab_size, max_position_embeddings=positions)
     with building(config, "classifier"):
-        return configure(config, {**keys, **names})
-
-
-def _from_scratch(config: ModelConfig, built: Any) -> nn.Module:
-    from transformers import AutoModelForSequenceClassification
-
-    with building(config, "classifier"):
-        model: nn.Module = AutoModelForSequenceClassification.from_config(
-            built, dtype=torch.float32
+        built = configure(config, {**keys, **names})
+        return built, AutoModelForSequenceClassification.from_config(
+            _without_dropout(built), dtype=torch.float32
         )
-    return model

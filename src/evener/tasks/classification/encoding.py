@@ -4,10 +4,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from evener.errors import ConfigError, DataError
-from evener.files import blake2b, require_regular
-from evener.tasks.language_model import in_short, quiet
-from evener.tasks.text.tokenizer import ByteTokenizer
+from evener.errors import ConfigError
+from evener.files import blake2b
+from evener.tasks.text.tokenizer import ByteTokenizer, load_auto
 
 _NUL = "\u0100"
 """The byte 0 in byte-level vocabularies; no text holds it."""
@@ -70,18 +69,8 @@ def fingerprint_of_encoder(encoder: Any) -> str:
 
 
 def _load(folder: Path | None) -> Any:
-    from transformers import AutoTokenizer
-
-    if folder is None:
-        with TemporaryDirectory() as made:
-            ByteTokenizer().save(Path(made))
-            return _load(Path(made))
-    try:
-        with quiet():
-            require_regular(folder)
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # missing and damaged files: each fails in its own way
-        raise DataError(
-            f"{folder} does not load as a tokenizer: {in_short(error)}. It needs the files that "
-            "tokenizer.save_pretrained() writes"
-        ) from error
+    if folder is not None:
+        return load_auto(folder)
+    with TemporaryDirectory() as made:
+        ByteTokenizer().save(Path(made))
+        return load_auto(Path(made))

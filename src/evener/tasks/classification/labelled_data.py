@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from evener.config.runs import ClassifyDataConfig, ClassifyRunConfig
-from evener.engine.team import Team
 from evener.errors import DataError
 from evener.files import open_for_reading
 from evener.parsing import parse_json
@@ -89,21 +88,6 @@ def load_data(config: ClassifyRunConfig, samples: Iterable[Any] | None = None) -
     for pair in (*train, len(train), *held):
         hasher.update(repr(pair).encode())
     return LabelledData(labels, train, held, hasher.hexdigest(), words)
-
-
-def agree_on_data(team: Team, data: LabelledData) -> None:
-    """Refuse ranks that see other data; all ranks call it together.
-
-    Raises:
-        DataError: Names the first rank that differs from rank 0.
-    """
-    answers = team.introduce(data.signature)
-    for rank, answer in enumerate(answers):
-        if answer != answers[0]:
-            raise DataError(
-                f"rank {rank} sees other samples than rank 0; give every machine the same files"
-                " (and, for the names of the standard library, the same version of Python)"
-            )
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────

@@ -4,34 +4,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from safetensors.torch import load as load_bytes
-from safetensors.torch import save as save_bytes
 from torch import Tensor
 
-from evener.checkpoint import Checkpoint
 from evener.config.runs import ClassifyRunConfig
-from evener.errors import CheckpointError
 from evener.tasks.classification.adapter import adapter_settings
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.encoding import fingerprint_of_encoder
 from evener.tasks.classification.head import fit_head
-from evener.tasks.classification.labelled_data import agree_on_data, load_data
+from evener.tasks.classification.labelled_data import load_data
 from evener.tasks.classification.metrics import Evaluation, EvaluationHistory, Kind
 from evener.tasks.classification.pipeline import Batch, ClassifyPipeline
 from evener.tasks.classification.report_files import write_report
 from evener.tasks.classification.samples import Pair
 from evener.tasks.job import Job, Task
 from evener.tasks.optimization import WarmupCosine, apply_settings, make_optimizer
-from evener.tasks.resuming import RUN
 from evener.tasks.run_results import ClassifyResult, TaskResult
 
-HISTORY = "evaluations.json"
-"""Document of a checkpoint: the evaluations until then."""
+#: Figures of the best adapter.
+_SCORES: Final = ("accuracy", "macro_f1", "majority_accuracy")
 
-BEST = "best.safetensors"
-"""Asset of a checkpoint: the best adapter and head until then."""
+#: Evaluations before the adapter is trained, and the head that they are made with.
+_BEFORE: Final[Mapping[Kind, str]] = {
+    "frozen": "a random head",
+    "start": "the head that was there",
+    "probe": "a fitted one",
+}
 
 
 class TextClassifier(Task):
@@ -75,18 +74,9 @@ class TextClassifier(Task):
         self._history = EvaluationHistory()
         #: The trainable parameters of the best adapter and head.
         self._best: dict[str, Tensor] = {}
-        self._description = {
-            "data": data.signature,
-            "labels": list(data.labels.names),
-            "base": pipeline.base_fingerprint,
-            "adapter": adapter_settings(pipeline.model.network),
-            "encoder": fingerprint_of_encoder(pipeline.encoder),
-            "config": config.model_dump(mode="json"),
-        }
 
     def open_data(self, job: Job) -> tuple[Any, Any]:
-        """Compare the data of all ranks."""
-        agree_on_data(job.team, self._data)
+        """Return the labelled texts."""
         return self._data.train, self._data.heldout
 
     def collate(self, samples: list[Pair]) -> Batch:
@@ -123,12 +113,8 @@ class TextClassifier(Task):
         history.begun = not job.ddp.stopping
         known = [
             f"{accuracy:.1%} with {head}"
-            for head, accuracy in (
-                ("a random head", history.accuracy("frozen")),
-                ("the head that was there", history.accuracy("start")),
-                ("a fitted one", history.accuracy("probe")),
-            )
-            if accuracy is not None
+            for kind, head in _BEFORE.items()
+            if (accuracy := history.accuracy(kind)) is not None
         ]
         if known:
             job.say(f"held-out accuracy before training: {', '.join(known)}")
@@ -201,49 +187,29 @@ class TextClassifier(Task):
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────
 
-    def documents(self) -> dict[str, Any]:
-        """Return what the run was trained on, and its evaluations."""
-        return {RUN: self._description, HISTORY: self._history.model_dump()}
-
-    def assets(self) -> Mapping[str, bytes]:
-        """Return the best adapter."""
-        return {BEST: save_bytes(self._best)} if self._best else {}
-
-    def adopt(self, documents: Mapping[str, Any]) -> None:
-        """Take over the main process's evaluations."""
-        self._history = EvaluationHistory.model_validate(documents[HISTORY])
+    def made_of(self, job: Job) -> Mapping[str, Any]:
+        """Return what the adapter would mean nothing without."""
+        pipeline, data = self._pipeline, self._data
+        return {
+            "base model": pipeline.base_fingerprint,
+            "classes": list(data.labels.names),
+            "data": data.signature,
+            "adapter": adapter_settings(pipeline.model.network),
+            "tokenizer": fingerprint_of_encoder(pipeline.encoder),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the evaluations and the best adapter."""
-        return {**super().state_dict(), "best": self._best}
+        return {"history": self._history.model_dump(), "best": self._best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over another rank's evaluations and best adapter."""
-        super().load_state_dict(state)
+        """Take over evaluations and best adapter."""
+        self._history = EvaluationHistory.model_validate(state["history"])
         self._best = dict(state["best"])
 
-    def _unlike(self, saved: Mapping[str, Any]) -> str:
-        """Return what a run was trained with that this one is not, and what to put back."""
-        for key, what, settings in (
-            ("base", "another base model", "model.path or model.config"),
-            ("labels", "other classes", "labels"),
-            ("data", "other data, or the same split differently", "data.*, labels and seed"),
-            ("adapter", "another adapter", "lora.* and model.adapter"),
-            ("encoder", "another tokenizer or length", "data.tokenizer, seq_len and end_tokens"),
-        ):
-            if saved.get(key) != self._description[key]:
-                return f"was trained with {what}; put {settings} back"
-        return ""
-
-    def resume(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint of this adapter on this base and data."""
-        if unlike := self._unlike(checkpoint.document(RUN)):
-            raise CheckpointError(f"{checkpoint.path} {unlike}, or start without --resume")
-        super().resume(job, checkpoint)
+    def resumed(self) -> None:
+        """Give the optimizer the present hyper-parameters."""
         apply_settings(self.optimizer, self._config.optimizer)
-        self.adopt({HISTORY: checkpoint.document(HISTORY)})
-        if BEST in checkpoint.manifest.files:
-            self._best = load_bytes(checkpoint.asset(BEST))
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────
 
@@ -255,13 +221,9 @@ class TextClassifier(Task):
             job.say("training a bag-of-words model to compare with ...")
             linear = linear_accuracy(data.train, data.heldout)
         return {
-            "accuracy": best.accuracy if best else None,
-            "macro_f1": best.macro_f1 if best else None,
-            "majority_accuracy": best.majority_accuracy if best else None,
+            **{key: getattr(best, key, None) for key in _SCORES},
             "linear_accuracy": linear,
-            "frozen_accuracy": history.accuracy("frozen"),
-            "start_accuracy": history.accuracy("start"),
-            "probe_accuracy": history.accuracy("probe"),
+            **{f"{kind}_accuracy": history.accuracy(kind) for kind in _BEFORE},
             "best_step": history.best_window if best else None,
             "early_stopped": self.is_done,
             "confusion": [list(row) for row in best.confusion] if best else None,
@@ -312,8 +274,8 @@ class TextClassifier(Task):
             adapter=folder / "adapter" if best else None,
             merged=folder / "merged" if best else None,
             labels=self._data.labels.names,
-            accuracy=best.accuracy if best else None,
-            macro_f1=best.macro_f1 if best else None,
+            accuracy=getattr(best, "accuracy", None),
+            macro_f1=getattr(best, "macro_f1", None),
         )
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from evener.errors import ConfigError
 from evener.tasks.text.cache import digest, load_or_make
 from evener.tasks.text.documents import DocumentSource
 from evener.tasks.text.tokenizer import END, CausalTokenizer, byte_level, load_tokenizer, to_files
@@ -32,7 +31,6 @@ def trained_tokenizer(source: DocumentSource, vocab_size: int, cache_dir: Path) 
 
     Raises:
         DataError: The source cannot be read, or the cache cannot be written.
-        ConfigError: tokenizers is not installed.
     """
     folder = cache_dir / f"tokenizer-{digest([_FORMAT, vocab_size, source.identity])}"
 
@@ -58,13 +56,8 @@ def _sample(source: DocumentSource) -> Iterator[str]:
 
 
 def _train(texts: Iterator[str], vocab_size: int) -> Any:
-    try:
-        from tokenizers import pre_tokenizers, trainers
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"data.tokenizer: bpe needs {error.name}: pip install 'evener[hf]', or leave the key "
-            "out for the byte-level tokenizer"
-        ) from None
+    from tokenizers import pre_tokenizers, trainers
+
     backend = byte_level(vocabulary=None, splits_words=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -95,9 +95,11 @@ class ByteTokenizer(CausalTokenizer):
     def files(self) -> dict[str, bytes]:
         """Describe the same tokenizer as a byte-level BPE without merges."""
         from tokenizers import AddedToken
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         # Without merges the regex that splits words changes no ids, and costs time.
-        backend = byte_level(_byte_vocabulary() | {END: self.eos_id}, splits_words=False)
+        names = {name: byte for byte, name in bytes_to_unicode().items()}
+        backend = byte_level({**names, END: self.eos_id}, splits_words=False)
         backend.add_special_tokens([AddedToken(END, normalized=False, special=True)])
         return to_files(backend)
 
@@ -126,13 +128,25 @@ def to_files(backend: Any) -> dict[str, bytes]:
     }
 
 
-def _byte_vocabulary() -> dict[str, int]:
-    """Return the bytes' names in byte-level BPE: printable Latin-1 as is, others from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {
-        chr(byte if byte in printable else 0x100 + others.index(byte)): byte for byte in range(256)
-    }
+def load_auto(folder: Path) -> Any:
+    """Return the tokenizer of transformers that a local folder holds; no code of it is run.
+
+    Raises:
+        DataError: It does not load.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet():
+            require_regular(folder)
+            return AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # missing and damaged files: each fails in its own way
+        raise DataError(
+            f"{folder} does not load as a tokenizer: {in_short(error).rstrip('.')}. It needs the "
+            f"files that tokenizer.save_pretrained() writes"
+        ) from error
 
 
 @final
@@ -146,11 +160,10 @@ class FolderTokenizer(CausalTokenizer):
 
     Raises:
         DataError: It does not load, or has no end-of-text token.
-        ConfigError: transformers is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._own = own = _load(folder)
+        self._own = own = load_auto(folder)
         if own.eos_token_id is None:
             raise DataError(
                 f"the tokenizer in {folder} has no end-of-text token, which separates documents: "
@@ -200,7 +213,6 @@ def load_tokenizer(spec: str | Path | None) -> CausalTokenizer:
 
     Raises:
         DataError: There is no such folder, it does not load, or it has no end-of-text token.
-        ConfigError: transformers is not installed.
     """
     if spec is None:
         return ByteTokenizer()
@@ -232,24 +244,3 @@ def check_vocabulary(vocab_size: int, model_vocab_size: int) -> None:
             f"embeddings: use the tokenizer that the model was made with, or set the model's "
             f"vocab_size to {vocab_size} when it starts from scratch"
         )
-
-
-def _load(folder: Path) -> Any:
-    try:
-        with quiet():
-            from transformers import AutoTokenizer
-
-            require_regular(folder)
-            return AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the tokenizer in {folder} needs {error.name}: pip install 'evener[hf]', or use the "
-            f"byte-level tokenizer"
-        ) from error
-    except Exception as error:
-        raise DataError(
-            f"{folder} does not load as a tokenizer: {in_short(error).rstrip('.')}. It needs the "
-            f"files that tokenizer.save_pretrained() writes"
-        ) from error

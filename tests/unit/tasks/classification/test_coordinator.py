@@ -1,7 +1,6 @@
 """Several replicas make the updates that one would make, and no sample is lost or seen twice."""
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -132,23 +131,6 @@ def test_an_empty_batch_makes_no_update_and_one_sample_makes_one() -> None:
         assert_identical(coordinator)
 
 
-def test_every_sample_contributes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: Counter[str] = Counter()
-    collate = ClassifyPipeline.collate
-
-    def counting(self: ClassifyPipeline, pairs: Any) -> Any:
-        seen.update(text for text, _ in pairs)
-        return collate(self, pairs)
-
-    monkeypatch.setattr(ClassifyPipeline, "collate", counting)
-    batch = samples(23)
-    with make(["cpu"] * 3, partition_ratios=[4, 2, 1], micro_batch_size=4) as coordinator:
-        result = coordinator.train_batch_parallel(batch)
-    assert result.total == 23
-    assert result.accuracy() == result.correct / 23
-    assert seen == Counter(sample.text for sample in batch)
-
-
 def test_dropout_is_the_same_in_every_run_and_another_in_every_batch() -> None:
     def run() -> list[float]:
         with make(["cpu"] * 2, partition_ratios=[2, 1], lora={"dropout": 0.5}) as coordinator:
@@ -176,9 +158,6 @@ def test_a_slow_replica_gets_less(rank_clocks: RankClocks, monkeypatch: pytest.M
         shares = coordinator.shares
     assert sum(shares) == 100
     assert shares[1] == pytest.approx(100 / 7, abs=2)
-
-
-# ── sizes that are special ───────────────────────────────────────────────────────────────────────
 
 
 # ── use ──────────────────────────────────────────────────────────────────────────────────────────

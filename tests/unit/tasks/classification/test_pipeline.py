@@ -305,14 +305,6 @@ def test_roberta_takes_texts_of_seq_len_tokens() -> None:
     assert len(build(roberta, seq_len=16).predict(["x" * 99])) == 1
 
 
-def test_replicas_share_the_frozen_base_and_nothing_else() -> None:
-    first = build()
-    other = first.replica(torch.device("cpu"))
-    for one, two in zip(first.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(one, two)
-        assert (one is two) == (not one.requires_grad)
-
-
 # ── batches ──────────────────────────────────────────────────────────────────────────────────────
 
 

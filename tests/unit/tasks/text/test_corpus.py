@@ -18,7 +18,7 @@ from evener.errors import DataError
 from evener.tasks.text import corpus
 from evener.tasks.text.cache import UNUSED_DAYS
 from evener.tasks.text.corpus import CorpusSplits, prepare_corpus
-from evener.tasks.text.documents import FileSource, RecordSource
+from evener.tasks.text.documents import FileSource
 from evener.tasks.text.packing import PackedDocuments
 from evener.tasks.text.tokenizer import CausalTokenizer
 from helpers.limits import PATIENCE_S
@@ -131,13 +131,6 @@ def test_split_follows_fraction_and_seed_without_tokenising_again(text: Path, ca
 def test_each_side_gets_at_least_one_document(text: Path, cache: Path, fraction: float) -> None:
     splits = prepare(text, cache, heldout_fraction=fraction)
     assert {side.num_documents for side in splits} == {1, 29}
-
-
-def test_held_out_share_is_about_the_fraction(cache: Path) -> None:
-    data = DataConfig(heldout_fraction=0.2, seq_len=2)
-    source = RecordSource([f"text {i}" for i in range(1000)], data, quiet=True)
-    splits = prepare_corpus(source, Letters(), cache, data)
-    assert 150 < splits.heldout.num_documents < 250
 
 
 def test_too_little_text_is_named(text: Path, cache: Path) -> None:

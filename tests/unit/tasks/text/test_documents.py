@@ -25,7 +25,7 @@ from evener.tasks.text.documents import (
     RecordSource,
     cut_pieces,
 )
-from evener.tasks.text.sources import find_files, stdlib_sources
+from evener.tasks.text.sources import find_files
 
 TEXTS = ["one", "two\n\nlines", "\u00e9\u65e5\U0001f600", "  \n", "", "last"]
 KEPT = ["one", "two\n\nlines", "\u00e9\u65e5\U0001f600", "last"]
@@ -119,14 +119,6 @@ def test_what_is_missing_says_so(tmp_path: Path) -> None:
         labels(write(tmp_path / "r", {"a.jpg": "1"}), suffixes=(".md",))
 
 
-def test_standard_library_is_on_every_machine() -> None:
-    root, exclude = stdlib_sources()
-    found = labels(root, suffixes=(".py",), exclude=exclude)
-    assert {"os.py", "json/decoder.py", "asyncio/base_events.py"} <= set(found)
-    folders = {part for name in found for part in name.split("/")[:-1]}
-    assert not folders & {"test", "tests", "site-packages", "__pycache__"}
-
-
 # ── plain text ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -195,14 +187,6 @@ def test_a_record_is_a_document(tmp_path: Path, kind: str) -> None:
     assert 0 < done[-1] <= path.stat().st_size
 
 
-def test_records_and_plain_text_lie_in_one_folder(tmp_path: Path) -> None:
-    for kind in KINDS:
-        write_any(tmp_path, kind, [f"{kind} {k}" for k in range(3)])
-    (tmp_path / "plain.txt").write_text("plain")
-    expected = sorted(f"{kind} {k}" for kind in KINDS for k in range(3))
-    assert sorted(texts_of(files(tmp_path))) == [*expected, "plain"]
-
-
 def test_other_keys_and_columns(tmp_path: Path) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_bytes(lines_of([{"text": "no", "body": "yes"}]))
@@ -215,15 +199,6 @@ def test_texts_may_stand_alone_and_windows_may_have_written_them(tmp_path: Path)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf"first"\r\n\r\n  \n{"text": "second"}')
     assert texts_of(files(path)) == ["first", "second"]
-
-
-@pytest.mark.parametrize(
-    "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
-)
-def test_every_type_of_text_column(tmp_path: Path, kind: Any) -> None:
-    path = tmp_path / "a.parquet"
-    parquet.write_table(pa.table({"text": pa.array(["one", "two", "one"]).cast(kind)}), path)
-    assert texts_of(files(path)) == ["one", "two", "one"]
 
 
 BROKEN = {

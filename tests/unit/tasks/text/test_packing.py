@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,35 +65,12 @@ def test_every_token_that_begins_no_document_is_a_target_exactly_once(
     assert packed.num_tokens == len(counted)
 
 
-def test_documents_may_be_read_in_another_order_than_they_lie():
-    tokens = np.array([1, 2, EOS, 3, 4, EOS, 5, EOS], np.uint32)
-    packed = PackedDocuments(
-        tokens, np.array([[6, 8], [0, 3], [3, 6]]), 20, eos_id=EOS, signature="s"
-    )
-    assert packed[0]["input_ids"][:8].tolist() == [5, EOS, 1, 2, EOS, 3, 4, EOS]
-
-
-def test_samples_are_whole_numbers_of_fixed_length_and_collate():
-    packed = pack([[1, 2, 3, EOS], [4, EOS]], 3)
-    batch = torch.utils.data.default_collate([packed[i] for i in range(len(packed))])
-    assert {name: (t.dtype, tuple(t.shape)) for name, t in batch.items()} == {
-        "input_ids": (torch.int64, (2, 3)),
-        "labels": (torch.int64, (2, 3)),
-    }
-    assert batch["labels"].tolist() == [[2, 3, EOS], [IGNORED, EOS, IGNORED]]
-
-
 @pytest.mark.parametrize("index", [2, -1, 10**9])
 def test_index_out_of_range(index):
     packed = pack([[1, 2, 3, EOS], [4, EOS]], 3)
     with pytest.raises(IndexError, match=f"sample {index} of 2"):
         packed[index]
     assert len(list(packed)) == 2  # iteration ends
-
-
-def test_ids_above_the_range_of_int32():
-    packed = pack([[2**32 - 1, EOS]], 2, dtype=np.uint32)
-    assert packed[0]["input_ids"].tolist() == [2**32 - 1, EOS]
 
 
 def test_too_little_data_for_a_batch_names_the_counts():

@@ -103,22 +103,6 @@ def test_saved_bytes_load_in_auto_tokenizer_with_the_same_ids(tmp_path):
     assert theirs.decode([104, 105, 256], skip_special_tokens=True) == "hi"
 
 
-def test_bytes_saved_again_by_transformers_still_give_the_same_ids(tmp_path):
-    from transformers import AutoTokenizer
-
-    ByteTokenizer().save(tmp_path / "mine")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "mine", local_files_only=True)
-    theirs.save_pretrained(tmp_path / "theirs")
-    tokenizer = load_tokenizer(tmp_path / "theirs")
-    for text in TEXTS:
-        assert tokenizer.encode(text).tolist() == list(text.encode())
-
-
-def test_bytes_are_taken_as_they_lie_in_memory():
-    ids = ByteTokenizer().encode("def f(x):\n    return x\n" * 1000)
-    assert (ids.dtype, ids.flags.owndata) == (np.uint8, False)
-
-
 # ── a folder ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -135,16 +119,6 @@ def test_folder_gives_the_ids_of_transformers_without_special_tokens(bpe_folder)
         assert ids.tolist() == expected["input_ids"]
         assert mine.decode(ids) == text
     assert mine.decode(np.array([0, *mine.encode("hello"), 1])) == "hello"
-
-
-def test_truncation_and_padding_of_the_file_do_not_apply(bpe_folder):
-    saved = json.loads((bpe_folder / "tokenizer.json").read_text())
-    assert saved["truncation"] is not None
-    assert saved["padding"] is not None
-    tokenizer = load_tokenizer(bpe_folder)
-    text = "something rather long, certainly more than four tokens"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode("h").shape == (1,)
 
 
 def test_files_are_the_folders_own_and_load_again(bpe_folder, tmp_path):
@@ -208,12 +182,6 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{not json")
     with pytest.raises(DataError, match=r"does not load as a tokenizer"):
         load_tokenizer(tmp_path)
-
-
-def test_missing_library_names_the_extra(bpe_folder, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"needs transformers: pip install 'evener\[hf\]'"):
-        load_tokenizer(bpe_folder)
 
 
 def test_vocabulary_must_fit_the_model():

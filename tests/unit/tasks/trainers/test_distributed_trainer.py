@@ -3,13 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from evener import (
     CollectiveMismatchError,
@@ -19,9 +17,7 @@ from evener import (
     DistributedTrainConfig,
     DistributedTrainer,
     LMBatch,
-    NonFiniteGradientError,
     PeerLostError,
-    ReplicasDifferError,
     TransformerTrainer,
     UsageError,
     shard_batches,
@@ -155,38 +151,6 @@ def test_a_trainer_alone_is_a_team_of_one_without_being_told() -> None:
     assert relative_error(vector(trainer.model), true) <= 1e-6
 
 
-def test_a_run_goes_on_where_it_was_saved_on_another_number_of_ranks(tmp_path: Path) -> None:
-    batches = [[lm_batch(10 * step + n, 1 + n) for n in range(4)] for step in range(6)]
-
-    def run(
-        world_size: int, stop: int, *, load: Path | None = None, save: Path | None = None
-    ) -> list[Tensor]:
-        def program(comm: DistributedComm, config: DistributedTrainConfig) -> Tensor:
-            trainer = TransformerTrainer(llama(seed=comm.rank), OPTIMIZER, max_steps=6)
-            with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
-                if load is not None:
-                    trainer.ddp.load(load)
-                while distributed.step < stop:
-                    for number in shard_batches(4, comm.rank, world_size):
-                        trainer.forward_backward_batch(batches[distributed.step][number])
-                    trainer.apply_gradients()
-                assert distributed.reached_max_steps is (stop == 6)
-                if save is not None:
-                    trainer.ddp.save(save)
-                    if distributed.is_coordinator:
-                        trainer.model.save_pretrained(save / "public")  # type: ignore[operator]
-                return vector(trainer.model)
-
-        return on_threads(world_size, program)
-
-    (true,) = run(1, 6)
-    halfway = run(2, 3, save=tmp_path)
-    public = AutoModelForCausalLM.from_pretrained(tmp_path / "public")
-    assert torch.equal(vector(public), halfway[0])
-    for mine in run(3, 6, load=tmp_path):
-        assert relative_error(mine, true) <= 1e-6
-
-
 # ── buckets ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -207,75 +171,6 @@ def test_buckets_are_blocks_from_the_last_to_the_first(tied: bool) -> None:
 
 
 # ── replicas ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_the_first_parameter_that_differs_is_named_on_every_rank(culprit: int) -> None:
-    spoilt = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
-
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
-        model = llama()
-        with DistributedTrainer(
-            TransformerTrainer(model, {"lr": 1e-9, "weight_decay": 0}), comm, config, **quiet()
-        ) as distributed:
-            distributed.train_batch(lm_batch(comm.rank, 1))
-            if comm.rank == culprit:
-                with torch.no_grad():
-                    for name in spoilt:
-                        value = model.get_parameter(name).view(-1)[3:4]
-                        value.copy_(torch.nextafter(value, torch.tensor(9.0)))
-            distributed.train_batch(lm_batch(comm.rank, 1))
-
-    for error in on_threads(3, program):
-        assert isinstance(error, ReplicasDifferError)
-        assert (error.rank, error.parameter, error.window) == (culprit, spoilt[0], 0)
-        for text in ("after window 0", repr(spoilt[0]), f"rank {culprit}", "Remedy"):
-            assert text in str(error)
-
-
-@pytest.mark.parametrize(
-    ("option", "in_config", "found"),
-    [({}, {}, 0), ({"verify_every": 3}, {}, 2), ({}, {"verify_every": 0}, -1)],
-)
-def test_replicas_are_looked_at_only_when_it_is_due(
-    option: dict[str, int], in_config: dict[str, int], found: int
-) -> None:
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> int:
-        trainer = TransformerTrainer(llama(), OPTIMIZER)
-        options = {**option, **quiet(**in_config)}
-        try:
-            with DistributedTrainer(trainer, comm, config, **options) as distributed:
-                with torch.no_grad():
-                    trainer.model.get_parameter("lm_head.weight").view(-1)[0] += comm.rank
-                for _ in range(5):
-                    distributed.train_batch(lm_batch(comm.rank, 1))
-        except ReplicasDifferError as error:
-            return error.window
-        return -1
-
-    assert on_threads(2, program) == [found, found]
-
-
-def blow_up(model: nn.Module, inputs: Any, output: Any) -> None:
-    output.logits = output.logits * math.inf
-
-
-def test_a_loss_that_is_not_finite_halts_every_rank_before_anything_is_applied() -> None:
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> tuple[Any, Tensor]:
-        model = llama()
-        with DistributedTrainer(TransformerTrainer(model, OPTIMIZER), comm, config, **quiet()) as d:
-            before = vector(model)
-            if comm.rank == 1:
-                batch = lm_batch(1, 2)
-                model.register_forward_hook(blow_up)
-            else:
-                batch = lm_batch(2, 2)
-            with pytest.raises(NonFiniteGradientError) as caught:
-                d.train_batch(batch)
-            assert torch.equal(vector(model), before)
-        return caught.value.rank, before
-
-    assert [rank for rank, _ in on_threads(2, program)] == [1, 1]
 
 
 def test_threads_on_the_cpu_share_its_cores_while_they_train(
@@ -339,21 +234,6 @@ def test_options_are_followed_or_refused() -> None:
     assert [verify_every(None, verify_every=5), verify_every(2, verify_every=5)] == [5, 2]
 
 
-def test_ranks_may_compute_in_other_precisions() -> None:
-    true = vector(train_plainly(llama(), [union([lm_batch(0, 3), lm_batch(1, 3)])], lr=LR))
-
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> Tensor:
-        trainer = TransformerTrainer(llama(), OPTIMIZER)
-        precision = "bf16" if comm.rank else "fp32"
-        with DistributedTrainer(trainer, comm, config, precision=precision, **quiet()) as d:
-            d.train_batch(lm_batch(comm.rank, 3))
-        return vector(trainer.model)
-
-    first, second = on_threads(2, program)
-    assert torch.equal(first, second)
-    assert 1e-7 < relative_error(first, true) < 1e-2
-
-
 def test_a_rank_that_fails_to_begin_does_not_keep_the_others_waiting() -> None:
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
         trainer = TransformerTrainer(llama(1), OPTIMIZER)
@@ -408,17 +288,6 @@ def test_a_team_that_does_not_fit_is_refused_on_every_rank(case: str) -> None:
     errors = on_threads(2, program)
     assert all(isinstance(error, ConfigError | PeerLostError) for error in errors)
     assert any(said in str(error) for error in errors)
-
-
-def test_learning_rates_that_part_are_found_at_the_first_update() -> None:
-    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
-        trainer = TransformerTrainer(llama(1), {"lr": LR * (1 + comm.rank)})
-        with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
-            for step in range(2):
-                distributed.train_batch(share(step, comm.rank))
-
-    for error in on_threads(2, program):
-        assert isinstance(error, ReplicasDifferError | ConfigError)
 
 
 def test_wrong_arguments_are_named() -> None:
