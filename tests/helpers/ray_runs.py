@@ -1,4 +1,4 @@
-"""Trains on real Ray clusters of this machine, and prints what happened as JSON.
+"""Trains on real Ray clusters of this machine, and writes what happened into ``FOLDER/found.json``.
 
     python -m helpers.ray_runs SCENARIO FOLDER
 
@@ -32,6 +32,8 @@ from helpers.limits import wait_until
 NUM_SAMPLES, BATCH_SIZE = 240, 24
 #: Longest wait for what a quiet machine does in seconds: a cluster starts dozens of processes.
 WAIT_S = 400.0
+#: A file with what a scenario has found.
+FOUND = "found.json"
 #: A file that ends the run.
 ENOUGH = "enough"
 
@@ -50,7 +52,8 @@ def train(config: dict[str, Any]) -> None:
         log.write(json.dumps({"t": time.time(), "pid": os.getpid(), **what}) + "\n")
 
     with Ddp.setup(model, optimizer, devices="cpu", config=options, quiet=True) as ddp:
-        loader = ddp.loader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=BATCH_SIZE)
+        dataset, steps = TensorDataset(x, x.sum(1, keepdim=True)), config.get("max_steps")
+        loader = ddp.loader(dataset, batch_size=BATCH_SIZE, max_steps=steps)
         loaded = "every" in config and load_checkpoint(ddp)
         note(started=os.environ.get("EVENER_MEMBER", ""), loaded=loaded)
         ddp.on_commit(
@@ -70,7 +73,7 @@ def train(config: dict[str, Any]) -> None:
                 ddp.step()
                 if ddp.window == config.get("fails_at"):
                     raise OSError("the disk is full")
-                if ddp.window == config.get("stops_at") or (folder / ENOUGH).exists():
+                if (folder / ENOUGH).exists():
                     ddp.stop()
     note(model=[number for p in model.parameters() for number in p.flatten().tolist()])
     log.close()
@@ -206,7 +209,7 @@ def elastic(folder: Path) -> dict[str, Any]:
         "join_s": joined_t - killed_t,
         "meanwhile": len({*meanwhile}),
         "metrics": result.metrics,
-        "alone": one_process(folder, epochs=1000, stops_at=last + 1),
+        "alone": one_process(folder, epochs=1000, max_steps=last + 1),
     }
 
 
@@ -214,4 +217,5 @@ SCENARIOS = {one.__name__: one for one in (fixed, elastic)}
 
 
 if __name__ == "__main__":
-    print(json.dumps(SCENARIOS[sys.argv[1]](Path(sys.argv[2]))))
+    folder = Path(sys.argv[2])
+    (folder / FOUND).write_text(json.dumps(SCENARIOS[sys.argv[1]](folder)))
