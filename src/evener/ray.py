@@ -169,11 +169,12 @@ class _ElasticBackend(_FixedBackend):
 
 
 def _choose_address(config: EvenerConfig, world_size: int) -> _TeamAddress:
-    least, most = config.min_workers or world_size, config.max_workers or world_size
-    if not least <= world_size <= most:
+    least = world_size if config.min_workers is None else config.min_workers
+    most = world_size if config.max_workers is None else config.max_workers
+    if not 1 <= least <= world_size <= most:
         raise ConfigError(
             f"the trainer has {world_size} workers, but min_workers is {least} and max_workers is "
-            f"{most}: its number must be in between"
+            f"{most}: its number must be in between, and at least one"
         )
     host = ray.util.get_node_ip_address()
     with bind(host, 0) as free:  # the actor takes it, each time that it starts
