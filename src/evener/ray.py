@@ -21,6 +21,7 @@ from evener.comm.addresses import bind, join_address, parse_address
 from evener.ddp import Ddp
 from evener.engine.results import WindowResult
 from evener.errors import ConfigError, RunEndedError
+from evener.protocol.formation import Deadlines
 from evener.team.coordinator_options import CoordinatorOptions, listen
 from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.environment import COORDINATOR, ELASTIC, LAUNCHED, MEMBER, TOKEN_FILE
@@ -36,6 +37,9 @@ except ImportError as error:
     ) from error
 
 _NAMESPACE: Final = "evener"
+#: The first generation waits so long for a further worker. Ray starts them together, on nodes of
+#: unequal speed; without the last of them, nothing could be reported.
+_GATHER_S: Final = 5.0
 _REPORTING: Final = "reporting to Ray Train (evener.ray.report)"
 #: Begins the ids of members that ``join_actor`` has started: Ray Train knows nothing of them.
 _EXTRA: Final = "extra/"
@@ -94,6 +98,7 @@ class _CoordinatorActor:
             least=team.least,
             most=team.most,
             token=team.token.encode(),
+            deadlines=Deadlines(gather_s=_GATHER_S),
         )
         self._thread = CoordinatorThread(options, listen(options))
 
