@@ -1,16 +1,15 @@
 """Ray Train starts the workers of an elastic team, and replaces one that dies.
 
     pip install 'evener[ray]'
-    python recipes/on_ray.py [--workers 3] [--out FOLDER] [--smoke]
+    python recipes/on_ray.py [--workers 2] [--out FOLDER] [--smoke]
 
-Without a running Ray cluster it starts one on this machine; RAY_ADDRESS names another. Workers may
-be of unequal speed. Try it: kill a process named `ray::RayTrainWorker` during the run. The others
-continue, and the one that Ray starts in its place joins them. Given the same --out, a run that was
-interrupted resumes from its newest checkpoint, on any number of workers.
+It uses the Ray cluster of this machine, or the one that RAY_ADDRESS names; without any it starts
+one here. Workers may be of unequal speed. Try it: kill a process named `ray::RayTrainWorker` during
+the run. The others continue, and the one that Ray starts in its place joins them. Given the same
+--out, a run that was interrupted resumes from its newest checkpoint, on any number of workers.
 """
 
 import argparse
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -61,12 +60,12 @@ def train(config: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2, help="at most the CPUs")
     parser.add_argument("--out", type=Path, help="folder that all nodes see; else a temporary one")
     parser.add_argument("--smoke", action="store_true", help="less of everything: a minute")
     args = parser.parse_args()
     out = args.out or Path(tempfile.mkdtemp(prefix="on_ray-"))
-    ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": args.workers}))
+    ray.init()
     config = {"count": 4096, "epochs": 2, "width": 64}
     if not args.smoke:
         config = {"count": 100_000, "epochs": 20, "width": 1024}

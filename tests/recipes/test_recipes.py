@@ -175,8 +175,10 @@ def test_image_classification_runs_on_the_driver_on_unequal_ranks(tmp_path: Path
 def test_on_ray_reports_the_last_epoch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(RECIPES / "on_ray.py"), "--smoke", "--out", str(tmp_path)],
-        # Else everything else on these cores goes first, and Ray writes to the user's folder.
-        env=os.environ | {"RAY_worker_niceness": "0", "HOME": str(tmp_path)},
+        # Else everything else on these cores goes first, Ray writes to the user's folder, and it
+        # uses the cluster of another test.
+        env=os.environ
+        | {"RAY_worker_niceness": "0", "HOME": str(tmp_path), "RAY_ADDRESS": "local"},
         capture_output=True,
         text=True,
         timeout=5 * PATIENCE_S,
