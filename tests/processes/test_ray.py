@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,22 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def run(scenario: str, folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
+    program = subprocess.Popen(
         [sys.executable, "-m", "helpers.ray_runs", scenario, str(folder)],
         cwd=ROOT / "tests",
         # Else Ray lets everything else on these cores go first.
         env=os.environ | {"RAY_worker_niceness": "0"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=7 * PATIENCE_S,
-        check=False,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    try:
+        told, _ = program.communicate(timeout=7 * PATIENCE_S)
+    finally:
+        with suppress(ProcessLookupError):  # a node that could not start is not shut down
+            os.killpg(program.pid, signal.SIGKILL)
+    assert program.returncode == 0, told[-4000:]
     return json.loads((folder / "found.json").read_text())
 
 
