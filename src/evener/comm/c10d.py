@@ -89,7 +89,7 @@ def form_nccl(
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     options = ProcessGroupNCCL.Options()
     # The caller reports a timeout long before the watchdog notices it.
-    options._timeout = timedelta(seconds=2 * timeout_s + 60)
+    options._timeout = timedelta(seconds=timeout_s + 60)
     group = ProcessGroupNCCL(store, rank, world_size, options)
     device = torch.device("cuda", torch.cuda.current_device())
 

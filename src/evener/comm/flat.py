@@ -552,6 +552,5 @@ def _move_fresh(
 @torch.no_grad()
 def _move_grad(grad: Tensor, view: Tensor) -> Tensor:
     if grad is not view:
-        aliased = grad.data_ptr() == view.data_ptr()  # the view with other strides
-        view.copy_(grad.detach().clone() if aliased else grad.detach())
+        view.copy_(grad.detach().clone())  # it may lie there already, with other strides
     return view

@@ -25,9 +25,9 @@ class Wires(NotInherited):
     is remembered, and nothing is cut.
     """
 
-    def __init__(self, inodes: Iterable[str] = (), num_connections: int = 0) -> None:
+    def __init__(self, inodes: Iterable[str] = ()) -> None:
         self._inodes = frozenset(inodes)
-        self._num_connections = num_connections
+        self._num_connections = len(self._inodes)
 
     @classmethod
     @contextmanager
@@ -75,7 +75,7 @@ class Wires(NotInherited):
             for descriptor in wired:
                 with suppress(OSError), _tcp(descriptor) as connection:
                     end_when_unreachable(connection, silence_s)
-        return cls(wired.values(), len(wired))
+        return cls(wired.values())
 
     @property
     def listening(self) -> list[tuple[str, int]]:

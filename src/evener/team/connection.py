@@ -92,9 +92,8 @@ class CoordinatorConnection(Closing, NotInherited):
         self._role = role
         self._changed = threading.Condition()
         self._outgoing: deque[Message] = deque()
-        self._is_welcome = False
         self._failure: EvenerError | None = None
-        self._has_met = self._closed = False
+        self._is_welcome = self._has_met = self._closed = False
         self._why = "no answer"  # to the last attempt to connect
         self._beat_due_s = 0.0 if has_beats else inf
         self._has_beats = has_beats
@@ -113,8 +112,7 @@ class CoordinatorConnection(Closing, NotInherited):
             self._closed = True
             self._changed.notify_all()
         self._nudge()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_CONNECT_S)
+        self._thread.join(_CONNECT_S)
 
     def leave_behind(self) -> None:
         """Close a forked child's copies of the sockets; see ``NotInherited``."""

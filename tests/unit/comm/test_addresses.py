@@ -8,6 +8,7 @@ import pytest
 
 from evener.comm.addresses import (
     bind,
+    end_when_unreachable,
     is_loopback,
     listens_everywhere,
     numbers_of,
@@ -88,3 +89,9 @@ def test_a_port_is_open_to_other_hosts_only_with_a_token(names: dict[str, list[s
             open_port(host, 0, program="box", is_guarded=False)
     with open_port("localhost", 0, program="box", is_guarded=True) as server:
         assert listens_everywhere(server)
+
+
+def test_a_connection_on_which_nothing_is_sent_ends_with_its_machine() -> None:
+    with socket.socket() as connection:
+        end_when_unreachable(connection, 8.0)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -22,6 +22,7 @@ class Group:
     Options = SimpleNamespace
 
     def __init__(self, store: Any, rank: int, world_size: int, options: Any) -> None:
+        self.options = options
         self.calls: list[str] = []
         self.released = threading.Event()
         made.append(self)
@@ -66,6 +67,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_group_connects_at_once_and_its_errors_end_no_process() -> None:
     group = form_nccl(HashStore(), 0, 2, 5.0, PATIENCE_S)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    assert group.options._timeout.total_seconds() > 5.0, "after the caller's own deadline"
     end_nccl(group, HashStore())
     assert group.calls == ["connect cuda:1", "sum", "abort"]
 

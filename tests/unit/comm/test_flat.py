@@ -542,13 +542,17 @@ def test_assigned_data_is_copied_in(model: Net) -> None:
     assert torch.equal(grad, before)
 
 
-def test_another_memory_format_is_followed(model: Net) -> None:
+@pytest.mark.parametrize("way", ["module", "data alone"])
+def test_another_memory_format_is_followed(model: Net, way: str) -> None:
     flat = flatten(model)
     model(*batch(0)).backward()
     weight, grad = model.conv.weight.detach().clone(), model.conv.weight.grad
     assert grad is not None
     before = grad.detach().clone()
-    model.conv.to(memory_format=torch.contiguous_format)
+    if way == "module":
+        model.conv.to(memory_format=torch.contiguous_format)
+    else:  # the gradient lies where it belongs, in the order of before
+        model.conv.weight.data = weight.contiguous()
     flat.gather()
     assert model.conv.weight.is_contiguous()
     assert torch.equal(model.conv.weight, weight)

@@ -49,6 +49,13 @@ def test_sums_are_formed_in_rank_order(arrival: list[int]) -> None:
     assert [float(t) for t in tensors] == [1.0, 1.0, 1.0]
 
 
+def test_a_rank_sends_its_part_of_a_sum_twice_to_each_other_rank() -> None:
+    team = ThreadTeam(3, timeout_s=TIMEOUT_S)
+    comms = [team.communicator(rank) for rank in range(3)]
+    Ranks({r: lambda r=r: comms[r].all_reduce(torch.ones(6), what="sum") for r in range(3)}).join()
+    assert [comm.sent_bytes for comm in comms] == [2 * 2 * 8] * 3
+
+
 def test_a_rank_that_fails_inside_an_operation_takes_it_along() -> None:
     team = ThreadTeam(2, timeout_s=TIMEOUT_S)
     comms = [team.communicator(rank) for rank in range(2)]

@@ -42,6 +42,7 @@ def heard_by(told: str, what: str, skip: int = 0) -> Kill:
         ("sync", heard_by("w2", "a round", CALIBRATES), None),
         ("sync", heard_by("w2", "a round", CLOSES_WINDOW_2), None),
         ("sync", heard_by("w2", "a round", ENDS_EPOCH), None),
+        ("sync", heard_by("w2", "answers"), None),
         ("sync", heard_by("w0", "gradients of window 1"), None),
         ("sync", Kill("w0", "of the team's state"), 0),
         ("sync", Kill("j", "of the team's state", when="after"), 0),
@@ -74,12 +75,15 @@ def test_a_rank_is_lost(
 
 @pytest.mark.parametrize("moment", ["before backward", "before step"])
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_a_rank_is_lost_while_others_ask_for_a_value_in_mid_batch(policy: str, moment: str) -> None:
+def test_a_rank_is_lost_while_others_ask_for_a_value_in_mid_batch(
+    policy: str, moment: str, rank_clocks: RankClocks
+) -> None:
     team = ElasticThreads(3)
     windows: dict[int, WindowResult] = {}
 
     def body(membership: ThreadMembership) -> tuple[int, Any]:
         asked = False
+        rank_clocks.start()  # all are as fast, so each has a share of every window
 
         def ask(ddp: Ddp, now: str) -> None:
             nonlocal asked
@@ -92,6 +96,7 @@ def test_a_rank_is_lost_while_others_ask_for_a_value_in_mid_batch(policy: str, m
         with begin(membership, policy=policy) as ddp:
             ddp.on_commit(lambda result: windows.setdefault(result.window, result))
             for x, y in ddp.loader(DATA * 2, batch_size=4, seed=3).epoch(0):
+                rank_clocks.spend(0.01 * len(x))
                 loss = loss_of(ddp, x, y)
                 ask(ddp, "before backward")
                 ddp.backward(loss)
@@ -170,6 +175,30 @@ def test_events_tell_who_was_lost_and_who_joined() -> None:
         if event["type"] == "reformed":
             assert min(event[f"{phase}_s"] for phase in ("detect", "reform", "heal")) >= 0
         assert event["type"] != "healed" or event["num_bytes"] > 0
+    *_, after_loss = (event for event in run.events if event["type"] == "reformed")
+    assert after_loss["detect_s"] == run.team.deadlines.lease_s
+
+
+@pytest.mark.parametrize("host", ["the same", "another"])
+def test_speeds_last_over_changes_of_the_team_but_for_a_rank_on_another_device(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_host() -> str:
+        return host if threading.current_thread().name == "j" else "the same"
+
+    monkeypatch.setattr("evener.team.members.socket.gethostname", find_host)
+    known: list[list[bool]] = []
+
+    def watch(ddp: Ddp, membership: ThreadMembership, result: WindowResult) -> None:
+        if membership.member == "w0" and result.window == 0:
+            engine = ddp.assembly.engine
+            engine.generations.call_on_change(
+                lambda _: known.append([speed > 0 for speed in engine.policy.solo_speeds(12)[:2]])
+            )
+
+    run = Run(2, [Kill("w1", "gradients of window 2")], joins_after=3, at_commit=watch)
+    assert run.members == [("w0", "w1"), ("w0",), ("w0", "j")]
+    assert known == [[True, True], [True, host == "the same"]]
 
 
 # ── epochs of one window ─────────────────────────────────────────────────────────────────────────

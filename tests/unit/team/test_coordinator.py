@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -150,6 +151,13 @@ def test_a_supervisor_tells_of_deaths_and_stops_and_the_continued_worker_is_left
         until(lambda: not a.wants_change)
         assert take_in(a, b, applied=4).members == ("a", "b")
         c.close()
+
+
+def test_an_agent_that_has_closed_its_connection_has_said_farewell() -> None:
+    """The agent's process may end at once, and its threads with it."""
+    with serving() as address:
+        AgentConnection(address, token=TOKEN).close()
+        assert "evener-coordinator-connection" not in {t.name for t in threading.enumerate()}
 
 
 def test_members_meet_in_the_store_of_their_generation() -> None:

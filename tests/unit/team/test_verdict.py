@@ -120,6 +120,10 @@ def test_a_user_error_of_all_ranks_is_said_once():
     assert text == "error: batch_size is 0\n"
 
 
+def test_a_standby_that_ended_well_was_killed_by_nothing():
+    assert "ended with exit code 0" in outcome(0).silent_end
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
