@@ -40,6 +40,7 @@ RUNS = {
     "plan": (f"{UNEQUAL} --runs 1 --windows 12 --local-windows 14", 3),
     "simulate_scale": ("--ranks 2,16 --rounds 2", 8),
     "size": ("", 1),
+    "trainer": ("--rounds 1 --steps 3 --width 16", 1),
     "startup": ("--only help --rounds 1", 1),
 }
 

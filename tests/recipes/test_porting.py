@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.forking import Zygote
 from helpers.markdown import Block, blocks
 from helpers.ports import free_port
 from helpers.ranks import Rank, run_ranks
@@ -28,6 +29,12 @@ PORTING = ROOT / "docs" / "porting.md"
 DIFFS = {
     block.note[1].partition(",")[0]: block
     for block in blocks(PORTING.read_text())
+    if block.note[0] == "port"
+}
+#: Scripts in the shape of Accelerate's own examples.
+EXAMPLES = {
+    block.note[1]: block
+    for block in blocks(Path(__file__).with_name("accelerate_examples.md").read_text())
     if block.note[0] == "port"
 }
 TOLERANCE = 2e-5
@@ -94,12 +101,13 @@ def run_after_unevenly(rank: Rank, script: str, folder: str) -> dict[str, Tensor
 
 def compare(name: str, folder: Path, *, world_size_before: int) -> None:
     """Both sides, the new one with default options, and with shares 5:2:1."""
-    before, after = sides(DIFFS[name])
-    folder_name = str(folder)
-    expected = run_ranks(run_before, world_size_before, before, folder_name, free_port())[0]
+    before, after = sides((DIFFS | EXAMPLES)[name])
+    expected = run_ranks(run_before, world_size_before, before, str(folder), free_port())[0]
     theirs = torch.cat([t.flatten() for t in expected.values()])
     for world_size, run in [(2, run_after), (3, run_after_unevenly)]:
-        results = run_ranks(run, world_size, after, folder_name)
+        own = folder / f"{world_size} ranks"
+        own.mkdir()
+        results = run_ranks(run, world_size, after, str(own))
         for rank, found in enumerate(results):
             assert found.keys() == expected.keys()
             ours = torch.cat([found[key].flatten() for key in expected])
@@ -120,6 +128,13 @@ def test_a_script_for_one_device_and_its_port_end_alike(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["accelerate", "trainer"])
 def test_a_port_from_a_library_ends_as_the_library_does(name: str, tmp_path: Path) -> None:
+    compare(name, tmp_path, world_size_before=1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_port_of_an_example_of_accelerate_ends_as_it_does(name: str, tmp_path: Path) -> None:
+    Zygote.get().preload("transformers", "transformers.models.bert", "accelerate")
     compare(name, tmp_path, world_size_before=1)
 
 

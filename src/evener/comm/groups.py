@@ -138,6 +138,7 @@ class GroupTransport(Transport):
         #: has been forgotten is announced again.
         self._announced: dict[tuple[object, ...], object] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._halves = torch.empty(0, dtype=torch.bfloat16)
         meeting.hold()
 
     def start(self, comm: Communicator) -> None:
@@ -188,7 +189,10 @@ class GroupTransport(Transport):
         """
         num_ranks, size = len(self.numbers), -(-flat.numel() // len(self.numbers))
         flat.add_(lost)
-        both = torch.zeros(2, num_ranks, size, dtype=torch.bfloat16, device=flat.device)
+        numel = 2 * num_ranks * size
+        if self._halves.numel() < numel or self._halves.device != flat.device:
+            self._halves = torch.zeros(numel, dtype=torch.bfloat16, device=flat.device)
+        both = self._halves[:numel].view(2, num_ranks, size)  # new memory takes longer than a sum
         whole = both[0].view(-1)
         rounded = whole[: flat.numel()].copy_(flat)
         torch.sub(flat, rounded, out=lost)
@@ -367,6 +371,7 @@ class GroupTransport(Transport):
     def cut(self) -> None:
         """End the groups, also during another thread's operation; see the base class."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._halves = torch.empty(0, dtype=torch.bfloat16)
         groups = [self._gloo]
         self._gloo = None
         if self._busy:

@@ -54,6 +54,8 @@ class Engine(ABC):
         options: The options.
         batch_size: Samples of a window of SYNC over all ranks, or of a local step.
         whole_micro_batches: Of how many samples the shares of SYNC are multiples; 0 for any share.
+        commits_at_once: Whether each window of SYNC is committed by a round of its own, before
+            anything of the next window is computed.
         max_steps: Optimizer steps of the run, as ``turns`` counts them; ``None`` for any.
         share: The micro-batches between two updates, while they are computed.
         spans: What this rank's time goes to in a window.
@@ -86,6 +88,7 @@ class Engine(ABC):
         self.generations = Generations(self.rounds, self.run, self)
         self.collectives = Collectives(self.generations)
         self.batch_size = self.whole_micro_batches = 0
+        self.commits_at_once = False
         self.max_steps: int | None = None
         self.known_sizes: set[int] = set()
         self.queue = queue_of(self.flat.groups[0].data.device)

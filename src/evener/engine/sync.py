@@ -152,6 +152,8 @@ class SyncEngine(Engine):
             else:
                 self.open_share(0)
                 self.close()
+            if self.commits_at_once:
+                self.settle()
 
     def _is_beyond(self, plan: WindowPlan) -> bool:
         return self.max_steps is not None and plan.window >= self.max_steps

@@ -165,7 +165,8 @@ class DatasetArguments:
             self.samples = Subset(dataset, list(sampler.indices))
         elif not is_plain or self.num_samples != len(dataset):
             self._sampler = sampler
-            self.remarks.append(_DRAWN.format(type(sampler).__name__))
+            if not getattr(sampler, "is_seeded", False):  # evener's own samplers are
+                self.remarks.append(_DRAWN.format(type(sampler).__name__))
         self.batch_size = batch_size or size
         self.collate_fn: Collate = collate_fn or loader.collate_fn
         self.num_workers = loader.num_workers if num_workers is None else num_workers
