@@ -34,13 +34,16 @@ NEEDS = {
     "gpu": "a GPU",
     "root": "root and iproute2",
     "browser": "chromium and playwright",
+    "ray": "Ray (the extra `ray`)",
     "long": "more time than others",
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--all", action="store_true", help="also run tests that need root, chromium, a GPU or long"
+        "--all",
+        action="store_true",
+        help="also run tests that take long or need more than Python",
     )
 
 
@@ -83,6 +86,8 @@ def has(marker: str) -> bool:
         return os.geteuid() == 0 and all(map(which, ("ip", "tc", "nsenter", "unshare")))
     if marker == "browser":
         return find_spec("playwright") is not None and find_browser() is not None
+    if marker == "ray":
+        return find_spec("ray") is not None
     import torch
 
     return torch.cuda.is_available()

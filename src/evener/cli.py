@@ -17,7 +17,16 @@ from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from typer import Argument, Option
@@ -40,7 +49,7 @@ from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
 from evener.protocol.formation import Deadlines, read_team_limits
 from evener.team.child import apply_threads, die_with, loading_libraries, run_child
-from evener.team.environment import DistributedTrainConfig
+from evener.team.environment import DistributedTrainConfig, read_machines
 from evener.team.host import local_devices
 from evener.team.nodes import DEFAULT_TIMEOUT_S, Nodes, choose_nodes
 from evener.team.signals import end_in_silence
@@ -75,6 +84,8 @@ DEMO_NPROC: Final = 2
 #: How much slower the second rank of the demo is.
 DEMO_EMULATE_SLOW: Final = ("1:3",)
 
+
+_Launch = TypeVar("_Launch", bound=LaunchOptions)
 
 #: Commands that a worker can run in place of a script.
 _TASKS: Final = ("pretrain", "classify")
@@ -185,6 +196,7 @@ def pretrain(context: typer.Context, options: PretrainOptions) -> int:
         return run_pretraining(options, place)
     from evener.config.presets import resolve_config
 
+    options = _with_machines(options)
     # Report errors that can be known now once, before any rank starts.
     demo_nproc = DEMO_NPROC if options.demo else None
     nproc = _count_ranks(demo_nproc if options.nproc is None else options.nproc)
@@ -221,6 +233,7 @@ def classify(context: typer.Context, options: ClassifyOptions) -> int:
     if place.launched_by != "alone":
         _become_rank(options, place)
         return run_classification(options, place)
+    options = _with_machines(options)
     from evener.config.presets import find_demo_base, needs_demo_base, resolve_classify
     from evener.team.launch import LaunchPlan
     from evener.team.launch import launch as launch_here
@@ -369,6 +382,7 @@ def launch(
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os.execv(command[0], command)  # a rank already: become the script
+    options = _with_machines(options)
     nodes = _choose_nodes(options, DEFAULT_TIMEOUT_S)
     plan = _plan(options, nodes, [str(script), *(arguments or ())])
     with _with_dashboard(Path("runs"), options, nodes):
@@ -507,6 +521,14 @@ def _launch_task(
     plan = _plan(options, nodes, arguments, nproc)
     with _with_dashboard(options.out, options, nodes):
         return launch_here([*_PYTHON, "evener", *arguments], plan)
+
+
+def _with_machines(options: _Launch) -> _Launch:
+    """Return the options with the machines that the environment names, unless the user has."""
+    if options.nnodes is not None:
+        return options
+    named = read_machines(os.environ)
+    return replace(options, **{n: v for n, v in named.items() if getattr(options, n) is None})
 
 
 def _choose_nodes(options: LaunchOptions, timeout_s: float) -> Nodes | None:

@@ -30,6 +30,7 @@ def serving(
     port: int = 0,
     host: str = LOOPBACK,
     ledger: Path | None = None,
+    nnodes: int = 0,
 ) -> Iterator[str]:
     """Serves until the block ends; gives the coordinator's address."""
     options = CoordinatorOptions(
@@ -40,6 +41,7 @@ def serving(
         token=token,
         deadlines=deadlines,
         ledger=ledger,
+        nnodes=nnodes,
     )
     started: list[tuple[Coordinator, asyncio.AbstractEventLoop]] = []
     ready = threading.Event()

@@ -169,17 +169,15 @@ class Sandbox:
 
     def start(self, *command: object, **options: Any) -> Running:
         """Starts a command."""
-        streams = {
+        usual = {
+            "env": self.environ,
+            "cwd": self.folder,
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
         }
         process = subprocess.Popen(
-            [str(part) for part in command],
-            env=self.environ,
-            cwd=self.folder,
-            start_new_session=True,
-            **(streams | options),
+            [str(part) for part in command], start_new_session=True, **(usual | options)
         )
         self._running.append(Running(process))
         return self._running[-1]

@@ -53,7 +53,15 @@ PACKAGES = {
     ),
     "engine": Package(24, ("tests/unit/engine", "tests/unit/loop", "tests/unit/managed")),
     "comm": Package(15, ("tests/unit/comm", "tests/conformance", "tests/unit/engine/sync")),
-    "team": Package(15, ("tests/unit/team", "tests/unit/managed", "tests/conformance")),
+    "team": Package(
+        15,
+        (
+            "tests/unit/team",
+            "tests/unit/managed",
+            "tests/conformance",
+            "tests/processes/test_elastic_launch.py",
+        ),
+    ),
 }
 
 #: Mutants that do nothing else that anybody relies on, by their name; and why.

@@ -70,7 +70,10 @@ def coordinate(options: CoordinatorOptions) -> int:
         coordinator = Coordinator(options, listen(options))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, coordinator.stop)
+            # What is ignored stays so: workers still need a coordinator that a script has started
+            # in the background when Ctrl-C tells them to leave.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, coordinator.stop)
         least, most = options.least, options.most
         where = f"{options.host}:{coordinator.port}"
         say(f"evener coordinator: listens on {where} for a team of {least} to {most} workers")

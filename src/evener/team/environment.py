@@ -33,6 +33,14 @@ _KEYS = (*_NUMBERS, "role", "coordinator_addr", "backend", "comm_backend")
 #: Where else in a file the keys may stand.
 _SECTIONS = (("training", "distributed"), ("distributed",))
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Where torchrun finds its options in the environment, by the launcher's option.
+_MACHINES: Final[Mapping[str, str]] = {
+    "nnodes": "PET_NNODES",
+    "node_rank": "PET_NODE_RANK",
+    "master_addr": "PET_MASTER_ADDR",
+    "port": "PET_MASTER_PORT",
+    "nproc": "PET_NPROC_PER_NODE",
+}
 
 
 class DistributedRole(StrEnum):
@@ -251,6 +259,33 @@ class DistributedTrainConfig:
     def of_rank(cls, rank: int, world_size: int, **changes: Any) -> "DistributedTrainConfig":
         """Return the place of a rank in a team on one host; ``changes`` are further fields."""
         return cls(world_size, rank, **changes)
+
+
+def read_machines(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the environment says about the machines of a run, for the launcher.
+
+    Kubeflow's trainer starts the same program on each machine, and numbers machines in the
+    variables in which torchrun looks for its options.
+
+    Args:
+        environ: The launcher's environment.
+
+    Returns:
+        Values for ``nnodes``, ``node_rank``, ``master_addr``, ``port`` and ``nproc``, as far as
+        they are set; nothing without ``PET_NNODES``. ``auto`` and ``gpu`` set no ``nproc``.
+
+    Raises:
+        ConfigError: A number is not one.
+    """
+    if not environ.get(_MACHINES["nnodes"]):
+        return {}
+    found: dict[str, Any] = {}
+    for option, name in _MACHINES.items():
+        text = environ.get(name)
+        if not text or (option == "nproc" and text in ("auto", "gpu")):
+            continue
+        found[option] = text if option in ("nnodes", "master_addr") else _integer(environ, name)
+    return found
 
 
 def _from_variables(environ: Mapping[str, str], launched_by: str) -> DistributedTrainConfig:

@@ -160,6 +160,25 @@ def test_an_agent_that_has_closed_its_connection_has_said_farewell() -> None:
         assert "evener-coordinator-connection" not in {t.name for t in threading.enumerate()}
 
 
+def test_other_agents_hear_of_a_host_whose_connection_has_ended_without_a_farewell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        serving(nnodes=2) as address,
+        AgentConnection(address, token=TOKEN) as stays,
+        AgentConnection(address, token=TOKEN) as goes,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(stays.enter, 0, 2, 1, 0, timeout_s=WAIT_S)
+        goes.enter(1, 2, 1, 0, timeout_s=WAIT_S)
+        waiting.result(WAIT_S)
+        monkeypatch.setattr(goes, "_say_farewell", list)
+        goes.close()
+        heard: list[Any] = []
+        until(lambda: heard.extend(stays.take_relayed()) or heard)
+        assert str(heard[0]["lost"]).startswith("node 1 ")
+
+
 def test_members_meet_in_the_store_of_their_generation() -> None:
     with serving() as address, team_of(address, "a", "b") as (a, b):
         mine, theirs = a.store(1), b.store(1)

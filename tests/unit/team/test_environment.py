@@ -10,6 +10,7 @@ from evener.team.environment import (
     DistributedBackend,
     DistributedRole,
     DistributedTrainConfig,
+    read_machines,
 )
 from evener.team.slurm import hosts_of
 
@@ -157,6 +158,18 @@ def test_a_bad_variable_is_named_with_its_value(changes, named):
 )
 def test_half_a_description_is_an_error_and_not_a_run_alone(environ):
     refused(lambda: place(environ), "only in part", "unset them to run alone")
+
+
+def test_machines_are_read_where_torchrun_reads_them():
+    where = {"PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node0", "PET_MASTER_PORT": "29500"}
+    found = {"nnodes": "2", "node_rank": 1, "master_addr": "node0", "port": 29500}
+    pet = {**where, "PET_NNODES": "2"}
+    assert read_machines({**pet, "PET_NPROC_PER_NODE": "4"}) == {**found, "nproc": 4}
+    for count in ("auto", "gpu", ""):
+        assert read_machines({**pet, "PET_NPROC_PER_NODE": count}) == found
+    assert read_machines(where) == {}
+    with pytest.raises(ConfigError, match="PET_NODE_RANK is 'first'"):
+        read_machines({**pet, "PET_NODE_RANK": "first"})
 
 
 # ── SLURM ────────────────────────────────────────────────────────────────────────────────────────

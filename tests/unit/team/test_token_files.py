@@ -61,3 +61,19 @@ def test_the_file_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(token, 12_345, -1)
     with pytest.raises(ConfigError, match=r"belongs to another user \(uid 12345\).*`chown 0 "):
         read_token(token)
+
+
+@pytest.mark.root
+def test_a_secret_of_kubernetes_may_be_read_by_the_group_of_the_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kubelet gives it to root and to ``fsGroup``; the pod is another user."""
+    token = write(tmp_path / "token", TOKEN, 0o440)
+    with pytest.raises(ConfigError, match=r"open to other users \(mode 0440\)"):
+        read_token(token)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert read_token(token) == TOKEN
+    for mode in (0o444, 0o460):
+        token.chmod(mode)
+        with pytest.raises(ConfigError, match="open to other users"):
+            read_token(token)

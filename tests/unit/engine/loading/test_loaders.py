@@ -96,6 +96,7 @@ def test_what_a_data_loader_keeps(shuffle: bool) -> None:
         with setup(comm, model, optimizer, shares=(3, 2, 1)[: comm.world_size]) as ddp:
             loader = ddp.loader(given)
             assert isinstance(loader, TeamLoader)
+            assert (loader.num_workers, loader.drop_last) == (0, False)
             sizes = [loader.batch_size, len(loader), ddp.loader(given, batch_size=11).batch_size]
             for ids, x in loader.epoch(0):
                 assert torch.equal(x, 2 * X[ids])
