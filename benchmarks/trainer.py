@@ -43,7 +43,13 @@ def make_model(width: int) -> GPT2LMHeadModel:
     """Return the model."""
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=256, n_positions=TOKENS, n_embd=width, n_layer=4, n_head=4, eos_token_id=0
+        vocab_size=256,
+        n_positions=TOKENS,
+        n_embd=width,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return GPT2LMHeadModel(config)
 
@@ -97,6 +103,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="3 rounds")
     arguments = parser.parse_args()
     rounds = 3 if arguments.quick else arguments.rounds
+    torch.set_num_threads(1)
     before = load_before()
     texts = torch.randint(256, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": text, "labels": text} for text in texts]
