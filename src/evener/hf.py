@@ -210,7 +210,7 @@ def _concatenated(parts: Sequence[Any]) -> Any:
     return functools.reduce(functools.partial(nested_concat, padding_index=-100), parts)
 
 
-class _SavedState:
+class _TrainerState:
     """Brings the Trainer's state to a rank that was parked while others went on."""
 
     def __init__(self, trainer: Any) -> None:
@@ -302,7 +302,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         )
         ddp.assembly.engine.commits_at_once = True
         ddp.on_commit(self._after_step)
-        ddp.register("trainer", _SavedState(self))
+        ddp.register("trainer", _TrainerState(self))
         self.accelerator.backward = lambda loss, **_: ddp.backward(loss, weight=self._weight)
         if self._hook is not None:
             self._hook.remove()

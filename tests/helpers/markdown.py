@@ -84,7 +84,8 @@ def is_example(block: Block) -> bool:
 
 def is_example_of_a_loop(block: Block) -> bool:
     """Whether it is a script that trains in its own process: one rank, or each of several."""
-    return is_example(block) and "Ddp.builder" not in block.text
+    runs = is_example(block) and block.note[0] != "not run"
+    return runs and "Ddp.builder" not in block.text
 
 
 def run_blocks(

@@ -73,7 +73,7 @@ class Rank:
 
         "hosts 2+1" is what it takes if the third rank is on another host than the first two.
         """
-        from evener.comm import hosts, shared
+        from evener.comm import host_leaders, shared
         from evener.team.environment import DistributedTrainConfig
         from evener.team.fixed import meet
 
@@ -92,7 +92,7 @@ class Rank:
         elif backend.startswith("hosts"):
             sizes = map(int, backend.removeprefix("hosts ").split("+"))
             places = [f"host {number}" for number, size in enumerate(sizes) for _ in range(size)]
-            comm, _ = hosts.connect_hosts(comm, places[self.rank])
+            comm, _ = host_leaders.connect_hosts(comm, places[self.rank])
         assert not failure, failure
         return comm
 

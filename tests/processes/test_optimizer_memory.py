@@ -42,7 +42,9 @@ def tensor_bytes() -> int:
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
             storage = thing.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
+            # Some see only the front of memory that others see whole.
+            start = storage.data_ptr()
+            sizes[start] = max(sizes.get(start, 0), storage.nbytes())
     return sum(sizes.values())
 
 

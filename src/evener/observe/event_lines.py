@@ -33,7 +33,8 @@ def from_line(line: bytes) -> dict[str, Any]:
         event = dict(_EVENT.validate_json(line))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
     check_complete(event)
     return event
 
@@ -55,7 +56,7 @@ _UnixTime = Annotated[float, Field(ge=0, le=1e11)]  # up to the year 5138
 
 
 @with_config(ConfigDict(strict=True, extra="allow", allow_inf_nan=False))
-class _Fields(TypedDict, total=False):
+class _EventFields(TypedDict, total=False):
     """Fields by name: each has the same kind in every type of event that has it."""
 
     t: Required[_UnixTime]
@@ -104,4 +105,4 @@ class _Fields(TypedDict, total=False):
     reform_s: Amount
 
 
-_EVENT: Final = TypeAdapter(_Fields)
+_EVENT: Final = TypeAdapter(_EventFields)

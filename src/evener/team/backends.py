@@ -8,7 +8,7 @@ import torch
 
 from evener.comm.base import Communicator
 from evener.comm.c10d import nccl_version
-from evener.comm.hosts import connect_hosts
+from evener.comm.host_leaders import connect_hosts
 from evener.comm.messages import name_ranks
 from evener.devices import count_accelerators
 from evener.errors import ConfigError, LaunchError

@@ -11,7 +11,7 @@ from evener import lease_clock
 from evener.comm.addresses import parse_address
 from evener.comm.base import Communicator
 from evener.comm.groups import form_groups
-from evener.comm.hosts import connect_hosts
+from evener.comm.host_leaders import connect_hosts
 from evener.comm.messages import first_line
 from evener.comm.network import MeetingPoint
 from evener.errors import (

@@ -89,7 +89,7 @@ def test_every_rank_may_be_the_source_of_a_broadcast() -> None:
 
 
 def refuse_on_one_rank(rank: Rank) -> tuple[str, str, float]:
-    from evener.comm import hosts, shared_barrier
+    from evener.comm import host_leaders, shared_barrier
 
     with rank.connect() as comm:
         if rank.rank == 3:
@@ -98,7 +98,7 @@ def refuse_on_one_rank(rank: Rank) -> tuple[str, str, float]:
                 raise OSError(12, "Cannot allocate memory")
 
             shared_barrier.map_file = refuse
-        comm, how = hosts.connect_hosts(comm, f"host {rank.rank // 2}")
+        comm, how = host_leaders.connect_hosts(comm, f"host {rank.rank // 2}")
         tensor = torch.ones(3000)
         comm.all_reduce(tensor, what="over Gloo")
         comm.barrier(what="end")
