@@ -211,7 +211,7 @@ def _concatenated(parts: Sequence[Any]) -> Any:
 
 
 class _TrainerState:
-    """Brings the Trainer's state to a rank that was parked while others went on."""
+    """Brings the Trainer's state to a rank that was parked."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -486,7 +486,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save; the ranks that write do so first, and all ranks go on when it is on disk."""
+        """Save; the ranks that write do so first, and all ranks continue when it is on disk."""
         written = "writing the Trainer's checkpoint"
         # It may be divided among ranks, which have to gather it together.
         whole, kept = self.optimizer.state_dict(), self.optimizer.__dict__.get("state_dict")

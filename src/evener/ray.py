@@ -145,7 +145,7 @@ class EvenerConfig(BackendConfig):  # type: ignore[misc]  # of a library without
 
     @property
     def train_func_context(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return what surrounds the user's function: a worker that comes too late is no failure."""
+        """Return what surrounds the user's function; a worker that comes too late does not fail."""
         return partial(suppress, RunEndedError)
 
 

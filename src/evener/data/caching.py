@@ -193,7 +193,7 @@ def find_store(cache: str, device: torch.device) -> ItemStore:
     if cache == "memory":
         return MemoryStore(torch.device("cpu"))
     raise ConfigError(
-        f"cache={cache!r} is no place for samples; give 'device', 'memory', 'disk' (in the "
+        f"cache={cache!r} is not known; give 'device', 'memory', 'disk' (in the "
         "temporary directory) or 'disk:FOLDER', or leave it out"
     )
 

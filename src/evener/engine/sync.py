@@ -218,6 +218,7 @@ class SyncEngine(Engine):
             overlap.cut(chosen.num_bytes)
         else:
             overlap.use(())
+            self.team.close_gradients()
         if self.rounds.is_main:
             self.options.say(describe(chosen, backward_s))
 

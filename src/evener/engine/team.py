@@ -170,10 +170,10 @@ class Team:
         self.comm, self.members = self.whole, self.everyone
 
     def _let_go_active(self) -> None:
-        for comm in {self.comm, *self.gradients} - {self.whole}:
-            self._sent_before += comm.sent_bytes
-            comm.close()
-        self.gradients = ()
+        self.close_gradients()
+        if self.comm is not self.whole:
+            self._sent_before += self.comm.sent_bytes
+            self.comm.close()
 
     def form(self, formed: Formed) -> None:
         """Be the members of another generation of an elastic team; all of them call it together."""
@@ -211,6 +211,13 @@ class Team:
             comm = self.comm.split(present, name="gradients", reports_waits=False)
             assert comm is not None
             self.gradients = (*self.gradients, comm)
+
+    def close_gradients(self) -> None:
+        """End ``open_gradients``; idempotent."""
+        for comm in self.gradients:
+            self._sent_before += comm.sent_bytes
+            comm.close()
+        self.gradients = ()
 
     def stand_aside(self) -> None:
         """Be alone, as this rank's script is where the others have been before it joined."""

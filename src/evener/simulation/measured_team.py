@@ -180,7 +180,7 @@ def _link(rows: Rows, ranks: Mapping[int, SimulatedRank], num_bytes: int) -> Lin
     ring = num_ranks / (2 * (num_ranks - 1))
     if not hidden_s:
         return Link(num_bytes, exposed_s * ring, meeting_s=meeting_s)
-    # Rows wait behind gradients that are under way, so a round of them is no time of its own.
+    # Rows wait behind gradients that are under way: a round of them is part of that time.
     exposed_s += meeting_s
     micro_batch_s = min(
         rank.last_micro_batch_s(max(1, round(rows["samples"][together, number].mean())))

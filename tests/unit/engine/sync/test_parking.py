@@ -8,7 +8,8 @@ import pytest
 
 from evener.comm.base import Communicator
 from evener.ddp import Ddp
-from evener.engine import lookahead
+from evener.engine import lookahead, sync
+from evener.planning.pieces import ExchangeCost, Pieces
 from evener.planning.policies import Forecast, Parking
 from helpers.loops import Numbered, flatten, linear, train
 from helpers.teams import Parks, run_team, setup
@@ -89,3 +90,32 @@ def test_a_rank_that_is_called_back_trains_what_others_have_thawed() -> None:
     first, *others = run_team(3, body)
     assert others == [first] * 2
     assert first[1] is False
+
+
+def test_ranks_that_are_present_overlap_while_another_one_is_parked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backward_s: list[float] = []
+
+    def choose(num_bytes: int, of_all_s: float, cost: ExchangeCost) -> Pieces:
+        backward_s.append(of_all_s)
+        return Pieces(1, 0.0, 0.0)
+
+    monkeypatch.setattr(sync, "choose_pieces", choose)
+
+    def body(comm: Communicator) -> list[bool]:
+        with setup(comm, *linear(), overlap="on") as ddp:
+            engine = ddp.assembly.engine
+            engine.lookahead.stale_policy = Parks(ddp, [AWAY], apart=10)
+            overlaps = []
+            for _, x in ddp.loader(Numbered(SAMPLES), batch_size=6):
+                ddp.backward(ddp.assembly.model(x).square().mean())
+                if AWAY in engine.team.parked:
+                    overlaps.append(engine.has_begun)
+                ddp.step()
+        return overlaps
+
+    zero, one, _ = run_team(3, body)
+    assert zero == one
+    assert zero.count(True) >= 8, "all but the first window without the parked rank"
+    assert min(backward_s) > 0.0, "a parked rank has no backward to hide anything behind"
