@@ -171,11 +171,11 @@ def test_ranks_that_do_not_stop_after_a_failure_are_killed(sandbox):
 
 SETUP = """\
 import torch
-from evener import Ddp
+from evener import Ddp, DdpConfig
 model = torch.nn.Linear(3, 1)
-def setup():
+def setup(**options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Ddp.setup(model, optimizer, devices="cpu", quiet=True)
+    return Ddp.setup(model, optimizer, devices="cpu", quiet=True, **options)
 def train(at_window_3):
     for x in ddp.loader(torch.ones(1_000_000, 3), batch_size=8).epoch(0):
         ddp.backward(model(x).mean())
@@ -191,10 +191,13 @@ def test_a_rank_that_leaves_others_waiting_ends_the_team_and_is_named(sandbox):
         "exits": "if RANK == 1: sys.exit(0)\n" + SETUP + "setup()\n",
         "execs": SETUP
         + "with setup() as ddp: train(lambda: os.execvp('sleep', ['sleep', '3600']))\n",
+        "exits in its loop": SETUP
+        + "with setup(config=DdpConfig(partition_ratios=(0, 1))) as ddp: train(sys.exit)\n",
     }
     said = {
         "exits": "ended with exit code 0 while rank 0 waited for it in Ddp.setup",
         "execs": "has become another program (exec), while the other ranks count on it",
+        "exits in its loop": "`break` does not reach a rank without a share of the window",
     }
     scripts = {way: sandbox.script(text, name=f"{way}.py") for way, text in ways.items()}
     running = {way: sandbox.evener("launch", "--nproc", 2, path) for way, path in scripts.items()}
