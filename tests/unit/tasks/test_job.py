@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -184,30 +185,69 @@ def test_all_ranks_take_the_folder_that_rank_0_has_made(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_ranks_and_checkpoints_that_are_made_of_something_else_are_refused(tmp_path: Path) -> None:
+OLD = {"data": {"files": 3, "text": "old"}, "tokenizer": "bytes"}
+NEW = {**OLD, "data": {"files": 3, "text": "new"}}
+LESS = {"data": OLD["data"]}
+NESTED = {**OLD, "data": {**NEW["data"], "text": {}, "lines": 2}}
+
+
+def run_made_of(out: Path, *parts: dict[str, Any], resume: bool = False, **keys: Any) -> None:
+    """A run whose ranks are made of these."""
+
     class Made(Line):
-        parts = "old"
+        made_from = MappingProxyType({"data": ("seed", "eval")})
 
         def made_of(self, job: Job) -> dict[str, Any]:
-            is_other = self.parts == "of each rank" and job.ddp.rank == 1
-            return {"data": {"files": 3, "text": "other" if is_other else self.parts}}
+            return parts[job.ddp.rank]
 
-    def run(parts: str, *, resume: bool = False) -> None:
-        def body(comm: Communicator) -> None:
-            task = Made()
-            task.parts = parts
-            with setup(comm, task.model, task.optimizer) as ddp:
-                Job(task, config, TaskOptions(out=tmp_path, resume=resume), ddp).go()
+    def body(comm: Communicator) -> None:
+        task = Made()
+        with setup(comm, task.model, task.optimizer) as ddp:
+            Job(task, config, TaskOptions(out=out, resume=resume), ddp).go()
 
-        config = JobConfig(name="made", batch_size=8, max_steps=2)
-        run_team(2, body)
+    config = JobConfig(name="made", batch_size=8, max_steps=2, **keys)
+    run_team(len(parts), body)
 
-    with pytest.raises(DataError, match="rank 1 sees different data than rank 0"):
-        run("of each rank")
-    run("old")
-    with pytest.raises(CheckpointError, match=r"different data \(data\.text 'old' -> 'new'\)"):
-        run("new", resume=True)
-    run("old", resume=True)
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (NEW, r"rank 1 sees different data than rank 0 .*the same seed, eval and the files"),
+        (LESS, r"rank 1 sees different tokenizer than rank 0 \(None and 'bytes'\); .* tokenizer, "),
+    ],
+)
+def test_ranks_that_are_made_of_something_else_are_refused(
+    other: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=words):
+        run_made_of(tmp_path, OLD, other)
+    if other is LESS:
+        with pytest.raises(DataError, match=r"different tokenizer .*\('bytes' and None\)"):
+            run_made_of(tmp_path, other, OLD)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (
+            OLD,
+            NEW,
+            r"different data \(data\.text 'old' -> 'new'; seed 0 -> 7\)\. Put seed, eval and the "
+            "files that they name back, or start without --resume\nevener: ",
+        ),
+        (OLD, LESS, r"different tokenizer \(tokenizer 'bytes' -> None\)\. Put tokenizer back"),
+        (LESS, OLD, r"different tokenizer \(tokenizer None -> 'bytes'\)"),
+        (OLD, NESTED, r"different data \(data\.lines None -> 2; data\.text 'old' -> \{\}; "),
+        (NESTED, OLD, r"different data \(data\.lines 2 -> None; data\.text \{\} -> 'old'; "),
+    ],
+)
+def test_a_checkpoint_that_is_made_of_something_else_is_refused(
+    before: dict[str, Any], after: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    run_made_of(tmp_path, before, before)
+    with pytest.raises(CheckpointError, match=words):
+        run_made_of(tmp_path, after, after, resume=True, seed=7, epochs=3)
+    run_made_of(tmp_path, before, before, resume=True)
 
 
 def test_an_error_is_told_as_the_end_of_the_run(tmp_path: Path) -> None:
