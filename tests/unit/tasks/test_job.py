@@ -19,7 +19,7 @@ from evener.tasks.resuming import find_run
 from evener.tasks.run_results import TaskResult
 from helpers.lineage import check_exactly_once
 from helpers.pretraining import RunFolder
-from helpers.teams import run_team, setup
+from helpers.teams import Parks, run_team, setup
 
 X = torch.randn(30, 3, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)
@@ -170,6 +170,48 @@ def test_a_run_is_resumed_on_other_ranks_and_ends_once(tmp_path: Path, capfd: An
     train(2, tmp_path, resume=True, epochs=2)
     assert run.contents() == before
     assert "has been completed (8 steps): nothing to do" in capfd.readouterr().err
+
+
+class Remembers(Line):
+    """Its evaluations are part of its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"judged": [list(one) for one in self.judged]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.judged = [tuple(one) for one in state["judged"]]
+
+
+@pytest.mark.parametrize(("misfit", "apart"), [(0, 99), (1, 99), (1, 2)])
+def test_a_run_with_a_parked_rank_is_that_of_one_rank(
+    misfit: int, apart: int, tmp_path: Path
+) -> None:
+    """Parked to the end of the run, or called back before."""
+    config = JobConfig.model_validate(
+        {"batch_size": 4, "epochs": 2, "eval": {"every": 3}, "checkpoint": {"every": 0}}
+    )
+
+    def run(comm: Communicator) -> tuple[TaskResult, list[Any]]:
+        task = Remembers()
+        named = config.model_copy(update={"name": f"of-{comm.world_size}"})
+        with setup(comm, task.model, task.optimizer, max_grad_norm=1.0) as ddp:
+            if comm.world_size > 1:
+                lookahead = ddp.assembly.engine.lookahead
+                lookahead.stale_policy = Parks(ddp, [misfit], apart)
+            result = Job(task, named, TaskOptions(out=tmp_path, quiet=True), ddp).go()
+        return result, task.judged
+
+    ((alone, judged),) = run_team(1, run)
+    for result, seen in run_team(3, run):
+        assert result.heldout_loss == pytest.approx(alone.heldout_loss, rel=1e-5)
+        assert result.checkpoint.name == alone.checkpoint.name == "step-16"
+        assert [one[:2] for one in seen] == [one[:2] for one in judged]
+    events = RunFolder(tmp_path / "of-3").events
+    assert check_exactly_once(events, len(DATA), whole_epochs=2) == []
+    parked = [event["parked"] for event in events if event["type"] == "window"]
+    assert [misfit] in parked
+    assert parked[-1] == ([misfit] if apart == 99 else [])
+    assert events[-1]["reason"] == "completed"
 
 
 def test_all_ranks_take_the_folder_that_rank_0_has_made(tmp_path: Path) -> None:
