@@ -56,6 +56,12 @@ def describe(event: Event) -> str | None:
             took = f" in {human_duration(event['reform_s'])}" if "reform_s" in event else ""
             count = len(event["members"])
             return f"the team formed again with {count} rank{'s' if count != 1 else ''}{took}"
+        case "parked":
+            return f"{_who(event)} is parked: {event['reason']}"
+        case "recalled":
+            return f"{_who(event)} is back at work: {event['reason']}"
+        case "join_refused":
+            return f"{event['member']} was refused: {event['reason']}"
         case "events_dropped":
             return f"{event['num_events']:,} events are missing, as the disk was too slow for them"
         case "run_resumed":
