@@ -128,10 +128,10 @@ def test_a_change_of_the_team_is_one_line_before_its_next_window() -> None:
         committed_window(1, t=2.0) | {"redo_s": 0.3},
     ]
     assert show(events, io.StringIO()).splitlines()[1] == (
-        "lost rank 1 (b) (it died), the team formed again with 2 ranks, rank 1 (b) joined: 500 ms "
-        "(200 ms until the team had formed again, 300 ms until the next window was committed)"
+        "lost rank 1 (b): it died; the team formed again with 2 ranks; rank 1 (b) joined; it cost "
+        "500 ms (200 ms until the team had formed again, 300 ms until the next window was committed)"
     )
-    assert show(events[:3], io.StringIO()).splitlines()[1:] == ["lost rank 1 (b) (it died)"]
+    assert show(events[:3], io.StringIO()).splitlines()[1:] == ["lost rank 1 (b): it died"]
 
 
 def test_events_count_optimizer_steps_as_the_line_does() -> None:

@@ -75,7 +75,7 @@ def test_each_fact_is_said_once() -> None:
         "page: evener report runs/first",
         "run folder: runs/first",
     ]
-    assert contributions(summary) == ["adds 160%", "adds 50%", "parked"]
+    assert contributions(summary) == ["adds 150%", "adds 50%", "parked"]
     text = table_text(summary) + "\n".join(closing_lines(summary))
     for fact in ("emulated 3× slower", "parked", "1,500", "1.50×"):
         assert text.count(fact) == 1, fact
