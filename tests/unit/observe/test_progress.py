@@ -129,7 +129,8 @@ def test_a_change_of_the_team_is_one_line_before_its_next_window() -> None:
     ]
     assert show(events, io.StringIO()).splitlines()[1] == (
         "lost rank 1 (b): it died; the team formed again with 2 ranks; rank 1 (b) joined; it cost "
-        "500 ms (200 ms until the team had formed again, 300 ms until the next window was committed)"
+        "500 ms (200 ms until the team had formed again, 300 ms until the next window was "
+        "committed)"
     )
     assert show(events[:3], io.StringIO()).splitlines()[1:] == ["lost rank 1 (b): it died"]
 
