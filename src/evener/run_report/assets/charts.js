@@ -52,7 +52,7 @@ const charts = (() => {
   const percent = (value) => `${(100 * value).toFixed(1)}%`;
   const wholePercent = (value) => `${+(100 * value).toFixed(1)}%`;
 
-  const slowed = (rank) => (rank.emulated === null ? "" : `emulated ${rank.emulated}× slower`);
+  const slowed = (rank) => (rank.emulated === null ? "" : `emulated ${rank.emulated}×`);
 
   /** A rank in a text: with its member where several had the same rank, one after another. */
   function rankName(run, rank) {

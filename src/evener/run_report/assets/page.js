@@ -109,7 +109,7 @@ const page = (() => {
     const shown = isAlone ? CHARTS : CHARTS.slice(1); // losses of several runs are in one chart
     return element(
       "section", { class: "run", id: `run-${number}` },
-      heading("Ranks"), fill("ending"), fill("notes"), fill("ranks"), ...(isAlone ? [fill("tiles")] : []),
+      heading("Ranks"), fill("ending"), fill("ranks"), ...(isAlone ? [fill("tiles")] : []), fill("notes"),
       heading("Timeline"), timeline(number),
       heading("Curves"), fill("empty"), element("div", { class: "curves" }, ...shown.map(([kind, title]) => chart(kind, title, number))),
       fill("resolution"),
@@ -147,7 +147,7 @@ const page = (() => {
     const { verdict: found, advice: all } = run;
     const answers = found.answers;
     const badges = [found.basis, found.remark].filter(Boolean).map((text) => element("span", { class: "tag" }, text));
-    const slow = run.ranks.filter((rank) => slowed(rank)).map((rank) => `rank ${rank.rank} is ${slowed(rank)}`);
+    const slow = run.ranks.filter((rank) => slowed(rank)).map((rank) => `rank ${rank.rank} is ${slowed(rank)} slower`);
     const emulated = [...new Set(slow)].map((text) => element("span", { class: "tag" }, text));
     const part = (question, ...content) => element("div", {}, element("h2", {}, question), ...content);
     const more = all.slice(MOST_ADVICE);
@@ -205,6 +205,7 @@ const page = (() => {
   function compared(value, first, form) {
     if (isMissing(value)) return "–";
     if (typeof value !== "number" || !first || value === first) return form(value);
+    if (value >= 3 * first) return `${form(value)} (${times(value / first)})`;
     const change = form === percent ? `${(100 * (value - first)).toFixed(1)} points` : percent(value / first - 1);
     return `${form(value)} (${value > first ? "+" : ""}${change})`.replace("(-", "(−");
   }
@@ -275,7 +276,7 @@ const page = (() => {
     const lines = [...run.events, ...evals].sort((one, other) => one.t_s - other.t_s);
     if (!lines.length) return paragraph("No rank has joined, left or fallen behind, and nothing was evaluated.", "empty");
     const rows = lines.map((one) => [
-      duration(one.t_s), whole(one.window), `${SIGNS[one.kind] || ""} ${one.kind || one.type}`, dash(one.cost_s, duration), one.text,
+      duration(one.t_s), whole(one.window), `${SIGNS[one.kind] || ""} ${(one.kind || one.type).replace("_", " ")}`, dash(one.cost_s, duration), one.text,
     ]);
     return [table("Events", ["at", "window", "event", "cost", "what"], rows, "Membership, stragglers, evaluations and the end")];
   }
