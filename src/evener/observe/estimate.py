@@ -1,16 +1,13 @@
 """The speed of a team, and what each rank adds to it: one estimate for every figure. Pure.
 
-The closing table, reports, the dashboard and ``evener plan`` all take their speeds and multiples
-from here, so that they cannot differ. Team and ranks are measured in the same windows.
+The closing table, reports, the dashboard and ``evener plan`` all take their speeds
+from ``measure`` (``measuring.py``), so that they cannot differ. Here is what follows from these.
 """
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Final, Literal, Self
-
-import numpy as np
-
-from evener.observe.table import RunTable, ratio
+from typing import Final
 
 SPEEDS_CHANGED: Final = "speeds changed during the run"
 """What is shown in place of an impossible multiple."""
@@ -38,41 +35,6 @@ class Estimate:
     parked: Set[int] = frozenset()
     unknown: Set[int] = frozenset()
 
-    @classmethod
-    def of(cls, table: RunTable, amount: Literal["weight", "samples"] = "weight") -> Self:
-        """Estimate from the ``measured`` rows of a run; evaluations do not count as time.
-
-        Alone, a rank would have computed all of these windows as it has computed its part, and made
-        the whole update in each of them.
-
-        Args:
-            table: The windows of the run.
-            amount: What speeds count.
-        """
-        counted, rows = table.measured(), table.rows()
-        windows = float(rows["windows"][counted].sum())
-        length_s = float(rows["length_s"][counted].sum())
-        sums = table.lane_sums(counted)
-        total, own = float(rows[amount][counted].sum()), sums[amount]
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            alone_s = (sums["compute_s"] - sums["own_update_s"]) * total / own
-            alone_s += sums["whole_update_s"] * windows / sums["windows"]
-        speeds = ratio(np.full(len(own), total), alone_s)
-        newest = table.newest or {}
-        present = {table.ranks[lane]: lane for lane in table.present}
-        alone = {
-            rank: float(speeds[lane])
-            for rank, lane in present.items()
-            if own[lane] > 0 and np.isfinite(speeds[lane])
-        }
-        parked = frozenset(newest.get("parked", ()))
-        return cls(
-            speed=total / length_s if length_s > 0 else None,
-            alone=alone,
-            parked=parked,
-            unknown=present.keys() - alone.keys() - parked,
-        )
-
     @property
     def speeds_changed(self) -> bool:
         """Return whether the team did more than its ranks alone could, so speeds have changed."""
@@ -82,7 +44,7 @@ class Estimate:
     def is_comparable(self) -> bool:
         """Return whether the team may be compared with its ranks alone."""
         is_known = bool(self.alone) and self.speed is not None and not self.unknown
-        return is_known and 0.0 < sum(self.alone.values()) < np.inf and not self.speeds_changed
+        return is_known and 0.0 < sum(self.alone.values()) < math.inf and not self.speeds_changed
 
     @property
     def fastest(self) -> int | None:

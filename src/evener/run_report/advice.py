@@ -4,13 +4,14 @@ A rule returns nothing unless the figures show its case by more than two equal r
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from evener.observe.estimate import NEGLIGIBLE, Estimate
 from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
+from evener.simulation.changes import Change, Predictor
 
 Kind = Literal[
     "slow_rank",
@@ -85,14 +86,6 @@ class RunFacts:
     data: float = 0.0
 
 
-class Change(NamedTuple):
-    """A change of a run whose speed can be predicted; ``None`` leaves things as they are."""
-
-    policy: ApplyPolicy | None = None
-    batch_size: int | None = None
-    without: int | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """What to change.
@@ -110,10 +103,6 @@ class Advice:
     key: str | None = None
     change: Change | None = None
     gain: float | None = None
-
-
-Predictor = Callable[[Change], float | None]
-"""Returns by which part a run would be faster after a change; ``None`` if nothing can tell."""
 
 
 def advise_run(facts: RunFacts, predict: Predictor | None = None) -> list[Advice]:

@@ -7,15 +7,16 @@ import numpy as np
 
 from evener.observe.estimate import Estimate, contribution
 from evener.observe.events import SPANS
+from evener.observe.measuring import parts_of_time
 from evener.observe.numbers import human_duration
 from evener.observe.progress_line import progress_line
 from evener.observe.table import SUMS, ratio, wait_parts
 from evener.observe.waiting import Waits
-from evener.run_report.advice import Predictor
 from evener.run_report.curves import number, numbers, series, timeline
 from evener.run_report.history import MOST_LISTED, RunHistory
 from evener.run_report.summary_facts import SummaryFacts
 from evener.run_report.verdict import judge
+from evener.simulation.changes import Predictor
 
 MOST_POINTS: Final = 1500
 """The most points of a curve: as many as a wide screen has columns of pixels for it."""
@@ -119,7 +120,7 @@ def _team(history: RunHistory, estimate: Estimate) -> dict[str, Any]:
     table = history.table
     rows = table.rows()
     sums = {name: float(rows[name].sum()) for name in SUMS}
-    total_s = sum(sums[f"{span}_s"] for span in SPANS)
+    parts = parts_of_time(table)
     known = rows["loss"][np.isfinite(rows["loss"])]
     evals = [one["loss"] for one in history.evals if one["loss"] is not None]
     return {
@@ -132,10 +133,7 @@ def _team(history: RunHistory, estimate: Estimate) -> dict[str, Any]:
         "of_ideal": number(estimate.of_ideal),
         "last_loss": number(float(known[-1])) if len(known) else None,
         "heldout_loss": number(evals[-1] if evals else None),
-        **{
-            f"{span}_fraction": number(sums[f"{span}_s"] / total_s) if total_s > 0 else None
-            for span in SPANS
-        },
+        **{f"{span}_fraction": number(parts.get(span)) for span in SPANS},
         "sent_bytes": number(sums["sent_bytes"] or None),
     }
 

@@ -7,12 +7,12 @@ import numpy as np
 
 from evener.observe.estimate import SPEEDS_CHANGED, Estimate, contribution
 from evener.observe.events import SPANS
+from evener.observe.measuring import measure, parts_of_time
 from evener.observe.table import Columns, RunTable, ratio
 from evener.observe.waiting import Waits, describe_waits
 from evener.planning.policies import ApplyPolicy
 from evener.run_report.advice import (
     Advice,
-    Predictor,
     RankFacts,
     RunFacts,
     advise_run,
@@ -20,6 +20,7 @@ from evener.run_report.advice import (
 )
 from evener.run_report.curves import number
 from evener.run_report.history import RunHistory
+from evener.simulation.changes import Predictor
 
 _MOST_NAMED: Final = 3
 """Ranks of which the verdict says what they add; of a larger team it names the slowest."""
@@ -144,12 +145,9 @@ def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -
     """
     table = history.table
     names = {table.ranks[lane]: name_rank(history, lane) for lane in table.present}
-    sums, rows = table.lane_sums(), table.rows()
-    team_s = {span: float(sums[f"{span}_s"].sum()) for span in SPANS}
-    total_s = sum(team_s.values())
-    parts = {span: spent_s / total_s if total_s > 0 else 0.0 for span, spent_s in team_s.items()}
-    estimate = Estimate.of(table)
-    ranks = _ranks(history, sums)
+    rows, parts = table.rows(), parts_of_time(table)
+    estimate = measure(table)
+    ranks = _ranks(history, table.lane_sums())
     facts = RunFacts(
         policy=ApplyPolicy(history.facts.get("policy", ApplyPolicy.SYNC)),
         estimate=estimate,
@@ -157,15 +155,15 @@ def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -
         unit=history.facts.get("unit") or "samples",
         batch_size=int(_usual(rows["samples"] / rows["windows"])),
         window_s=_usual(rows["length_s"] / rows["windows"]),
-        wait=parts["wait"],
-        exchange=parts["sync"],
-        data=parts["data"],
+        wait=parts.get("wait", 0.0),
+        exchange=parts.get("sync", 0.0),
+        data=parts.get("data", 0.0),
     )
     every = [name_rank(history, lane) for lane in range(len(table.members))]
     return Verdict(
         estimate=estimate,
         names=names,
-        lost_waiting=parts["wait"] if total_s > 0 else None,
+        lost_waiting=parts.get("wait"),
         waits=describe_waits(waits, every, float(rows["length_s"].sum())),
         advice=tuple(advise_run(facts, predict)),
         speeds_changed=any(has_changed(one.changed) for one in ranks),
@@ -177,7 +175,10 @@ def name_rank(history: RunHistory, lane: int) -> str:
     rank, member = history.table.ranks[lane], history.table.members[lane]
     _, device = history.workers.get(member, ("", ""))
     slowed = history.facts.get("emulated", {}).get(str(rank))
-    about = [device.replace(" (", ", ").rstrip(")") or member, *([] if slowed is None else [f"emulated {slowed:g}× slower"])]
+    about = [
+        device.replace(" (", ", ").rstrip(")") or member,
+        *([] if slowed is None else [f"emulated {slowed:g}× slower"]),
+    ]
     return f"rank {rank} ({', '.join(about)})"
 
 

@@ -13,6 +13,7 @@ from evener.run_report.document import figures
 from evener.run_report.history import RunHistory
 from evener.run_report.page import GENERATOR, page
 from evener.run_report.summary_facts import SummaryFacts, read_facts
+from evener.simulation.changes import predict_changes
 from evener.version import __version__
 
 DEFAULT_PAGE: Final = Path("report.html")
@@ -94,8 +95,9 @@ class RunReader:
         self._folder = folder
         self._is_live = is_live
         self._history = RunHistory()
-        self._num_skipped = 0
-        self._skipped: list[str] = []
+        #: How many lines were left out, and a few of them with the reason.
+        self.num_skipped = 0
+        self.skipped: list[str] = []
         #: Also says whether another file is there now.
         self.follower = EventFollower(folder / EVENTS, self._skip, follow=not is_live)
 
@@ -119,17 +121,25 @@ class RunReader:
         """
         history = self.history()
         facts, why = self._read_summary()
-        notes = [*self._skipped]
-        if further := self._num_skipped - len(notes):
+        notes = [*self.skipped]
+        if further := self.num_skipped - len(notes):
             notes.append(f"{further:,} further lines are left out")
         if why and not self._is_live:
             notes.append(why)
-        return figures(name, history, facts, notes, divisor=divisor, is_running=is_running)
+        return figures(
+            name,
+            history,
+            facts,
+            notes,
+            divisor=divisor,
+            is_running=is_running,
+            predict=None if self._is_live else predict_changes(history.table, history.facts),
+        )
 
     def _skip(self, line: int, why: str) -> None:
-        self._num_skipped += 1
-        if len(self._skipped) < _MOST_NOTES:
-            self._skipped.append(f"line {line:,} of {EVENTS} is left out: {why}")
+        self.num_skipped += 1
+        if len(self.skipped) < _MOST_NOTES:
+            self.skipped.append(f"line {line:,} of {EVENTS} is left out: {why}")
 
     def _read_summary(self) -> tuple[SummaryFacts, str]:
         """Return the summary, and why there is none, for people."""
