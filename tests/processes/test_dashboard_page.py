@@ -50,7 +50,7 @@ def test_live_updates_and_who_is_gone(sandbox: Sandbox) -> None:
             tab.wait_for_selector("html[data-drawn]")
             has(tab, "connected", NOW)
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
-            assert tab.locator(".chart canvas").count() == 5
+            assert tab.locator(".chart canvas").count() == 4
             # What it does now stays in sight.
             tab.evaluate("scrollTo(0, document.body.scrollHeight)")
             tab.wait_for_function("scrollY > 500")
