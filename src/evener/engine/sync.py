@@ -97,6 +97,11 @@ class SyncEngine(Engine):
         return self.lookahead.policy
 
     @property
+    def why_parked(self) -> str:
+        """Return why the planner, if this rank is it, has parked ranks; empty without any."""
+        return self.lookahead.why_parked
+
+    @property
     def has_begun(self) -> bool:
         """Return whether gradients of the share are being exchanged; see ``Engine``."""
         return self._overlap.has_begun

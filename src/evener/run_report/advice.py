@@ -11,6 +11,7 @@ from typing import Final, Literal
 from evener.observe.estimate import NEGLIGIBLE, Estimate
 from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
+from evener.simulation.advice import LONG_WINDOW_S
 from evener.simulation.changes import Change, Predictor
 
 Kind = Literal[
@@ -23,9 +24,6 @@ Kind = Literal[
     "window_length",
     "parked",
 ]
-
-LONG_WINDOW_S: Final = 60.0
-"""Ranks that average less often drift apart, and lose more work with a rank: see ``plan``."""
 
 _NOTEWORTHY: Final = 0.03
 """Time lost to one cause below this part is not worth a change."""

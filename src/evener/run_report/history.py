@@ -4,9 +4,9 @@ from collections import Counter
 from typing import Any, Final, TypeVar
 
 from evener.observe.events import Event
-from evener.observe.sentences import describe
+from evener.observe.sentences import describe, steps_before
 from evener.observe.table import RunTable
-from evener.run_report.team_change import TeamChange
+from evener.observe.team_change import TeamChange
 
 MOST_LISTED: Final = 500
 """The most lines of a list, such as that of the checkpoints; a longer one loses its middle."""
@@ -117,9 +117,9 @@ class RunHistory:
         if kind in TeamChange.KINDS:
             self._tell_change(event)
         elif kind in _INCIDENTS:
-            self._tell(_INCIDENTS[kind], event, describe(event) or "")
+            self._tell(_INCIDENTS[kind], event, self._describe(event))
         if kind in _DECISIONS:
-            self._decide(kind, event, describe(event) or "")
+            self._decide(kind, event, self._describe(event))
         self._newest_kind = kind
 
     def _begin_session(self) -> None:
@@ -143,6 +143,9 @@ class RunHistory:
         line = {name: event.get(name) for name in ("rank", "member")}
         own = {"type": event["type"], "kind": flag, **line, "cost_s": event.get("delay_s")}
         _append(self.incidents, {**self._at(event), **own, "text": text})
+
+    def _describe(self, event: Event) -> str:
+        return describe(event, steps_before(event, self.facts, self.table.newest)) or ""
 
     def _decide(self, kind: str, event: Event, text: str) -> None:
         _append(self.decisions, {**self._at(event), "kind": kind, "text": text})

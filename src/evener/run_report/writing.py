@@ -1,6 +1,8 @@
 """Read run folders and write their reports: the only part of this package with I/O."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,13 +44,14 @@ def report(runs: Sequence[Path]) -> dict[str, Any]:
     return {"version": __version__, "runs": documents}
 
 
-def write_page(document: dict[str, Any], path: Path | None) -> Path:
+def write_page(document: dict[str, Any], runs: Sequence[Path], path: Path | None = None) -> Path:
     """Write the page of a report.
 
     Args:
         document: As ``report`` returns it.
-        path: Where it goes; by default ``report.html`` in the current folder, unless that is a
-            file of another origin.
+        runs: The runs in it.
+        path: Where it goes; by default ``report.html`` in the current folder. If that is something
+            else than an earlier page of the same runs, ``report-2.html``, and so on.
 
     Returns:
         Where it went.
@@ -56,15 +59,21 @@ def write_page(document: dict[str, Any], path: Path | None) -> Path:
     Raises:
         ConfigError: It cannot be written there.
     """
+    folders = "\0".join(str(find_events(run).parent.resolve()) for run in runs)
+    digest = hashlib.blake2b(folders.encode(), digest_size=8).hexdigest()
     if path is None:
-        path = DEFAULT_PAGE
-        if path.exists() and not _is_report(path):
-            raise ConfigError(
-                f"{path} is there already and was not made by evener report; choose another name "
-                "with -o, or this one to replace it"
-            )
-    _write(path, [page(document)])
+        names = (DEFAULT_PAGE.with_stem(f"{DEFAULT_PAGE.stem}-{k}") for k in count(2))
+        path = next(one for one in chain([DEFAULT_PAGE], names) if _is_free(one, digest))
+    _write(path, [page(document, digest)])
     return path
+
+
+def verdict_lines(document: dict[str, Any]) -> list[str]:
+    """Return the lines of a report that matter most: of one run three, of several one for each."""
+    runs = document["runs"]
+    if len(runs) == 1:
+        return [*runs[0]["verdict"]["answers"].values()]
+    return [f"{run['name']}: {run['verdict']['text'] or run['run']['state']}" for run in runs]
 
 
 def write_trace(run: Path, path: Path) -> None:
@@ -159,10 +168,13 @@ class RunReader:
         return SummaryFacts(), why
 
 
-def _is_report(path: Path) -> bool:
+def _is_free(path: Path, digest: str) -> bool:
+    """Return whether no file is there but a page of the same runs."""
     try:
         with path.open("rb") as stream:
-            return GENERATOR.encode() in stream.read(4096)
+            return GENERATOR.format(digest).encode() in stream.read(4096)
+    except FileNotFoundError:
+        return not path.is_symlink()
     except OSError:
         return False
 

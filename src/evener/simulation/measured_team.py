@@ -136,7 +136,12 @@ def team_of(table: RunTable, start: Event, run: str) -> TeamSpec:
     # Windows at the end of an epoch have fewer samples.
     batch_size = int(np.quantile(sizes, 0.5, method="higher"))
     estimate = measure(table, "samples")
-    measured = MeasuredRun(policy=policy, estimate=estimate, parts=parts_of_time(table))
+    measured = MeasuredRun(
+        policy=policy,
+        estimate=estimate,
+        parts=parts_of_time(table),
+        window_s=float(np.median(team["length_s"] / team["windows"])),
+    )
     for rank, spec in ranks.items():
         spec.number = numbers[rank]
         if (alone := estimate.alone.get(numbers[rank])) is not None:

@@ -40,11 +40,13 @@ class MeasuredRun:
         policy: Its policy.
         estimate: Samples per second of the team and of its ranks alone.
         parts: Parts of the ranks' time, by span.
+        window_s: Usual seconds of a window.
     """
 
     policy: ApplyPolicy
     estimate: Estimate
     parts: Mapping[str, float]
+    window_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """What a run leaves for people and programs: events, the summary, the closing table."""
 
 import io
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -174,3 +175,13 @@ def show(summary: RunSummary) -> None:
     say(text.read(), end="")
     for line in closing_lines(summary):
         say(line)
+    say(f"page: {_program()} report {summary.run_folder}")
+
+
+def _program() -> str:
+    """Return how the user reaches ``evener``, whose environment need not be activated."""
+    if shutil.which("evener"):
+        return "evener"
+    own = Path(sys.executable).with_name("evener")
+    here = Path.cwd()
+    return str(own.relative_to(here) if own.is_relative_to(here) else own)
