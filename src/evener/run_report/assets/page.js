@@ -109,7 +109,7 @@ const page = (() => {
     const shown = isAlone ? CHARTS : CHARTS.slice(1); // losses of several runs are in one chart
     return element(
       "section", { class: "run", id: `run-${number}` },
-      heading("Ranks"), fill("ending"), fill("ranks"), ...(isAlone ? [fill("tiles")] : []), fill("notes"),
+      fill("ending"), heading("Ranks"), fill("ranks"), ...(isAlone ? [fill("tiles")] : []), fill("notes"),
       heading("Timeline"), timeline(number),
       heading("Curves"), fill("empty"), element("div", { class: "curves" }, ...shown.map(([kind, title]) => chart(kind, title, number))),
       fill("resolution"),
@@ -253,13 +253,13 @@ const page = (() => {
 
   function ranks(run) {
     if (!run.ranks.length) return paragraph("No rank has committed a window yet.", "empty");
-    const head = ["rank", "share", "wait", "contribution", "state", "its time", `${run.run.unit}/s alone`, "was last in",
-      "waited for", "samples", "device", "host", "member"];
+    const head = ["rank", "share", "wait", "contribution", "state", "its time", `${run.run.unit}/s alone`, "last in windows",
+      "waited for", "samples", "device", "member"];
     const rows = run.ranks.map((rank) => [
       element("span", {}, String(rank.rank), ...tag(rank)), dash(rank.share, percent), dash(rank.wait_fraction, percent),
       rank.contribution, element("span", { class: rank.presence, title: rank.why_gone || "" }, rank.presence), timeBar(rank),
-      dash(rank.alone, count), `${whole(rank.windows_last)} windows`, dash(rank.waited_for_s, duration), dash(rank.samples, whole),
-      `${dash(rank.device)}${rank.parked ? ", parked" : ""}`, dash(rank.host), rank.member,
+      dash(rank.alone, count), whole(rank.windows_last), dash(rank.waited_for_s, duration), dash(rank.samples, whole),
+      `${dash(rank.device)}${rank.parked ? ", parked" : ""}`, rank.member,
     ]);
     const keys = element("p", { class: "bar" }, "Time of a rank:", ...PARTS.map(([look, word]) => key(look, word)));
     return [table("Ranks", head, rows), keys];
