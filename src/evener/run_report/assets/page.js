@@ -347,8 +347,9 @@ const page = (() => {
   // ── the page ───────────────────────────────────────────────────────────────────────────────
 
   const several = (runs) => [
-    element("section", { id: "overview" }, element("h2", {}, "Differences"), fill("bench"), fill("overview")),
-    element("section", { class: "curves" }, chart("loss-by-samples", "Loss by samples", "all"),
+    fill("bench"),
+    element("section", { class: "curves" }, element("div", { id: "overview" }, element("h2", {}, "Differences"), fill("overview")),
+      chart("loss-by-samples", "Loss by samples", "all"),
       chart("loss-by-time", "Loss by training time", "all"), chart("speeds", "Throughput of the teams", "all")),
   ];
 
