@@ -1,6 +1,7 @@
 """The page of a report in a real browser: it answers, asks for nothing, and obeys the keyboard."""
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,18 @@ def test_several_runs_show_what_differs(tmp_path):
         *losses, one, other = tab.evaluate(colours)
         assert losses == [one, other]
         assert one != other
+
+
+def test_many_ranks_fit_a_phone(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    times = [(0.5 + k / 100, 0.4 - k / 100, 0.1) for k in range(10)]
+    ten = {"samples": (2,) * 10, "losses": (2.0,) * 10, "times_s": times}
+    events = [started(members=list("abcdefghij")), *(committed_window(k, **ten) for k in range(9))]
+    (folder / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
+    with browsing(report(folder), viewport={"width": 390, "height": 844}) as tab:
+        tab.wait_for_selector("html[data-drawn]")
+        assert tab.locator("[aria-label=Waits] .heat").count() == 100
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+        waited = tab.locator("[aria-label=Waits] .heat[title^='rank 0 waited']").last
+        assert re.search(r"waited [\d.]+ m?s for rank 9", waited.get_attribute("title"))

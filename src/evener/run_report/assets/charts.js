@@ -313,7 +313,7 @@ const charts = (() => {
         {
           width: Math.max(200, this.holder.clientWidth),
           height: CHART_HEIGHT,
-          padding: [14, 12, 0, 0],
+          padding: [14, 24, 0, 0],
           series,
           bands,
           scales: {

@@ -133,22 +133,24 @@ const page = (() => {
     if (!most) return [];
     const names = run.ranks.map((rank) => rankName(run, rank));
     const hasWords = names.length <= MOST_WORDS;
-    const rows = seconds.map((row, i) => [names[i], ...row.map((s, j) => {
-      if (i === j) return element("span", { class: "heat self" }, "");
-      const cell = heat(hasWords ? dash(s || null, duration) : "", s / most, "wait");
+    const size = hasWords ? "" : "small";
+    const rows = seconds.map((row, i) => [hasWords ? names[i] : String(run.ranks[i].rank), ...row.map((s, j) => {
+      if (i === j) return element("span", { class: `heat self ${size}` }, "");
+      const cell = heat(hasWords ? dash(s || null, duration) : "", s / most, `wait ${size}`);
       cell.title = `${names[i]} waited ${duration(s)} for ${names[j]}`;
       return cell;
     })]);
-    const head = run.ranks.map((rank, i) => (hasWords ? `for ${names[i]}` : String(rank.rank)));
-    return [table("Waits", ["waited", ...head], rows)];
+    const head = hasWords ? ["waited", ...names.map((name) => `for ${name}`)] : ["", ...names.map(() => "")];
+    return [table("Waits", head, rows, hasWords ? "" : "A row for each rank that waited, a column for each it waited for")];
   }
 
   function verdict(run, isAlone) {
     const { verdict: found, advice: all } = run;
     const answers = found.answers;
     const badges = [found.basis, found.remark].filter(Boolean).map((text) => element("span", { class: "tag" }, text));
-    const slow = run.ranks.filter((rank) => slowed(rank)).map((rank) => `rank ${rank.rank} is ${slowed(rank)} slower`);
-    const emulated = [...new Set(slow)].map((text) => element("span", { class: "tag" }, text));
+    const slow = [...new Set(run.ranks.filter(slowed).map((rank) => `rank ${rank.rank} is ${slowed(rank)} slower`))];
+    const emulated = (slow.length > 3 ? [`${slow.length} ranks are emulated slower`] : slow)
+      .map((text) => element("span", { class: "tag" }, text));
     const part = (question, ...content) => element("div", {}, element("h2", {}, question), ...content);
     const more = all.slice(MOST_ADVICE);
     return [
@@ -233,7 +235,7 @@ const page = (() => {
       dash(one.spread, percent), dash(one.loss_by_time, loss), dash(one.loss_by_units, loss), dash(one.heldout_loss, loss),
     ]);
     const skipped = Object.entries(found.skipped).map(([name, why]) => element("li", {}, `${name} was skipped: ${why}`));
-    return [table("Candidates", head, rows, found.reason || ""), element("ul", { class: "faint" }, ...skipped)];
+    return [element("h2", {}, "Which to choose"), table("Candidates", head, rows, found.reason || ""), element("ul", { class: "faint" }, ...skipped)];
   }
 
   // ── what is filled in ──────────────────────────────────────────────────────────────────────
@@ -347,7 +349,6 @@ const page = (() => {
   // ── the page ───────────────────────────────────────────────────────────────────────────────
 
   const several = (runs) => [
-    fill("bench"),
     element("section", { class: "curves" }, element("div", { id: "overview" }, element("h2", {}, "Differences"), fill("overview")),
       chart("loss-by-samples", "Loss by samples", "all"),
       chart("loss-by-time", "Loss by training time", "all"), chart("speeds", "Throughput of the teams", "all")),
@@ -361,7 +362,7 @@ const page = (() => {
   function build(runs) {
     const isAlone = runs.length === 1;
     document.querySelector("main").replaceChildren(
-      element("section", { id: "answers" }, ...runs.map(() => element("div", { class: "verdict" }))),
+      ...(isAlone ? [] : [fill("bench")]), element("section", { id: "answers" }, ...runs.map(() => element("div", { class: "verdict" }))),
       ...(isAlone ? [] : several(runs)),
       element("div", { class: isAlone ? "" : "runs" }, ...runs.map((run, i) => runSection(run, i, isAlone))),
     );
