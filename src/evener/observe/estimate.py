@@ -38,7 +38,9 @@ class Estimate:
     @property
     def speeds_changed(self) -> bool:
         """Return whether the team did more than its ranks alone could, so speeds have changed."""
-        return self.speed is not None and self.speed > _MOST_OF_IDEAL * sum(self.alone.values()) > 0
+        if self.speed is None or self.unknown:
+            return False
+        return self.speed > _MOST_OF_IDEAL * sum(self.alone.values()) > 0
 
     @property
     def is_comparable(self) -> bool:

@@ -5,7 +5,7 @@ from typing import Final
 from evener.observe.events import Event
 from evener.observe.numbers import human_bytes, human_duration
 
-#: The engine itself warns of stragglers and parked ranks, and the coordinator of workers that it has
+#: The engine itself warns of stragglers and parked ranks, the coordinator of workers that it has
 #: refused. Of the others, other lines say enough.
 _NOT_IN_TERMINAL: Final = frozenset(
     {"straggler", "straggler_over", "parked", "recalled", "join_refused"}

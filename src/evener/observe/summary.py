@@ -160,14 +160,19 @@ def closing_table(summary: RunSummary) -> "Table":
     return table
 
 
-def closing_lines(summary: RunSummary) -> list[str]:
-    """Return the last lines for a person: the verdict, and what the table does not say."""
+def closing_lines(summary: RunSummary, program: str = "evener") -> list[str]:
+    """Return the last lines for a person: the verdict, and what the table does not say.
+
+    Args:
+        summary: The run.
+        program: How the user reaches ``evener``.
+    """
     lines = [*summary.verdict]
     if summary.gone_weight > 0:
         part = summary.gone_weight / _total_weight(summary)
         lines.append(f"Ranks that are gone did {part:.0%} of the {summary.unit}.")
-    lines.append(f"run folder: {summary.run_folder}")
-    return lines
+    folder = summary.run_folder
+    return [*lines, f"page: {program} report {folder}", f"run folder: {folder}"]
 
 
 def _total_weight(summary: RunSummary) -> float:

@@ -47,7 +47,7 @@ class TeamChange:
         )
         parts = []
         if lost:
-            why = f" ({lost[0]['reason']})" if lost[0].get("reason") else ""
+            why = f": {lost[0]['reason']}" if lost[0].get("reason") else ""
             parts.append(f"lost {_who(lost)}{why}")
         if left:
             parts.append(f"{_who(left)} left")
@@ -61,10 +61,10 @@ class TeamChange:
             parts.append(f"{_who(joined)} joined{source}")
         spent = self._spent()
         cost_s = sum(spent.values()) if spent else None
-        text = ", ".join(parts)
+        text = "; ".join(parts)
         if cost_s is not None:
             steps = ", ".join(f"{human_duration(s)} {_STEPS[name]}" for name, s in spent.items())
-            text += f": {human_duration(cost_s)} ({steps})"
+            text += f"; it cost {human_duration(cost_s)} ({steps})"
         kind = "loss" if lost else "leave" if left else "join"
         first = next(iter([*lost, *left, *joined]), {})
         return {

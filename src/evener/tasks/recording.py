@@ -173,9 +173,8 @@ def show(summary: RunSummary) -> None:
     console.print(closing_table(summary))
     text.seek(0)
     say(text.read(), end="")
-    for line in closing_lines(summary):
+    for line in closing_lines(summary, _program()):
         say(line)
-    say(f"page: {_program()} report {summary.run_folder}")
 
 
 def _program() -> str:
