@@ -7,6 +7,7 @@ const page = (() => {
   const MOST_WORDS = 8; // ranks in a matrix of waits whose cells have room for words
   const MOST_ADVICE = 2; // that is open at once
   const MANY_EVALS = 50;
+  const MOST_LISTED = 500; // of history.py: a longer list has lost its middle
 
   // ── values for people ──────────────────────────────────────────────────────────────────────
 
@@ -268,8 +269,8 @@ const page = (() => {
   }
 
   /** A caption that says so where a list has lost its middle. */
-  const counted = (what, items, total) => (items.length === total || total === undefined ? what
-    : `${what}: the first and the last ${Math.floor(items.length / 2)} of ${whole(total)}`);
+  const counted = (what, items) => (items.length < MOST_LISTED ? what
+    : `${what}: the first and the last ${MOST_LISTED / 2}`);
 
   /** What has happened, the newest last. */
   function events(run) {
@@ -280,13 +281,13 @@ const page = (() => {
     const rows = lines.map((one) => [
       duration(one.t_s), whole(one.window), `${SIGNS[one.kind] || ""} ${(one.kind || one.type).replace("_", " ")}`, dash(one.cost_s, duration), one.text,
     ]);
-    return [table("Events", ["at", "window", "event", "cost", "what"], rows, "Membership, stragglers, evaluations and the end")];
+    return [table("Events", ["at", "window", "event", "cost", "what"], rows, counted("Membership, stragglers, evaluations and the end", run.events))];
   }
 
   function decisions(run) {
     if (!run.decisions.length) return [];
     const rows = run.decisions.map((one) => [duration(one.t_s), whole(one.window), one.kind.replace("_", " "), one.text]);
-    return [table("Decisions", ["at", "window", "decision", "samples by rank, and why"], rows, "Decisions of the planner")];
+    return [table("Decisions", ["at", "window", "decision", "samples by rank, and why"], rows, counted("Decisions of the planner", run.decisions))];
   }
 
   function checkpoints(run) {
@@ -296,7 +297,7 @@ const page = (() => {
       duration(one.t_s), whole(one.window), one.path, dash(one.num_bytes, bytes), dash(one.write_s, duration),
       dash(one.copy_s, duration),
     ]);
-    return [table("Checkpoints", head, rows, counted("Checkpoints", run.checkpoints, run.counts.checkpoint))];
+    return [table("Checkpoints", head, rows, counted("Checkpoints", run.checkpoints))];
   }
 
   function confusion(run) {
