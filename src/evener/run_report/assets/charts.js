@@ -339,14 +339,6 @@ const charts = (() => {
               if (width > 2) view.show({ from: u.posToVal(left, "x"), to: u.posToVal(left + width, "x") });
               if (width) u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
             }],
-            setCursor: [(u) => {
-              if (this.isTold) return;
-              const { left, top } = u.cursor;
-              const at = left >= 0 ? u.posToVal(left, "x") : null;
-              view.point(at, this);
-              const near = at === null ? [] : flagsNear(this.flags, at, u.posToVal(5, "x") - u.posToVal(0, "x"));
-              showTip(this.tip, near.map((flag) => flag.text).join("\n"), left + u.bbox.left / devicePixelRatio, this.holder.offsetTop + top);
-            }],
             setSeries: [(u, index, options) => {
               // The extremes of a curve come and go with it.
               if (options.show === undefined || index === null) return;
@@ -359,6 +351,8 @@ const charts = (() => {
         joined(show.curves),
         this.holder,
       );
+      plot.over.addEventListener("mousemove", (event) => this.hover(event));
+      plot.over.addEventListener("mouseleave", () => this.hover(null));
       for (const label of this.holder.querySelectorAll(".u-legend .u-series:not(:first-child) th")) {
         label.tabIndex = 0;
         label.setAttribute("role", "button");
@@ -381,10 +375,17 @@ const charts = (() => {
     }
 
     point(at) {
-      if (!this.plot) return;
-      this.isTold = true;
-      this.plot.setCursor({ left: at === null ? -10 : this.plot.valToPos(at, "x"), top: -10 });
-      this.isTold = false;
+      if (this.plot) this.plot.setCursor({ left: at === null ? -10 : this.plot.valToPos(at, "x"), top: -10 });
+    }
+
+    /** Point the other drawings at the place under the mouse, and tell of flags there. */
+    hover(event) {
+      const { plot, view } = this;
+      const at = event && plot.posToVal(event.offsetX, "x");
+      view.point(at, this);
+      const near = event ? flagsNear(this.flags, at, plot.posToVal(5, "x") - plot.posToVal(0, "x")) : [];
+      const { offsetLeft: left, offsetTop: top } = plot.over;
+      showTip(this.tip, near.map((flag) => flag.text).join("\n"), left + event?.offsetX, this.holder.offsetTop + top + event?.offsetY);
     }
 
     /** Draw it again in other colours. */

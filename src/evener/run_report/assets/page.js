@@ -98,7 +98,8 @@ const page = (() => {
         "aria-label": "Timeline of the ranks; arrows pan, plus and minus zoom, 0 shows the whole run",
       }),
       element("div", { class: "cursor", hidden: "" }), tip(), element("output", { "aria-live": "polite" }),
-      element("figcaption", {}, TIMELINE_HELP, element("span", { "data-fill": "merged" })),
+      element("details", { class: "faint" }, element("summary", {}, "How to read and move it"),
+        element("p", {}, TIMELINE_HELP, element("span", { "data-fill": "merged" }))),
     );
   }
 
