@@ -3,6 +3,8 @@
 // Names of runs and ranks are set as text only, never as markup.
 const charts = (() => {
   const CHART_HEIGHT = 220;
+  const PLOT = { left: 82, right: 24 }; // pixels beside all plots, so that their times are below one another
+  const LABEL = 18; // pixels of the unit of an axis
   const ZOOM = 1.6;
   const PAN = 0.2;
   const DAY_S = 86400;
@@ -54,10 +56,14 @@ const charts = (() => {
 
   const slowed = (rank) => (rank.emulated === null ? "" : `emulated ${rank.emulated}×`);
 
-  /** A rank in a text: with its member where several had the same rank, one after another. */
-  function rankName(run, rank) {
+  /** What must be said wherever a rank is: its member if others had that rank, and that it is slowed. */
+  function rankFacts(run, rank) {
     const hasOthers = run.ranks.some((one) => one !== rank && one.rank === rank.rank);
-    const facts = [hasOthers && rank.member, slowed(rank)].filter(Boolean).join(", ");
+    return [hasOthers && rank.member, slowed(rank)].filter(Boolean).join(", ");
+  }
+
+  function rankName(run, rank) {
+    const facts = rankFacts(run, rank);
     return `rank ${rank.rank}${facts && ` (${facts})`}`;
   }
 
@@ -301,7 +307,7 @@ const charts = (() => {
       const axis = { stroke: ink("faint"), grid: { stroke: ink("line"), width: 1 }, ticks: { stroke: ink("line") } };
       const sized = { font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif" };
       const { view } = this;
-      const x = show.samples ? { values: (_, ticks) => ticks.map(count), label: "samples", labelSize: 20 } : {
+      const x = show.samples ? { values: (_, ticks) => ticks.map(count), label: "samples", labelSize: LABEL } : {
         splits: (u) => timeTicks(view.now.from, view.now.to, u.width / 110).ticks,
         values: (u, ticks) => {
           const { step } = timeTicks(view.now.from, view.now.to, u.width / 110);
@@ -313,7 +319,7 @@ const charts = (() => {
         {
           width: Math.max(200, this.holder.clientWidth),
           height: CHART_HEIGHT,
-          padding: [14, 24, 0, 0],
+          padding: [14, PLOT.right, 0, 0],
           series,
           bands,
           scales: {
@@ -322,7 +328,7 @@ const charts = (() => {
           },
           axes: [
             { ...axis, ...sized, ...x },
-            { ...axis, ...sized, values: (_, ticks) => ticks.map(show.tick || show.y), size: 64, label: show.unit, labelSize: 18 },
+            { ...axis, ...sized, values: (_, ticks) => ticks.map(show.tick || show.y), size: PLOT.left - LABEL, label: show.unit, labelSize: LABEL },
           ],
           cursor: {
             drag: { setScale: false },
@@ -401,6 +407,6 @@ const charts = (() => {
   }
 
   return {
-    Chart, View, SIGNS, ZOOM, ink, bytes, count, drawFlags, duration, flagsNear, percent, rankName, showTip, slowed, timeTicks, whole,
+    Chart, PLOT, SIGNS, View, ZOOM, ink, bytes, count, drawFlags, duration, flagsNear, percent, rankFacts, rankName, showTip, slowed, timeTicks, whole,
   };
 })();

@@ -2,7 +2,7 @@
 // The timeline of a run: data, compute, wait and exchange of each rank, on a canvas. Names of runs
 // and ranks are set as text only, never as markup.
 const Timeline = (() => {
-  const { ZOOM, drawFlags, duration, flagsNear, ink, percent, rankName, showTip, slowed, timeTicks, whole } = charts;
+  const { PLOT, ZOOM, drawFlags, duration, flagsNear, ink, percent, rankFacts, rankName, showTip, timeTicks, whole } = charts;
   const PARTS = ["data", "compute", "wait", "sync"];
   const WORDS = ["data", "compute", "wait", "exchange"];
   const WAIT = PARTS.indexOf("wait");
@@ -65,7 +65,8 @@ const Timeline = (() => {
       const width = Math.max(200, this.canvas.clientWidth);
       const { ranks } = this.run;
       this.row = Math.max(12, Math.min(36, Math.floor(480 / Math.max(1, ranks.length))));
-      this.left = ranks.some(slowed) ? 78 : 64;
+      this.left = PLOT.left;
+      this.right = width - PLOT.right;
       this.bottom = TOP + ranks.length * this.row;
       const height = this.bottom + 22;
       this.canvas.style.height = `${height}px`;
@@ -77,7 +78,7 @@ const Timeline = (() => {
       c.font = "12px system-ui, sans-serif";
       const colours = Object.fromEntries([...PARTS, "checkpoint", "idle", "ink", "faint"].map((n) => [n, ink(n)]));
       const [first, last] = this.visible();
-      const columns = width - this.left;
+      const columns = this.right - this.left;
       const single = last - first <= columns / 3;
       ranks.forEach((rank, i) => {
         const top = TOP + i * this.row;
@@ -88,31 +89,31 @@ const Timeline = (() => {
         else this.drawColumns(c, i, top, first, last, colours);
       });
       this.drawCheckpoints(c, colours);
-      const plot = { left: this.left, right: width, top: TOP, bottom: this.bottom };
+      const plot = { left: this.left, right: this.right, top: TOP, bottom: this.bottom };
       drawFlags(c, this.run.flags, (t) => this.x(t), plot, 1);
       this.drawTicks(c, colours);
       this.tell(first, last);
       this.point(null);
     }
 
-    /** The rank, and below it whether it is slowed on purpose; in low rows beside it. */
+    /** The rank, and what must be said of it: below, or beside it in a low row. */
     drawName(c, rank, top, colours) {
-      const isLow = this.row < 28;
+      const facts = rankFacts(this.run, rank);
+      const isBelow = facts && this.row >= 28;
       c.fillStyle = colours.ink;
-      c.fillText(`rank ${rank.rank}${isLow && slowed(rank) ? " emul." : ""}`, 0, top + (slowed(rank) && !isLow ? 12 : this.row / 2 + 3));
-      if (isLow || !slowed(rank)) return;
+      c.fillText(`rank ${rank.rank}${isBelow ? "" : ` ${facts}`}`, 0, top + (isBelow ? 12 : this.row / 2 + 3), this.left - 4);
       c.fillStyle = colours.faint;
-      c.fillText("emulated", 0, top + 26);
+      if (isBelow) c.fillText(facts, 0, top + 26, this.left - 4);
     }
 
     x(t) {
       const { from, to } = this.view.now;
-      return this.left + ((t - from) / (to - from)) * (this.width - this.left);
+      return this.left + ((t - from) / (to - from)) * (this.right - this.left);
     }
 
     t(x) {
       const { from, to } = this.view.now;
-      return from + ((x - this.left) / (this.width - this.left)) * (to - from);
+      return from + ((x - this.left) / (this.right - this.left)) * (to - from);
     }
 
     /** Seconds that a rank spent on each part in a cell. */
@@ -130,7 +131,7 @@ const Timeline = (() => {
         spent.forEach((length, part) => {
           const from = Math.max(this.left, this.x(at));
           at += length * scale;
-          const to = Math.min(this.width, this.x(at));
+          const to = Math.min(this.right, this.x(at));
           c.fillStyle = colours[PARTS[part]];
           if (to > from) c.fillRect(from, top, Math.max(to - from, 0.5), this.row - GAP);
         });
@@ -138,7 +139,7 @@ const Timeline = (() => {
     }
 
     drawColumns(c, lane, top, first, last, colours) {
-      const columns = Math.ceil(this.width - this.left);
+      const columns = Math.ceil(this.right - this.left);
       const sums = PARTS.map(() => new Float64Array(columns));
       const most = new Float64Array(columns);
       const worst = this.run.timeline.ranks[lane].most_wait;
@@ -182,14 +183,14 @@ const Timeline = (() => {
       for (const one of this.run.checkpoints) {
         const lane = this.run.ranks.findIndex((rank) => rank.rank === one.rank);
         const from = Math.max(this.left, this.x(one.t_s - one.write_s - one.copy_s));
-        const to = Math.min(this.width, this.x(one.t_s));
+        const to = Math.min(this.right, this.x(one.t_s));
         if (lane >= 0 && to >= from) c.fillRect(from, TOP + (lane + 1) * this.row - GAP, Math.max(to - from, 1), 2);
       }
     }
 
     drawTicks(c, colours) {
       const { from, to } = this.view.now;
-      const { step, ticks } = timeTicks(from, to, (this.width - this.left) / 110);
+      const { step, ticks } = timeTicks(from, to, (this.right - this.left) / 110);
       c.fillStyle = colours.faint;
       for (const t of ticks) {
         const text = duration(t, step);
@@ -277,7 +278,7 @@ const Timeline = (() => {
     /** Show what happened under the pointer, here and in the charts. */
     hover(event) {
       const t = this.t(event.offsetX);
-      const isInside = event.offsetX >= this.left;
+      const isInside = event.offsetX >= this.left && event.offsetX <= this.right;
       this.view.point(isInside ? t : null);
       const lines = isInside ? flagsNear(this.run.flags, t, this.t(5) - this.t(0)).map((flag) => flag.text) : [];
       const lane = Math.floor((event.offsetY - TOP) / this.row);
