@@ -338,6 +338,11 @@ def studies() -> dict[str, list[Arm]]:
             arm("late", base=base, late=1.0, **outer) for base in ("own", "eager", "mixed")
         ]
     found["wire"] = [arm("wire", steps=s, bits=b) for s in (16, 64) for b in (16, 8, 4, 2)]
+    found["auto"] = [
+        arm("auto", ranks=ranks, steps=steps, outer_lr=lr, outer_momentum=0.5)
+        for ranks, steps in ((2, 64), (2, 4), (4, 16), (2, 16), (4, 64))
+        for lr in (0.7, 1.0, 0.5)
+    ]
     found["seeds"] = [
         one
         for seed in (1, 2)

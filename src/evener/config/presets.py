@@ -28,8 +28,9 @@ DEMO: Mapping[str, Any] = {
     "checkpoint": {"every": 100, "keep_last": 2},
 }
 
-#: Without policy "sync": the same samples in as many steps of each of the two ranks. With batches of
-#: the team's size a rank would make half as many steps, which costs more than averaging rarely.
+#: Without policy "sync": the same samples in as many steps of each of the two ranks. If a rank had
+#: batches of the team's size, it would make half as many steps, which costs more loss than averaging
+#: rarely does.
 DEMO_LOCAL: Mapping[str, Any] = {**DEMO, "batch_size": 8, "max_steps": 400, "anchor": 4}
 
 #: Names in the standard library by what they name, on the demo's model: a minute on two cores.
