@@ -86,12 +86,14 @@ class LocalOptions:
         max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
             lockstep, ``None`` no limit. With a limit, ranks wait for one that turns slow.
         divergence_guard: ``"level"`` keeps the anchor from growing from the third of three rising
-            divergences of the ranks on; ``"none"``, ``None`` or ``False`` does not look; a
+            divergences of the ranks on, and halves it while the divergence is above four times
+            ``divergence_threshold``; ``"none"``, ``None`` or ``False`` does not look; a
             ``DivergenceGuard`` of your own decides by itself.
         divergence_threshold: Divergence, relative to the norm of the parameters, below which
             ``"level"`` does nothing; 0.05 if left out.
-        divergence_factor: ``"level"`` multiplies the anchor by it from the fourth rising divergence
-            on: from 0.1 to below 1, such as 0.5. If left out, the anchor does not come down.
+        divergence_factor: ``"level"`` multiplies the anchor by it, also from the fourth rising
+            divergence on: from 0.1 to below 1, such as 0.5. If left out, rising divergences alone
+            do not bring the anchor down.
         lr_scale_ratio: Multiplies the learning rate by ``1 + (world_size - 1) * lr_scale_ratio``; 0
             leaves it as it is.
         outer: What is done with the average difference from the consensus: ``"average"`` adds it;
