@@ -297,7 +297,7 @@ def studies() -> dict[str, list[Arm]]:
         return Arm(study=study, how=Local(**how), split=split, seed=seed, task=task)
 
     found: dict[str, list[Arm]] = {"sync": [Arm(study="sync", how=SYNC)]}
-    found["parts"] = [Arm(study="parts", how=SYNC, part=part) for part in (0.75, 0.9, 0.6, 0.5)]
+    found["parts"] = [Arm(study="parts", how=SYNC, part=part) for part in (0.75, 0.2)]
     for steps in (4, 16, 64):
         name = f"outer{steps}"
         found[name] = [
@@ -337,11 +337,11 @@ def studies() -> dict[str, list[Arm]]:
         found["late"] += [
             arm("late", base=base, late=1.0, **outer) for base in ("own", "eager", "mixed")
         ]
-    found["wire"] = [arm("wire", steps=s, bits=b) for s in (16, 64) for b in (16, 8, 4, 2)]
+    found["wire"] = [arm("wire", steps=s, bits=b) for s in (64, 16) for b in (8, 4, 2)]
     found["auto"] = [
         arm("auto", ranks=ranks, steps=steps, outer_lr=lr, outer_momentum=0.5)
-        for ranks, steps in ((2, 64), (2, 4), (4, 16), (2, 16), (4, 64))
-        for lr in (0.7, 1.0, 0.5)
+        for ranks, steps in ((2, 64), (2, 16))
+        for lr in (0.7, 1.0)
     ]
     found["seeds"] = [
         one
@@ -364,6 +364,24 @@ def studies() -> dict[str, list[Arm]]:
             arm("others", task=task, late=0.25),
         )
     ]
+    outers = ((1.0, 0.0), (0.7, 0.5), (1.0, 0.3), (0.4, 0.9), (0.7, 0.9))
+    found["cnn"] = [
+        Arm(study="cnn", task="cnn", how=SYNC),
+        *(
+            arm("cnn", task="cnn", steps=steps, outer_lr=lr, outer_momentum=momentum)
+            for steps in (16, 4, 64)
+            for lr, momentum in outers
+        ),
+        *(
+            arm("cnn", task="cnn", late=1.0, base=base, outer_lr=lr, outer_momentum=momentum)
+            for lr, momentum in outers[:2]
+            for base in ("own", "eager", "mixed")
+        ),
+        *(
+            arm("cnn", task="cnn", ranks=4, outer_lr=lr, outer_momentum=momentum)
+            for lr, momentum in outers
+        ),
+    ]
     found["low"] = [
         Arm(study="low", how=SYNC),
         *(arm("low", steps=steps) for steps in (8, 16, 64)),
@@ -373,7 +391,7 @@ def studies() -> dict[str, list[Arm]]:
     found["unequal"] = [
         arm("unequal", steps=s, speeds=(1.0, 1 / 3), power=power)
         for s in (16, 48)
-        for power in (0.0, 1.0, 2.0)
+        for power in (1.0, 0.0, 2.0)
     ]
     return found
 
