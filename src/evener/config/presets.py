@@ -28,8 +28,8 @@ DEMO: Mapping[str, Any] = {
     "checkpoint": {"every": 100, "keep_last": 2},
 }
 
-#: Without policy "sync": the same samples in as many steps of each of the two ranks, which have half
-#: of the team's batch. With whole batches a rank would make half as many steps, which costs more
+#: Without policy "sync": the same samples in as many steps of each of the two ranks, whose batches
+#: are half of the team's. With whole batches a rank would make half as many steps, which costs more
 #: loss than averaging rarely does. Smaller batches ask for a lower learning rate.
 DEMO_LOCAL: Mapping[str, Any] = {
     **DEMO,

@@ -101,8 +101,7 @@ class LocalOptions:
             SlowMo do; from Python also a function that makes an optimizer of a list of parameters,
             such as a class of ``torch.optim``. It is part of checkpoints. Windows with fewer than
             half of the anchor's steps are averaged.
-        outer_lr: Learning rate of ``"nesterov"``; ``"auto"`` takes it from the number of ranks and
-            of their steps in the window.
+        outer_lr: Learning rate of ``"nesterov"``; 0.7 if left out.
         outer_momentum: Momentum of ``"nesterov"``; 0.5 if left out.
     """
 
@@ -121,16 +120,14 @@ class LocalOptions:
         Literal["average", "nesterov"] | Callable[..., Any],
         asks_for("choose 'average' or 'nesterov', or give a function that makes an optimizer"),
     ] = "average"
-    outer_lr: Annotated[
-        AboveZero | Literal["auto"], asks_for("give a finite number above 0, or 'auto'")
-    ] = "auto"
+    outer_lr: AboveZero | None = None
     outer_momentum: Beta | None = None
 
     @model_validator(mode="after")
     def _outer_options_are_of_nesterov(self) -> Self:
-        for name, default in (("outer_lr", "auto"), ("outer_momentum", None)):
+        for name in ("outer_lr", "outer_momentum"):
             value = getattr(self, name)
-            if self.outer != "nesterov" and value != default:
+            if self.outer != "nesterov" and value is not None:
                 raise ValueError(
                     f"{name} is {value!r}, but outer is {self.outer!r}, which has no such number; "
                     "leave it out, or set outer to 'nesterov'"

@@ -250,7 +250,6 @@ class Replica(Consensus):
         *,
         moved_on: bool,
         is_full: bool,
-        outer_lr: float | None,
     ) -> float:
         """Apply the exchanged average to the consensus and to this rank.
 
@@ -259,7 +258,6 @@ class Replica(Consensus):
             differences: Of buffers, as exchanged; ``None`` where no rank has written any.
             moved_on: Whether this rank has made steps since the snapshot.
             is_full: Whether the outer optimizer steps; a short window is averaged.
-            outer_lr: Its learning rate; ``None`` for its own.
 
         Returns:
             The divergence: the 2-norm of snapshot less average, relative to that of the average;
@@ -279,7 +277,7 @@ class Replica(Consensus):
                 pairs = zip(_views(group, sums), group.parameters, strict=True)
                 # Momentum must not move what was frozen meanwhile.
                 updates += [view if p.requires_grad else None for view, p in pairs]
-            self._outer.step(updates, outer_lr)
+            self._outer.step(updates)
         else:
             for _, agreed, sums, _ in taken:
                 agreed.sub_(sums)

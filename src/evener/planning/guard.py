@@ -14,8 +14,9 @@ THRESHOLD = 0.05
 """Divergence below which ``LevelGuard`` does nothing, unless told otherwise."""
 
 _FAR = 4.0
-"""This many thresholds apart, ranks average more often, whether the divergence rises or not: at 0.2,
-the held-out loss was 5 % worse than that of SYNC (docs/experiments.md)."""
+"""So many thresholds apart, ranks average more often, whether the divergence rises or not.
+
+At 0.2, the held-out loss was 5 % worse than that of SYNC (docs/experiments.md)."""
 
 LEAST_FACTOR = 0.1
 """The anchor comes down to a tenth at once, not further."""
