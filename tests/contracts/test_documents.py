@@ -2,13 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from pydantic import BaseModel
 
-from evener.config.runs import RunConfig
 from helpers.limits import PATIENCE_S
 from helpers.markdown import blocks, is_example_of_a_loop, run_blocks
 from helpers.source import ROOT, tracked_files
@@ -74,24 +70,6 @@ def test_the_readme_leads_to_every_document_and_recipe():
         folder = path.parent.relative_to(ROOT)
         if str(folder) in ("docs", "recipes") and path.suffix in (".md", ".py"):
             assert relative(path) in text, f"README.md does not name {relative(path)}"
-
-
-def test_every_key_of_a_pretraining_run_is_documented_with_its_default():
-    text = (ROOT / "docs" / "pretraining.md").read_text()
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| `(.*?)` \| \S.*\|$", text, re.MULTILINE))
-    assert {key: yaml.safe_load(value) for key, value in rows.items()} == keys(RunConfig)
-
-
-def keys(section: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Every key of a section of the configuration, and its default."""
-    found: dict[str, Any] = {}
-    for name, value in section().model_dump(mode="json").items():
-        kind = section.model_fields[name].annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found |= keys(kind, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
 
 
 def without_blocks(document: Path) -> str:
