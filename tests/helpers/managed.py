@@ -1,5 +1,6 @@
 """A small job for ``Ddp.builder``, and what a plain loop makes of it."""
 
+import copy
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from helpers.models import mlp, regression_data
 
 SAMPLES, BATCH, SEED = 46, 16, 3
 
+#: Made once: each rank seeds torch's generator, and ranks that are threads share it.
+MODEL = mlp(seed=SEED, dtype=torch.float64)
+
 
 def make_model(device: torch.device) -> nn.Module:
-    return mlp(seed=SEED, dtype=torch.float64).to(device)
+    return copy.deepcopy(MODEL).to(device)
 
 
 def make_optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ from torch import Tensor, float32, zeros_like
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from evener.comm.base import Communicator
+from evener.comm.rounding import WIRES
 
 
 @final
@@ -17,11 +18,14 @@ class ErrorFeedback:
     begin without any. An exchange whose result is dropped has taken along what was added to it.
 
     Args:
-        wire: What numbers travel in between hosts: ``"float32"`` or ``"bfloat16"``.
+        wire: What numbers travel in between hosts; see ``WIRES``.
+
+    Attributes:
+        bits: Those of a number on its way.
     """
 
     def __init__(self, wire: str = "float32") -> None:
-        self._is_wanted = wire == "bfloat16"
+        self.bits = WIRES[wire]
         self._comm: Communicator | None = None
         self._scale = 1.0
         self._lost: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -41,7 +45,7 @@ class ErrorFeedback:
 
     def of(self, buffer: Tensor) -> Tensor | None:
         """Return what was lost of a buffer, in its shape; ``None`` where nothing is rounded."""
-        rounds = self._is_wanted and self._comm is not None and self._comm.can_round
+        rounds = self.bits < 32 and self._comm is not None and self._comm.can_round
         if not rounds or buffer.dtype is not float32:
             return None
         if buffer not in self._lost:

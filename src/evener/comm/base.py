@@ -25,6 +25,7 @@ from evener.comm.calls import Call
 from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.comm.messages import closed_message, first_line, mismatch_message, name_call
 from evener.comm.notices import NoticeBoard
+from evener.comm.rounding import packed_bytes
 from evener.errors import CollectiveError, CollectiveMismatchError, ConfigError
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -210,7 +211,11 @@ class Transport(ABC):
 
     @abstractmethod
     def sum_each(
-        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+        self,
+        flats: Sequence[Tensor],
+        wait: Wait,
+        lost: Sequence[Tensor | None] = (),
+        bits: int = 16,
     ) -> None:
         """Sum tensors, none of them empty, each in the call of ``wait`` of the same place.
 
@@ -218,6 +223,7 @@ class Transport(ABC):
             flats: The tensors.
             wait: What is under way.
             lost: As in ``all_reduce``, for each tensor; only where ``can_round``.
+            bits: As in ``all_reduce``.
         """
 
     @property
@@ -225,9 +231,15 @@ class Transport(ABC):
         """Return whether this rank sends to other hosts, for which numbers can be rounded."""
         return False
 
-    def bytes_of_sum(self, num_bytes: int, *, is_rounded: bool) -> int:
-        """Return what this rank sends at least of a tensor of so many bytes that is summed."""
-        size = num_bytes // 2 if is_rounded and self.can_round else num_bytes
+    def bytes_of_sum(self, num_bytes: int, *, bits: int) -> int:
+        """Return what this rank sends at least of a tensor of so many bytes that is summed.
+
+        Args:
+            num_bytes: Those of the tensor.
+            bits: If below 32, a number of float32 is rounded to so many.
+        """
+        rounds = bits < 32 and self.can_round
+        size = packed_bytes(num_bytes // 4, bits) if rounds else num_bytes
         return 2 * size * (len(self.numbers) - 1) // len(self.numbers)
 
     def sum_parts(self, flat: Tensor, wait: Wait) -> bool:
@@ -436,6 +448,7 @@ class Communicator(Closing, NotInherited):
         what: str,
         timeout_s: float | None = None,
         lost: Tensor | None = None,
+        bits: int = 16,
     ) -> None:
         """Replace ``tensor`` on every rank by the sum over ranks, with the same bits everywhere.
 
@@ -443,12 +456,13 @@ class Communicator(Closing, NotInherited):
             tensor: Contiguous; same shape and dtype on every rank. Sums are formed in its dtype.
             what: What is summed, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
-            lost: Lets numbers travel between hosts in bfloat16, where the tensor is large. A tensor
+            lost: Lets numbers travel between hosts in ``bits``, where the tensor is large. A tensor
                 like ``tensor``, both float32. What this rank's rounding takes from this sum is
                 written there, after what it took from an earlier one was added to this. Finite
                 before and after. Given on all ranks that ``can_round``, or on none.
+            bits: 16 (bfloat16), 8 or 4 (integers, with a scale for every ``BLOCK`` numbers).
         """
-        self.all_reduce_each([(what, tensor)], timeout_s=timeout_s, lost=[lost])
+        self.all_reduce_each([(what, tensor)], timeout_s=timeout_s, lost=[lost], bits=bits)
 
     def all_reduce_each(
         self,
@@ -456,6 +470,7 @@ class Communicator(Closing, NotInherited):
         *,
         timeout_s: float | None = None,
         lost: Sequence[Tensor | None] = (),
+        bits: int = 16,
     ) -> None:
         """Replace tensors by their sums; they leave in this order, without waiting for each other.
 
@@ -463,6 +478,7 @@ class Communicator(Closing, NotInherited):
             tensors: ``what`` and ``tensor`` of each, as for ``all_reduce``; disjoint in memory.
             timeout_s: Deadline of all together; ``None`` takes the communicator's.
             lost: That of each, as for ``all_reduce``; none by default.
+            bits: As for ``all_reduce``.
         """
         flats, calls, rests = [], [], []
         for (what, tensor), rest in zip(tensors, lost or [None] * len(tensors), strict=True):
@@ -472,14 +488,14 @@ class Communicator(Closing, NotInherited):
                 flats.append(flat)
                 calls.append(call)
                 rests.append(rest if self.can_round else None)
-                self._count_sum(flat, is_rounded=rests[-1] is not None)
+                self._count_sum(flat, bits=32 if rests[-1] is None else bits)
         if self._transport is None or not calls:
             return
         with self._under_way(*calls) as wait:
             if len(flats) == 1 and flats[0].nbytes <= self._transport.payload_bytes:
                 self._sum_by_cells(flats[0], wait)
             else:
-                self._mover(flats).sum_each(flats, wait, rests)
+                self._mover(flats).sum_each(flats, wait, rests, bits)
 
     def broadcast(
         self, tensor: Tensor, src: int, *, what: str, timeout_s: float | None = None
@@ -577,7 +593,7 @@ class Communicator(Closing, NotInherited):
         if are_left:
             self._count_parts(whole)
         else:  # this rank got the parts of others, too
-            self._count_sum(whole, is_rounded=False)
+            self._count_sum(whole, bits=32)
         return are_left
 
     def all_gather_rows(
@@ -887,14 +903,14 @@ class Communicator(Closing, NotInherited):
         """Count parts of a tensor, one for each other rank."""
         self.sent_bytes += flat.nbytes * (self.world_size - 1) // self.world_size
 
-    def _count_sum(self, flat: Tensor, *, is_rounded: bool) -> None:
-        self.sent_bytes += self.bytes_of_sum(flat.nbytes, is_rounded=is_rounded)
+    def _count_sum(self, flat: Tensor, *, bits: int) -> None:
+        self.sent_bytes += self.bytes_of_sum(flat.nbytes, bits=bits)
 
-    def bytes_of_sum(self, num_bytes: int, *, is_rounded: bool) -> int:
+    def bytes_of_sum(self, num_bytes: int, *, bits: int) -> int:
         """Return by how much ``sent_bytes`` rises when a tensor of so many bytes is summed."""
         if self._transport is None:
             return 0
-        return self._transport.bytes_of_sum(num_bytes, is_rounded=is_rounded)
+        return self._transport.bytes_of_sum(num_bytes, bits=bits)
 
     def _check_parts(self, flat: Tensor, what: str) -> None:
         if flat.numel() % self.world_size:

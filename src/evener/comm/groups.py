@@ -39,6 +39,7 @@ from evener.comm.forks import never_destroy
 from evener.comm.messages import closed_message, first_line, lost_message
 from evener.comm.network import MeetingPoint
 from evener.comm.notices import Notice, NoticeBoard, StoreNotices
+from evener.comm.rounding import BLOCK, pack, packed_bytes, unpack
 from evener.comm.wires import Wires, list_sockets
 from evener.devices import kind_of
 from evener.errors import CollectiveError, PeerLostError
@@ -138,7 +139,7 @@ class GroupTransport(Transport):
         #: has been forgotten is announced again.
         self._announced: dict[tuple[object, ...], object] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._halves = torch.empty(0, dtype=torch.bfloat16)
+        self._packed, self._wide = torch.empty(0, dtype=torch.uint8), torch.empty(0)
         meeting.hold()
 
     def start(self, comm: Communicator) -> None:
@@ -162,7 +163,11 @@ class GroupTransport(Transport):
         self._run(wait, [call], [lambda group: group._allgather_base(whole, own, how)])
 
     def sum_each(
-        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+        self,
+        flats: Sequence[Tensor],
+        wait: Wait,
+        lost: Sequence[Tensor | None] = (),
+        bits: int = 16,
     ) -> None:
         """Sum tensors; see the base class."""
         how = options(AllreduceOptions, wait.call.timeout_s + _GRACE_S)
@@ -171,7 +176,7 @@ class GroupTransport(Transport):
             if rest is None:
                 exact.append((call, flat))
             else:
-                self._sum_rounded(flat, rest, wait, call)
+                self._sum_rounded(flat, rest, bits, wait, call)
         if exact:
             calls, tensors = zip(*exact, strict=True)
             self._run_on(wait, calls, tensors, lambda tensor, group: group.allreduce([tensor], how))
@@ -181,32 +186,55 @@ class GroupTransport(Transport):
         """Return true, on any host; see the base class."""
         return True
 
-    def _sum_rounded(self, flat: Tensor, lost: Tensor, wait: Wait, call: Call) -> None:
-        """Sum a tensor that travels in bfloat16; see ``Communicator.all_reduce``.
+    def _sum_rounded(self, flat: Tensor, lost: Tensor, bits: int, wait: Wait, call: Call) -> None:
+        """Sum a tensor that travels in few bits; see ``Communicator.all_reduce``.
 
         Each rank adds up one part in float32, of which all others send it theirs, and gives the
-        rounded sum to all. So no sum is formed in bfloat16, and each number is rounded twice.
+        rounded sum to all. So no sum is formed in few bits, and each number is rounded twice.
         """
-        num_ranks, size = len(self.numbers), -(-flat.numel() // len(self.numbers))
+        num_ranks, numel = len(self.numbers), flat.numel()
+        size = -(-numel // (num_ranks * BLOCK)) * BLOCK
         flat.add_(lost)
-        numel = 2 * num_ranks * size
-        if self._halves.numel() < numel or self._halves.device != flat.device:
-            self._halves = torch.zeros(numel, dtype=torch.bfloat16, device=flat.device)
-        both = self._halves[:numel].view(2, num_ranks, size)  # new memory takes longer than a sum
-        whole = both[0].view(-1)
-        rounded = whole[: flat.numel()].copy_(flat)
-        torch.sub(flat, rounded, out=lost)
+        both, parts = self._memory_of_parts(num_ranks, size, bits, flat.device)
+        wide = parts.view(-1)
+        wide[:numel] = flat
+        wide[numel:] = 0.0
+        for part, row in zip(parts, both[0], strict=True):
+            pack(part, bits, row)
+            unpack(row, bits, part)
+        torch.sub(flat, wide[:numel], out=lost)
         self._swap_parts(both, wait, call)
         own = slice(self.rank * size, (self.rank + 1) * size)
-        total = flat[own]
-        for rank, part in enumerate(both[1]):
+        total, part = flat[own], parts[self.rank]
+        for rank, row in enumerate(both[1]):
             if rank != self.rank:
+                unpack(row, bits, part)
                 total.add_(part[: total.numel()])
-        rounded[own] = total
-        torch.sub(total, rounded[own], out=lost[own])
-        self._gather(whole.view(torch.uint8), wait, call)
-        flat.copy_(rounded)
+        part[: total.numel()] = total
+        part[total.numel() :] = 0.0
+        pack(part, bits, both[0][self.rank])
+        unpack(both[0][self.rank], bits, part)
+        torch.sub(total, part[: total.numel()], out=lost[own])
+        self._gather(both[0].view(-1), wait, call)
+        for part, row in zip(parts, both[0], strict=True):
+            unpack(row, bits, part)
+        flat.copy_(wide[:numel])
         lost.nan_to_num_(0.0, 0.0, 0.0)  # of numbers that are not finite, or not in bfloat16
+
+    def _memory_of_parts(
+        self, num_ranks: int, size: int, bits: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return memory for packed parts, sent and received, and for one set of parts in float32.
+
+        It is kept: new memory takes longer than a sum.
+        """
+        length = packed_bytes(size, bits)
+        if self._wide.numel() < num_ranks * size or self._wide.device != device:
+            self._wide = torch.zeros(num_ranks * size, device=device)
+        if self._packed.numel() < 2 * num_ranks * length or self._packed.device != device:
+            self._packed = torch.zeros(2 * num_ranks * length, dtype=torch.uint8, device=device)
+        packed = self._packed[: 2 * num_ranks * length].view(2, num_ranks, length)
+        return packed, self._wide[: num_ranks * size].view(num_ranks, size)
 
     def _swap_parts(self, both: Tensor, wait: Wait, call: Call) -> None:
         """Send row ``r`` of the first half to rank ``r``; get its own from it in the second."""
@@ -217,7 +245,7 @@ class GroupTransport(Transport):
             work: Work = group.alltoall_base(received, sent, [], [], how)
             return work
 
-        self._run_on(wait, [call], [both.view(-1).view(torch.uint8)], start)
+        self._run_on(wait, [call], [both.view(-1)], start)
 
     def sum_parts(self, flat: Tensor, wait: Wait) -> bool:
         """Sum this rank's part; see the base class."""
@@ -371,7 +399,7 @@ class GroupTransport(Transport):
     def cut(self) -> None:
         """End the groups, also during another thread's operation; see the base class."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._halves = torch.empty(0, dtype=torch.bfloat16)
+        self._packed, self._wide = torch.empty(0, dtype=torch.uint8), torch.empty(0)
         groups = [self._gloo]
         self._gloo = None
         if self._busy:

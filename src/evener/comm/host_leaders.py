@@ -88,12 +88,16 @@ class HostsTransport(Transport):
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
         self._beneath.swap(wait, call)
 
-    def bytes_of_sum(self, num_bytes: int, *, is_rounded: bool) -> int:
+    def bytes_of_sum(self, num_bytes: int, *, bits: int) -> int:
         """Return what travels inside the host, and between hosts if this rank is a leader."""
-        return sum(part.bytes_of_sum(num_bytes, is_rounded=is_rounded) for part in self._parts)
+        return sum(part.bytes_of_sum(num_bytes, bits=bits) for part in self._parts)
 
     def sum_each(
-        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+        self,
+        flats: Sequence[Tensor],
+        wait: Wait,
+        lost: Sequence[Tensor | None] = (),
+        bits: int = 16,
     ) -> None:
         """Sum tensors; see the base class."""
         self._beneath.begin_watch()
@@ -109,7 +113,7 @@ class HostsTransport(Transport):
             if under_way is not None and self._between is not None:
                 self._job.wait()
             if chunk is not None and self._between is not None:
-                self._start(self._between, wait, *chunk)
+                self._start(self._between, wait, *chunk, bits=bits)
             if under_way is not None:
                 self._spread(wait, *under_way[:2])
             under_way = chunk
@@ -120,11 +124,20 @@ class HostsTransport(Transport):
                 self._inside.all_reduce(chunk, what=call.what, timeout_s=call.timeout_s)
 
     def _start(
-        self, between: Communicator, wait: Wait, call: Call, chunk: Tensor, lost: Tensor | None
+        self,
+        between: Communicator,
+        wait: Wait,
+        call: Call,
+        chunk: Tensor,
+        lost: Tensor | None,
+        *,
+        bits: int,
     ) -> None:
         def exchange() -> None:
             with between.within(wait, call):
-                between.all_reduce(chunk, what=call.what, timeout_s=call.timeout_s, lost=lost)
+                between.all_reduce(
+                    chunk, what=call.what, timeout_s=call.timeout_s, lost=lost, bits=bits
+                )
 
         self._job.start(exchange)
 

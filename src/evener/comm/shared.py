@@ -83,7 +83,11 @@ class SharedTransport(Transport):
         self._barrier.meet(wait, call)
 
     def sum_each(
-        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+        self,
+        flats: Sequence[Tensor],
+        wait: Wait,
+        lost: Sequence[Tensor | None] = (),
+        bits: int = 16,
     ) -> None:
         """Sum tensors; see the base class."""
         is_open = False

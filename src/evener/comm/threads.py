@@ -153,7 +153,11 @@ class ThreadTransport(Transport):
             cell[:] = content
 
     def sum_each(
-        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+        self,
+        flats: Sequence[Tensor],
+        wait: Wait,
+        lost: Sequence[Tensor | None] = (),
+        bits: int = 16,
     ) -> None:
         """Sum tensors; see the base class."""
         for flat, call in zip(flats, wait.calls, strict=True):

@@ -169,7 +169,8 @@ class TrainingOptions(LocalOptions):
             and backward in it, and takes what is faster over sockets; inside one host it is
             ``"off"``, and so it is on GPUs. A sharded update never does it.
         wire: What gradients travel in between hosts (in CADENCE and ASYNC, differences of
-            parameters): ``"float32"``, or ``"bfloat16"``, half the bytes. They are added up in
+            parameters): ``"float32"``, or ``"bfloat16"``, half the bytes; in CADENCE and ASYNC also
+            ``"int8"`` and ``"int4"``, with a scale for every 128 numbers. They are added up in
             float32, and what rounding has taken from one exchange is added to the next. Without
             effect inside one host, over NCCL, in a sharded update, and on other dtypes.
         timeout_s: Longest wait for another rank, in seconds.
@@ -182,7 +183,7 @@ class TrainingOptions(LocalOptions):
     verify_every: NotNegativeInt | None = None
     sharded_update: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
     overlap: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
-    wire: Literal["float32", "bfloat16"] = "float32"
+    wire: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
     timeout_s: AboveZero = 600.0
 
     @model_validator(mode="after")
@@ -294,6 +295,11 @@ class DdpConfig(TrainingOptions):
             other = "'cadence' or 'async'"
         else:
             given, other = self._fixed_shares(), "'sync'"
+        if policy is ApplyPolicy.SYNC and self.wire.startswith("int"):
+            raise ConfigError(
+                f"wire is {self.wire!r}, which is too coarse for the gradients of policy 'sync'; "
+                "give 'bfloat16' or 'float32', or use policy 'cadence' or 'async'"
+            )
         for name in given:
             raise ConfigError(
                 f"{name} is {getattr(self, name)!r}, but has no effect with policy "

@@ -225,7 +225,9 @@ class Replica(Consensus):
                 scratch.mul_(weight / total)
             if comm.world_size > 1:
                 lost = self._feedback.of(scratch)
-                comm.all_reduce(scratch, what=f"parameters of {what}", lost=lost)
+                comm.all_reduce(
+                    scratch, what=f"parameters of {what}", lost=lost, bits=self._feedback.bits
+                )
         if buffers is not None:
             self._buffers.exchange(buffers, comm, weight, total, what=what)
 

@@ -17,6 +17,7 @@ from evener.tasks.job import Job, Task, run_task
 from evener.tasks.resuming import find_run
 from evener.tasks.run_results import TaskResult
 from helpers.lineage import check_exactly_once
+from helpers.models import seeded
 from helpers.pretraining import RunFolder
 from helpers.teams import run_team, setup
 
@@ -32,8 +33,7 @@ class Line(Task):
     """Fits a line; has no memory for more than ``capacity`` samples."""
 
     def __init__(self, capacity: int = 99, patience: int = 99) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(3, 1)
+        self.model = seeded(lambda: nn.Linear(3, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.capacity = capacity
         self.patience = patience

@@ -1,0 +1,311 @@
+"""What fewer averages cost: held-out loss of CADENCE and ASYNC against SYNC, at equal samples.
+
+    python benchmarks/convergence.py --results FILE.jsonl --study frontier
+    python benchmarks/convergence.py --results FILE.jsonl --tables
+
+Ranks are simulated in one process (``local_training.py``), so that every way of training gets the
+same samples, and time and bytes are counted, not measured. Each is trained with three learning
+rates, and the best counts. Results are added to the file; what is there is not trained again.
+``--tables`` prints what the file holds, as Markdown, and trains nothing.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from local_training import Local, train
+from torch import Tensor, nn
+
+from evener.config.runs import ModelConfig, OptimizerConfig
+from evener.engine.results import Progress
+from evener.tasks.language_model import SMALL_LLAMA, build_model
+from evener.tasks.optimization import WarmupCosine, make_optimizer
+from evener.tasks.text.sources import stdlib_sources
+
+VOCABULARY = 257
+TASK = "llama-0.04M"
+#: Bytes of the standard library's sources that are trained on, and held out.
+TRAIN_BYTES, HELDOUT_BYTES = 4_000_000, 50_000
+
+
+# ── what is trained ───────────────────────────────────────────────────────────────────────────────
+
+
+class CharRnn(nn.Module):
+    """A GRU over bytes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.cell = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits ``(batch, time, vocabulary)``."""
+        return self.head(self.cell(self.tokens(ids))[0])
+
+
+class Task:
+    """A model, its data, and the learning rates that are tried.
+
+    Attributes:
+        batch_size: Samples of a step of SYNC.
+        steps: Steps of SYNC.
+        rates: The three learning rates.
+    """
+
+    batch_size = 16
+    steps = 400
+    rates = (0.005, 0.01, 0.02)
+
+    def make(self) -> nn.Module:
+        """Return the model, with weights of torch's random generator."""
+        raise NotImplementedError
+
+    def batch(self, samples: Tensor) -> Any:
+        """Return the samples of these numbers, which count on from 0."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss."""
+        raise NotImplementedError
+
+    def heldout(self) -> list[Any]:
+        """Return batches of what is not trained on."""
+        raise NotImplementedError
+
+
+class Text(Task):
+    """Next bytes of the standard library's sources."""
+
+    def __init__(self, model: Callable[[int], nn.Module], seq_len: int, seed: int) -> None:
+        root, globs = stdlib_sources()
+        files = sorted(p for p in root.glob("*.py"))
+        text = b"".join(p.read_bytes() for p in files)[: HELDOUT_BYTES + TRAIN_BYTES]
+        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._heldout = whole[:HELDOUT_BYTES]
+        self._train = whole[HELDOUT_BYTES : HELDOUT_BYTES + TRAIN_BYTES]
+        self._seq_len = seq_len
+        self._model = model
+        places = len(self._train) // (seq_len + 1)
+        self._order = torch.randperm(places, generator=torch.Generator().manual_seed(seed))
+
+    def make(self) -> nn.Module:
+        return self._model(self._seq_len)
+
+    def batch(self, samples: Tensor) -> Tensor:
+        starts = self._order[samples % len(self._order)] * (self._seq_len + 1)
+        return self._train[starts[:, None] + torch.arange(self._seq_len + 1)].long()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        out = model(batch[:, :-1])
+        logits = out if isinstance(out, Tensor) else out.logits
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def heldout(self) -> list[Tensor]:
+        size = self._seq_len + 1
+        count = min(len(self._heldout) // size, 384)
+        return list(self._heldout[: count * size].view(count, size).long().split(64))
+
+
+class Digits(Task):
+    """A small CNN on scikit-learn's digits."""
+
+    rates = (0.001, 0.003, 0.01)
+    batch_size = 32
+    steps = 250
+
+    def __init__(self, seed: int) -> None:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        x = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+        y = torch.tensor(digits.target)
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+        self._heldout, self._train = (x[order[:400]], y[order[:400]]), (x[order[400:]], y[order[400:]])
+        self._order = torch.cat(
+            [
+                torch.randperm(len(y) - 400, generator=torch.Generator().manual_seed(seed + n))
+                for n in range(40)
+            ]
+        )
+
+    def make(self) -> nn.Module:
+        return nn.Sequential(
+            *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10)),
+        )
+
+    def batch(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        places = self._order[samples % len(self._order)]
+        return self._train[0][places], self._train[1][places]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def heldout(self) -> list[tuple[Tensor, Tensor]]:
+        return [self._heldout]
+
+
+def llama(**keys: Any) -> Callable[[int], nn.Module]:
+    """Return what makes the demo's model with these keys of its configuration."""
+    config = ModelConfig(config=keys)
+    return lambda seq_len: build_model(config, vocab_size=VOCABULARY, seq_len=seq_len, eos_id=256)
+
+
+def shape(width: int, layers: int = 2) -> dict[str, Any]:
+    """Return the demo's model with another width."""
+    heads = max(1, width // 32)
+    keys = {"hidden_size": width, "intermediate_size": 11 * width // 4}
+    return {**SMALL_LLAMA, **keys, "num_attention_heads": heads, "num_key_value_heads": heads} | {
+        "num_hidden_layers": layers
+    }
+
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    "llama-0.04M": lambda seed: Text(llama(**shape(32)), 32, seed),
+    "llama-0.15M": lambda seed: Text(llama(**shape(64)), 64, seed),
+    "llama-0.5M": lambda seed: Text(llama(), 128, seed),
+    "llama-1M": lambda seed: Text(llama(**shape(160, 3)), 128, seed),
+    "rnn": lambda seed: Text(lambda seq_len: CharRnn(96), 64, seed),
+    "cnn": Digits,
+}
+
+
+# ── one training ──────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One training.
+
+    Attributes:
+        study: What it is for.
+        task: One of ``TASKS``.
+        how: The way of training.
+        rate: Number of the learning rate.
+        seed: Seed of weights and of the order of samples.
+        split: Ranks share the batch of SYNC; otherwise each has one of that size, and ranks
+            make fewer steps.
+    """
+
+    study: str
+    task: str = TASK
+    how: Local = field(default_factory=Local)
+    rate: int = 1
+    seed: int = 0
+    split: bool = True
+
+    @property
+    def key(self) -> str:
+        """Return what tells it from others, whatever the study."""
+        return json.dumps({**asdict(self), "study": ""}, sort_keys=True)
+
+
+def run(arm: Arm) -> dict[str, Any]:
+    """Train; return what came of it."""
+    torch.set_num_threads(1)
+    task = TASKS[arm.task](arm.seed)
+    size = task.batch_size // arm.how.ranks if arm.split else task.batch_size
+    total = task.steps * task.batch_size // size
+    settings = OptimizerConfig(lr=task.rates[arm.rate], warmup=0.1)
+    schedule = WarmupCosine(settings, "weight")
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(arm.seed)
+        model = task.make()
+        return model, make_optimizer(model, settings)
+
+    numbers = iter(range(10**9))
+
+    def batches(window: int, rank: int, step: int) -> Any:
+        first = next(numbers) * size
+        return task.batch(torch.arange(first, first + size))
+
+    started_s = time.perf_counter()
+    found = train(
+        arm.how,
+        make,
+        batches,
+        task.loss,
+        total,
+        lambda done: schedule(Progress(weight=done)),
+        max_norm=1.0,
+    )
+    model, _ = make()
+    nn.utils.vector_to_parameters(found.consensus, model.parameters())
+    with torch.no_grad():
+        losses = [float(task.loss(model.eval(), batch)) for batch in task.heldout()]
+    return {
+        **asdict(arm),
+        "key": arm.key,
+        "loss": statistics.fmean(losses),
+        "windows": found.windows,
+        "sent_bytes": found.sent_bytes,
+        "divergence": found.divergence,
+        "params": found.consensus.numel(),
+        "samples": total * size,
+        "train_s": time.perf_counter() - started_s,
+    }
+
+
+# ── studies ───────────────────────────────────────────────────────────────────────────────────────
+
+SYNC = Local(ranks=1, steps=1)
+AVERAGE = {"outer_lr": 1.0, "outer_momentum": 0.0}
+#: Learning rate and momentum of the outer optimizer.
+OUTER = [(1.0, 0.0), (0.7, 0.9), (0.4, 0.9), (0.7, 0.5), (1.0, 0.5), (1.0, 0.3)]
+
+
+def studies() -> dict[str, list[Arm]]:
+    """Return the arms of each study, with the middle learning rate."""
+
+    def arm(study: str, split: bool = True, seed: int = 0, task: str = TASK, **how: Any) -> Arm:
+        return Arm(study=study, how=Local(**how), split=split, seed=seed, task=task)
+
+    found: dict[str, list[Arm]] = {"sync": [Arm(study="sync", how=SYNC)]}
+    for steps in (4, 16, 64):
+        name = f"outer{steps}"
+        found[name] = [
+            arm(name, steps=steps, outer_lr=lr, outer_momentum=momentum) for lr, momentum in OUTER
+        ]
+    found["whole"] = [
+        arm("whole", split=False, outer_lr=lr, outer_momentum=momentum) for lr, momentum in OUTER
+    ]
+    return found
+
+
+def read(results: Path) -> dict[str, dict[str, Any]]:
+    """Return what a file of results holds, by key."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    return {row["key"]: row for row in map(json.loads, lines)}
+
+
+def main() -> None:
+    """Train the arms of a study that the file lacks, or print tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--study", action="append", default=[], choices=list(studies()))
+    parser.add_argument("--rates", default="0,1,2", help="numbers of the learning rates")
+    arguments = parser.parse_args()
+    rates = [int(rate) for rate in arguments.rates.split(",")]
+    for rate in rates:
+        for arm in [replace(arm, rate=rate) for s in arguments.study for arm in studies()[s]]:
+            if arm.key in read(arguments.results):
+                continue
+            row = run(arm)
+            with arguments.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{row['loss']:.4f} {row['train_s']:.0f}s {arm.key[:250]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
