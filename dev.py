@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Set up, try and test this repository with nothing but Python, git and gcc.
+"""Set up, try and test this repository with nothing but Python and git.
 
   python3 dev.py setup            make .venv; the other tasks do this, too, when it is out of date
   python3 dev.py demo [OPTIONS]   pretrain a small model on this machine with two ranks
