@@ -67,7 +67,7 @@ class RunSummary:
         elapsed_s: Seconds of training, from the start of each session to its end.
         unit: What weights count: ``tokens`` or ``samples``. The keys say tokens in either case.
         ranks: One row for each of them, by rank.
-        gone_weight: Weight of the work of ranks that are gone from an elastic team.
+        gone_weight: Weight of the work of ranks that have left an elastic team.
         emulated: Ranks that are slowed down on purpose, and the factor.
         parked: Ranks that got no share, since the team is faster without them.
         machine: Facts about the machine (JSON).
@@ -224,7 +224,7 @@ def verdict(summary: RunSummary) -> list[str]:
         lines += _team(summary)
     if summary.gone_weight > 0:
         part = summary.gone_weight / _total_weight(summary)
-        lines.append(f"ranks that are gone did {part:.0%} of the {summary.unit}")
+        lines.append(f"departed ranks processed {part:.0%} of the {summary.unit}")
     lines.append(f"run folder: {summary.run_folder}")
     return lines
 
