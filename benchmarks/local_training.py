@@ -241,7 +241,9 @@ class _Wire:
             return torch.stack(list(parts)).sum(0)
         total = torch.zeros(self._padded)
         wide = [nn.functional.pad(part, (0, self._padded - self._numel)) for part in parts]
-        rounded = [self._round(part.add_(lost)) for part, lost in zip(wide, self._lost, strict=True)]
+        rounded = [
+            self._round(part.add_(lost)) for part, lost in zip(wide, self._lost, strict=True)
+        ]
         size = self._padded // self._ranks
         for rank in range(self._ranks):
             own = slice(rank * size, (rank + 1) * size)

@@ -306,7 +306,7 @@ def report(
     numbers: Json = False,
 ) -> int:
     """Write an HTML report of runs, which needs no server and no network."""
-    from evener.run_report.writing import report, write_page, write_trace
+    from evener.run_report.writing import report, verdict_lines, write_page, write_trace
 
     if trace is not None:
         if len(runs) > 1:
@@ -317,7 +317,9 @@ def report(
     if wants_page or numbers:
         document = report(runs)
         if wants_page:
-            print(write_page(document, page), file=sys.stderr)
+            print(write_page(document, runs, page), file=sys.stderr)
+            if not numbers:
+                print("\n".join(map(printable, verdict_lines(document))))
         if numbers:
             print(json.dumps(document, allow_nan=False))
     return 0

@@ -111,6 +111,11 @@ class Engine(ABC):
         """Return the policy that divides the work; only the planner's decides."""
 
     @property
+    def why_parked(self) -> str:
+        """Return why the planner, if this rank is it, has parked ranks; empty without any."""
+        return ""
+
+    @property
     def window(self) -> int:
         """Number of the window that is being computed."""
         return self.run.progress.window
@@ -119,11 +124,6 @@ class Engine(ABC):
     def turns(self) -> int:
         """Return what ``max_steps`` limits: the team's optimizer steps, skipped ones included."""
         return self.run.progress.turns
-
-    @property
-    def has_begun(self) -> bool:
-        """Return whether gradients of the share are being exchanged, which can't be repeated."""
-        return False
 
     @property
     def is_training(self) -> bool:
@@ -273,6 +273,15 @@ class Engine(ABC):
     @abstractmethod
     def drop_share(self) -> None:
         """Discard gradients and buffer changes of the open share."""
+
+    def redo(self) -> bool:
+        """Discard the open share, a micro-batch of which did not fit into memory.
+
+        Returns:
+            Whether all ranks compute the window again; otherwise only this one its share.
+        """
+        self.drop_share()
+        return False
 
     def leave(self) -> None:
         """Leave an epoch in its middle, by ``break`` or an error; others learn of it later."""

@@ -118,6 +118,8 @@ class EpochLoop(ABC):
             free_cached_memory()
             try:
                 batch = batches.throw(MicroBatchTooLarge())
+            except StopIteration:
+                return  # the team has stopped meanwhile
             except MicroBatchTooLarge as last:
                 explain(failure, last.samples)
                 raise failure from None
