@@ -30,7 +30,9 @@ class OuterSGD(Optimizer):
         momentum: Momentum; 0 keeps no state.
     """
 
-    def __init__(self, params: Iterable[Tensor], *, lr: float = 1.0, momentum: float = 0.0) -> None:
+    def __init__(
+        self, params: Iterable[Tensor], *, lr: float = 1.0, momentum: float = 0.0
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
