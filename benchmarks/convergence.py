@@ -64,7 +64,7 @@ class Task:
 
     batch_size = 16
     steps = 400
-    rates = (0.005, 0.01, 0.02)
+    rates = (0.005, 0.01, 0.02, 0.0025)
 
     def make(self) -> nn.Module:
         """Return the model, with weights of torch's random generator."""
@@ -119,7 +119,7 @@ class Text(Task):
 class Digits(Task):
     """A small CNN on scikit-learn's digits."""
 
-    rates = (0.001, 0.003, 0.01)
+    rates = (0.003, 0.01, 0.001, 0.0003)
     batch_size = 32
     steps = 250
 
@@ -293,6 +293,17 @@ def studies() -> dict[str, list[Arm]]:
     found["whole"] = [
         arm("whole", split=False, outer_lr=lr, outer_momentum=momentum) for lr, momentum in OUTER
     ]
+    found["frontier"] = [arm("frontier", steps=steps) for steps in (4, 8, 64, 2, 32, 256)]
+    found["frontier"] += [
+        arm("frontier", steps=steps, warmup=warmup, shrink=shrink)
+        for steps, warmup, shrink in (
+            (64, 0.1, False),
+            (64, 0.25, False),
+            (64, 0.0, True),
+            (32, 0.0, True),
+            (32, 0.1, False),
+        )
+    ]
     for steps in (16, 64):
         name = f"candidates{steps}"
         found[name] = [
@@ -314,6 +325,33 @@ def studies() -> dict[str, list[Arm]]:
             arm("late", base=base, late=1.0, **outer) for base in ("own", "eager", "mixed")
         ]
     found["wire"] = [arm("wire", steps=s, bits=b) for s in (16, 64) for b in (16, 8, 4, 2)]
+    found["seeds"] = [
+        one
+        for seed in (1, 2)
+        for one in (
+            Arm(study="seeds", how=SYNC, seed=seed),
+            *(arm("seeds", steps=steps, seed=seed) for steps in (8, 16, 64)),
+            arm("seeds", late=0.25, seed=seed),
+        )
+    ]
+    found["ranks"] = [arm("ranks", ranks=ranks, steps=s) for ranks in (4, 8) for s in (16, 64)]
+    found["ranks"].append(arm("ranks", ranks=4, outer_lr=0.7, outer_momentum=0.5))
+    found["others"] = [
+        one
+        for task in ("cnn", "rnn")
+        for one in (
+            Arm(study="others", how=SYNC, task=task),
+            *(arm("others", steps=steps, task=task) for steps in (4, 16, 64)),
+            arm("others", task=task, outer_lr=0.7, outer_momentum=0.5),
+            arm("others", task=task, late=0.25),
+        )
+    ]
+    found["low"] = [
+        Arm(study="low", how=SYNC),
+        *(arm("low", steps=steps) for steps in (8, 16, 64)),
+        arm("low", outer_lr=0.7, outer_momentum=0.5),
+        arm("low", outer_lr=0.7, outer_momentum=0.9),
+    ]
     found["unequal"] = [
         arm("unequal", steps=s, speeds=(1.0, 1 / 3), power=power)
         for s in (16, 48)
