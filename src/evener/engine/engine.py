@@ -111,6 +111,11 @@ class Engine(ABC):
         """Return the policy that divides the work; only the planner's decides."""
 
     @property
+    def why_parked(self) -> str:
+        """Return why the planner, if this rank is it, has parked ranks; empty without any."""
+        return ""
+
+    @property
     def window(self) -> int:
         """Number of the window that is being computed."""
         return self.run.progress.window

@@ -54,6 +54,7 @@ class Lookahead:
         leases: Leases of planned windows, and of the one whose plan comes next, by window.
         renews: Whether the planner wishes that the members of an elastic team change.
         recall_at: The window at which parked ranks are tried again.
+        why_parked: Why ranks were parked last, on the planner.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Lookahead:
         self.leases: dict[int, Slice] = {}
         self.renews = False
         self.recall_at = 0
+        self.why_parked = ""
         self._unlearnt: deque[tuple[list[Report], WindowPlan, float]] = deque(maxlen=_UNLEARNT)
         #: Ranks that are parked by the plan that is made next.
         self._to_park: frozenset[int] = frozenset()
@@ -222,6 +224,7 @@ class Lookahead:
         self._tell_parking(batch_size)
         if (found := self._find_misfits(batch_size)) is not None:
             self._note_parking(found)
+            self.why_parked = explain_parking(found, batch_size)
             self._to_park = parked.union(found.ranks)
         elif parked and self._run.progress.window >= self.recall_at:
             self._to_park, self._num_trials = frozenset(), _TRIALS
@@ -274,15 +277,25 @@ def _describe(parking: Parking, batch_size: int, recall_at: int) -> str:
         batch_size: Samples of a window.
         recall_at: The window at which they are tried again.
     """
+    ranks = parking.ranks
+    whom, are = ("it", "is") if len(ranks) == 1 else ("them", "are")
+    return (
+        f"{' and '.join(f'rank {rank}' for rank in ranks)} {are} parked: "
+        f"{explain_parking(parking, batch_size)}. The team tries again with {whom} at window "
+        f"{recall_at}"
+    )
+
+
+def explain_parking(parking: Parking, batch_size: int) -> str:
+    """Return the forecasts that led to parking ranks; see ``_describe``."""
     ranks, before, after = parking.ranks, parking.before, parking.after
-    each = [
+    whom = "it" if len(ranks) == 1 else "them"
+    text = ", ".join(
         f"rank {rank} alone does {speed:.3g} samples/s"
         if speed
         else f"rank {rank} was never measured, and too slow for a sample by the calibration"
         for rank, speed in parking.alone.items()
-    ]
-    whom, are = ("it", "is") if len(ranks) == 1 else ("them", "are")
-    text = f"{' and '.join(f'rank {rank}' for rank in ranks)} {are} parked: {', '.join(each)}"
+    )
     if 0.0 < after.window_s < before.window_s:
         text += (
             f"; the team is predicted to do {batch_size / before.window_s:.3g} samples/s with "
@@ -291,4 +304,4 @@ def _describe(parking: Parking, batch_size: int, recall_at: int) -> str:
         )
     elif after.window_s:
         text += f"; a window takes no longer without {whom}"
-    return f"{text}. The team tries again with {whom} at window {recall_at}"
+    return text

@@ -96,6 +96,11 @@ class SyncEngine(Engine):
         """Return the policy, which knows all windows that are over."""
         return self.lookahead.policy
 
+    @property
+    def why_parked(self) -> str:
+        """Return why the planner, if this rank is it, has parked ranks; empty without any."""
+        return self.lookahead.why_parked
+
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:

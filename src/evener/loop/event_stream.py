@@ -180,9 +180,9 @@ class EventStream:
             self._planned = planned
             piece = {**_pick(result, "start", "size"), "shares": shares}
             self.tell("plan", **place, **piece, reason=self._engine.policy.why(result.window))
-        self.parked = result.parked
         # A window may be recorded in a later generation, where others have the numbers.
         people = self._people.get(result.generation) or self._present()
+        self._tell_decisions(result, people)
         rows = [self._row(rank, name, result.ranks[rank]) for rank, name in people.items()]
         further: dict[str, Any] = {}
         if cadence is not None:  # local steps
@@ -215,6 +215,20 @@ class EventStream:
                 **_seconds(one, "factor", "compute_s", "expected_s", "delay_s"),
                 **_place(member),
             )
+
+    def _tell_decisions(self, result: WindowResult, people: Mapping[int, str]) -> None:
+        """Record who is parked or called back with a window, and who was refused before it."""
+        before, self.parked = self.parked, result.parked
+        why = self._engine.why_parked or "the team is predicted to be faster without it"
+        for kind, ranks, reason in (
+            ("parked", {*self.parked} - {*before}, why),
+            ("recalled", {*before} - {*self.parked}, "the team tries again with it"),
+        ):
+            for rank in sorted(ranks & people.keys()):
+                place = {"rank": rank, "member": people[rank], "window": result.window}
+                self.tell(kind, **place, reason=reason)
+        for member, reason in self._team.membership.take_refused():
+            self.tell("join_refused", member=member, window=result.window, reason=reason)
 
     def _row(self, rank: int, name: str, record: RankRecord) -> dict[str, Any]:
         """Return the ``RankRow`` of a rank."""

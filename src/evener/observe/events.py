@@ -26,12 +26,13 @@ FIELDS: Final = {
     # A run begins with ``window``, also one that resumes. ``members`` are in rank order. ``policy``
     # is such as ``sync`` and ``backend`` such as ``gloo``; ``unit`` is what a weight counts, such
     # as ``tokens``; ``num_samples`` are those of an epoch, ``total_windows`` may be null. The
-    # further field ``params`` counts what is trained.
+    # further field ``params`` counts what is trained, ``emulated`` names ranks that are slowed on
+    # purpose and how much, and ``backend_reason`` says why the backend is not the one asked for.
     "run_started": "run window members policy backend unit num_samples total_windows",
     # A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``.
     "worker_started": "rank member pid host device",
-    # A plan differs from the previous one: ``shares`` are whole samples per rank and sum to
-    # ``size``. The further field ``reason`` says why, for people, where that is known.
+    # The first plan, or one that differs from that before: ``shares`` are whole samples per rank
+    # and sum to ``size``. The further field ``reason`` says why, for people, where that is known.
     "plan": "window generation epoch start size shares",
     # It is known that every rank applied a window. ``window`` is its number over the whole run,
     # ``committed`` are the ranges [start, stop] of the epoch's permutation that it holds, and
@@ -60,6 +61,12 @@ FIELDS: Final = {
     "worker_joined": "rank member window generation",
     # A member has received the live state of member ``donor``, as it was before ``window``.
     "healed": "rank member window donor num_bytes elapsed_s",
+    # From ``window`` on a rank has no share, as the planner expects the team to be faster without
+    # it; and from ``window`` on it has one again.
+    "parked": "rank member window reason",
+    "recalled": "rank member window reason",
+    # The coordinator has refused a worker, which is not in the team, before ``window``.
+    "join_refused": "member window reason",
     # The run resumes with ``window`` from the checkpoint ``path``; earlier events of it and of
     # later windows are void. With ``new_data`` it continues with other data, from its epoch 0.
     "run_resumed": "window path new_data",
@@ -250,7 +257,7 @@ def wait_fraction(rows: Iterable[Mapping[str, Any]]) -> float:
     wait_s = total_s = 0.0
     for row in rows:
         wait_s += row["wait_s"]
-        total_s += row["compute_s"] + row["wait_s"] + row["sync_s"]
+        total_s += sum(row.get(f"{span}_s", 0.0) for span in SPANS)
     return wait_s / total_s if total_s > 0 else 0.0
 
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from evener.observe.events import Event, Sink
 from evener.observe.numbers import human_count, human_duration
-from evener.observe.sentences import terminal_line
+from evener.observe.sentences import steps_before, terminal_line
 from evener.observe.table import VOIDING, RunTable, wait_parts
+from evener.observe.team_change import TeamChange
 
 _LIVE_INTERVAL_S = 0.25  # of event time, between updates of the live line
 _PLAIN_INTERVAL_S = 10.0  # of event time, between plain lines
@@ -41,7 +42,10 @@ class ProgressSink(Sink):
         self._start: Event = {}
         #: The newest windows, and what makes windows void.
         self._recent: deque[Event] = deque(maxlen=SPEED_WINDOWS)
+        self._newest: Event | None = None
+        self._change: TeamChange | None = None
         self._num_lines = 0
+        self._last_plain = ""
         self._last_shown_t = float("-inf")
         self._has_begun = False  # whether a window was committed
         self._shown = False  # whether the live line is on the screen now
@@ -60,6 +64,7 @@ class ProgressSink(Sink):
         """Leave the last state on the stream, with a line end."""
         if self._usable:
             with suppress(OSError, ValueError):
+                self._tell_change()
                 self._end_live()
                 self._stream.flush()
         self._usable = False
@@ -68,19 +73,38 @@ class ProgressSink(Sink):
         kind = event["type"]
         if kind == "run_started":
             self._start = event
+        if kind in TeamChange.KINDS:
+            self._take_change(event)
         if kind == "window" or kind in VOIDING:
             self._recent.append(event)
         if kind == "window":
-            self._has_begun = True
+            self._has_begun, self._newest = True, event
             self._show_window(event["t"])
-        else:
+        elif kind not in TeamChange.KINDS:
             if kind == "run_finished":
+                self._tell_change()
                 self._end_live()
-            text = terminal_line(event)
+            text = terminal_line(event, steps_before(event, self._start, self._newest))
             if text is not None:
                 self._print_above(text)
             if kind == "eval" and not self._live and self._has_begun:
                 self._print_plain(event["t"])
+
+    def _take_change(self, event: Event) -> None:
+        """Gather the events of a change of the team, which is told with the next window."""
+        if self._change is not None and not self._change.takes(event):
+            self._tell_change()
+        if self._change is None and event["type"] != "window":
+            self._change = TeamChange()
+        if self._change is not None:
+            self._change.add(event)
+            if event["type"] == "window":
+                self._tell_change()
+
+    def _tell_change(self) -> None:
+        change, self._change = self._change, None
+        if change is not None:
+            self._print_above(change.told()["text"])
 
     def _show_window(self, t: float) -> None:
         if self._live:
@@ -91,9 +115,12 @@ class ProgressSink(Sink):
             self._print_plain(t)
 
     def _print_plain(self, t: float) -> None:
-        self._num_lines += 1
         self._last_shown_t = t
-        self._write(progress_line(RunTable.of(self._recent), self._start) + "\n")
+        line = progress_line(RunTable.of(self._recent), self._start)
+        if line != self._last_plain:  # an evaluation may follow the window of the last line
+            self._num_lines += 1
+            self._last_plain = line
+            self._write(line + "\n")
 
     def _print_above(self, text: str) -> None:
         self._write(text + "\n")

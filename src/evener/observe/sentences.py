@@ -5,32 +5,60 @@ from typing import Final
 from evener.observe.events import Event
 from evener.observe.numbers import human_bytes, human_duration
 
-#: The engine itself warns of stragglers; of the others, other lines say enough.
+#: The engine itself warns of stragglers and parked ranks, the coordinator of workers that it has
+#: refused. Of the others, other lines say enough.
 _NOT_IN_TERMINAL: Final = frozenset(
-    {"straggler", "straggler_over", "reformed", "healed", "checkpoint_missed", "events_dropped"}
+    {"straggler", "straggler_over", "parked", "recalled", "join_refused"}
+    | {"checkpoint_missed", "events_dropped"}
 )
 
 
-def terminal_line(event: Event) -> str | None:
-    """Return the line of the terminal about an event; ``None`` for those that get none."""
+def terminal_line(event: Event, steps: int | None = None) -> str | None:
+    """Return the line of the terminal about an event; ``None`` for those that get none.
+
+    Args:
+        event: The event.
+        steps: See ``describe``.
+    """
     # The supervisor reports a failure with its cause; a failure seen here might be a consequence.
     is_failure = event["type"] == "run_finished" and event["reason"] == "failed"
-    return None if event["type"] in _NOT_IN_TERMINAL or is_failure else describe(event)
+    return None if event["type"] in _NOT_IN_TERMINAL or is_failure else describe(event, steps)
 
 
-def describe(event: Event) -> str | None:
-    """Return what has happened; ``None`` for types of events that are not told one by one."""
+def steps_before(event: Event, start: Event, newest: Event | None) -> int | None:
+    """Return the optimizer steps before an event, if they are known.
+
+    Args:
+        event: The event.
+        start: The ``run_started`` of its session.
+        newest: The newest ``window`` event before it.
+    """
+    window = event.get("window")
+    if start.get("policy") == "sync":
+        return window
+    is_newest = newest is not None and newest["window"] + 1 == window
+    return newest.get("turns") if newest is not None and is_newest else None
+
+
+def describe(event: Event, steps: int | None = None) -> str | None:
+    """Return what has happened; ``None`` for types of events that are not told one by one.
+
+    Args:
+        event: The event.
+        steps: Optimizer steps before it, which users count; windows are told without them.
+    """
+    after = _after(event, steps)
     match event["type"]:
         case "eval":
             loss = "not finite" if event["loss"] is None else f"{event['loss']:.4g}"
-            return f"eval {_after_windows(event)}: {event['name']} loss {loss}"
+            return f"eval {after}: {event['name']} loss {loss}"
         case "checkpoint":
             return (
                 f"checkpoint {event['path']} ({human_bytes(event['num_bytes'])}, "
                 f"written in {human_duration(event['write_s'])})"
             )
         case "checkpoint_missed":
-            return f"no checkpoint {_after_windows(event)}: {event['reason']}"
+            return f"no checkpoint {after}: {event['reason']}"
         case "straggler":
             since = f", since window {event['since']:,}" if "since" in event else ""
             cause = f": {event['cause']}" if event.get("cause") else ""
@@ -44,26 +72,20 @@ def describe(event: Event) -> str | None:
                 f"{_who(event)} is as fast as before window {event['since']:,} again; windows "
                 f"would have ended {human_duration(event['delay_s'])} sooner"
             )
-        case "worker_lost":
-            return f"lost {_who(event)}: {event['reason']}"
-        case "worker_left":
-            return f"{_who(event)} left"
-        case "worker_joined":
-            return f"{_who(event)} joined"
-        case "healed":
-            return f"{_who(event)} took the state of {event['donor']}"
-        case "reformed":
-            took = f" in {human_duration(event['reform_s'])}" if "reform_s" in event else ""
-            count = len(event["members"])
-            return f"the team formed again with {count} rank{'s' if count != 1 else ''}{took}"
+        case "parked":
+            return f"{_who(event)} is parked: {event['reason']}"
+        case "recalled":
+            return f"{_who(event)} is back at work: {event['reason']}"
+        case "join_refused":
+            return f"{event['member']} was refused: {event['reason']}"
         case "events_dropped":
             return f"{event['num_events']:,} events are missing, as the disk was too slow for them"
         case "run_resumed":
             source = f" from {event['path']}" if event["path"] is not None else ""
-            return f"resumed {_after_windows(event)}{source}"
+            return f"resumed {after}{source}"
         case "run_finished":
             message = f": {event['message']}" if event.get("message") else ""
-            return f"{event['reason']} {_after_windows(event)}{message}"
+            return f"{event['reason']} {after}{message}"
     return None
 
 
@@ -71,6 +93,8 @@ def _who(event: Event) -> str:
     return f"rank {event['rank']} ({event['member']})"
 
 
-def _after_windows(event: Event) -> str:
-    """Return after how many windows an event happened; a local policy has more steps."""
-    return f"after {event['window']:,} window{'s' if event['window'] != 1 else ''}"
+def _after(event: Event, steps: int | None) -> str:
+    if steps is not None:
+        return f"after step {steps:,}"
+    window = event.get("window", 0)
+    return f"after {window:,} window{'s' if window != 1 else ''}"

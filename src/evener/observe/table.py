@@ -7,7 +7,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from evener.observe.events import Event, mean_loss
+from evener.observe.events import SPANS, Event, mean_loss
 
 VOIDING: Final = ("run_resumed", "reformed")
 """Types of events that make earlier ``window`` events void, from their own ``window`` on."""
@@ -185,34 +185,6 @@ class RunTable:
                 counted[own[done > first]] = True
         return counted
 
-    def speed(self) -> float | None:
-        """Return the team's weight (tokens, or samples) per second in the ``measured`` rows.
-
-        Evaluations do not count as time. ``None`` if no row is measured.
-        """
-        counted, rows = self.measured(), self.rows()
-        length_s = float(rows["length_s"][counted].sum())
-        return float(rows["weight"][counted].sum()) / length_s if length_s > 0 else None
-
-    def speeds_alone(self) -> dict[str, float]:
-        """Return by member what each would have done alone, from the ``measured`` rows.
-
-        Alone it would have computed all of these windows as it has computed its part, and made the
-        whole update in each of them. Members without work there are left out.
-        """
-        counted = self.measured()
-        windows = float(self.rows()["windows"][counted].sum())
-        done = self.member_sums(counted)
-        weight = sum(own["weight"] for own in done.values())
-        found = {}
-        for member, own in done.items():
-            if own["weight"] > 0:
-                alone_s = (own["compute_s"] - own["own_update_s"]) * weight / own["weight"]
-                alone_s += own["whole_update_s"] * windows / own["windows"]
-                if alone_s > 0:
-                    found[member] = weight / alone_s
-        return found
-
     def _columns(self) -> tuple[Columns, Columns]:
         if self._found is None:
             rows = _columns(self._rows, ROW_NUMBERS)
@@ -271,8 +243,7 @@ def add_up(places: NDArray[Any], numbers: Floats, count: int) -> Floats:
 
 def wait_parts(sums: Columns) -> Floats:
     """Return by lane the part of its time that was spent waiting, NaN where there is none."""
-    total_s = sums["compute_s"] + sums["wait_s"] + sums["sync_s"]
-    return ratio(sums["wait_s"], total_s)
+    return ratio(sums["wait_s"], sum((sums[f"{span}_s"] for span in SPANS), np.zeros(1)))
 
 
 def ratio(over: Floats, under: Floats) -> Floats:

@@ -98,13 +98,14 @@ def _team(history: RunHistory) -> Trace:
             if length_s > 0
         ],
     )
-    for one in [*history.incidents, *history.plans]:
+    plans = [one for one in history.decisions if one["kind"].endswith("plan")]
+    for one in [*history.incidents, *plans]:
         yield {
             "ph": "i",
             "s": "t",
             **_place(_TEAM, _EVENTS),
             "ts": _us(one["t_s"]),
-            "name": one["type"],
+            "name": one.get("type", "plan"),
             "args": {"text": one["text"], "window": one["window"]},
         }
 

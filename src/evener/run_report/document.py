@@ -5,15 +5,18 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from evener.observe.estimate import Estimate, contribution
 from evener.observe.events import SPANS
-from evener.observe.multiples import SPEEDS_CHANGED, multiples
+from evener.observe.measuring import parts_of_time
 from evener.observe.numbers import human_duration
 from evener.observe.progress_line import progress_line
 from evener.observe.table import SUMS, ratio, wait_parts
-from evener.run_report.curves import number, series, timeline
+from evener.observe.waiting import Waits
+from evener.run_report.curves import number, numbers, series, timeline
 from evener.run_report.history import MOST_LISTED, RunHistory
 from evener.run_report.summary_facts import SummaryFacts
-from evener.run_report.waiting import Waits
+from evener.run_report.verdict import judge
+from evener.simulation.changes import Predictor
 
 MOST_POINTS: Final = 1500
 """The most points of a curve: as many as a wide screen has columns of pixels for it."""
@@ -23,6 +26,9 @@ MOST_NUMBERS: Final = 250_000
 
 MOST_TIMELINE_NUMBERS: Final = 850_000
 """The most numbers in all timelines of a page; windows are merged where there would be more."""
+
+MOST_PAIRED: Final = 64
+"""The most ranks of which each pair has its waits in the page."""
 
 Presence = Literal["here", "gone", "replaced", "parked", "ended"]
 """Whether a member of the team takes part; one that is gone may be replaced by another."""
@@ -38,6 +44,7 @@ def figures(
     *,
     divisor: int = 1,
     is_running: bool | None = None,
+    predict: Predictor | None = None,
 ) -> dict[str, Any]:
     """Return the document of a run.
 
@@ -48,13 +55,14 @@ def figures(
         notes: What was left out while reading.
         divisor: Divides the room of a page, such as by the runs that share it.
         is_running: Whether its processes are there; ``None`` where that is not known.
+        predict: Predicts what advice would gain, where there is time for it.
     """
     table = history.table
     order = sorted(range(len(table.members)), key=lambda i: (table.ranks[i], table.members[i]))
     lanes = np.array(order, dtype=np.intp)
-    alone = table.speeds_alone()
     waits = Waits.of(table)
-    ranks = _ranks(history, order, alone, waits, is_running=is_running)
+    verdict = judge(history, waits, predict)
+    ranks = _ranks(history, order, verdict.estimate, waits, is_running=is_running)
     most = MOST_NUMBERS // divisor // (3 * (4 + 2 * len(order)))
     parked = [lane for lane in order if _is_parked(history, table.members[lane])]
     return {
@@ -63,14 +71,20 @@ def figures(
         "run": _run(history, facts, is_running=is_running),
         "is_running": bool(is_running) and history.ending is None,
         "line": progress_line(table, history.facts),
-        "team": _team(history, alone),
+        "verdict": verdict.document(),
+        "advice": [
+            {"kind": one.kind, "text": one.text, "key": one.key, "gain": number(one.gain)}
+            for one in verdict.advice
+        ],
+        "team": _team(history, verdict.estimate),
         "ranks": ranks,
-        "straggler": _straggler(ranks, waits, order, history),
+        "waits": _waits(history, waits, order, verdict.waits),
         "series": series(table, lanes, parked, max(20, min(MOST_POINTS, most))),
         "evals": _evals(history),
         "events": history.incidents,
+        "flags": _flags(history),
         "checkpoints": history.checkpoints,
-        "reasons": history.plans,
+        "decisions": history.decisions,
         "counts": dict(history.counts),
         "timeline": timeline(table, lanes, MOST_TIMELINE_NUMBERS // divisor),
         "confusion": None
@@ -102,30 +116,24 @@ def _run(history: RunHistory, facts: SummaryFacts, *, is_running: bool | None) -
 _UNENDED: Final = {True: "running", False: "ended unexpectedly", None: "no end recorded"}
 
 
-def _team(history: RunHistory, alone: dict[str, float]) -> dict[str, Any]:
+def _team(history: RunHistory, estimate: Estimate) -> dict[str, Any]:
     table = history.table
-    speed = table.speed()
-    times = multiples(speed, alone.values())
     rows = table.rows()
     sums = {name: float(rows[name].sum()) for name in SUMS}
-    total_s = sum(sums[f"{span}_s"] for span in SPANS)
+    parts = parts_of_time(table)
     known = rows["loss"][np.isfinite(rows["loss"])]
     evals = [one["loss"] for one in history.evals if one["loss"] is not None]
     return {
         "samples": number(sums["samples"]),
         "weight": number(sums["weight"]),
-        "speed": number(speed),
-        "best_alone": number(max(alone.values(), default=None)),
-        "ideal": number(times.ideal),
-        "of_best_alone": number(times.of_best),
-        "of_ideal": number(times.of_ideal),
-        "no_multiple": SPEEDS_CHANGED if times.speeds_changed else None,
+        "speed": number(estimate.speed),
+        "best_alone": number(max(estimate.alone.values(), default=None)),
+        "ideal": number(estimate.ideal),
+        "of_best_alone": number(estimate.of_fastest),
+        "of_ideal": number(estimate.of_ideal),
         "last_loss": number(float(known[-1])) if len(known) else None,
         "heldout_loss": number(evals[-1] if evals else None),
-        **{
-            f"{span}_fraction": number(sums[f"{span}_s"] / total_s) if total_s > 0 else None
-            for span in SPANS
-        },
+        **{f"{span}_fraction": number(parts.get(span)) for span in SPANS},
         "sent_bytes": number(sums["sent_bytes"] or None),
     }
 
@@ -133,7 +141,7 @@ def _team(history: RunHistory, alone: dict[str, float]) -> dict[str, Any]:
 def _ranks(
     history: RunHistory,
     order: Sequence[int],
-    alone: dict[str, float],
+    estimate: Estimate,
     waits: Waits,
     *,
     is_running: bool | None,
@@ -144,17 +152,18 @@ def _ranks(
     shares = ratio(sums["weight"], np.full(len(order), sums["weight"].sum()))
     waited = wait_parts(sums)
     rows = []
+    present = frozenset(table.present)
     for lane in order:
-        member = table.members[lane]
+        member, rank = table.members[lane], table.ranks[lane]
         host, device = history.workers.get(member, ("", ""))
         own = {name: number(float(sums[name][lane])) for name in SUMS}
         rows.append(
             {
-                "rank": table.ranks[lane],
+                "rank": rank,
                 "member": member,
                 "host": host,
                 "device": device,
-                "emulated": slowed.get(str(table.ranks[lane])),
+                "emulated": slowed.get(str(rank)),
                 "parked": _is_parked(history, member),
                 "presence": _presence(history, lane, is_running=is_running),
                 "why_gone": history.gone.get(member, (None,))[0],
@@ -162,9 +171,11 @@ def _ranks(
                 "sent_bytes": own["sent_bytes"] or None,
                 "share": number(float(shares[lane])),
                 "wait_fraction": number(float(waited[lane])),
-                "alone": number(alone.get(member)),
+                "alone": number(estimate.alone.get(rank) if lane in present else None),
+                "adds": number(estimate.adds(rank) if lane in present else None),
+                "contribution": contribution(estimate, rank) if lane in present else "–",
                 "windows_last": int(waits.windows_last[lane]),
-                "waited_for_s": number(float(waits.waited_s[lane])),
+                "waited_for_s": number(float(waits.waited_for_s[lane])),
                 "delay_s": number(float(waits.delay_s[lane])),
             }
         )
@@ -192,37 +203,31 @@ def _presence(history: RunHistory, lane: int, *, is_running: bool | None) -> Pre
     return "parked" if _is_parked(history, member) else "here"
 
 
-def _straggler(
-    ranks: Sequence[dict[str, Any]], waits: Waits, order: Sequence[int], history: RunHistory
-) -> dict[str, Any]:
-    """Return the rank that the others waited for most, and a sentence about it."""
+def _waits(history: RunHistory, waits: Waits, order: Sequence[int], text: str) -> dict[str, Any]:
+    table = history.table
     named = [one["text"] for one in history.incidents if one["type"].startswith("straggler")]
     told = f" Named during the run: {'; '.join(named[:3])}." if named else ""
-    if waits.straggler is None:
-        text = "No rank keeps the others waiting for a noteworthy part of the time."
-        if waits.shared_windows == 0:
-            text = "There is no window in which two ranks worked together."
-        return {"rank": None, "text": text + told}
-    row = ranks[order.index(waits.straggler)]
-    waited_s, delay_s = waits.waited_s[waits.straggler], waits.delay_s[waits.straggler]
-    part = float(waited_s / waits.team_s)
-    device = f", {row['device']}" if row["device"] else ""
-    text = (
-        f"The others wait most for rank {row['rank']} ({row['member']}{device}): it was the last "
-        f"in {row['windows_last']:,} of {waits.shared_windows:,} windows, and they waited "
-        f"{human_duration(waited_s)} for it, {part:.1%} of the team's time. Had it arrived with "
-        f"the next one, windows would have ended {human_duration(delay_s)} sooner"
-    )
-    whole_s = float(history.table.rows()["length_s"].sum())
-    text += f" ({delay_s / whole_s:.1%} of the run)." if whole_s > 0 else "."
+    pairs_s = waits.pairs_s[np.ix_(order, order)]
     return {
-        "rank": row["rank"],
-        "member": row["member"],
-        "waited_for_s": number(float(waited_s)),
-        "of_team_time": number(part),
-        "delay_s": number(float(delay_s)),
+        "ranks": [table.ranks[lane] for lane in order],
+        "members": [table.members[lane] for lane in order],
+        "seconds": [*map(numbers, pairs_s)] if len(order) <= MOST_PAIRED else None,
+        "culprit": None if waits.culprit is None else table.ranks[waits.culprit],
         "text": text + told,
     }
+
+
+def _flags(history: RunHistory) -> list[dict[str, Any]]:
+    """Return what charts mark in time, in order."""
+    fields = ("kind", "t_s", "window", "rank", "member", "cost_s", "text")
+    flags = [{name: one[name] for name in fields} for one in history.incidents if one["kind"]]
+    for one in history.checkpoints:
+        text = f"checkpoint {one['path']}: training stood still for {human_duration(one['copy_s'])}"
+        found = {name: one[name] for name in ("t_s", "window", "rank")}
+        flags.append(
+            {**found, "kind": "checkpoint", "member": None, "cost_s": one["copy_s"], "text": text}
+        )
+    return sorted(flags, key=lambda flag: flag["t_s"])
 
 
 def _evals(history: RunHistory) -> list[dict[str, Any]]:

@@ -4,16 +4,27 @@ from collections import Counter
 from typing import Any, Final, TypeVar
 
 from evener.observe.events import Event
-from evener.observe.sentences import describe
+from evener.observe.sentences import describe, steps_before
 from evener.observe.table import RunTable
+from evener.observe.team_change import TeamChange
 
 MOST_LISTED: Final = 500
 """The most lines of a list, such as that of the checkpoints; a longer one loses its middle."""
 
-_INCIDENTS: Final = frozenset(
-    {"worker_lost", "worker_left", "worker_joined", "healed", "straggler", "straggler_over"}
-    | {"checkpoint_missed", "events_dropped", "run_resumed", "reformed", "run_finished"}
-)
+_INCIDENTS: Final = {
+    "run_resumed": "resume",
+    "straggler": "straggler",
+    "straggler_over": "straggler",
+    "parked": "parked",
+    "recalled": "recalled",
+    "join_refused": "refused",
+    "checkpoint_missed": "",
+    "events_dropped": "",
+    "run_finished": "",
+}
+"""Types of events that are told one by one, and the flag that each gets in charts."""
+
+_DECISIONS: Final = ("parked", "recalled", "join_refused")
 _MOST_SHARES: Final = 8
 
 _Item = TypeVar("_Item")
@@ -30,11 +41,12 @@ class RunHistory:
         ending: The newest session's ``run_finished``, if it has one.
         sessions: Starts and resumes.
         counts: Events by type.
-        incidents: Membership changes, stragglers and other things of which there are few.
+        incidents: Changes of the team, stragglers and other things of which there are few.
+        decisions: What the planner and the coordinator decided, and why.
         evals: Evaluations, with ``begin_s``.
-        plans: Changed plans, and why.
         checkpoints: What has been saved.
         workers: Host and device by member.
+        joined: By member that has joined a running team: with which window.
         gone: By member that was lost or has left: why, and the window that was under way.
     """
 
@@ -46,10 +58,12 @@ class RunHistory:
         self.counts: Counter[str] = Counter()
         self.incidents: list[dict[str, Any]] = []
         self.evals: list[dict[str, Any]] = []
-        self.plans: list[dict[str, Any]] = []
+        self.decisions: list[dict[str, Any]] = []
         self.checkpoints: list[dict[str, Any]] = []
         self.workers: dict[str, tuple[str, str]] = {}
+        self.joined: dict[str, int] = {}
         self.gone: dict[str, tuple[str, int]] = {}
+        self._change: TeamChange | None = None
         self._newest_kind = ""
 
     @property
@@ -86,20 +100,26 @@ class RunHistory:
                 self.gone[event["member"]] = event.get("reason") or "it left", event["window"]
             case "worker_joined":
                 self.gone.pop(event["member"], None)
+                self.joined[event["member"]] = event["window"]
             case "plan":
                 shares = event["shares"]
                 text = " / ".join(map(str, shares[:_MOST_SHARES]))
                 text += " / …" if len(shares) > _MOST_SHARES else ""
                 reason = f": {event['reason']}" if event.get("reason") else ""
-                _append(self.plans, self._line(event, text + reason))
+                first = self.counts["plan"] == 1
+                self._decide("first_plan" if first else "plan", event, text + reason)
             case "eval":
                 self._eval(event)
             case "checkpoint":
                 self._checkpoint(event)
             case "run_finished":
                 self.ending = event
-        if kind in _INCIDENTS:
-            _append(self.incidents, self._line(event, describe(event) or ""))
+        if kind in TeamChange.KINDS:
+            self._tell_change(event)
+        elif kind in _INCIDENTS:
+            self._tell(_INCIDENTS[kind], event, self._describe(event))
+        if kind in _DECISIONS:
+            self._decide(kind, event, self._describe(event))
         self._newest_kind = kind
 
     def _begin_session(self) -> None:
@@ -109,9 +129,29 @@ class RunHistory:
     def _drop_evals(self, first: int) -> None:
         self.evals = [one for one in self.evals if one["window"] <= first]
 
-    def _line(self, event: Event, text: str) -> dict[str, Any]:
-        window = event.get("window", 0)
-        return {"t_s": self.table.elapsed_s, "window": window, "type": event["type"], "text": text}
+    def _tell_change(self, event: Event) -> None:
+        """Tell all events of one change of the team as one sentence."""
+        if self._change is None or not self._change.takes(event):
+            if event["type"] == "window":
+                return
+            self._change = TeamChange()
+            self._tell("", event, "")
+        self._change.add(event)
+        self.incidents[-1] |= self._change.told()
+
+    def _tell(self, flag: str, event: Event, text: str) -> None:
+        line = {name: event.get(name) for name in ("rank", "member")}
+        own = {"type": event["type"], "kind": flag, **line, "cost_s": event.get("delay_s")}
+        _append(self.incidents, {**self._at(event), **own, "text": text})
+
+    def _describe(self, event: Event) -> str:
+        return describe(event, steps_before(event, self.facts, self.table.newest)) or ""
+
+    def _decide(self, kind: str, event: Event, text: str) -> None:
+        _append(self.decisions, {**self._at(event), "kind": kind, "text": text})
+
+    def _at(self, event: Event) -> dict[str, Any]:
+        return {"t_s": self.table.elapsed_s, "window": event.get("window", 0)}
 
     def _eval(self, event: Event) -> None:
         begin_s, end_s = self.table.eval_s

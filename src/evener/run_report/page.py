@@ -14,19 +14,20 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
-GENERATOR: Final = '<meta name="generator" content="evener report">'
-"""A file with this line is a report of ours, so that ``evener report`` may replace it."""
+GENERATOR: Final = '<meta name="generator" content="evener report {}">'
+"""Says of which runs a page is, so that ``evener report`` may replace that of the same runs."""
 
 _SCRIPTS: Final = ("uPlot.iife.min.js", "charts.js", "timeline.js", "page.js", "live.js")
 _STYLES: Final = ("uPlot.min.css", "page.css")
 
 
-def page(document: Mapping[str, Any] | None = None) -> str:
+def page(document: Mapping[str, Any] | None = None, runs: str = "") -> str:
     """Return the page.
 
     Args:
         document: ``runs``, each as ``figures`` returns it, and ``version``. Without it, the page
             is that of the dashboard.
+        runs: A hexadecimal digest that stands for the runs.
     """
     script, style = ("".join(map(_asset, names)) for names in (_SCRIPTS, _STYLES))
     # A "<" could end the script element, whatever the text around it.
@@ -34,7 +35,7 @@ def page(document: Mapping[str, Any] | None = None) -> str:
     found = _asset("page.html")
     for name, value in (
         ("policy", policy(is_live=document is None)),
-        ("generator", GENERATOR),
+        ("generator", GENERATOR.format(runs)),
         ("style", style),
         ("script", script),
         ("numbers", data),  # the last, as names of runs may hold anything

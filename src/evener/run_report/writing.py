@@ -1,6 +1,8 @@
 """Read run folders and write their reports: the only part of this package with I/O."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +15,7 @@ from evener.run_report.document import figures
 from evener.run_report.history import RunHistory
 from evener.run_report.page import GENERATOR, page
 from evener.run_report.summary_facts import SummaryFacts, read_facts
+from evener.simulation.changes import predict_changes
 from evener.version import __version__
 
 DEFAULT_PAGE: Final = Path("report.html")
@@ -38,16 +41,17 @@ def report(runs: Sequence[Path]) -> dict[str, Any]:
         )
         for folder in folders
     ]
-    return {"version": __version__, "runs": documents}
+    return {"version": __version__, "runs": documents, "bench": None}
 
 
-def write_page(document: dict[str, Any], path: Path | None) -> Path:
+def write_page(document: dict[str, Any], runs: Sequence[Path], path: Path | None = None) -> Path:
     """Write the page of a report.
 
     Args:
         document: As ``report`` returns it.
-        path: Where it goes; by default ``report.html`` in the current folder, unless that is a
-            file of another origin.
+        runs: The runs in it.
+        path: Where it goes; by default ``report.html`` in the current folder. If that is something
+            else than an earlier page of the same runs, ``report-2.html``, and so on.
 
     Returns:
         Where it went.
@@ -55,15 +59,21 @@ def write_page(document: dict[str, Any], path: Path | None) -> Path:
     Raises:
         ConfigError: It cannot be written there.
     """
+    folders = "\0".join(str(find_events(run).parent.resolve()) for run in runs)
+    digest = hashlib.blake2b(folders.encode(), digest_size=8).hexdigest()
     if path is None:
-        path = DEFAULT_PAGE
-        if path.exists() and not _is_report(path):
-            raise ConfigError(
-                f"{path} is there already and was not made by evener report; choose another name "
-                "with -o, or this one to replace it"
-            )
-    _write(path, [page(document)])
+        names = (DEFAULT_PAGE.with_stem(f"{DEFAULT_PAGE.stem}-{k}") for k in count(2))
+        path = next(one for one in chain([DEFAULT_PAGE], names) if _is_free(one, digest))
+    _write(path, [page(document, digest)])
     return path
+
+
+def verdict_lines(document: dict[str, Any]) -> list[str]:
+    """Return the lines of a report that matter most: of one run three, of several one for each."""
+    runs = document["runs"]
+    if len(runs) == 1:
+        return [*runs[0]["verdict"]["answers"].values()]
+    return [f"{run['name']}: {run['verdict']['text'] or run['run']['state']}" for run in runs]
 
 
 def write_trace(run: Path, path: Path) -> None:
@@ -94,8 +104,9 @@ class RunReader:
         self._folder = folder
         self._is_live = is_live
         self._history = RunHistory()
-        self._num_skipped = 0
-        self._skipped: list[str] = []
+        #: How many lines were left out, and a few of them with the reason.
+        self.num_skipped = 0
+        self.skipped: list[str] = []
         #: Also says whether another file is there now.
         self.follower = EventFollower(folder / EVENTS, self._skip, follow=not is_live)
 
@@ -119,17 +130,25 @@ class RunReader:
         """
         history = self.history()
         facts, why = self._read_summary()
-        notes = [*self._skipped]
-        if further := self._num_skipped - len(notes):
+        notes = [*self.skipped]
+        if further := self.num_skipped - len(notes):
             notes.append(f"{further:,} further lines are left out")
         if why and not self._is_live:
             notes.append(why)
-        return figures(name, history, facts, notes, divisor=divisor, is_running=is_running)
+        return figures(
+            name,
+            history,
+            facts,
+            notes,
+            divisor=divisor,
+            is_running=is_running,
+            predict=None if self._is_live else predict_changes(history.table, history.facts),
+        )
 
     def _skip(self, line: int, why: str) -> None:
-        self._num_skipped += 1
-        if len(self._skipped) < _MOST_NOTES:
-            self._skipped.append(f"line {line:,} of {EVENTS} is left out: {why}")
+        self.num_skipped += 1
+        if len(self.skipped) < _MOST_NOTES:
+            self.skipped.append(f"line {line:,} of {EVENTS} is left out: {why}")
 
     def _read_summary(self) -> tuple[SummaryFacts, str]:
         """Return the summary, and why there is none, for people."""
@@ -149,10 +168,13 @@ class RunReader:
         return SummaryFacts(), why
 
 
-def _is_report(path: Path) -> bool:
+def _is_free(path: Path, digest: str) -> bool:
+    """Return whether no file is there but a page of the same runs."""
     try:
         with path.open("rb") as stream:
-            return GENERATOR.encode() in stream.read(4096)
+            return GENERATOR.format(digest).encode() in stream.read(4096)
+    except FileNotFoundError:
+        return not path.is_symlink()
     except OSError:
         return False
 

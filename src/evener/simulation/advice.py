@@ -4,16 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from evener.observe.numbers import human_count
+from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.prediction import TeamPrediction, TeamSpec, predict
 
 AS_GOOD: Final = 0.97
-"""A policy with this part of the fastest one's throughput is preferred if its mathematics is nearer
+"""A policy with this part of the fastest one's throughput is preferred if its result is nearer
 to that of one machine; predictions are no more exact than that."""
 
 NOTEWORTHY: Final = 0.01
 """A change of the throughput by less than this part is none."""
+
+LONG_WINDOW_S: Final = 60.0
+"""Ranks that average less often drift apart, and lose more work with a rank that is lost."""
 
 Predictions = Mapping[ApplyPolicy, TeamPrediction]
 
@@ -25,7 +28,8 @@ class Worth:
     Attributes:
         rank: The rank.
         name: For people.
-        samples_per_s: Throughput of the team with it, under the policy that is best then.
+        policy: The policy under which that holds.
+        samples_per_s: Throughput of the team with it.
         without: The same of the team without it.
         gain: By which part the rank raises the throughput; below 0 if it lowers it.
         verdict: Whether the rank is worth having, in a sentence.
@@ -33,6 +37,7 @@ class Worth:
 
     rank: int
     name: str
+    policy: ApplyPolicy
     samples_per_s: float
     without: float
     gain: float
@@ -62,12 +67,12 @@ def advise(team: TeamSpec) -> Advice:
     """Predict every policy for a team, and for the team without each of its ranks."""
     predictions = predict_all(team)
     best = best_policy(predictions)
-    kinds = [replace(rank, name="") for rank in team.ranks]
-    without: dict[int, float] = {}
-    for first in {*map(kinds.index, kinds)} if len(kinds) > 1 else ():
-        others = predict_all(team.without(first))
-        without[first] = others[best_policy(others)].samples_per_s
-    whole = predictions[best].samples_per_s
+    kinds = [replace(rank, name="", number=None) for rank in team.ranks]
+    without = {
+        first: predict(team.without(first), best).samples_per_s
+        for first in ({*map(kinds.index, kinds)} if len(kinds) > 1 else ())
+    }
+    whole = predictions[best]
     worth = [
         _worth(rank, team.ranks[rank].name, whole, without[kinds.index(kind)])
         for rank, kind in enumerate(kinds)
@@ -83,23 +88,31 @@ def predict_all(team: TeamSpec) -> Predictions:
 
 
 def best_policy(predictions: Predictions) -> ApplyPolicy:
-    """Return the first policy that is as good as the fastest."""
-    fastest = max(one.samples_per_s for one in predictions.values())
-    return next(
-        policy for policy, one in predictions.items() if one.samples_per_s >= AS_GOOD * fastest
-    )
+    """Return the first policy that is as good as the fastest of those with windows that are short.
+
+    That is SYNC if no other has short windows.
+    """
+    short = {
+        policy: one.samples_per_s
+        for policy, one in predictions.items()
+        if policy is ApplyPolicy.SYNC or one.window_s <= LONG_WINDOW_S
+    }
+    fastest = max(short.values())
+    return next(policy for policy, speed in short.items() if speed >= AS_GOOD * fastest)
 
 
-def _worth(rank: int, name: str, samples_per_s: float, without: float) -> Worth:
+def _worth(rank: int, name: str, whole: TeamPrediction, without: float) -> Worth:
+    samples_per_s = whole.samples_per_s
     gain = samples_per_s / without - 1.0
     verdict = (
-        f"the team does {human_count(samples_per_s)} samples/s with it and "
+        f"under {whole.policy} the team does {human_count(samples_per_s)} samples/s with it and "
         f"{human_count(without)} without ({gain:+.0%})"
     )
     kind = "worth having" if gain >= NOTEWORTHY else "not worth having"
     return Worth(
         rank=rank,
         name=name,
+        policy=whole.policy,
         samples_per_s=samples_per_s,
         without=without,
         gain=gain,
@@ -111,8 +124,14 @@ def _reason(predictions: Predictions, best: ApplyPolicy) -> str:
     chosen, sync = predictions[best], predictions[ApplyPolicy.SYNC]
     fastest = max(predictions.values(), key=lambda one: one.samples_per_s)
     ahead = fastest.samples_per_s / chosen.samples_per_s - 1.0
-    faster = f"only {ahead:.1%} faster" if ahead >= NOTEWORTHY else "no faster"
+    only = "only " if ahead < 1.0 / AS_GOOD - 1.0 else ""
+    faster = f"{only}{ahead:.1%} faster" if ahead >= NOTEWORTHY else "no faster"
     beside = "" if fastest is chosen else f", and {fastest.policy} is {faster}"
+    if fastest.policy is not ApplyPolicy.SYNC and fastest.window_s > LONG_WINDOW_S:
+        beside = (
+            f"; {fastest.policy} is {faster}, but averages only every "
+            f"{human_duration(fastest.window_s)}, which max_anchor limits"
+        )
     if chosen is sync:
         return f"its result is that of one machine with the same batch{beside}"
     losses = {"waiting": sync.wait, "exchanges": sync.exchange, "bookkeeping": sync.bookkeeping}

@@ -12,11 +12,12 @@ from evener.config.folders import find_events
 from evener.errors import ConfigError
 from evener.observe.events import Event
 from evener.observe.following import each_event
+from evener.observe.measuring import measure, parts_of_time
 from evener.observe.table import RunTable, ratio
 from evener.planning.elche import ANCHOR
 from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel, SpeedModel
-from evener.simulation.prediction import TeamSpec
+from evener.simulation.prediction import MeasuredRun, TeamSpec
 from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, Noise, SimulatedRank
 
 LEAST_WINDOWS: Final = 5
@@ -72,6 +73,20 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
         table.add(event)
         if event["type"] == "run_started":
             start = event
+    return team_of(table, start, run)
+
+
+def team_of(table: RunTable, start: Event, run: str) -> TeamSpec:
+    """Return what a run has measured of the team that it had at its end.
+
+    Args:
+        table: Its windows.
+        start: Its newest ``run_started``.
+        run: Its name, for people.
+
+    Raises:
+        ConfigError: As ``measured_team``.
+    """
     policy = ApplyPolicy(start.get("policy", ApplyPolicy.SYNC))
     counted = _windows_that_count(table, policy)
     team = {name: values[counted] for name, values in table.rows().items()}
@@ -89,6 +104,7 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
             f"no rank has computed anything in {run}, so no speed is known; name another run, or "
             "give speeds by hand with --speeds"
         )
+    numbers = [table.ranks[lane] for lane in table.present]
     names = [f"rank {table.ranks[lane]} ({table.members[lane]})" for lane in table.present]
     notes = [
         f"{name} has computed nothing in these windows, so it is left out: give its speed with "
@@ -119,6 +135,17 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
         link = _link(rows, ranks, link.num_bytes)
     # Windows at the end of an epoch have fewer samples.
     batch_size = int(np.quantile(sizes, 0.5, method="higher"))
+    estimate = measure(table, "samples")
+    measured = MeasuredRun(
+        policy=policy,
+        estimate=estimate,
+        parts=parts_of_time(table),
+        window_s=float(np.median(team["length_s"] / team["windows"])),
+    )
+    for rank, spec in ranks.items():
+        spec.number = numbers[rank]
+        if (alone := estimate.alone.get(numbers[rank])) is not None:
+            spec.alone_factor = alone / spec.alone(batch_size)
     return TeamSpec(
         ranks=tuple(ranks.values()),
         link=link,
@@ -128,6 +155,7 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
         divides_updates=parts > 1,
         source=f"{run}: {num_windows:,} windows of policy {policy}",
         notes=tuple(notes),
+        measured=measured,
     )
 
 

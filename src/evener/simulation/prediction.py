@@ -1,11 +1,11 @@
 """Predictions for a team under each policy: throughput, lost time, bytes. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Final
 
-from evener.observe.multiples import multiples
+from evener.observe.estimate import Estimate
 from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ANCHOR, MAX_ANCHOR, ElChe
 from evener.planning.guard import NoGuard
@@ -33,6 +33,23 @@ the speed the anchor still grows to its limit; beside slower ones it grows less.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """What a run did, by the figures of its report.
+
+    Attributes:
+        policy: Its policy.
+        estimate: Samples per second of the team and of its ranks alone.
+        parts: Parts of the ranks' time, by span.
+        window_s: Usual seconds of a window.
+    """
+
+    policy: ApplyPolicy
+    estimate: Estimate
+    parts: Mapping[str, float]
+    window_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TeamSpec:
     """A team that may be simulated.
 
@@ -46,6 +63,7 @@ class TeamSpec:
         divides_updates: In SYNC each rank makes its part of the optimizer's update.
         source: Where its speeds come from, for people.
         notes: What is unknown about it.
+        measured: What the run did that has measured it; ``None`` without one.
     """
 
     ranks: tuple[SimulatedRank, ...]
@@ -57,6 +75,7 @@ class TeamSpec:
     divides_updates: bool = False
     source: str = ""
     notes: tuple[str, ...] = ()
+    measured: MeasuredRun | None = None
 
     def without(self, rank: int) -> "TeamSpec":
         """Return the team of the other ranks."""
@@ -168,12 +187,13 @@ def _sum_up(
     size = team.batch_of(policy)
     speed = sum(samples) / max(spent_s)
     window_s = max(spent_s) / len(windows)
+    alone = {rank: team.ranks[rank].alone(size) for rank in ranks}
     sent_bytes = team.link.sent_bytes(len(present)) if team.link.num_bytes else None
     return TeamPrediction(
         policy=policy,
         batch_size=size,
         samples_per_s=speed,
-        of_ideal=multiples(speed, [rank.alone(size) for rank in team.ranks]).of_ideal,
+        of_ideal=Estimate(speed=speed, alone=alone).of_ideal,
         wait=wait,
         exchange=exchange,
         bookkeeping=bookkeeping,

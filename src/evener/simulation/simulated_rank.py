@@ -45,6 +45,8 @@ class SimulatedRank:
         overhead_s: Seconds beside compute for each micro-batch, such as fetching data.
         noise: Disturbs the computed time.
         name: For people, such as ``rank 1 (cpu)``.
+        number: Its rank in the run that measured it; ``None`` without one.
+        alone_factor: Its measured speed alone over that of ``cost``.
     """
 
     cost: CostModel
@@ -52,12 +54,13 @@ class SimulatedRank:
     overhead_s: float = 0.0
     noise: Noise = UNDISTURBED
     name: str = ""
+    number: int | None = None
+    alone_factor: float = 1.0
 
     def alone(self, batch_size: int) -> float:
         """Return samples per second of the rank alone, with an update for each batch."""
         usual = self.cost.scaled(fmean(self.noise.factors))
-        undisturbed = SimulatedRank(usual, self.micro_batch_size, self.overhead_s)
-        return batch_size / undisturbed.share(batch_size, 0.0).busy_s
+        return self.alone_factor * batch_size / usual.seconds(batch_size, self.micro_batch_size)
 
     def factor(self, at_s: float) -> float:
         """Return the factor of the computed time of a share or step that begins at a moment."""

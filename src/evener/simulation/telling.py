@@ -1,12 +1,12 @@
 """Advice as text for people, and as JSON for programs. Pure."""
 
-from typing import Any
+from typing import Any, Final
 
 from evener.observe.event_lines import strict_json
-from evener.observe.numbers import aligned, human_bytes, human_count, human_duration
+from evener.observe.numbers import aligned, human_bytes, human_count, human_duration, wrapped
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.advice import Advice
-from evener.simulation.prediction import TeamPrediction
+from evener.simulation.prediction import MeasuredRun, TeamPrediction, TeamSpec
 from evener.version import __version__
 
 
@@ -25,6 +25,7 @@ def document(advice: Advice) -> dict[str, Any]:
             "batch_size": team.batch_size,
             "local_batch_size": team.local_batch_size,
             "micro_batch_size": team.ranks[0].micro_batch_size,
+            "measured": None if team.measured is None else _measured_document(team.measured),
             "policies": [*advice.predictions.values()],
             "best": advice.best,
             "reason": advice.reason,
@@ -34,36 +35,81 @@ def document(advice: Advice) -> dict[str, Any]:
     return plan
 
 
+def _measured_document(run: MeasuredRun) -> dict[str, Any]:
+    estimate = run.estimate
+    return {
+        "policy": run.policy,
+        "samples_per_s": estimate.speed,
+        "of_fastest": estimate.of_fastest,
+        "of_ideal": estimate.of_ideal,
+        "adds": [estimate.adds(rank) for rank in sorted(estimate.alone)],
+        **{part: run.parts.get(span) for part, span in _PARTS.items()},
+        "window_s": run.window_s,
+    }
+
+
+_PARTS: Final = {"wait": "wait", "exchange": "sync", "data": "data"}
+
+
 def text(advice: Advice) -> str:
-    """Return the same for people; see ``document``."""
+    """Return the same for people, 80 columns wide; see ``document``."""
     team = advice.team
-    lines = [f"speeds from {team.source}"]
-    lines += [
-        f"  {rank.name}: {human_count(rank.alone(team.batch_size))} samples/s alone"
-        for rank in team.ranks
+    lines = [
+        f"speeds from {team.source}",
+        *(
+            f"  {rank.name}: {human_count(rank.alone(team.batch_size))} samples/s alone"
+            for rank in team.ranks
+        ),
+        "",
+        *aligned([_HEAD, *_measured(team), *map(_row, advice.predictions.values())]),
+        "",
     ]
-    head = ["policy", "samples/s", "of ideal", "wait", "exchange", "bookkeeping", "window"]
-    rows = [[*head, "sent per window", "shares"], *map(_row, advice.predictions.values())]
-    lines += ["", *aligned(rows), ""]
-    lines += [
+    prose = [
         f"sync parks {team.ranks[rank].name}: the others are faster without it"
         for rank in advice.predictions[ApplyPolicy.SYNC].parked
     ]
-    lines.append(f"best: {advice.best}, because {advice.reason}")
-    lines += [f"{one.name}: {one.verdict}" for one in advice.worth]
-    lines += [f"note: {note}" for note in team.notes]
-    return "\n".join(lines) + "\n"
+    shares = advice.predictions[advice.best].shares
+    if len(shares) > 1:
+        told = "/".join(f"{share:.0%}" for share in shares[:_MOST_SHARES])
+        prose.append(f"shares under {advice.best}: {told}{'/…' * (len(shares) > _MOST_SHARES)}")
+    prose.append(f"best: {advice.best}, because {advice.reason}")
+    prose += [f"{one.name}: {one.verdict}" for one in advice.worth]
+    prose += [f"note: {note}" for note in (*team.notes, _NO_LOSS)]
+    return "\n".join([*lines, *map(wrapped, prose)]) + "\n"
+
+
+_MOST_SHARES: Final = 8
+_HEAD: Final = (
+    *("policy", "samples/s", "ideal", "wait", "exchange", "other", "window", "sent/window"),
+)
+_NO_LOSS: Final = (
+    "predictions know nothing of the loss, which only sync leaves as it is: evener bench measures "
+    "it"
+)
+
+
+def _measured(team: TeamSpec) -> list[list[str]]:
+    """Return the row of the run that has measured the team, with the figures of its report."""
+    run = team.measured
+    if run is None or run.estimate.speed is None:
+        return []
+    parts = [f"{run.parts.get(span, 0.0):.1%}" for span in ("wait", "sync")]
+    figures = [human_count(run.estimate.speed), _of_ideal(run.estimate.of_ideal), *parts]
+    return [[f"measured: {run.policy}", *figures, "–", human_duration(run.window_s), ""]]
 
 
 def _row(one: TeamPrediction) -> list[str]:
     return [
         str(one.policy),
         human_count(one.samples_per_s),
-        f"{one.of_ideal:.0%}" if one.of_ideal is not None else "–",
+        _of_ideal(one.of_ideal),
         f"{one.wait:.1%}",
         f"{one.exchange:.1%}",
         f"{one.bookkeeping:.1%}",
         human_duration(one.window_s),
         human_bytes(one.sent_bytes) if one.sent_bytes is not None else "?",
-        "/".join(f"{share:.0%}" for share in one.shares[:8]) + "/..." * (len(one.shares) > 8),
     ]
+
+
+def _of_ideal(part: float | None) -> str:
+    return f"{part:.0%}" if part is not None else "–"

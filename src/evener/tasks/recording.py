@@ -1,6 +1,7 @@
 """What a run leaves for people and programs: events, the summary, the closing table."""
 
 import io
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -13,12 +14,17 @@ from evener.errors import ConfigError
 from evener.loop.event_stream import SinkMaker
 from evener.loop.loop import Loop
 from evener.observe.events import Sink, wait_fraction
-from evener.observe.following import each_event
 from evener.observe.jsonl import JsonlSink
+from evener.observe.measuring import measure
 from evener.observe.progress_line import ProgressSink
-from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
-from evener.observe.table import SUMS, RunTable
+from evener.observe.summary import RankSummary, RunSummary, closing_lines, closing_table
+from evener.observe.table import SUMS
 from evener.observe.tensorboard import TensorBoardSink
+from evener.observe.waiting import Waits
+from evener.run_report.history import RunHistory
+from evener.run_report.verdict import judge
+from evener.run_report.writing import RunReader
+from evener.simulation.changes import predict_changes
 from evener.team.terminal import say, warn
 
 _NOTHING: Final = dict.fromkeys(SUMS, 0.0)  # of a member that did no window
@@ -76,16 +82,16 @@ def record(
     ddp.events.report_to(makers)
 
 
-def read_table(path: Path) -> RunTable:
-    """Return the windows of a run; lines that are not events are left out with a warning."""
-    skipped: list[str] = []
-    table = RunTable.of(each_event(path, lambda line, why: skipped.append(f"line {line}: {why}")))
-    if skipped:
+def read_history(folder: Path) -> RunHistory:
+    """Return the history of a run; lines that are not events are left out with a warning."""
+    reader = RunReader(folder)
+    history = reader.history()
+    if reader.num_skipped:
         warn(
-            f"{path} has {len(skipped):,} lines that are not events; they are left out of the "
-            f"run's totals. The first is {skipped[0]}"
+            f"{folder / EVENTS} has {reader.num_skipped:,} lines that are not events; they are "
+            f"left out of the run's totals. The first: {reader.skipped[0]}"
         )
-    return table
+    return history
 
 
 def summarise(
@@ -108,17 +114,18 @@ def summarise(
     for written in ddp.events.pending():
         written.wait(_EVENTS_S)
     assembly, own = ddp.assembly, ddp.members[ddp.rank]
-    table = read_table(folder / EVENTS)
-    done, speed = table.member_sums(), table.speed()
+    history = read_history(folder)
+    table = history.table
+    done, estimate = table.member_sums(), measure(table)
     team = assembly.team
     # Of an elastic team: who is there at the end, parked or not.
     members = [m for m in ddp.members if m.rank in team.everyone]
     gone = done.keys() - {m.member for m in members}
-    alone = table.speeds_alone()
-    by_rank = {m.rank: alone.get(m.member) for m in members}
+    highest = max(m.rank for m in members)
+    verdict = judge(history, Waits.of(table), predict_changes(table, history.facts))
     return RunSummary(
-        tokens_per_s=speed,
-        solo_tokens_per_s=tuple(by_rank.get(rank) for rank in range(max(by_rank) + 1)),
+        tokens_per_s=estimate.speed,
+        solo_tokens_per_s=tuple(estimate.alone.get(rank) for rank in range(highest + 1)),
         committed_tokens=ddp.progress.weight,
         committed_samples=ddp.progress.samples,
         steps=ddp.progress.steps,
@@ -142,6 +149,7 @@ def summarise(
             for work in (done.get(m.member, _NOTHING),)
         ),
         parked=ddp.events.parked,
+        verdict=tuple(verdict.lines),
         emulated={m.rank: m.emulated for m in members if m.emulated != 1},
         machine={
             "host": own.host,
@@ -165,5 +173,14 @@ def show(summary: RunSummary) -> None:
     console.print(closing_table(summary))
     text.seek(0)
     say(text.read(), end="")
-    for line in verdict(summary):
+    for line in closing_lines(summary, _program()):
         say(line)
+
+
+def _program() -> str:
+    """Return how the user reaches ``evener``, whose environment need not be activated."""
+    if shutil.which("evener"):
+        return "evener"
+    own = Path(sys.executable).with_name("evener")
+    here = Path.cwd()
+    return str(own.relative_to(here) if own.is_relative_to(here) else own)

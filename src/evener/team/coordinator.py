@@ -12,6 +12,7 @@ import asyncio
 import json
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -96,6 +97,8 @@ class ServedTeam:
         self.roster = roster
         self.store = KeyValues()
         self.workers: dict[str, Visitor] = {}
+        #: Workers that were refused, with the reason, until the main process has heard of them.
+        self._refused: deque[tuple[str, str]] = deque(maxlen=_MOST_REFUSALS)
         self._ledger = ledger
         if ledger is not None:
             known = ledger.entry
@@ -111,9 +114,21 @@ class ServedTeam:
                 say(f"evener coordinator: {order.content['text']}")
             elif order.to in self.workers:
                 self.workers[order.to].tell(order.type, order.content)
+                if order.type == "failed":
+                    self.note_refused(order.to, order.content["why"])
         self.store.keep(self.roster.generation)
         if why := self.roster.why_over:
             self.store.give_up(why)
+
+    def note_refused(self, member: str, why: str) -> None:
+        """Keep that a worker was refused, for the events of the run."""
+        self._refused.append((member, why))
+
+    def take_refused(self) -> list[tuple[str, str]]:
+        """Return who was refused since the last call, and why."""
+        refused = [*self._refused]
+        self._refused.clear()
+        return refused
 
     def _keep_ledger(self) -> None:
         if self._ledger is not None:
@@ -524,6 +539,7 @@ class Visitor(asyncio.Protocol):
             )
             if why:
                 self.tell("refused", {"why": why})
+                self.team.note_refused(name, why)
                 self._coordinator.send_orders_soon()  # others may be refused for the same reason
                 raise ValueError(f"refused worker {name}: {why}")
             self.member = name
@@ -547,12 +563,17 @@ class Visitor(asyncio.Protocol):
             counter, phase = fields.whole("micro_batches"), fields.text("phase")
             sent = fields["at"]
             renewed = roster.beat(now_s, self.member, counter, phase)
-            known = {
+            known: dict[str, Any] = {
                 "generation": roster.generation,
                 "open": roster.is_open(now_s),
                 "number": roster.number_of(self.member),
                 "leads": roster.leads(self.member),
             }
+            formation = roster.formation
+            is_main = formation is not None and formation.members[0] == self.member
+            refused = self.team.take_refused() if is_main else []
+            known["refused"] = [name for name, _ in refused]
+            known["why_refused"] = [why for _, why in refused]
             self.tell("beaten", {"at": sent, "renewed": renewed, **known})
         elif kind == "report":
             has_state = fields["standing"] is not None

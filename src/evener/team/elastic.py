@@ -74,6 +74,7 @@ class CoordinatorLink(CoordinatorConnection):
         self._number = NO_NUMBER
         self._wanted = self._leads = False
         self._over: dict[int, str] = {}
+        self._refused: list[tuple[str, str]] = []
         self._lease_end_s = 0.0
         self._micro_batches, self._phase = 0, "setting up"
         self._asked: dict[int, Message] = {}  # requests to the store that wait for an answer
@@ -249,6 +250,12 @@ class CoordinatorLink(CoordinatorConnection):
         """Whether no member of the team is left, and this worker decides with what it begins."""
         return self._leads
 
+    def take_refused(self) -> list[tuple[str, str]]:
+        """Return which workers the coordinator has refused since the last call, and why."""
+        with self._changed:
+            refused, self._refused = self._refused, []
+        return refused
+
     @property
     def run_has_ended(self) -> bool:
         """Whether the coordinator has said that the run has ended, without this worker."""
@@ -408,6 +415,7 @@ class CoordinatorLink(CoordinatorConnection):
         if kind == "beaten":
             self._generation, self._is_open = fields.whole("generation"), fields.flag("open")
             self._leads = fields.flag("leads")
+            self._refused += zip(fields.texts("refused"), fields.texts("why_refused"), strict=True)
             is_own = self._held is not None and self._generation == self._held.generation
             if not is_own:
                 self._number = fields.whole("number", least=NO_NUMBER)

@@ -1,4 +1,4 @@
-"""The elastic team of processes: the coordinator forms generations, which connect anew."""
+"""The elastic team of processes: the coordinator forms generations, each of which connects again."""
 
 import signal
 import sys
@@ -35,7 +35,7 @@ from evener.team.elastic import CoordinatorLink
 from evener.team.environment import ADDRESS, COORDINATOR, ELASTIC, MEMBER
 from evener.team.membership import Formed, Membership, WaitWatch
 from evener.team.signals import StopSignals
-from evener.team.terminal import warn
+from evener.team.terminal import say, warn
 from evener.team.wire import JOINED, JOINING, read_team_token
 
 _PAUSE_S = 0.05
@@ -144,10 +144,17 @@ class ElasticMembership(Membership):
             self._joins = True
             raise
         self._interrupts.take_interrupts(0 if self.is_leaving else 1)
-        self._joins, self.generation = False, formation.generation
+        has_joined, self._joins = self._joins, False
+        self.generation = formation.generation
         self._unreached, self._meeting = [], None
         self.number = formation.number_of(self.member)
         tell(place=JOINED)
+        if has_joined:
+            say(
+                f"evener: {self.member} has joined the team at {self._host}:{self._port} as rank "
+                f"{self.number} of {len(formation.members)}; it takes the state of another rank "
+                "and trains until the run ends; Ctrl-C makes it leave after its window"
+            )
         began_s = time.monotonic()
         try:
             comm = self._connect(formation)
@@ -222,6 +229,10 @@ class ElasticMembership(Membership):
             raise PeerLostError(
                 f"rank {self.number} may not commit in generation {self.generation}: {why}"
             )
+
+    def take_refused(self) -> list[tuple[str, str]]:
+        """Return which workers the coordinator has refused since the last call, and why."""
+        return self._link.take_refused()
 
     def may_write(self) -> bool:
         """Wait for the lease if it has run out; return whether the team has kept this worker.

@@ -118,6 +118,10 @@ class Membership(Closing):
             PeerLostError: The generation is over.
         """
 
+    def take_refused(self) -> list[tuple[str, str]]:
+        """Return which workers were refused since the last call, and why; on the main process."""
+        return []
+
     def may_write(self) -> bool:
         """Return whether this process may write to the files of the run.
 

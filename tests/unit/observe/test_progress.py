@@ -99,8 +99,6 @@ def test_other_events_have_lines() -> None:
             make_event(
                 "straggler", t=1.0, rank=1, member="b", window=5, compute_s=3.0, expected_s=1.0
             ),
-            make_event("worker_lost", t=1.0, rank=1, member="b", window=5, reason="it died"),
-            make_event("worker_joined", t=1.0, rank=1, member="b", window=6, generation=2),
             make_event(
                 "eval",
                 t=1.0,
@@ -122,12 +120,37 @@ def test_other_events_have_lines() -> None:
         f"resumed after 5 windows from {path}",
         "resumed after 5 windows",
         f"checkpoint {path} (2.5 MB, written in 400 ms)",
-        "lost rank 1 (b): it died",
-        "rank 1 (b) joined",
         "eval after 6 windows: heldout loss nan",
         "stopped after 6 windows: go on with --resume",
         "completed after 6 windows",
     ]
+
+
+def test_a_change_of_the_team_is_one_line_before_its_next_window() -> None:
+    place = {"t": 1.0, "rank": 1, "member": "b", "window": 1}
+    events = [
+        started(),
+        committed_window(0),
+        make_event("worker_lost", **place, reason="it died"),
+        make_event("reformed", t=1.5, window=1, generation=1, members=["a", "b"], reform_s=0.2),
+        make_event("worker_joined", **place, generation=1),
+        committed_window(1, t=2.0) | {"redo_s": 0.3},
+    ]
+    assert show(events, io.StringIO()).splitlines()[1] == (
+        "lost rank 1 (b): it died; the team formed again with 2 ranks; rank 1 (b) joined; it cost "
+        "500 ms (200 ms until the team had formed again, 300 ms until the next window was "
+        "committed)"
+    )
+    assert show(events[:3], io.StringIO()).splitlines()[1:] == ["lost rank 1 (b): it died"]
+
+
+def test_events_count_optimizer_steps_as_the_line_does() -> None:
+    numbers = {"name": "heldout", "loss": 2.5, "weight": 1.0, "elapsed_s": 0.1}
+    evaluation = make_event("eval", t=1.0, window=1, **numbers)
+    exact = show([started(), committed_window(0), evaluation], io.StringIO()).splitlines()
+    assert exact == [exact[0], "eval after step 1: heldout loss 2.5"], "no line is repeated"
+    local = [started(policy="cadence"), committed_window(0) | {"turns": 40}, evaluation]
+    assert "eval after step 40: heldout loss 2.5" in show(local, io.StringIO())
 
 
 def test_live_line_is_updated_four_times_a_second_at_most() -> None:

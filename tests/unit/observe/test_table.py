@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.observe.events import Event, make_event
-from evener.observe.multiples import multiples
+from evener.observe.measuring import measure
 from evener.observe.table import RunTable, wait_parts
 from helpers.event_cases import committed_window, started
 
@@ -86,28 +86,28 @@ def test_speed_leaves_out_the_first_windows() -> None:
     table, speeds = RunTable.of([started()]), []
     for window, t in enumerate(times):
         table.add(committed_window(window, t=t))
-        speeds.append(table.speed())
+        speeds.append(measure(table).speed)
     assert speeds[:4] == [None, 10.0, 10.0, 10.0]
     assert speeds[7] == 100.0, "from window 3 to 7"
 
 
 def test_evaluations_do_not_count_as_time() -> None:
     events = [*windows(0, 6), evaluated(25.0, 6, 20.0), *windows(6, 8, t=26.0)]
-    assert RunTable.of(events).speed() == 100.0
-    assert RunTable.of([*events, evaluated(50.0, 8, 22.0)]).speed() == 100.0
+    assert measure(RunTable.of(events)).speed == 100.0
+    assert measure(RunTable.of([*events, evaluated(50.0, 8, 22.0)])).speed == 100.0
 
 
 def test_the_speed_is_that_of_the_present_team() -> None:
     events = [started(), *windows(0, 8), reformed(9.0, 6, "a")]
     # If the main process was lost, the next one records the last windows of before once more.
     events += windows(6, 8)
-    assert RunTable.of(events).speed() is None, "nothing is known of this team"
+    assert measure(RunTable.of(events)).speed is None, "nothing is known of this team"
     events += [committed_window(w, t=10.0 + 4 * (w - 8), **ALONE) for w in range(8, 16)]
-    assert RunTable.of(events).speed() == 25.0
-    assert RunTable.of(events).speeds_alone() == {"a": 100.0}
+    assert measure(RunTable.of(events)).speed == 25.0
+    assert measure(RunTable.of(events)).alone == {0: 100.0}
     # Those of before again: their windows and the new ones are one measurement.
     events += [reformed(40.0, 16, "a", "b"), *windows(16, 24, t=46.0)]
-    assert RunTable.of(events).speed() == 100.0
+    assert measure(RunTable.of(events)).speed == 100.0
 
 
 def test_a_rank_alone_makes_the_whole_update_for_all_samples() -> None:
@@ -117,12 +117,13 @@ def test_a_rank_alone_makes_the_whole_update_for_all_samples() -> None:
         event["update_parts"] = 2  # type: ignore[index]
         for row in event["ranks"]:
             row["update_s"] = 0.1
-    assert RunTable.of(events).speeds_alone()["a"] == pytest.approx(100 / 1.2)
+    assert measure(RunTable.of(events)).alone[0] == pytest.approx(100 / 1.2)
 
 
 def test_nothing_is_no_error() -> None:
     table = RunTable()
-    assert (table.speed(), table.speeds_alone(), table.elapsed_s, len(table)) == (None, {}, 0, 0)
+    found = measure(table)
+    assert (found.speed, found.alone, table.elapsed_s, len(table)) == (None, {}, 0, 0)
 
 
 @settings(max_examples=60)
@@ -149,6 +150,6 @@ def test_no_team_does_more_than_its_ranks_alone(measured: list[Any]) -> None:
         t += max(seconds)
         times_s = tuple((own_s, max(seconds) - own_s, 0.0) for own_s in seconds)
         table.add(committed_window(number, t=t, samples=(samples, 10 - samples), times_s=times_s))
-        found = multiples(table.speed(), table.speeds_alone().values())
+        found = measure(table)
         assert not found.speeds_changed
         assert found.of_ideal is None or found.of_ideal <= 1.0 + 1e-9

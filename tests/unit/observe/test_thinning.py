@@ -5,6 +5,7 @@ import pytest
 from evener.observe.events import make_event
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
+from evener.observe.measuring import measure
 from evener.observe.table import RunTable
 from evener.observe.thinning import merge, stride
 from helpers.event_cases import committed_window, started
@@ -28,8 +29,8 @@ def test_the_file_of_a_long_run_is_short_and_has_the_same_sums(tmp_path: Path) -
     assert 150 < len(found) < 200
     assert check_exactly_once(found, 10_000) == []
     first, last = RunTable.of(events), RunTable.of(found)
-    assert first.speed() == last.speed() == 100.0
-    assert first.speeds_alone() == pytest.approx(last.speeds_alone())
+    assert measure(first).speed == measure(last).speed == 100.0
+    assert measure(first).alone == pytest.approx(measure(last).alone)
     for name, values in first.lane_sums().items():
         assert values == pytest.approx(last.lane_sums()[name]), name
 

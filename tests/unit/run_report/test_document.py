@@ -80,7 +80,7 @@ def test_bytes_data_and_why_plans_changed_are_shown_where_events_have_them():
     assert found["series"]["sent_bytes"]["mean"][0] == 200
     assert found["series"]["anchor"]["mean"][0] == 5
     assert found["timeline"]["ranks"][0]["data_us"][0] == 250_000
-    texts = [one["text"] for one in found["reasons"]]
+    texts = [one["text"] for one in found["decisions"]]
     assert (len(texts), texts[0], texts[-1]) == (500, "6 / 4: reason 0", "6 / 4: reason 599")
     assert found["run"]["plans"] == 600
     assert document_of(ten_windows())["series"]["sent_bytes"] is None
@@ -121,7 +121,8 @@ def test_a_run_without_windows_has_a_document():
     found = document_of(history_of(started()))
     assert found["team"]["speed"] is None
     assert found["ranks"] == []
-    assert found["straggler"]["rank"] is None
+    assert found["waits"]["culprit"] is None
+    assert "too short" in found["verdict"]["answers"]["worth"]
     assert document_of(RunHistory())["run"]["state"] == "no end recorded"
 
 
@@ -179,34 +180,107 @@ def test_parked_running_and_ended():
 
 def test_the_rank_that_comes_last_is_named_with_its_cost():
     equal = ((0.9, 0.01, 0.1), (0.91, 0.0, 0.1))
-    assert document_of(ten_windows(times_s=equal))["straggler"]["rank"] is None
+    text = document_of(ten_windows(times_s=equal))["waits"]["text"]
+    assert text == "No rank keeps another one waiting for a noteworthy part of the time."
     slow = ((0.5, 0.4, 0.1), (0.9, 0.0, 0.1))
-    straggler = document_of(ten_windows(times_s=slow))["straggler"]
-    assert (straggler["rank"], straggler["member"]) == (1, "b")
-    assert straggler["waited_for_s"] == 4
-    assert straggler["delay_s"] == 4
-    assert straggler["of_team_time"] == 0.2
-    assert "rank 1 (b)" in straggler["text"]
-    assert "10 of 10 windows" in straggler["text"]
-    assert "20.0% of the team's time" in straggler["text"]
+    waits = document_of(ten_windows(times_s=slow))["waits"]
+    assert (waits["culprit"], waits["seconds"]) == (1, [[0, 4], [0, 0]])
+    assert waits["text"] == (
+        "Rank 0 (a) waits for rank 1 (b): 4.0 s, 20.0% of the ranks' time. It came last in 10 of "
+        "10 windows."
+    )
+
+
+def test_nobody_is_named_where_ranks_come_last_in_turn():
+    slow = ((0.5, 0.4, 0.1), (0.9, 0.0, 0.1))
+    events = [
+        committed_window(k, t=k + 1.0, times_s=slow if k % 2 else slow[::-1]) for k in range(10)
+    ]
+    waits = document_of(history_of(started(), *events))["waits"]
+    assert (waits["culprit"], waits["seconds"]) == (None, [[0, 2], [2, 0]])
+    assert waits["text"] == (
+        "Ranks wait 20.0% of their time for one another; none of them stands out."
+    )
 
 
 def test_waits_are_counted_against_the_last_to_arrive():
     # Three ranks; the second is the last by 1 s, then the third by 2 s; the fourth is parked.
     times_s = (
         ((1.0, 2.0, 0.0), (3.0, 0.0, 0.0), (2.0, 1.0, 0.0), (0.0, 0.0, 0.0)),
-        ((1.0, 2.0, 0.0), (1.0, 2.0, 0.0), (3.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
+        ((1.0, 4.0, 0.0), (1.0, 4.0, 0.0), (5.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
     )
     four = {"samples": (1, 1, 1, 0), "losses": (2.0, 2.0, 2.0, None)}
     events = [committed_window(k, t=3.0 * k + 3, times_s=times_s[k], **four) for k in range(2)]
     found = document_of(history_of(started(), *events))
     columns = ("windows_last", "waited_for_s", "delay_s")
     rows = [[row[name] for name in columns] for row in found["ranks"]]
-    assert rows == [[0, 0, 0], [1, 3, 1], [1, 4, 2], [0, 0, 0]]
-    assert found["straggler"]["rank"] == 2
+    assert rows == [[0, 0, 0], [1, 3, 1], [1, 8, 4], [0, 0, 0]]
+    assert found["waits"]["seconds"] == [[0, 2, 4, 0], [0, 0, 4, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+    assert found["waits"]["culprit"] == 2
+    assert "had it come with the next one" in found["waits"]["text"]
     alone = committed_window(0, samples=(1,), losses=(1.0,), times_s=((1.0, 0.0, 0.0),))
-    text = document_of(history_of(started(), alone))["straggler"]["text"]
+    text = document_of(history_of(started(), alone))["waits"]["text"]
     assert text == "There is no window in which two ranks worked together."
+
+
+# ── flags and decisions ──────────────────────────────────────────────────────────────────────────
+
+
+def test_a_change_of_the_team_is_one_flag_with_its_cost():
+    place = {"rank": 1, "window": 1}
+    found = document_of(
+        history_of(
+            started(),
+            committed_window(0, t=1.0),
+            make_event("worker_lost", t=2.0, member="b", reason="killed", **place),
+            make_event(
+                "reformed",
+                t=3.0,
+                window=1,
+                generation=1,
+                members=["a", "c"],
+                detect_s=0.5,
+                reform_s=0.25,
+                heal_s=1.0,
+            ),
+            make_event("healed", t=3.0, member="c", donor="a", num_bytes=9, elapsed_s=1.0, **place),
+            make_event("worker_joined", t=3.0, member="c", generation=1, **place),
+            committed_window(1, t=4.0) | {"redo_s": 2.0},
+            committed_window(2, t=5.0),
+            make_event("join_refused", t=6.0, member="d", window=3, reason="another version"),
+        )
+    )
+    lost, refused = found["flags"]
+    assert (lost["kind"], lost["rank"], lost["window"], lost["t_s"]) == ("loss", 1, 1, 2)
+    assert lost["cost_s"] == 3.75
+    assert lost["text"] == (
+        "lost rank 1 (b): killed; the team formed again with 2 ranks; rank 1 (c) joined with the "
+        "state of a; it cost 3.8 s (500 ms until it was noticed, 250 ms until the team had formed "
+        "again, 1.0 s to send the state, 2.0 s until the next window was committed)"
+    )
+    assert [one["type"] for one in found["events"]] == ["team_changed", "join_refused"]
+    assert (refused["kind"], refused["text"]) == ("refused", "d was refused: another version")
+
+
+def test_decisions_are_kept_with_their_reasons():
+    plan = {"generation": 0, "epoch": 0, "start": 0, "size": 10, "shares": [6, 4]}
+    parked = {"rank": 1, "member": "b", "reason": "it costs more than it brings"}
+    found = document_of(
+        history_of(
+            started(),
+            make_event("plan", t=0.0, window=0, **plan, reason="the first shares"),
+            make_event("parked", t=1.0, window=3, **parked),
+            make_event("recalled", t=2.0, window=9, **{**parked, "reason": "tried again"}),
+            make_event("plan", t=3.0, window=9, **plan),
+        )
+    )
+    assert [(one["kind"], one["window"], one["text"]) for one in found["decisions"]] == [
+        ("first_plan", 0, "6 / 4: the first shares"),
+        ("parked", 3, "rank 1 (b) is parked: it costs more than it brings"),
+        ("recalled", 9, "rank 1 (b) is back at work: tried again"),
+        ("plan", 9, "6 / 4"),
+    ]
+    assert [one["kind"] for one in found["flags"]] == ["parked", "recalled"]
 
 
 # ── the timeline ─────────────────────────────────────────────────────────────────────────────────

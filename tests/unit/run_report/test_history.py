@@ -39,9 +39,9 @@ def test_what_is_said_of_members_and_of_the_end_is_kept():
     )
     assert found.workers == {"b": ("box", "cpu")}
     assert [one["text"] for one in found.incidents] == [
-        "lost rank 1 (b): killed",
-        "the team formed again with 1 rank in 30 ms",
-        "failed after 1 window: WorkerError: gone",
+        "lost rank 1 (b): killed; the team formed again with 1 rank; it cost 30 ms (30 ms until "
+        "the team had formed again)",
+        "failed after step 1: WorkerError: gone",
     ]
     assert not found.has_summary
 

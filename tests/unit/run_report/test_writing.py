@@ -72,10 +72,14 @@ def made(*arguments: str, code: int = 0) -> None:
 def test_a_page_is_made_and_named(capsys):
     write_run(Path("runs/first"), started(), *windows(), summary={"tokens_per_s": 5.0})
     made("runs/first")
-    assert capsys.readouterr().err == "report.html\n"
+    said = capsys.readouterr()
+    assert said.err == "report.html\n"
+    worth, waits, change = said.out.splitlines()
+    assert worth == "The team does 1.17× rank 0 alone, 77% of all ranks together: rank 1 adds 17%."
+    assert waits.startswith("Rank 0 (a) waits for rank 1 (b): 1.0 s, 10.0% of the ranks' time.")
+    assert change.startswith("10 samples can be split 7/3 at best, which loses 5.9% to waiting.")
+    assert change.endswith("Set batch_size=80.")
     assert numbers_in("report.html")["runs"][0]["name"] == "first"
-    # Its own pages are replaced without a question.
-    made("runs/first/events.jsonl")
 
 
 def test_the_page_asks_for_nothing_and_runs_its_own_script_only():
@@ -202,12 +206,16 @@ def test_events_that_cannot_be_read_are_an_error_of_the_user(command, capsys):
         assert "cannot be read" in said
 
 
-def test_a_foreign_report_html_is_not_replaced(capsys):
+def test_only_a_page_of_the_same_runs_is_replaced(capsys):
     write_run(Path("first"), started())
+    write_run(Path("second"), started(), *windows())
     Path("report.html").write_text("mine")
-    made("first", code=2)
-    assert "was not made by evener report" in capsys.readouterr().err
+    for runs in (["first"], ["second"], ["first/events.jsonl"], ["first", "second"], ["second"]):
+        made(*runs)
+    written = [2, 3, 2, 4, 3]
+    assert capsys.readouterr().err.splitlines() == [f"report-{k}.html" for k in written]
     assert Path("report.html").read_text() == "mine"
+    assert numbers_in("report-2.html")["runs"][0]["name"] == "first"
     made("first", "-o", "report.html")
     assert Path("report.html").read_text() != "mine"
 

@@ -45,7 +45,7 @@ def test_the_figures_of_a_run(ddp: Ddp, tmp_path: Path) -> None:
     assert summary.tokens_per_s == 100.0  # ten samples of ten tokens each second
     # 100 tokens in 0.9 s of compute in each second.
     assert summary.solo_tokens_per_s == pytest.approx((100 / 0.9,))
-    assert summary.multiples.of_ideal == pytest.approx(0.9)
+    assert summary.estimate.of_ideal == pytest.approx(0.9)
     assert (summary.heldout_loss, summary.elapsed_s) == (1.25, 5.0)
     assert (summary.world_size, summary.policy, summary.backend) == (1, "sync", "none")
     assert summary.checkpoint == str(tmp_path / "step-6")
@@ -59,7 +59,7 @@ def test_the_figures_of_a_run(ddp: Ddp, tmp_path: Path) -> None:
 def test_a_run_without_windows_has_a_summary_too(ddp: Ddp, tmp_path: Path) -> None:
     summary = summary_of(ddp, tmp_path, num_windows=0)
     assert summary.tokens_per_s is None
-    assert summary.multiples.of_ideal is None
+    assert summary.estimate.of_ideal is None
     summary.write(tmp_path / "summary.json")
     assert (tmp_path / "summary.json").read_text().endswith("}\n")
 

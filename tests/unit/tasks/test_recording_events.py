@@ -9,7 +9,7 @@ from evener.comm.base import Communicator
 from evener.ddp import Ddp
 from evener.engine.results import Progress, RankRecord, WindowResult
 from evener.observe.following import read_events
-from evener.tasks.recording import read_table, record
+from evener.tasks.recording import read_history, record
 from helpers.limits import PATIENCE_S
 from helpers.sinks import Kept
 from helpers.teams import run_team, setup
@@ -117,7 +117,7 @@ def test_a_resumed_session_counts_what_was_done_before(tmp_path: Path) -> None:
         ddp.assembly.engine.run.progress = Progress(window=2)
         start(ddp, tmp_path, resumed_from=Path("step-2"))
         ddp.events.window(result(2, (4,)))
-    table = read_table(tmp_path / "events.jsonl")
+    table = read_history(tmp_path).table
     assert (len(table), table.lane_sums()["weight"].sum()) == (3, 120.0)
     kinds = [event["type"] for event in read_events(tmp_path / "events.jsonl")]
     resumed = kinds.index("run_resumed")

@@ -1,0 +1,66 @@
+"""What a run would gain by a change, as ``evener plan`` predicts it. Pure."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from evener.errors import ConfigError
+from evener.observe.estimate import added
+from evener.observe.events import Event
+from evener.observe.table import RunTable
+from evener.planning.policies import ApplyPolicy
+from evener.simulation.measured_team import team_of
+from evener.simulation.prediction import TeamSpec, predict
+
+_MOST_RANKS: Final = 16
+"""Of a larger team the simulation takes longer than a reader of a report should wait."""
+
+
+class Change(NamedTuple):
+    """A change of a run; ``None`` leaves things as they are."""
+
+    policy: ApplyPolicy | None = None
+    batch_size: int | None = None
+    without: int | None = None
+
+
+Predictor = Callable[[Change], float | None]
+"""Returns by which part a run would be faster after a change; ``None`` if nothing can tell."""
+
+
+def predict_changes(table: RunTable, start: Event) -> Predictor | None:
+    """Return what predicts changes of a run; ``None`` for a run that tells too little.
+
+    Args:
+        table: The windows of the run.
+        start: Its newest ``run_started``.
+    """
+    if len(table.members) > _MOST_RANKS:
+        return None
+    try:
+        team = team_of(table, start, "the run")
+    except ConfigError:
+        return None
+    policy = team.measured.policy if team.measured else ApplyPolicy.SYNC
+    present: list[float] = []
+
+    def gain(change: Change) -> float | None:
+        if not present:
+            present.append(predict(team, policy).samples_per_s)
+        changed = _changed(team, change)
+        if changed is None:
+            return None
+        return added(predict(changed, change.policy or policy).samples_per_s, present[0])
+
+    return gain
+
+
+def _changed(team: TeamSpec, change: Change) -> TeamSpec | None:
+    if change.batch_size is not None:
+        team = replace(team, batch_size=change.batch_size)
+    if change.without is not None:
+        numbers = [rank.number for rank in team.ranks]
+        if change.without not in numbers or len(numbers) < 2:
+            return None
+        team = team.without(numbers.index(change.without))
+    return team
