@@ -65,6 +65,15 @@ def test_loss_is_smoothed_a_little_and_survives_one_that_is_not_finite() -> None
     assert re.findall(r"loss (\S+)", stream.getvalue()) == ["1", "1.2", "nan", "3"]
 
 
+def test_a_window_without_weight_has_no_loss() -> None:
+    nothing = {"weight_per_sample": 0.0, "losses": (None, None)}
+    events = [committed_window(0, t=0.0, **nothing), committed_window(1, t=20.0)]
+    events.append(committed_window(2, t=40.0, **nothing))
+    lines = [line.split("  |")[0] for line in show(events, io.StringIO()).splitlines()]
+    assert lines[0] == "step 1"
+    assert [line.split("  ")[1] for line in lines[1:]] == ["loss 2", "loss 2"]
+
+
 def test_a_straggler_is_told_by_the_engine_and_described_for_reports() -> None:
     slow = {"rank": 1, "member": "b", "window": 5, "since": 2}
     times = {"compute_s": 3.0, "expected_s": 1.0}

@@ -107,6 +107,6 @@
     }
   });
 
-  part("live").hidden = false;
+  part("live").hidden = part("now").hidden = false;
   follow();
 })();

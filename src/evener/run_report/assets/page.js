@@ -1,23 +1,20 @@
 "use strict";
-// Makes the page from the document of a report: tables, charts and timelines. Names, messages and
-// numbers are set as text only, never as markup.
+// Makes the page from the document of a report: answers, tables, charts and timelines. Names,
+// messages and numbers are set as text only, never as markup.
 const page = (() => {
-  const { Chart, duration, count, percent, fullName } = charts;
+  const { Chart, SIGNS, View, bytes, count, duration, percent, rankName, slowed, whole } = charts;
   const MOST_CLASSES = 60; // cells of a larger matrix are too small to read
+  const MOST_WORDS = 8; // ranks in a matrix of waits whose cells have room for words
+  const MOST_ADVICE = 2; // that is open at once
+  const MANY_EVALS = 50;
+  const MOST_LISTED = 500; // of history.py: a longer list has lost its middle
 
   // ── values for people ──────────────────────────────────────────────────────────────────────
 
-  const dash = (value, form = String) => (value === null || value === undefined || value === "" ? "–" : form(value));
-  const whole = (value) => Math.round(value).toLocaleString("en");
+  const isMissing = (value) => value === null || value === undefined || value === "";
+  const dash = (value, form = String) => (isMissing(value) ? "–" : form(value));
   const loss = (value) => `${+value.toPrecision(4)}`;
   const times = (value) => `${value.toFixed(2)}×`;
-
-  function bytes(value) {
-    for (const [size, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
-      if (value >= size) return `${(value / size).toFixed(1)} ${unit}`;
-    }
-    return `${value} B`;
-  }
 
   // ── elements ───────────────────────────────────────────────────────────────────────────────
 
@@ -28,6 +25,8 @@ const page = (() => {
     made.append(...children);
     return made;
   }
+
+  const paragraph = (text, look = "") => (text ? [element("p", { class: look }, text)] : []);
 
   /** A table; a cell is a text or an element, and the first of each row is its head. */
   function table(label, head, rows, caption = "") {
@@ -42,16 +41,28 @@ const page = (() => {
     return element("div", { class: "scroll", role: "region", "aria-label": label, tabindex: 0 }, made);
   }
 
+  /** A cell whose ground is the darker the larger its part of the whole. */
+  function heat(text, part, look = "") {
+    const made = element("span", { class: `heat ${look}` }, text);
+    made.style.setProperty("--part", part);
+    return made;
+  }
+
+  const key = (look, word) => element("span", { class: `key ${look}` }, word);
+  const tag = (rank) => (slowed(rank) ? [" ", element("span", { class: "tag" }, slowed(rank))] : []);
+  const tip = () => element("div", { class: "tip", hidden: "" });
+
   const chart = (kind, title, run) => element(
     "figure", {}, element("figcaption", {}, title),
     element("div", {
       class: "chart", "data-chart": kind, "data-run": run, tabindex: 0, role: "group", "aria-label": `Chart: ${title}`,
-    }),
+    }), tip(),
   );
 
   // ── what is the same for every document ────────────────────────────────────────────────────
 
   const CHARTS = [
+    ["loss-by-time", "Loss", "loss"],
     ["speed", "Throughput of the team, of each rank alone, and of all of them (ideal)", "speed"],
     ["shares", "Share of each rank", "shares"],
     ["waits", "Part of its time that each rank waits for others", "waits"],
@@ -64,68 +75,120 @@ const page = (() => {
     ["all", "show the whole run", "all"],
   ];
 
-  const KEYS = [
-    ["data", "data"], ["compute", "compute"], ["wait", "wait"], ["sync", "exchange"], ["checkpoint", "checkpoint"],
-    ["event", "event"],
-  ];
+  const PARTS = [["data", "data"], ["compute", "compute"], ["wait", "wait"], ["sync", "exchange"]];
+  const FLAGS = [["loss", "lost, left, parked"], ["join", "joined, recalled, resumed"], ["straggler", "slow, refused"],
+    ["checkpoint", "checkpoint"]];
 
   const TIMELINE_HELP = "Drag to pan; zoom with the buttons, the keys plus and minus, two fingers, or Ctrl and the "
     + "wheel. Where a column of pixels holds several windows, its heights are their sums, and the line is the "
-    + "largest wait of a single one. Windows end when they were applied; waiting for data, compute, wait and "
-    + "exchange are drawn one after another up to there. The rest is planning, evaluating and saving. The line "
-    + "below a rank is a checkpoint that it writes while it trains.";
+    + "largest wait of a single one. A window ends when it was applied, and its parts are drawn one after another up "
+    + "to there. The rest is planning, evaluating and saving. The line below a rank is a checkpoint that it writes.";
 
-  function timeline(run) {
-    const bar = element("div", { class: "bar" }, ...KEYS.map(([key, word]) => element("span", { class: `key ${key}` }, word)));
-    bar.append(element("span", { class: "buttons" }, ...BUTTONS.map(([what, label, sign]) =>
-      element("button", { type: "button", "data-do": what, "aria-label": label }, sign))));
+  function timeline(number) {
+    const bar = element(
+      "div", { class: "bar" }, ...PARTS.map(([look, word]) => key(look, word)),
+      ...FLAGS.map(([kind, words]) => element("span", { class: `flag ${kind}` }, `${SIGNS[kind]} ${words}`)),
+      element("span", { class: "buttons" }, ...BUTTONS.map(([what, label, sign]) =>
+        element("button", { type: "button", "data-do": what, "aria-label": label }, sign))),
+    );
     return element(
-      "figure", { class: "timeline", "data-run": run }, bar,
+      "figure", { class: "timeline", "data-run": number }, bar,
       element("canvas", {
         tabindex: 0, role: "img",
         "aria-label": "Timeline of the ranks; arrows pan, plus and minus zoom, 0 shows the whole run",
       }),
-      element("div", { class: "tip", hidden: "" }), element("output", { "aria-live": "polite" }),
-      element("figcaption", {}, TIMELINE_HELP, element("span", { "data-fill": "merged" })),
+      element("div", { class: "cursor", hidden: "" }), tip(), element("output", { "aria-live": "polite" }),
+      element("details", { class: "faint" }, element("summary", {}, "How to read and move it"),
+        element("p", {}, TIMELINE_HELP, element("span", { "data-fill": "merged" }))),
     );
   }
 
   /** What is filled in from the document lies in elements with data-fill. */
-  const fill = (name, tag = "div") => element(tag, { "data-fill": name });
+  const fill = (name) => element("div", { "data-fill": name });
 
   function runSection(run, number, isAlone) {
-    const name = isAlone ? "" : `${run.name}: `;
-    const heading = (text) => element("h2", {}, name + text);
+    const heading = (text) => element("h2", {}, `${isAlone ? "" : `${run.name}: `}${text}`);
+    const shown = isAlone ? CHARTS : CHARTS.slice(1); // losses of several runs are in one chart
     return element(
       "section", { class: "run", id: `run-${number}` },
-      heading("What ran on what"), fill("ending"), fill("notes"), fill("ranks"), fill("straggler"),
-      heading("Throughput, shares and waits"), ...CHARTS.map(([kind, title]) => chart(kind, title, number)),
+      fill("ending"), heading("Ranks"), fill("ranks"), ...(isAlone ? [fill("tiles")] : []), fill("notes"),
       heading("Timeline"), timeline(number),
-      heading("Events"), fill("events"), fill("plans"), fill("checkpoints"), fill("confusion"), fill("versions"),
+      heading("Curves"), fill("empty"), element("div", { class: "curves" }, ...shown.map(([kind, title]) => chart(kind, title, number))),
+      fill("resolution"),
+      heading("Events"), fill("events"), fill("decisions"), fill("checkpoints"), fill("confusion"), fill("versions"),
     );
   }
 
-  // ── what is filled in ──────────────────────────────────────────────────────────────────────
+  // ── the answers ────────────────────────────────────────────────────────────────────────────
+
+  function advice(one) {
+    return element(
+      "li", {}, one.text, ...(one.key ? [" ", element("code", {}, one.key)] : []),
+      ...(one.gain === null ? [] : [` Predicted gain: ${percent(one.gain)}.`]),
+    );
+  }
+
+  /** Who waits for whom: a cell for each pair of ranks, the darker the longer. */
+  function waitsMatrix(run) {
+    const { seconds } = run.waits;
+    const most = Math.max(0, ...(seconds || []).flat());
+    if (!most) return [];
+    const names = run.ranks.map((rank) => rankName(run, rank));
+    const hasWords = names.length <= MOST_WORDS;
+    const size = hasWords ? "" : "small";
+    const rows = seconds.map((row, i) => [hasWords ? names[i] : String(run.ranks[i].rank), ...row.map((s, j) => {
+      if (i === j) return element("span", { class: `heat self ${size}` }, "");
+      const cell = heat(hasWords ? dash(s || null, duration) : "", s / most, `wait ${size}`);
+      cell.title = `${names[i]} waited ${duration(s)} for ${names[j]}`;
+      return cell;
+    })]);
+    const head = hasWords ? ["waited", ...names.map((name) => `for ${name}`)] : ["", ...names.map(() => "")];
+    return [table("Waits", head, rows, hasWords ? "" : "A row for each rank that waited, a column for each it waited for")];
+  }
+
+  function verdict(run, isAlone) {
+    const { verdict: found, advice: all } = run;
+    const answers = found.answers;
+    const badges = [found.basis, found.remark].filter(Boolean).map((text) => element("span", { class: "tag" }, text));
+    const slow = [...new Set(run.ranks.filter(slowed).map((rank) => `rank ${rank.rank} is ${slowed(rank)} slower`))];
+    const emulated = (slow.length > 3 ? [`${slow.length} ranks are emulated slower`] : slow)
+      .map((text) => element("span", { class: "tag" }, text));
+    const part = (question, ...content) => element("div", {}, element("h2", {}, question), ...content);
+    const more = all.slice(MOST_ADVICE);
+    return [
+      ...(isAlone ? [] : [element("h2", { class: "name" }, run.name)]),
+      part("Is the slow device worth it?",
+        element("p", { class: "big" }, dash(found.multiple, times), ...(found.fastest && found.multiple !== null
+          ? [element("small", {}, ` ${found.fastest.name} alone`)] : [])),
+        element("p", {}, answers.worth), element("p", { class: "tags" }, ...badges, " ", ...emulated)),
+      part("Who waits for whom?", element("p", {}, answers.waits), ...waitsMatrix(run)),
+      part("What should I change?",
+        ...(all.length ? [element("ol", {}, ...all.slice(0, MOST_ADVICE).map(advice))] : [element("p", {}, answers.change)]),
+        ...(more.length ? [element("details", {}, element("summary", {}, `${more.length} more`),
+          element("ol", { start: MOST_ADVICE + 1 }, ...more.map(advice)))] : [])),
+    ];
+  }
+
+  // ── the overview ───────────────────────────────────────────────────────────────────────────
 
   const OVERVIEW = [
     ["state", "run", "state", String],
     ["policy", "run", "policy", String],
     ["backend", "run", "backend", String],
+    ["training time", "run", "elapsed_s", duration],
     ["windows", "run", "windows", whole],
     ["windows redone", "run", "void_windows", whole],
     ["optimizer steps", "run", "steps", whole],
     ["sessions", "run", "sessions", whole],
-    ["training time", "run", "elapsed_s", duration],
     ["samples", "team", "samples", whole],
     ["last training loss", "team", "last_loss", loss],
     ["held-out loss", "team", "heldout_loss", loss],
-    ["unit of speeds", "run", "unit", (unit) => `${unit} per second`],
+    ["unit of speeds", "run", "unit", (unit) => `${unit}/s`],
     ["speed of the team", "team", "speed", count],
     ["fastest rank alone", "team", "best_alone", count],
-    ["all ranks alone, summed (ideal)", "team", "ideal", count],
+    ["all ranks alone (ideal)", "team", "ideal", count],
     ["team / fastest rank", "team", "of_best_alone", times],
     ["team / ideal", "team", "of_ideal", percent],
-    ["no multiple is shown, as", "team", "no_multiple", String],
     ["time computing", "team", "compute_fraction", percent],
     ["time waiting for others", "team", "wait_fraction", percent],
     ["time exchanging", "team", "sync_fraction", percent],
@@ -133,84 +196,118 @@ const page = (() => {
     ["bytes sent", "team", "sent_bytes", bytes],
   ];
 
-  function overview(runs) {
-    const rows = OVERVIEW
-      .filter(([, part, key]) => runs.some((run) => run[part][key] !== null))
-      .map(([label, part, key, form]) => [label, ...runs.map((run) => dash(run[part][key], form))]);
-    const told = "What a rank does alone is what it did per second of its own compute time.";
-    return [table("Overview", ["", ...runs.map((run) => run.name)], rows), element("p", {}, told)];
+  const ALONE = "What a rank does alone is what it did per second of its own compute time.";
+
+  function tiles(run) {
+    const facts = OVERVIEW.filter(([, part, name]) => !isMissing(run[part][name]));
+    return [element("dl", { class: "tiles", "aria-label": "Overview" }, ...facts.map(([label, part, name, form]) => element(
+      "div", {}, element("dt", {}, label), element("dd", {}, form(run[part][name])),
+    ))), element("p", { class: "faint" }, ALONE)];
   }
 
-  function resolution(runs) {
-    const merged = Math.max(...runs.map((run) => run.series.windows_per_point));
-    if (merged <= 1) return [];
-    return [element("p", {}, `A point of a curve stands for up to ${+merged.toFixed(1)} windows: the line is their mean, `
-      + "the band reaches from the least to the largest value of a single window.")];
+  /** A value beside that of the first run. */
+  function compared(value, first, form) {
+    if (isMissing(value)) return "–";
+    if (typeof value !== "number" || !first || value === first) return form(value);
+    if (value >= 3 * first) return `${form(value)} (${times(value / first)})`;
+    const change = form === percent ? `${(100 * (value - first)).toFixed(1)} points` : percent(value / first - 1);
+    return `${form(value)} (${value > first ? "+" : ""}${change})`.replace("(-", "(−");
+  }
+
+  function overview(runs) {
+    const rows = OVERVIEW.map(([label, part, name, form]) => [label, runs.map((run) => run[part][name]), form])
+      .filter(([, values]) => !values.every(isMissing));
+    const isSame = ([, values, form]) => new Set(values.map((value) => dash(value, form))).size === 1;
+    const shown = rows.filter((row) => !isSame(row)).map(([label, values, form]) => [
+      label, dash(values[0], form), ...values.slice(1).map((value) => compared(value, values[0], form)),
+    ]);
+    const same = rows.filter(isSame).map(([label, values, form]) => `${label} ${form(values[0])}`);
+    return [
+      table("Overview", ["", ...runs.map((run) => run.name)], shown, "What differs; in brackets the difference to the first run"),
+      element("p", {}, `The same in all: ${same.join(", ") || "nothing"}. ${ALONE}`),
+    ];
+  }
+
+  function bench(found) {
+    if (!found) return [];
+    const [unit, speed] = [found.unit, `${found.unit}/s`];
+    const head = ["candidate", speed, "spread", `loss after ${duration(found.seconds)}`, `loss after ${count(found.units)} ${unit}`, "held-out loss"];
+    const rows = found.candidates.map((one) => [
+      one.name === found.recommended ? element("strong", {}, `${one.name} (recommended)`) : one.name, dash(one.speed, count),
+      dash(one.spread, percent), dash(one.loss_by_time, loss), dash(one.loss_by_units, loss), dash(one.heldout_loss, loss),
+    ]);
+    const skipped = Object.entries(found.skipped).map(([name, why]) => element("li", {}, `${name} was skipped: ${why}`));
+    return [element("h2", {}, "Which to choose"), table("Candidates", head, rows, found.reason || ""), element("ul", { class: "faint" }, ...skipped)];
+  }
+
+  // ── what is filled in ──────────────────────────────────────────────────────────────────────
+
+  /** The time of a rank as a stacked bar. */
+  function timeBar(rank) {
+    const spent = PARTS.map(([name]) => rank[`${name}_s`] || 0);
+    const total = spent.reduce((a, b) => a + b, 0);
+    if (!total) return "–";
+    const told = PARTS.map(([, word], p) => `${word} ${percent(spent[p] / total)}`).join(", ");
+    return element("span", { class: "stack", role: "img", "aria-label": told, title: told }, ...PARTS.map(([name], p) => {
+      const part = element("span", { class: name });
+      part.style.width = `${(100 * spent[p]) / total}%`;
+      return part;
+    }));
   }
 
   function ranks(run) {
-    const head = ["rank", "state", "member", "host", "device", "share", `${run.run.unit}/s alone`, "samples", "wait",
-      "was last in", "waited for"];
-    const rows = run.ranks.map((rank) => {
-      const state = element("span", { class: rank.presence, title: rank.why_gone || "" }, rank.presence);
-      const slowed = rank.emulated === null ? "" : `, emulated ${rank.emulated}× slower`;
-      return [
-        String(rank.rank), state, rank.member, dash(rank.host), `${dash(rank.device)}${slowed}${rank.parked ? ", parked" : ""}`,
-        dash(rank.share, percent), dash(rank.alone, count), dash(rank.samples, whole), dash(rank.wait_fraction, percent),
-        whole(rank.windows_last), dash(rank.waited_for_s, duration),
-      ];
-    });
-    return [table("Ranks", head, rows)];
+    if (!run.ranks.length) return paragraph("No rank has committed a window yet.", "empty");
+    const head = ["rank", "share", "wait", "contribution", "state", "its time", `${run.run.unit}/s alone`, "last in windows",
+      "waited for", "samples", "device", "member"];
+    const rows = run.ranks.map((rank) => [
+      element("span", {}, String(rank.rank), ...tag(rank)), dash(rank.share, percent), dash(rank.wait_fraction, percent),
+      rank.contribution, element("span", { class: rank.presence, title: rank.why_gone || "" }, rank.presence), timeBar(rank),
+      dash(rank.alone, count), whole(rank.windows_last), dash(rank.waited_for_s, duration), dash(rank.samples, whole),
+      `${dash(rank.device)}${rank.parked ? ", parked" : ""}`, rank.member,
+    ]);
+    const keys = element("p", { class: "bar" }, "Time of a rank:", ...PARTS.map(([look, word]) => key(look, word)));
+    return [table("Ranks", head, rows), keys];
   }
 
   /** A caption that says so where a list has lost its middle. */
-  const counted = (what, items, total) => (items.length === total || total === undefined ? what
-    : `${what}: the first and the last ${Math.floor(items.length / 2)} of ${whole(total)}`);
-
-  const EVENTS = ["worker_lost", "worker_left", "worker_joined", "healed", "straggler", "straggler_over",
-    "checkpoint_missed", "events_dropped", "run_resumed", "reformed", "run_finished"];
-  const MANY_EVALS = 50;
+  const counted = (what, items) => (items.length < MOST_LISTED ? what
+    : `${what}: the first and the last ${MOST_LISTED / 2}`);
 
   /** What has happened, the newest last. */
   function events(run) {
     const evals = run.evals.slice(-MANY_EVALS).map((one) => (
       { ...one, type: "eval", text: `${one.name} loss ${one.loss === null ? "not finite" : loss(one.loss)}` }));
     const lines = [...run.events, ...evals].sort((one, other) => one.t_s - other.t_s);
-    if (!lines.length) return [element("p", {}, "No rank joined, left or fell behind.")];
-    const total = EVENTS.reduce((sum, kind) => sum + (run.counts[kind] || 0), 0);
-    const rows = lines.map((one) => [duration(one.t_s), whole(one.window), one.type, one.text]);
-    const caption = counted("Membership, stragglers, evaluations and the end", run.events, total);
-    return [table("Events", ["at", "window", "event", "what"], rows, caption)];
+    if (!lines.length) return paragraph("No rank has joined, left or fallen behind, and nothing was evaluated.", "empty");
+    const rows = lines.map((one) => [
+      duration(one.t_s), whole(one.window), `${SIGNS[one.kind] || ""} ${(one.kind || one.type).replace("_", " ")}`, dash(one.cost_s, duration), one.text,
+    ]);
+    return [table("Events", ["at", "window", "event", "cost", "what"], rows, counted("Membership, stragglers, evaluations and the end", run.events))];
   }
 
-  function plans(run) {
-    if (!run.reasons.length) return [];
-    const rows = run.reasons.map((one) => [duration(one.t_s), whole(one.window), one.text]);
-    const caption = counted("Changed plans: samples of each rank", run.reasons, run.run.plans);
-    return [table("Plans", ["at", "window", "samples by rank, and why"], rows, caption)];
+  function decisions(run) {
+    if (!run.decisions.length) return [];
+    const rows = run.decisions.map((one) => [duration(one.t_s), whole(one.window), one.kind.replace("_", " "), one.text]);
+    return [table("Decisions", ["at", "window", "decision", "samples by rank, and why"], rows, counted("Decisions of the planner", run.decisions))];
   }
 
   function checkpoints(run) {
-    if (!run.checkpoints.length) return [element("p", {}, "No checkpoint was written.")];
+    if (!run.checkpoints.length) return paragraph("No checkpoint was written.", "empty");
     const head = ["at", "after windows", "path", "size", "written in", "training stood still for"];
     const rows = run.checkpoints.map((one) => [
       duration(one.t_s), whole(one.window), one.path, dash(one.num_bytes, bytes), dash(one.write_s, duration),
       dash(one.copy_s, duration),
     ]);
-    return [table("Checkpoints", head, rows, counted("Checkpoints", run.checkpoints, run.counts.checkpoint))];
+    return [table("Checkpoints", head, rows, counted("Checkpoints", run.checkpoints))];
   }
 
   function confusion(run) {
     if (!run.confusion) return [];
     const { labels, counts } = run.confusion;
-    if (labels.length > MOST_CLASSES) {
-      return [element("p", {}, `The matrix of ${whole(labels.length)} classes is in summary.json.`)];
-    }
+    if (labels.length > MOST_CLASSES) return paragraph(`The matrix of ${whole(labels.length)} classes is in summary.json.`);
     const rows = counts.map((row, i) => {
       const total = row.reduce((a, b) => a + b, 0) || 1;
-      // Classes instead of inline styles, which the security policy forbids.
-      const cell = (n) => element("span", { class: `heat heat-${Math.floor((10 * n) / total)}` }, whole(n));
-      return [labels[i], ...row.map(cell)];
+      return [labels[i], ...row.map((n) => heat(whole(n), n / total))];
     });
     const caption = "Confusion matrix: held-out samples by true class (rows) and predicted class";
     return [table("Confusion matrix", ["true class", ...labels], rows, caption)];
@@ -222,51 +319,65 @@ const page = (() => {
       ...Object.entries(run.machine).map(([name, value]) => `${name}: ${value}`),
     ];
     if (run.run.backend_reason) facts.push(`backend ${run.run.backend}: ${run.run.backend_reason}`);
-    return [element("p", {}, facts.join("; "))];
+    return paragraph(facts.join("; "), "faint");
   }
 
-  const paragraph = (look, text) => (text ? [element("p", { class: look }, text)] : []);
+  function resolution(run) {
+    const merged = run.series.windows_per_point;
+    return paragraph(merged > 1 && `A point of a curve stands for up to ${+merged.toFixed(1)} windows: the line is their mean, `
+      + "the band reaches from the least to the largest value of a single window.", "faint");
+  }
 
   const FILLS = {
-    ending: (run) => paragraph("ending", run.run.message && `Ended with: ${run.run.message}`),
-    notes: (run) => [element("ul", { class: "notes" }, ...run.notes.map((note) => element("li", {}, note)))],
-    ranks,
-    straggler: (run) => paragraph("straggler", run.straggler.text),
-    merged: (run) => (run.timeline.merged > 1
-      ? [` Up to ${whole(run.timeline.merged)} neighbouring windows are one cell.`] : []),
-    events, plans, checkpoints, confusion, versions,
+    ending: (run) => paragraph(run.run.message && `Ended with: ${run.run.message}`),
+    notes: (run) => [element("ul", { class: "faint" }, ...run.notes.map((note) => element("li", {}, note)))],
+    empty: (run) => paragraph(!run.series.end_s.length && "There are no curves yet: no window has been committed.", "empty"),
+    merged: (run) => (run.timeline.merged > 1 ? [` Up to ${whole(run.timeline.merged)} neighbouring windows are one cell.`] : []),
+    ranks, tiles, resolution, events, decisions, checkpoints, confusion, versions,
   };
 
-  /** Put new content in place of the old; a region that was scrolled stays where it was. */
+  /** Put new content in place of the old; what was scrolled or opened stays so. */
   function replace(holder, content) {
     const old = holder.querySelector(".scroll");
     const [top, left, isAtEnd] = old
       ? [old.scrollTop, old.scrollLeft, old.scrollTop + old.clientHeight >= old.scrollHeight - 8] : [0, 0, false];
+    const isOpen = Boolean(holder.querySelector("details[open]"));
     holder.replaceChildren(...content);
     const made = holder.querySelector(".scroll");
     if (old && made) made.scrollTo(left, isAtEnd ? made.scrollHeight : top);
+    if (isOpen) holder.querySelector("details")?.setAttribute("open", "");
   }
 
   // ── the page ───────────────────────────────────────────────────────────────────────────────
 
+  const several = (runs) => [
+    element("section", { class: "curves" }, element("div", { id: "overview" }, element("h2", {}, "Differences"), fill("overview")),
+      chart("loss-by-samples", "Loss by samples", "all"),
+      chart("loss-by-time", "Loss by training time", "all"), chart("speeds", "Throughput of the teams", "all")),
+  ];
+
   let shown = "";
   let drawn = [];
   let timelines = [];
+  let axes = {};
 
   function build(runs) {
-    document.body.classList.toggle("several", runs.length > 1);
+    const isAlone = runs.length === 1;
     document.querySelector("main").replaceChildren(
-      element("p", { id: "line", class: "line" }),
-      element("section", { id: "overview" }, element("h2", {}, "Overview"), fill("overview")),
-      element("section", { id: "loss" }, element("h2", {}, "Loss"), chart("loss-by-samples", "Loss by samples", 0),
-        chart("loss-by-time", "Loss by training time", 0), fill("resolution")),
-      element("div", { class: "runs" }, ...runs.map((run, i) => runSection(run, i, runs.length === 1))),
+      ...(isAlone ? [] : [fill("bench")]), element("section", { id: "answers" }, ...runs.map(() => element("div", { class: "verdict" }))),
+      ...(isAlone ? [] : several(runs)),
+      element("div", { class: isAlone ? "" : "runs" }, ...runs.map((run, i) => runSection(run, i, isAlone))),
     );
-    drawn = [...document.querySelectorAll(".chart")].map((holder) => new Chart(holder));
-    timelines = [...document.querySelectorAll(".timeline")].map((figure) => new Timeline(figure));
+    axes = { time: new View(), samples: new View() };
+    drawn = [...document.querySelectorAll(".chart")].map((holder) =>
+      new Chart(holder, holder.dataset.chart === "loss-by-samples" ? axes.samples : axes.time));
+    timelines = [...document.querySelectorAll(".timeline")].map((figure) => new Timeline(figure, axes.time));
   }
 
-  /** Show a document; what the user has zoomed or scrolled stays. */
+  /** The end of the time of a run: the last of its windows, evaluations and checkpoints. */
+  const endOf = (run) => Math.max(0, run.series.end_s.at(-1) || 0, ...[...run.evals, ...run.flags].map((one) => one.t_s));
+
+  /** Show a document; what the user has zoomed, scrolled or opened stays. */
   function show(report) {
     const { runs } = report;
     const title = runs.map((run) => run.name).join(" · ");
@@ -277,19 +388,29 @@ const page = (() => {
     document.title = `${title}: evener`;
     document.getElementById("title").textContent = title;
     document.getElementById("version").textContent = report.version;
-    replace(document.querySelector("[data-fill=overview]"), overview(runs));
-    replace(document.querySelector("[data-fill=resolution]"), resolution(runs));
+    const isAlone = runs.length === 1;
+    const cards = document.querySelectorAll(".verdict");
+    runs.forEach((run, i) => replace(cards[i], verdict(run, isAlone)));
+    if (!isAlone) {
+      replace(document.querySelector("[data-fill=overview]"), overview(runs));
+      replace(document.querySelector("[data-fill=bench]"), bench(report.bench));
+    }
     runs.forEach((run, i) => {
       const section = document.getElementById(`run-${i}`);
       for (const [name, content] of Object.entries(FILLS)) {
-        replace(section.querySelector(`[data-fill=${name}]`), content(run));
+        const holder = section.querySelector(`[data-fill=${name}]`);
+        if (holder) replace(holder, content(run));
       }
-      for (const [kind, , key] of CHARTS) {
-        section.querySelector(`[data-chart=${kind}]`).parentElement.hidden = !run.series[key];
+      for (const [kind, , name] of CHARTS) {
+        const holder = section.querySelector(`[data-chart=${kind}]`);
+        if (holder) holder.parentElement.hidden = !run.series[name] || !run.series.end_s.length;
       }
     });
+    axes.time.extend(Math.max(...runs.map(endOf)));
+    axes.samples.extend(Math.max(...runs.map((run) => run.series.samples.at(-1) || 0)));
     for (const one of drawn) {
-      if (!one.holder.parentElement.hidden) one.update(runs[one.holder.dataset.run], runs);
+      const { run } = one.holder.dataset;
+      if (!one.holder.parentElement.hidden) one.update(runs[run === "all" ? 0 : run], run === "all" || isAlone ? runs : [runs[run]]);
     }
     for (const one of timelines) one.update(runs[one.figure.dataset.run]);
     document.documentElement.dataset.drawn = "yes";
@@ -304,7 +425,7 @@ const page = (() => {
     if (document.body.clientWidth === width) return;
     width = document.body.clientWidth;
     for (const one of drawn) one.fit();
-    for (const one of timelines) one.queue();
+    for (const one of timelines) one.move();
   }).observe(document.body);
 
   return { show };
