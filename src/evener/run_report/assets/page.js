@@ -149,7 +149,7 @@ const page = (() => {
   function verdict(run, isAlone) {
     const { verdict: found, advice: all } = run;
     const answers = found.answers;
-    const badges = [found.basis, found.remark].filter(Boolean).map((text) => element("span", { class: "tag" }, text));
+    const badges = [found.multiple !== null && found.basis, found.remark].filter(Boolean).map((text) => element("span", { class: "tag" }, text));
     const slow = [...new Set(run.ranks.filter(slowed).map((rank) => `rank ${rank.rank} is ${slowed(rank)} slower`))];
     const emulated = (slow.length > 3 ? [`${slow.length} ranks are emulated slower`] : slow)
       .map((text) => element("span", { class: "tag" }, text));
@@ -158,8 +158,8 @@ const page = (() => {
     return [
       ...(isAlone ? [] : [element("h2", { class: "name" }, run.name)]),
       part("Is the slow device worth it?",
-        element("p", { class: "big" }, dash(found.multiple, times), ...(found.fastest && found.multiple !== null
-          ? [element("small", {}, ` ${found.fastest.name} alone`)] : [])),
+        ...(found.multiple === null ? [] : [element(
+          "p", { class: "big" }, times(found.multiple), element("small", {}, found.fastest ? `${found.fastest.name} alone` : ""))]),
         element("p", {}, answers.worth), element("p", { class: "tags" }, ...badges, " ", ...emulated)),
       part("Who waits for whom?", element("p", {}, answers.waits), ...waitsMatrix(run)),
       part("What should I change?",
