@@ -64,7 +64,7 @@ class Task:
 
     batch_size = 16
     steps = 400
-    rates = (0.005, 0.01, 0.02)
+    rates = (0.005, 0.01, 0.02, 0.0025)
 
     def make(self) -> nn.Module:
         """Return the model, with weights of torch's random generator."""
@@ -119,7 +119,7 @@ class Text(Task):
 class Digits(Task):
     """A small CNN on scikit-learn's digits."""
 
-    rates = (0.001, 0.003, 0.01)
+    rates = (0.003, 0.01, 0.001, 0.0003)
     batch_size = 32
     steps = 250
 
@@ -130,7 +130,10 @@ class Digits(Task):
         x = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
         y = torch.tensor(digits.target)
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-        self._heldout, self._train = (x[order[:400]], y[order[:400]]), (x[order[400:]], y[order[400:]])
+        self._heldout, self._train = (
+            (x[order[:400]], y[order[:400]]),
+            (x[order[400:]], y[order[400:]]),
+        )
         self._order = torch.cat(
             [
                 torch.randperm(len(y) - 400, generator=torch.Generator().manual_seed(seed + n))
@@ -205,6 +208,16 @@ class Arm:
     split: bool = True
 
     @property
+    def name(self) -> str:
+        """Return what differs from the defaults."""
+        told = [] if self.split else ["whole batches"]
+        plain = asdict(Local())
+        for key, value in asdict(self.how).items():
+            if value != plain[key]:
+                told.append(f"{key} {value}")
+        return f"{self.task} rate {self.rate} seed {self.seed}: {', '.join(told)}"
+
+    @property
     def key(self) -> str:
         """Return what tells it from others, whatever the study."""
         return json.dumps({**asdict(self), "study": ""}, sort_keys=True)
@@ -262,7 +275,7 @@ def run(arm: Arm) -> dict[str, Any]:
 SYNC = Local(ranks=1, steps=1)
 AVERAGE = {"outer_lr": 1.0, "outer_momentum": 0.0}
 #: Learning rate and momentum of the outer optimizer.
-OUTER = [(1.0, 0.0), (0.7, 0.9), (0.4, 0.9), (0.7, 0.5), (1.0, 0.5), (1.0, 0.3)]
+OUTER = [(1.0, 0.0), (0.8, 0.2), (0.5, 0.5), (0.3, 0.7), (0.7, 0.5), (0.7, 0.9)]
 
 
 def studies() -> dict[str, list[Arm]]:
@@ -279,6 +292,70 @@ def studies() -> dict[str, list[Arm]]:
         ]
     found["whole"] = [
         arm("whole", split=False, outer_lr=lr, outer_momentum=momentum) for lr, momentum in OUTER
+    ]
+    found["frontier"] = [arm("frontier", steps=steps) for steps in (4, 8, 64, 2, 32, 256)]
+    found["frontier"] += [
+        arm("frontier", steps=steps, warmup=warmup, shrink=shrink)
+        for steps, warmup, shrink in (
+            (64, 0.1, False),
+            (64, 0.25, False),
+            (64, 0.0, True),
+            (32, 0.0, True),
+            (32, 0.1, False),
+        )
+    ]
+    for steps in (16, 64):
+        name = f"candidates{steps}"
+        found[name] = [
+            arm(name, steps=steps, **how)
+            for how in (
+                {"warmup": 0.1},
+                {"warmup": 0.25},
+                {"shrink": True},
+                {"moments": True},
+                {"pull": 0.5},
+                {"moments": True, "warmup": 0.1},
+            )
+        ]
+    late = [(base, late) for base in ("own", "mixed", "late") for late in (0.25, 1.0)]
+    found["late"] = [arm("late", base=base, late=late) for base, late in late]
+    for outer_lr, momentum in OUTER[1:4]:
+        outer = {"outer_lr": outer_lr, "outer_momentum": momentum}
+        found["late"] += [
+            arm("late", base=base, late=1.0, **outer) for base in ("own", "eager", "mixed")
+        ]
+    found["wire"] = [arm("wire", steps=s, bits=b) for s in (16, 64) for b in (16, 8, 4, 2)]
+    found["seeds"] = [
+        one
+        for seed in (1, 2)
+        for one in (
+            Arm(study="seeds", how=SYNC, seed=seed),
+            *(arm("seeds", steps=steps, seed=seed) for steps in (8, 16, 64)),
+            arm("seeds", late=0.25, seed=seed),
+        )
+    ]
+    found["ranks"] = [arm("ranks", ranks=ranks, steps=s) for ranks in (4, 8) for s in (16, 64)]
+    found["ranks"].append(arm("ranks", ranks=4, outer_lr=0.7, outer_momentum=0.5))
+    found["others"] = [
+        one
+        for task in ("cnn", "rnn")
+        for one in (
+            Arm(study="others", how=SYNC, task=task),
+            *(arm("others", steps=steps, task=task) for steps in (4, 16, 64)),
+            arm("others", task=task, outer_lr=0.7, outer_momentum=0.5),
+            arm("others", task=task, late=0.25),
+        )
+    ]
+    found["low"] = [
+        Arm(study="low", how=SYNC),
+        *(arm("low", steps=steps) for steps in (8, 16, 64)),
+        arm("low", outer_lr=0.7, outer_momentum=0.5),
+        arm("low", outer_lr=0.7, outer_momentum=0.9),
+    ]
+    found["unequal"] = [
+        arm("unequal", steps=s, speeds=(1.0, 1 / 3), power=power)
+        for s in (16, 48)
+        for power in (0.0, 1.0, 2.0)
     ]
     return found
 
@@ -304,7 +381,7 @@ def main() -> None:
             row = run(arm)
             with arguments.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"{row['loss']:.4f} {row['train_s']:.0f}s {arm.key[:250]}", flush=True)
+            print(f"{row['loss']:.4f} {row['train_s']:.0f}s {arm.name}", flush=True)
 
 
 if __name__ == "__main__":

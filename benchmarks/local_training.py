@@ -165,8 +165,8 @@ def train(
         size = float(consensus.data.norm())
         gaps = [float((d - average).norm()) / size for d in own]
         divergence = max(divergence, *gaps)
-        is_last = done >= total
-        has_landed = how.late == 0 or is_last
+        # As evener's own first window, in which it learns the speeds.
+        has_landed = how.late == 0 or windows == 1 or done >= total
         if not has_landed:
             for rank, weight, mine, theirs in zip(ranks, weights, own, others, strict=True):
                 rank.base = _base(how.base, rank, consensus, outer, weight, mine, theirs)
@@ -241,7 +241,9 @@ class _Wire:
             return torch.stack(list(parts)).sum(0)
         total = torch.zeros(self._padded)
         wide = [nn.functional.pad(part, (0, self._padded - self._numel)) for part in parts]
-        rounded = [self._round(part.add_(lost)) for part, lost in zip(wide, self._lost, strict=True)]
+        rounded = [
+            self._round(part.add_(lost)) for part, lost in zip(wide, self._lost, strict=True)
+        ]
         size = self._padded // self._ranks
         for rank in range(self._ranks):
             own = slice(rank * size, (rank + 1) * size)

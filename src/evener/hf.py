@@ -260,6 +260,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         self._world_size = place.world_size
         self._weight: float | None = None
         self._own_flos = self._own_tokens = 0
+        #: Of the last optimizer step, for logs.
+        self._newest: dict[str, float | None] = {"grad_norm": None, "learning_rate": None}
         self._hook: Any = None
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -366,7 +368,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
             if not opens:
                 self.control = handler.on_substep_end(self.args, self.state, self.control)
         self.control = handler.on_epoch_end(self.args, self.state, self.control)
-        self._report(None, None)
+        self._report(is_end=True)
 
     def _before_update(self, *args: Any) -> None:
         handler = self.callback_handler
@@ -385,7 +387,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         done = min(done * self.args.gradient_accumulation_steps, self._steps_in_epoch)
         state.epoch = result.epoch + done / self._steps_in_epoch
         self.control = handler.on_step_end(self.args, state, self.control)
-        self._report(result.grad_norm, result.lr)
+        self._newest = {"grad_norm": result.grad_norm, "learning_rate": result.lr}
+        self._report()
         if self.control.should_training_stop:
             ddp.stop()
             self._sum("stopping (TrainerControl.should_training_stop)")
@@ -396,14 +399,14 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         state.process_index = 0 if is_main else max(self.ddp.rank, 1)
         self.state.is_world_process_zero = is_main
 
-    def _report(self, grad_norm: float | None, learning_rate: float | None) -> None:
+    def _report(self, *, is_end: bool = False) -> None:
         """Log, evaluate and save where that is due; all ranks call it together."""
-        if grad_norm is None or self.control.should_log or self.control.should_save:
+        if is_end or self.control.should_log or self.control.should_save:
             flos, tokens = self._sum("counting operations", self._own_flos, self._own_tokens)
             self.current_flos += flos
             self.state.num_input_tokens_seen += tokens
             self._own_flos = self._own_tokens = 0
-        self._log_save_evaluate(grad_norm=grad_norm, learning_rate=learning_rate)
+        self._log_save_evaluate(**self._newest)
 
     def _count(self, inputs: Mapping[str, Any]) -> None:
         self._own_flos += int(self.floating_point_ops(inputs))

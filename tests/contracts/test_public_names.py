@@ -67,9 +67,15 @@ def test_every_exception_is_public():
     assert {node.name for node in tree.body if isinstance(node, ast.ClassDef)} <= PUBLIC
 
 
-def test_the_names_of_evener_ray_are_public_on_purpose():
-    """Read, not imported: Ray is an extra."""
-    tree = ast.parse((PACKAGE / "ray.py").read_text())
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("hf", "Trainer TrainerMixin"),
+        ("ray", "EvenerConfig join_actor load_checkpoint report report_commits"),
+    ],
+)
+def test_the_names_of_modules_for_other_libraries_are_public_on_purpose(module, names):
+    """Read, not imported: these libraries are extras."""
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
     defined = {n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
-    public = {name for name in defined if not name.startswith("_")}
-    assert public == {"EvenerConfig", "join_actor", "load_checkpoint", "report", "report_commits"}
+    assert {name for name in defined if not name.startswith("_")} == set(names.split())

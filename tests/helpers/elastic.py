@@ -373,9 +373,13 @@ class MortalTransport(Transport):
         self._carry(call, lambda: self._inner._swap(cells, wait, call))
 
     def sum_each(
-        self, flats: Sequence[Tensor], wait: Wait, lost: Sequence[Tensor | None] = ()
+        self,
+        flats: Sequence[Tensor],
+        wait: Wait,
+        lost: Sequence[Tensor | None] = (),
+        bits: int = 16,
     ) -> None:
-        self._carry(wait.call, lambda: self._inner.sum_each(flats, wait, lost))
+        self._carry(wait.call, lambda: self._inner.sum_each(flats, wait, lost, bits))
 
     def copy(self, flat: Tensor, src: int, wait: Wait) -> None:
         self._carry(wait.call, lambda: self._inner.copy(flat, src, wait))

@@ -19,6 +19,9 @@ from helpers.limits import PATIENCE_S
 
 T = TypeVar("T")
 
+OVERLAP = "auto"
+"""When gradients of SYNC travel, unless a test says so itself; ``tests/numerics`` sets it."""
+
 
 def run_team(
     world_size: int, function: Callable[[Communicator], T], timeout_s: float = PATIENCE_S
@@ -67,6 +70,8 @@ def setup(
 
     ``shares`` are relative speeds, or a function of (window, size) that gives whole shares.
     """
+    if policy == "sync":
+        config = {"overlap": OVERLAP, **config}
     ddp = Ddp.setup(
         model,
         optimizer,

@@ -53,6 +53,7 @@ def wandering(window: int, size: int) -> list[int]:
     return [first, 0, size - first] if window % 2 else [0, size - first, first]
 
 
+@pytest.mark.usefixtures("both_exchanges")
 @pytest.mark.parametrize(
     ("world_size", "shares"),
     [(1, (1,)), (2, (3, 2)), (3, (5, 2, 1)), (3, wandering)],

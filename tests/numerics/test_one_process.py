@@ -161,17 +161,20 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("exchange")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize(("world_size", "shares"), CASES)
 def test_gradients_parameters_and_losses(world_size: int, shares: Any, dtype: torch.dtype) -> None:
     check(world_size, shares, dtype, max_grad_norm=None, losses=[summed_loss])
 
 
+@pytest.mark.usefixtures("exchange")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_two_losses_on_one_micro_batch(dtype: torch.dtype) -> None:
     check(3, (5, 2, 1), dtype, max_grad_norm=None, losses=[summed_loss, second_loss])
 
 
+@pytest.mark.usefixtures("exchange")
 def test_clipping_acts_on_the_mean() -> None:
     # Double precision: clipping compares norms, and the reference clips with torch's own function.
     model, gradients, _ = train_plainly(torch.float64, 20, max_grad_norm=0.05, losses=[summed_loss])
@@ -220,6 +223,7 @@ def check(
         assert torch.equal(parameters, results[0][0])
 
 
+@pytest.mark.usefixtures("both_exchanges")
 def test_every_gradient_at_equal_parameters() -> None:
     """With a learning rate of 0 all windows are compared at the tight bound."""
     dtype = torch.float32

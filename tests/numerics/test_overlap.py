@@ -151,12 +151,18 @@ class Waits(torch.autograd.Function):
         return grads[0], None
 
 
-def test_a_layer_is_summed_before_the_backward_of_an_earlier_one_is_over() -> None:
-    """The first rank's backward waits for what only a finished exchange can bring."""
+@pytest.mark.parametrize("order", [("first", "last"), ("last", "first")])
+def test_a_layer_is_summed_before_the_backward_of_an_earlier_one_is_over(
+    order: tuple[str, str],
+) -> None:
+    """The first rank's backward waits for what only a finished exchange can bring.
+
+    Pieces leave in the order of backward, whatever that of the modules is.
+    """
 
     def train(comm: Communicator) -> bool:
-        first, last = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
-        model = nn.Sequential(first, last)
+        layers = {name: nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for name in order}
+        first, last, model = layers["first"], layers["last"], nn.ModuleDict(layers)
         ddp = setup(
             comm, model, torch.optim.SGD(model.parameters(), 0.0), overlap="on", shares=[1, 1]
         )
@@ -166,7 +172,7 @@ def test_a_layer_is_summed_before_the_backward_of_an_earlier_one_is_over() -> No
             if ddp.window == 0 or comm.rank:
                 return
             flat, ended = ddp.assembly.flat, threading.Event()
-            index = flat.names.index("1.bias")
+            index = flat.names.index("last.bias")
             for _ in range(2000):
                 if float(flat.order_of(index)[0]) > 10.0:  # this rank's own is below 2
                     was_summed.append(True)

@@ -91,6 +91,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
+@pytest.mark.usefixtures("exchange")
 @pytest.mark.parametrize(
     ("world_size", "shares", "options"),
     [

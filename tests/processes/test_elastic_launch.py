@@ -109,6 +109,23 @@ def test_workers_die_stop_and_leave_and_the_coordinator_is_silent(sandbox: Sandb
     assert not token.exists()
 
 
+def test_a_worker_of_a_background_job_leaves_when_its_launcher_is_told_to(sandbox: Sandbox) -> None:
+    script = sandbox.script(JOINED + "pass_gate()\n")
+    running = sandbox.evener("launch", "--elastic", "1:2", "--nproc", 1, script)
+    words = next_line(running, "evener: elastic team of 1 to 2 workers").split("`")[1].split()
+    workers(sandbox, 1)
+    # As shells start background jobs of scripts.
+    ignoring = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
+    evener = (sys.executable, "-P", "-m", "evener")
+    joining = sandbox.start(*ignoring, *evener, *words[1:5], script)
+    workers(sandbox, 1)
+    joining.signal(signal.SIGTERM)
+    ended = joining.end()
+    assert (ended.code, "killed" in ended.err) == (143, False), ended.err
+    sandbox.open_gate(1)
+    assert running.end().code == 0
+
+
 def test_who_joins_as_the_run_ends_is_told_so_and_has_not_failed(sandbox: Sandbox) -> None:
     script = sandbox.script(
         "import torch\n"

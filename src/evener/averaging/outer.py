@@ -1,20 +1,22 @@
 """The outer optimizer of CADENCE and ASYNC: it steps the consensus on the average difference.
 
 The difference of a rank is the consensus less what the rank has made of it, so it has the direction
-of a gradient. Plain averaging is a step with a learning rate of 1 and no momentum.
+of a gradient. Plain averaging is a step with a learning rate of 1 and without momentum.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 OuterFactory = Callable[[Sequence[Tensor]], Optimizer]
-"""Makes an outer optimizer of the parameters that it steps, as the classes of torch.optim do."""
+"""Makes an optimizer of the parameters that it steps, as the classes of torch.optim do."""
 
-OUTER_MOMENTUM: Final = 0.9
+OUTER_MOMENTUM: Final = 0.5
 """Momentum of ``"nesterov"``, unless another is given."""
 
 
@@ -26,12 +28,12 @@ class OuterSGD(Optimizer):
 
     Args:
         params: What to step.
-        lr: Learning rate; with 1 and without momentum, the gradient is subtracted as it is.
-        momentum: Momentum; 0 keeps no state.
+        lr: Learning rate.
+        momentum: Nesterov momentum; 0 keeps no state.
     """
 
     def __init__(
-        self, params: Iterable[Tensor], *, lr: float = 1.0, momentum: float = 0.0
+        self, params: Iterable[Tensor], *, lr: float = 1.0, momentum: float = OUTER_MOMENTUM
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
@@ -40,34 +42,97 @@ class OuterSGD(Optimizer):
         """Make a step; a closure is not called."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, group["lr"], group["momentum"])
-
-    def _step(self, parameter: Tensor, lr: float, momentum: float) -> None:
-        update = parameter.grad
-        assert update is not None
-        if momentum:
-            state = self.state[parameter]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            buffer = state["momentum_buffer"].mul_(momentum).add_(update)
-            update = (buffer * momentum).add_(update)
-        parameter.sub_(update if lr == 1.0 else update * lr)
+                update = parameter.grad
+                if update is None:
+                    continue
+                if group["momentum"]:
+                    state = self.state[parameter]
+                    if "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(parameter)
+                    buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(update)
+                    update = (buffer * group["momentum"]).add_(update)
+                parameter.sub_(update * group["lr"])
 
 
 def make_outer(
-    outer: Literal["average", "nesterov"] | OuterFactory, lr: float, momentum: float | None
-) -> OuterFactory:
-    """Return what makes the outer optimizer of a configuration.
+    outer: Literal["average", "nesterov"] | OuterFactory, momentum: float | None
+) -> OuterFactory | None:
+    """Return what makes the outer optimizer of a configuration; ``None`` where it only averages.
 
     Args:
-        outer: Its name, or a factory of the user's.
-        lr: Learning rate of ``"nesterov"``.
-        momentum: Momentum of ``"nesterov"``; ``None`` for the default.
+        outer: Its name, or what makes the user's own.
+        momentum: That of ``"nesterov"``; ``None`` for the default.
     """
     if outer == "average":
-        return OuterSGD
+        return None
     if outer == "nesterov":
-        momentum = OUTER_MOMENTUM if momentum is None else momentum
-        return lambda params: OuterSGD(params, lr=lr, momentum=momentum)
+        return partial(OuterSGD, momentum=OUTER_MOMENTUM if momentum is None else momentum)
     return outer
+
+
+@final
+class OuterStep:
+    """Steps named parameters with an outer optimizer.
+
+    All ranks step alike: from the same parameters, on the same differences.
+
+    Args:
+        make: Makes the optimizer.
+    """
+
+    def __init__(self, make: OuterFactory) -> None:
+        self._make = make
+        self._names: list[str] = []
+        self._parameters: list[Parameter] = []
+        self._optimizer: Optimizer | None = None
+        #: State of parameters that are not there yet, by name.
+        self._waiting: dict[str, Any] = {}
+
+    def add(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """Step these tensors, too, in place."""
+        parameters = [Parameter(tensor) for tensor in tensors]
+        self._names += names
+        self._parameters += parameters
+        if self._optimizer is None:
+            self._optimizer = self._make(parameters)
+        else:
+            self._optimizer.add_param_group({"params": parameters})
+        self._take_waiting()
+
+    @torch.no_grad()
+    def step(self, differences: Sequence[Tensor | None], lr: float | None) -> None:
+        """Step the first parameters, one for each difference.
+
+        Args:
+            differences: Average differences, like the parameters; ``None`` leaves one as it is.
+            lr: Learning rate; ``None`` leaves that of the optimizer.
+        """
+        optimizer = self._optimizer
+        assert optimizer is not None, "no parameters were added"
+        for group in optimizer.param_groups if lr is not None else ():
+            group["lr"] = lr
+        for parameter, difference in zip(self._parameters, differences, strict=False):
+            parameter.grad = difference
+        optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each parameter by its name: it depends on no order."""
+        state = self._optimizer.state_dict()["state"] if self._optimizer else {}
+        return {self._names[number]: values for number, values in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of ``state_dict``; what it lacks begins without any."""
+        self._waiting = dict(state)
+        self._take_waiting()
+
+    def _take_waiting(self) -> None:
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        known = optimizer.state_dict()
+        for number, name in enumerate(self._names):
+            if name in self._waiting:
+                known["state"][number] = self._waiting.pop(name)
+        optimizer.load_state_dict(known)

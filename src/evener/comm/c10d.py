@@ -56,7 +56,9 @@ def form_gloo(
         RuntimeError: A peer did not come in time, or could not be reached.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stub
-    options._devices = list(devices)
+    # Two ranks connect twice, as operations take turns: two that are under way do not share a
+    # connection (see ``GroupTransport._crosses``).
+    options._devices = list(devices) * (2 if world_size == 2 else 1)
     options._timeout = timedelta(seconds=timeout_s / _GLOO_PATIENCE)
     options._threads = _NUM_GLOO_THREADS
     return ProcessGroupGloo(store, rank, world_size, options)

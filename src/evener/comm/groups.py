@@ -160,7 +160,7 @@ class GroupTransport(Transport):
         how = options(AllgatherOptions, call.timeout_s + _GRACE_S)
         whole = self._whole
         own = whole.chunk(len(self.numbers))[self.rank]
-        self._run(wait, [call], [lambda group: group._allgather_base(whole, own, how)])
+        self._run(wait, [call], [lambda group: [group._allgather_base(whole, own, how)]])
 
     def sum_each(
         self,
@@ -179,7 +179,9 @@ class GroupTransport(Transport):
                 self._sum_rounded(flat, rest, bits, wait, call)
         if exact:
             calls, tensors = zip(*exact, strict=True)
-            self._run_on(wait, calls, tensors, lambda tensor, group: group.allreduce([tensor], how))
+            self._run_on(
+                wait, calls, tensors, lambda tensor, group: [group.allreduce([tensor], how)]
+            )
 
     @property
     def can_round(self) -> bool:
@@ -240,12 +242,31 @@ class GroupTransport(Transport):
         """Send row ``r`` of the first half to rank ``r``; get its own from it in the second."""
         how = options(AllToAllOptions, call.timeout_s + _GRACE_S)
 
-        def start(tensor: Tensor, group: Any) -> Work:
+        def start(tensor: Tensor, group: Any) -> list[Work]:
             sent, received = tensor.chunk(2)
-            work: Work = group.alltoall_base(received, sent, [], [], how)
-            return work
+            if self._crosses(group):
+                peer = 1 - self.rank
+                return self._cross(group, sent.chunk(2)[peer], received.chunk(2)[peer], call)
+            return [group.alltoall_base(received, sent, [], [], how)]
 
         self._run_on(wait, [call], [both.view(-1)], start)
+
+    def _crosses(self, group: Any) -> bool:
+        """Whether parts of two ranks travel at the same time.
+
+        Gloo may send a rank's part only once its peer is ready for it. In an all-to-all, and in an
+        all-gather of two, the word that it is ready may stand behind a part of its own, on the same
+        connection: then one part travels after the other, and the link is half as fast.
+        """
+        return len(self.numbers) == 2 and group is not self._nccl
+
+    def _cross(self, group: Any, own: Tensor, others: Tensor, call: Call) -> list[Work]:
+        """Give one tensor to the peer, and get one from it, over connections of their own."""
+        works = []
+        for src in range(2):
+            how = options(BroadcastOptions, call.timeout_s + _GRACE_S, src)
+            works.append(group.broadcast([own if src == self.rank else others], how))
+        return works
 
     def sum_parts(self, flat: Tensor, wait: Wait) -> bool:
         """Sum this rank's part; see the base class."""
@@ -257,14 +278,16 @@ class GroupTransport(Transport):
             wait,
             wait.calls,
             [flat],
-            lambda whole, group: group._reduce_scatter_base(part, whole, how),
+            lambda whole, group: [group._reduce_scatter_base(part, whole, how)],
         )
         return True
 
     def copy(self, flat: Tensor, src: int, wait: Wait) -> None:
         """Copy from one rank; see the base class."""
         how = options(BroadcastOptions, wait.call.timeout_s + _GRACE_S, src)
-        self._run_on(wait, wait.calls, [flat], lambda tensor, group: group.broadcast([tensor], how))
+        self._run_on(
+            wait, wait.calls, [flat], lambda tensor, group: [group.broadcast([tensor], how)]
+        )
 
     def gather_parts(self, flat: Tensor, wait: Wait) -> None:
         """Gather parts; see the base class."""
@@ -272,13 +295,14 @@ class GroupTransport(Transport):
 
     def _gather(self, flat: Tensor, wait: Wait, call: Call) -> None:
         how = options(AllgatherOptions, call.timeout_s + _GRACE_S)
-        rank, size = self.rank, len(self.numbers)
-        self._run_on(
-            wait,
-            [call],
-            [flat],
-            lambda whole, group: group._allgather_base(whole, whole.chunk(size)[rank], how),
-        )
+
+        def start(whole: Tensor, group: Any) -> list[Work]:
+            parts = whole.chunk(len(self.numbers))
+            if self._crosses(group):
+                return self._cross(group, parts[self.rank], parts[1 - self.rank], call)
+            return [group._allgather_base(whole, parts[self.rank], how)]
+
+        self._run_on(wait, [call], [flat], start)
 
     def split(self, members: tuple[int, ...], key: str, wait: Wait) -> Transport | None:
         """Form groups of some ranks; see the base class."""
@@ -322,7 +346,7 @@ class GroupTransport(Transport):
         wait: Wait,
         calls: Sequence[Call],
         flats: Sequence[Tensor],
-        start: Callable[[Tensor, Any], Work],
+        start: Callable[[Tensor, Any], list[Work]],
     ) -> None:
         """Run an operation on each tensor where it lies, or on a copy in host memory.
 
@@ -360,7 +384,7 @@ class GroupTransport(Transport):
         self,
         wait: Wait,
         calls: Sequence[Call],
-        starts: Sequence[Callable[[Any], Work]],
+        starts: Sequence[Callable[[Any], list[Work]]],
         *,
         nccl: bool = False,
     ) -> None:
@@ -373,16 +397,20 @@ class GroupTransport(Transport):
         Args:
             wait: What is under way.
             calls: The call of each.
-            starts: Start them on the process group that they are given.
+            starts: Start each on the process group that it is given; it may have several parts.
             nccl: Whether that is the NCCL group.
         """
         self._broken_s = math.inf
         self._busy = True
         works: list[Work] = []
+        of: list[Call] = []  # the call of each work
         failure, cause = "", Cause.TIMED_OUT  # unless the process group says otherwise
         done = 0
         try:
-            works.extend(start(self._nccl if nccl else self._gloo) for start in starts)
+            for call, start in zip(calls, starts, strict=True):
+                of.append(call)
+                works.extend(start(self._nccl if nccl else self._gloo))
+                of.extend([call] * (len(works) - len(of)))
             succeeds = self._poll if nccl else self._wait
             while succeeds(works[done], wait):
                 done += 1
@@ -394,7 +422,7 @@ class GroupTransport(Transport):
             failure, cause = first_line(error), cause_of(error)
         finally:
             works.clear()
-        raise self._explain(wait, calls[done], failure, cause)
+        raise self._explain(wait, of[done], failure, cause)
 
     def cut(self) -> None:
         """End the groups, also during another thread's operation; see the base class."""
@@ -463,7 +491,7 @@ class GroupTransport(Transport):
             raise self._explain(wait, wait.call, first_line(error), Cause.LOST) from None
 
     def _check_wires(self) -> None:
-        """Raise ``RuntimeError`` where an operation goes on long after a connection was closed.
+        """Raise ``RuntimeError`` where an operation continues long after a connection was closed.
 
         Gloo notices the end of a neighbour alone, and rarely not even that.
         """

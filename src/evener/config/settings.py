@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, replace
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -15,6 +15,7 @@ from pydantic import (
 
 from evener.config.checks import (
     AboveZero,
+    Beta,
     NotBelowZero,
     NotNegativeInt,
     Number,
@@ -93,6 +94,14 @@ class LocalOptions:
             on: from 0.1 to below 1, such as 0.5. If left out, the anchor does not come down.
         lr_scale_ratio: Multiplies the learning rate by ``1 + (world_size - 1) * lr_scale_ratio``; 0
             leaves it as it is.
+        outer: What is done with the average difference from the consensus: ``"average"`` adds it;
+            ``"nesterov"`` takes it for a gradient of SGD with Nesterov momentum, as DiLoCo and
+            SlowMo do; from Python also a function that makes an optimizer of a list of parameters,
+            such as a class of ``torch.optim``. It is part of checkpoints. Windows with fewer than
+            half of the anchor's steps are averaged.
+        outer_lr: Learning rate of ``"nesterov"``; ``"auto"`` takes it from the number of ranks and
+            of their steps in the window.
+        outer_momentum: Momentum of ``"nesterov"``; 0.5 if left out.
     """
 
     anchor: PositiveInt | None = None
@@ -106,6 +115,25 @@ class LocalOptions:
     divergence_threshold: AboveZero | None = None
     divergence_factor: Annotated[Number, Field(ge=LEAST_FACTOR, lt=1)] | None = None
     lr_scale_ratio: NotBelowZero = 0.0
+    outer: Annotated[
+        Literal["average", "nesterov"] | Callable[..., Any],
+        asks_for("choose 'average' or 'nesterov', or give a function that makes an optimizer"),
+    ] = "average"
+    outer_lr: Annotated[
+        AboveZero | Literal["auto"], asks_for("give a finite number above 0, or 'auto'")
+    ] = "auto"
+    outer_momentum: Beta | None = None
+
+    @model_validator(mode="after")
+    def _outer_options_are_of_nesterov(self) -> Self:
+        for name, default in (("outer_lr", "auto"), ("outer_momentum", None)):
+            value = getattr(self, name)
+            if self.outer != "nesterov" and value != default:
+                raise ValueError(
+                    f"{name} is {value!r}, but outer is {self.outer!r}, which has no such number; "
+                    "leave it out, or set outer to 'nesterov'"
+                )
+        return self
 
     @model_validator(mode="after")
     def _starts_below_the_largest(self) -> Self:

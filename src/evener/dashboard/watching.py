@@ -54,7 +54,8 @@ class RunWatch:
                     found = self._read()
                 except (OSError, EvenerError) as error:
                     self._begin()
-                    why = error.strerror if isinstance(error, OSError) else error
+                    cause = error.__cause__ or error  # its text has no path of this machine
+                    why = cause.strerror if isinstance(cause, OSError) else error
                     found = {"problem": f"{self._folder.name} cannot be read: {why}"}
                 document = {"version": __version__, "runs": [], **found}
                 text = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()

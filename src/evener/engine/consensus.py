@@ -14,9 +14,10 @@ from torch import Tensor
 
 from evener.averaging.feedback import ErrorFeedback
 from evener.averaging.norms import norm_of
+from evener.averaging.outer import OuterFactory, OuterStep
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
-from evener.comm.flat_groups import FlatGroup
+from evener.comm.flat_groups import FlatGroup, view_like
 from evener.engine.training_state import TrainingState
 
 
@@ -64,7 +65,7 @@ class Consensus(ABC):
 
     def digest(self, *, at_rest: bool = False) -> int:
         """Return a hash of all of it, below 2**53; see ``tensors``."""
-        if not at_rest:  # otherwise ranks that have not computed since a thaw would hold less
+        if not at_rest:  # otherwise ranks that have not computed since parameters were unfrozen would hold less
             self.adopt()
         return self.check.digest(*self.tensors(at_rest=at_rest))
 
@@ -139,8 +140,9 @@ class Replica(Consensus):
     the steps made since the snapshot, so no step is ever lost.
 
     Differences are averaged, not values: where no rank has changed anything, +0 is subtracted,
-    which changes no bit. All ranks subtract the same sum from the same consensus. So it stays
-    bit-identical on all of them, also on different kinds of devices.
+    which changes no bit. All ranks subtract the same sum from the same consensus, or make the same
+    step of an outer optimizer. So it stays bit-identical on all of them, also on different kinds of
+    devices.
 
     Args:
         training: Holds the model, whose parameters are the same on every rank when this is made.
@@ -148,15 +150,22 @@ class Replica(Consensus):
         comm: Over which, or over a split of which, differences are exchanged: they lie in its
             memory.
         wire: See ``ErrorFeedback``.
+        outer: Makes the optimizer that steps the consensus; ``None`` averages.
 
     Attributes:
         consensus: Parameters that all ranks have agreed on, as ``FlatGroup.data`` of each group.
     """
 
     def __init__(
-        self, training: TrainingState, verify_every: int, comm: Communicator, wire: str
+        self,
+        training: TrainingState,
+        verify_every: int,
+        comm: Communicator,
+        wire: str,
+        outer: OuterFactory | None = None,
     ) -> None:
         super().__init__(training, verify_every)
+        self._outer = training.outer = None if outer is None else OuterStep(outer)
         self._comm, self._feedback = comm, ErrorFeedback(wire)
         self.consensus: list[Tensor] = []
         self._scratch: list[Tensor] = []
@@ -181,6 +190,8 @@ class Replica(Consensus):
             size, dtype, device = group.data.numel(), group.data.dtype, group.data.device
             self._scratch.append(self._comm.allocate(size, dtype, device))
             self._snapshots.append(torch.zeros_like(group.data))
+            if self._outer is not None:
+                self._outer.add(group.names, _views(group, self.consensus[-1]))
 
     @torch.no_grad()
     def snapshot(self) -> Drift:
@@ -232,13 +243,23 @@ class Replica(Consensus):
             self._buffers.exchange(buffers, comm, weight, total, what=what)
 
     @torch.no_grad()
-    def agree(self, weight: float, differences: Tensor | None, *, moved_on: bool) -> float:
+    def agree(
+        self,
+        weight: float,
+        differences: Tensor | None,
+        *,
+        moved_on: bool,
+        is_full: bool,
+        outer_lr: float | None,
+    ) -> float:
         """Apply the exchanged average to the consensus and to this rank.
 
         Args:
             weight: Of the window over all ranks; 0 changes nothing.
             differences: Of buffers, as exchanged; ``None`` where no rank has written any.
             moved_on: Whether this rank has made steps since the snapshot.
+            is_full: Whether the outer optimizer steps; a short window is averaged.
+            outer_lr: Its learning rate; ``None`` for its own.
 
         Returns:
             The divergence: the 2-norm of snapshot less average, relative to that of the average;
@@ -248,8 +269,21 @@ class Replica(Consensus):
             if not moved_on:
                 self._buffers.restore()
             return 0.0
-        for group, agreed, scratch, kept in islice(self._groups(), self._num_taken):
-            agreed.sub_(scratch)
+        taken = list(islice(self._groups(), self._num_taken))
+        divergence = None
+        if self._outer is not None and is_full:
+            # From the average: momentum carries the consensus beyond it.
+            divergence = self._relative([kept - agreed + sums for _, agreed, sums, kept in taken])
+            updates: list[Tensor | None] = []
+            for group, _, sums, _ in taken:
+                pairs = zip(_views(group, sums), group.parameters, strict=True)
+                # Momentum must not move what was frozen meanwhile.
+                updates += [view if p.requires_grad else None for view, p in pairs]
+            self._outer.step(updates, outer_lr)
+        else:
+            for _, agreed, sums, _ in taken:
+                agreed.sub_(sums)
+        for group, agreed, _, kept in taken:
             kept.sub_(agreed)
             if moved_on:
                 group.data.sub_(kept)
@@ -257,7 +291,7 @@ class Replica(Consensus):
                 group.data.copy_(agreed)
         if differences is not None:
             self._buffers.agree(differences, moved_on=moved_on)
-        return self._relative(self._snapshots)
+        return self._relative(self._snapshots) if divergence is None else divergence
 
     def reset_model(self) -> None:
         """Go back to the consensus: what this rank has done since is dropped."""
@@ -313,3 +347,9 @@ class Replica(Consensus):
         size = norm_of([[agreed] for agreed in self.consensus])
         norm = norm_of([[difference] for difference in differences])
         return norm / size if size else norm
+
+
+def _views(group: FlatGroup, buffer: Tensor) -> list[Tensor]:
+    """Return a buffer's parts in the shapes of the group's parameters."""
+    pairs = zip(group.offsets, group.parameters, strict=True)
+    return [view_like(buffer, offset, parameter) for offset, parameter in pairs]

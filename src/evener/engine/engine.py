@@ -126,11 +126,6 @@ class Engine(ABC):
         return self.run.progress.turns
 
     @property
-    def has_begun(self) -> bool:
-        """Return whether gradients of the share are being exchanged, which can't be repeated."""
-        return False
-
-    @property
     def is_training(self) -> bool:
         """Return whether this rank is in a training loop, of a loader or of its own."""
         return self.in_epoch or self.share.in_micro_batch
@@ -278,6 +273,15 @@ class Engine(ABC):
     @abstractmethod
     def drop_share(self) -> None:
         """Discard gradients and buffer changes of the open share."""
+
+    def redo(self) -> bool:
+        """Discard the open share, a micro-batch of which did not fit into memory.
+
+        Returns:
+            Whether all ranks compute the window again; otherwise only this one its share.
+        """
+        self.drop_share()
+        return False
 
     def leave(self) -> None:
         """Leave an epoch in its middle, by ``break`` or an error; others learn of it later."""

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from evener.averaging.outer import OuterFactory
 from evener.engine.emulate import Slowdown
 from evener.engine.guards import OptimizerGuards
 from evener.engine.loss_scale import LossScale
@@ -12,7 +14,11 @@ from evener.engine.loss_scale import LossScale
 
 @dataclass(slots=True, kw_only=True)
 class EngineOptions:
-    """Options of an engine; see ``DdpConfig`` for the meaning."""
+    """Options of an engine; see ``DdpConfig`` for the meaning.
+
+    ``outer`` is ``None`` where differences are only averaged, and ``outer_lr`` where the outer
+    optimizer has a learning rate of its own.
+    """
 
     max_grad_norm: float | None
     non_finite: str
@@ -28,3 +34,5 @@ class EngineOptions:
     say: Callable[[str], None]
     wire: str = "float32"
     overlap: str = "off"
+    outer: OuterFactory | None = None
+    outer_lr: float | Literal["auto"] | None = None

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, NoReturn, final
 
 from torch import Tensor
 
-from evener.averaging.weights import power_of_two_near
+from evener.averaging.weights import choose_outer_lr, power_of_two_near
 from evener.comm.background import BackgroundJob
 from evener.comm.base import Communicator
 from evener.data.cursor import Slice
@@ -86,7 +86,9 @@ class LocalEngine(Engine):
         training: TrainingState,
         options: EngineOptions,
     ) -> None:
-        self._replica = Replica(training, options.verify_every, team.comm, options.wire)
+        self._replica = Replica(
+            training, options.verify_every, team.comm, options.wire, options.outer
+        )
         super().__init__(team, training, options, way, self._replica)
         self._policy = policy
         policy.set_absent(team.absent)
@@ -398,7 +400,16 @@ class LocalEngine(Engine):
         started_s, outcome = time.perf_counter(), self._landing
         assert outcome is not None
         weight, stale_steps = found.decision.weight, self._steps.num_done
-        divergence = self._replica.agree(weight, outcome.differences, moved_on=stale_steps > 0)
+        counts = [row.report.steps for row in found.rows.values() if row.report.steps]
+        outer_lr = self.options.outer_lr
+        divergence = self._replica.agree(
+            weight,
+            outcome.differences,
+            moved_on=stale_steps > 0,
+            # Short ones are the first and the last of an epoch: they say little of the direction.
+            is_full=2 * min(counts) >= outcome.over.anchor,
+            outer_lr=choose_outer_lr(len(counts), min(counts)) if outer_lr == "auto" else outer_lr,
+        )
         if not math.isfinite(divergence):
             raise overflow(outcome.over, self.run.progress.steps + 1)
         reports = found.reports(self.team.world_size)

@@ -101,11 +101,6 @@ class SyncEngine(Engine):
         """Return why the planner, if this rank is it, has parked ranks; empty without any."""
         return self.lookahead.why_parked
 
-    @property
-    def has_begun(self) -> bool:
-        """Return whether gradients of the share are being exchanged; see ``Engine``."""
-        return self._overlap.has_begun
-
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:
@@ -268,6 +263,14 @@ class SyncEngine(Engine):
             self._overlap.feedback.rescale(scale)
         return self._open(num_micro_batches, scale)
 
+    def redo(self) -> bool:
+        """Discard the open share; once gradients have left, all ranks do so; see ``Engine``."""
+        if not self._overlap.has_begun:
+            return super().redo()
+        self.share.in_micro_batch = False
+        self.close(redo=True)
+        return True
+
     def drop_share(self) -> None:
         """Discard gradients and buffer changes of the open share."""
         self._overlap.end_window(is_applied=False)
@@ -282,8 +285,10 @@ class SyncEngine(Engine):
         if overlaps and isinstance(self.rounds.state.plan, WindowPlan):
             is_real = self.options.slowdown.factor == 1
             overlap.before_backward(self.window, None if is_real else share.ahead_s)
-        yield
-        overlap.after_backward()
+        try:
+            yield
+        finally:
+            overlap.after_backward()
         self.flat.attach_grads()
 
     def end_micro_batch(self) -> WindowResult | None:
@@ -328,7 +333,7 @@ class SyncEngine(Engine):
         share.resume()
         return result
 
-    def close(self, *, drop: bool = False) -> WindowResult | None:
+    def close(self, *, drop: bool = False, redo: bool = False) -> WindowResult | None:
         """Close a planned window; all ranks call it together.
 
         A rank without a share does not know whether the others step one optimizer, close the
@@ -337,6 +342,7 @@ class SyncEngine(Engine):
         Args:
             drop: This rank was told to stop in mid-window: no rank applies the window, it stays
                 uncommitted, and the run can resume from there later.
+            redo: All ranks shall compute the window again.
 
         Returns:
             The applied window, or ``None`` when there is none.
@@ -349,7 +355,7 @@ class SyncEngine(Engine):
         assert isinstance(plan, WindowPlan)
         self.plan_ahead()  # without a share it was not done
         if plan.shares[rounds.rank]:
-            return self._close(Purpose.WINDOW, drop=drop)
+            return self._close(Purpose.WINDOW, drop=drop, redo=redo)
         if rounds.state.is_parked:
             with self.team.in_phase(PARKED):
                 return self._close(Purpose.IDLE)
@@ -372,18 +378,18 @@ class SyncEngine(Engine):
         return None
 
     def _close(
-        self, purpose: Purpose, part: int | None = None, *, drop: bool = False
+        self, purpose: Purpose, part: int | None = None, **wishes: bool
     ) -> WindowResult | None:
         """Say what this rank did, and do what follows from what all say."""
         if self.rounds.has_left and purpose is Purpose.STEP:
             self.settle()  # plans of a loop that was left by `break` do not hold after it
         self.result, window = None, self.window
         generation = self.rounds.state.generation
-        self.generations.keep(lambda: self._say(purpose, part, drop=drop))
+        self.generations.keep(lambda: self._say(purpose, part, **wishes))
         is_again = self.rounds.state.generation != generation and self.window == window
         return None if is_again else self.result
 
-    def _say(self, purpose: Purpose, part: int | None, *, drop: bool) -> None:
+    def _say(self, purpose: Purpose, part: int | None, **wishes: bool) -> None:
         report, rounds = self._report(part), self.rounds
         self.spans.begin_wait()
         loss_scale, lookahead = self.run.loss_scale, self.lookahead
@@ -391,7 +397,6 @@ class SyncEngine(Engine):
         self._meet_read(
             purpose,
             part=ALL if part is None else part,
-            drop=drop,
             renew=lookahead.renews if is_planned else self.generations.wants_renewal,
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
@@ -400,6 +405,7 @@ class SyncEngine(Engine):
             may_skip=self._skips or loss_scale.may_shrink(rounds.rank),
             report=report,
             plan=lookahead.draft,
+            **wishes,
         )
 
     @property
@@ -457,9 +463,10 @@ class SyncEngine(Engine):
                 assert isinstance(self.rounds.state.plan, WindowPlan)
                 self.result = self._apply(found, self.rounds.state.plan)
                 self._turns.append(self.result)
-        elif action is Action.DROP:
+        elif action in (Action.DROP, Action.REDO):
             self.drop_share()
-            self.lookahead.drop()
+            if action is Action.DROP:
+                self.lookahead.drop()
         elif action is Action.RESTORE:
             self.flat.zero_(found.decision.part)
             self._turns.clear()

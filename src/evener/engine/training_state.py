@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
+from evener.averaging.outer import OuterStep
 from evener.averaging.sharded_update import ShardedUpdate
 from evener.checkpoint.codec import decode, encode
 from evener.comm.base import Communicator
@@ -45,11 +46,13 @@ class TrainingContent(NamedTuple):
         optimizers: The argument of each optimizer's ``load_state_dict``.
         schedule: State of each torch scheduler.
         registered: The argument of each registered object's ``load_state_dict``, by name.
+        outer: State of the outer optimizer, by parameter; empty without one.
     """
 
     optimizers: Sequence[OptimizerState]
     schedule: list[Any]
     registered: dict[str, Any]
+    outer: dict[str, Any]
 
 
 def unpack(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TrainingContent:
@@ -59,6 +62,7 @@ def unpack(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Traini
         LookupError: The document lacks something.
         CheckpointError: It names a tensor that is not there.
     """
+    document = {"outer": {}, **document}  # written before there were outer optimizers
     return TrainingContent(*(decode(document[k], tensors=tensors) for k in TrainingContent._fields))
 
 
@@ -74,6 +78,7 @@ class TrainingState:
         schedule: Their learning rates.
         sharded: Divides their state among ranks, where that is wanted.
         num_bytes: Tensors that ``send`` has sent last.
+        outer: Steps the consensus of CADENCE and ASYNC, where that is not only averaged.
     """
 
     model: nn.Module
@@ -83,6 +88,7 @@ class TrainingState:
     schedule: Schedule
     sharded: ShardedUpdate
     num_bytes: int = 0
+    outer: OuterStep | None = None
     #: Objects of the user, by name, in the order in which they were registered.
     _registered: dict[str, Stateful] = field(default_factory=dict)
     #: Restored states whose objects have not been registered yet.
@@ -141,7 +147,8 @@ class TrainingState:
             optimizers: The optimizers' states, which need not be those of this rank.
         """
         registered = {name: dict(one.state_dict()) for name, one in self._registered.items()}
-        content = TrainingContent(list(optimizers), self.schedule.state_dict(), registered)
+        outer = self.outer.state_dict() if self.outer else {}
+        content = TrainingContent(list(optimizers), self.schedule.state_dict(), registered, outer)
         tensors: dict[str, Tensor] = {}
         document = {
             key: encode(value, path=key, tensors=tensors)
@@ -178,6 +185,8 @@ class TrainingState:
         self.schedule.load_state_dict(content.schedule)
         for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
             optimizer.load_state_dict(state)
+        if self.outer is not None:
+            self.outer.load_state_dict(content.outer)
 
     def send(
         self,

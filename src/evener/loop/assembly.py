@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
+from evener.averaging.outer import make_outer
 from evener.averaging.sharded_update import (
     FAST_BACKENDS,
     LEAST_DIVIDED,
@@ -338,6 +339,8 @@ class Assembly:
             say=_say_nothing if config.quiet else say,
             overlap=config.overlap,
             wire=config.wire,
+            outer=make_outer(config.outer, config.outer_momentum),
+            outer_lr=config.outer_lr if config.outer == "nesterov" else None,
         )
 
 

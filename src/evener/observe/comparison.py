@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from evener.observe.events import Event
-from evener.observe.numbers import aligned, human_count, human_duration
+from evener.observe.measuring import measure
+from evener.observe.numbers import aligned, human_count, human_duration, wrapped
 from evener.observe.table import Floats, RunTable
 
 # Loss is averaged over this last part of what a trial has done: single windows are noise.
 _TAIL = 0.2
-# The first part is left out of speeds: caches fill, shares settle.
-_WARM_UP = 0.2
-# Losses nearer than this (relative), or than rounds of one combination differ, are taken for equal.
+# Losses nearer than this (relative), or than rounds of one combination differ, count as equal.
 _NOISE = 0.005
 _MAX_POINTS = 200
 
@@ -31,6 +30,7 @@ class Trial:
         policy: Apply policy.
         backend: Averaging backend, as asked for.
         unit: What a weight counts, such as ``tokens``.
+        speed: Units per second, as its report says; over all of it if it was too short for that.
         elapsed_s: Seconds from the start of the run to each committed window, without those of
             evaluations: a policy with longer windows would be spared some.
         units: Weight committed up to then.
@@ -43,19 +43,12 @@ class Trial:
     policy: str
     backend: str
     unit: str
+    speed: float
     elapsed_s: Floats
     units: Floats
     losses: Floats
     heldout_loss: float | None = None
     completed: bool = False
-
-    def speed(self) -> float:
-        """Return units per second, after the warm-up if the run is long enough for that."""
-        start = int(np.argmax(self.elapsed_s >= _WARM_UP * self.elapsed_s[-1]))
-        if start == len(self.units) - 1:
-            return float(self.units[-1] / max(self.elapsed_s[-1], 1e-9))
-        seconds = self.elapsed_s[-1] - self.elapsed_s[start]
-        return float((self.units[-1] - self.units[start]) / max(seconds, 1e-9))
 
     def loss_by_time(self, seconds: float) -> float:
         """Return the mean loss of the last windows before a time."""
@@ -90,12 +83,15 @@ def read_trial(events: Iterable[Event], policy: str, backend: str) -> Trial | No
     known = np.isfinite(rows["loss"])
     if not known.any():
         return None
+    elapsed_s = np.cumsum(rows["length_s"])[known]
+    units = np.cumsum(rows["weight"] * known)[known]
     return Trial(
         policy=policy,
         backend=backend,
         unit=unit,
-        elapsed_s=np.cumsum(rows["length_s"])[known],
-        units=np.cumsum(rows["weight"] * known)[known],
+        speed=measure(table).speed or float(units[-1] / max(elapsed_s[-1], 1e-9)),
+        elapsed_s=elapsed_s,
+        units=units,
         losses=rows["loss"][known],
         heldout_loss=heldout,
         completed=completed,
@@ -184,16 +180,8 @@ def compare(trials: Sequence[Trial], skipped: Mapping[str, str]) -> Comparison:
 
 def table(comparison: Comparison) -> str:
     """Return the comparison for people."""
-    rows = [
-        [
-            "policy/backend",
-            f"{comparison.unit}/s",
-            f"loss after {human_duration(comparison.seconds)}",
-            f"loss at {human_count(comparison.units)} {comparison.unit}",
-            "held-out loss",
-            "rounds differ by",
-        ]
-    ]
+    unit = comparison.unit
+    rows = [["policy/backend", f"{unit}/s", "loss by time", "by work", "held-out", "spread"]]
     rows += [
         [
             c.name,
@@ -206,6 +194,11 @@ def table(comparison: Comparison) -> str:
         for c in comparison.candidates
     ]
     lines = aligned(rows)
+    if comparison.candidates:
+        lines.append(
+            f"loss by time: after {human_duration(comparison.seconds)}; by work: after "
+            f"{human_count(comparison.units)} {unit}; spread: how much rounds differ by time"
+        )
     if any(c.policy != "sync" for c in comparison.candidates):
         lines.append(_LOCAL_LOSSES)
     lines += [f"{name} skipped: {why}" for name, why in comparison.skipped.items()]
@@ -213,7 +206,7 @@ def table(comparison: Comparison) -> str:
         lines.append(f"recommended: {comparison.recommended}, because {comparison.reason}")
     else:
         lines.append(comparison.reason)
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(wrapped, lines)) + "\n"
 
 
 def _candidate(trials: Sequence[Trial], seconds: float, units: float) -> Candidate:
@@ -228,7 +221,7 @@ def _candidate(trials: Sequence[Trial], seconds: float, units: float) -> Candida
         policy=first.policy,
         backend=first.backend,
         rounds=len(trials),
-        speed=statistics.median(t.speed() for t in trials),
+        speed=statistics.median(t.speed for t in trials),
         loss_by_time=statistics.median(by_time),
         loss_by_units=statistics.median(t.loss_by_units(units) for t in trials),
         spread=max(by_time) - min(by_time),
@@ -243,7 +236,7 @@ def _recommend(candidates: Sequence[Candidate], unit: str, seconds: float) -> tu
         return best, "nothing else could be measured"
     noise = max(_NOISE * abs(best.loss_by_time), *(c.spread for c in candidates))
     near = [c for c in candidates if c.loss_by_time - best.loss_by_time <= noise]
-    # SYNC is the mathematics of one machine. What trades that for speed has to show a gain.
+    # SYNC is equivalent to training on one device. What trades that for speed has to show a gain.
     exact = [c for c in near if c.policy == "sync"]
     chosen = max(exact or near, key=lambda c: c.speed)
     after = human_duration(seconds)

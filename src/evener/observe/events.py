@@ -26,7 +26,8 @@ FIELDS: Final = {
     # A run begins with ``window``, also one that resumes. ``members`` are in rank order. ``policy``
     # is such as ``sync`` and ``backend`` such as ``gloo``; ``unit`` is what a weight counts, such
     # as ``tokens``; ``num_samples`` are those of an epoch, ``total_windows`` may be null. The
-    # further field ``params`` counts what is trained.
+    # further field ``params`` counts what is trained, ``emulated`` names ranks that are slowed on
+    # purpose and how much, and ``backend_reason`` says why the backend is not the one asked for.
     "run_started": "run window members policy backend unit num_samples total_windows",
     # A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``.
     "worker_started": "rank member pid host device",

@@ -1,6 +1,11 @@
 """Format numbers for people."""
 
 from collections.abc import Sequence
+from textwrap import fill
+from typing import Final
+
+WIDTH: Final = 80
+"""Columns of the terminal for which output is made."""
 
 
 def human_duration(seconds: float) -> str:
@@ -54,3 +59,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
         lines.append("  ".join([name.ljust(first), *right]))
     return lines
+
+
+def wrapped(line: str) -> str:
+    """Return a line in lines of at most ``WIDTH`` columns, the further ones indented."""
+    if len(line) <= WIDTH:
+        return line
+    return fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

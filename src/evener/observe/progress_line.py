@@ -173,13 +173,14 @@ def progress_line(table: RunTable, start: Event, *, bar: str = "", brief: bool =
     counted &= table.rows()["session"] == table.rows()["session"][-1]
     rows = {name: values[counted] for name, values in table.rows().items()}
     steps = rows["optimizer_steps"]
-    step, loss = int(steps[-1]), _smoothed(rows["loss"].tolist())
+    step, losses = int(steps[-1]), rows["loss"][rows["weight"] > 0].tolist()
     parts = [f"step {step:,}" + (f"/{total:,}" if total is not None else "")]
     if bar and total:
         done = min(1.0, step / total)
         full, empty = int(done * _BAR_WIDTH) * bar[0], _BAR_WIDTH * bar[1]
         parts.append(f"{full}{empty[len(full) :]} {int(done * 100)}%")
-    parts.append(f"loss {loss:.4g}")
+    if losses:  # windows without weight have none
+        parts.append(f"loss {_smoothed(losses):.4g}")
     # Speed is measured from the oldest of these commits to the newest.
     seconds = float(rows["end_s"][-1] - rows["end_s"][0])
     if seconds > 0:

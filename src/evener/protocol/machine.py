@@ -21,6 +21,7 @@ The whole table is in ``judge`` and the functions below it; the first line that 
       ... in SYNC, trainable parameters differ        error on every rank
       ... learning rates differ                       RATES, and one of the lines below
       ... a rank drops it, as it was told to stop     DROP
+      ... a rank's share did not fit into memory      REDO; DROP if the team stops
       ... different optimizers are to be stepped      error on every rank
       ... a number is not finite, no skip allowed     RESTORE, error on every rank
       ... a weight is negative or not finite          error on every rank
@@ -89,6 +90,8 @@ class Action(Enum):
     """Exchange learning rates, which differ; ranks without a share adopt those of the others."""
     DROP = auto()
     """Throw this window away; its samples stay uncommitted."""
+    REDO = auto()
+    """Throw this window away, and compute it again by the same plan."""
     RESTORE = auto()
     """Discard all steps since the last average."""
     TURN = auto()
@@ -382,8 +385,11 @@ def _judge_window(
     if len({row.rates for row in rows.values()}) > 1:
         actions = (*actions, Action.RATES)
     working = {rank: row for rank, row in rows.items() if row.purpose is not Purpose.IDLE}
-    if any(row.drop for row in rows.values()):
+    redo = any(row.redo for row in rows.values())
+    if any(row.drop for row in rows.values()) or (redo and state.stopping):
         return Decision(state=state.release(), actions=(*actions, Action.DROP))
+    if redo:
+        return Decision(state=state, actions=(*actions, Action.REDO))
     first, *others = working
     part = working[first].part
     for rank in others:

@@ -58,6 +58,8 @@ class Row(NamedTuple):
         stop: Whether it wants the team to stop after this window.
         drop: Whether it was told to stop in mid-window, so that no rank may apply the window: its
             samples stay uncommitted.
+        redo: Whether its share did not fit into memory when some of its gradients had left, so that
+            all ranks compute the window again.
         left: Whether its loop was left by ``break``.
         leaving: Whether it was told to leave an elastic team for good.
         busy: Whether an exchange of its own has not landed (ASYNC).
@@ -89,6 +91,7 @@ class Row(NamedTuple):
     generation: int = 0
     stop: bool = False
     drop: bool = False
+    redo: bool = False
     left: bool = False
     leaving: bool = False
     busy: bool = False

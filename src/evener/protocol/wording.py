@@ -27,7 +27,7 @@ def mismatch(rows: Mapping[int, Row], told: Mapping[int, str]) -> str:
         )
     elif any("ddp.gather" in deed for deed in deeds):
         why = (
-            "Remedy: call ddp.gather on all ranks equally often in each round of an evaluation's "
+            "Remedy: call ddp.gather on all ranks the same number of times in each round of an evaluation's "
             "loop, and leave that loop on all ranks in the same round. To evaluate on fewer "
             "samples, give ddp.eval_loader a torch.utils.data.Subset instead"
         )

@@ -41,7 +41,7 @@ def report(runs: Sequence[Path]) -> dict[str, Any]:
         )
         for folder in folders
     ]
-    return {"version": __version__, "runs": documents}
+    return {"version": __version__, "runs": documents, "bench": None}
 
 
 def write_page(document: dict[str, Any], runs: Sequence[Path], path: Path | None = None) -> Path:

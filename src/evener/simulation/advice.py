@@ -9,7 +9,7 @@ from evener.planning.policies import ApplyPolicy
 from evener.simulation.prediction import TeamPrediction, TeamSpec, predict
 
 AS_GOOD: Final = 0.97
-"""A policy with this part of the fastest one's throughput is preferred if its mathematics is nearer
+"""A policy with this part of the fastest one's throughput is preferred if its result is nearer
 to that of one machine; predictions are no more exact than that."""
 
 NOTEWORTHY: Final = 0.01

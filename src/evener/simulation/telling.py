@@ -1,10 +1,9 @@
 """Advice as text for people, and as JSON for programs. Pure."""
 
-from textwrap import fill
 from typing import Any, Final
 
 from evener.observe.event_lines import strict_json
-from evener.observe.numbers import aligned, human_bytes, human_count, human_duration
+from evener.observe.numbers import aligned, human_bytes, human_count, human_duration, wrapped
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.advice import Advice
 from evener.simulation.prediction import MeasuredRun, TeamPrediction, TeamSpec
@@ -76,10 +75,9 @@ def text(advice: Advice) -> str:
     prose.append(f"best: {advice.best}, because {advice.reason}")
     prose += [f"{one.name}: {one.verdict}" for one in advice.worth]
     prose += [f"note: {note}" for note in (*team.notes, _NO_LOSS)]
-    return "\n".join([*lines, *map(_wrapped, prose)]) + "\n"
+    return "\n".join([*lines, *map(wrapped, prose)]) + "\n"
 
 
-_WIDTH: Final = 80
 _MOST_SHARES: Final = 8
 _HEAD: Final = (
     *("policy", "samples/s", "ideal", "wait", "exchange", "other", "window", "sent/window"),
@@ -88,12 +86,6 @@ _NO_LOSS: Final = (
     "predictions know nothing of the loss, which only sync leaves as it is: evener bench measures "
     "it"
 )
-
-
-def _wrapped(line: str) -> str:
-    return fill(
-        line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
 
 
 def _measured(team: TeamSpec) -> list[list[str]]:

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from evener.observe.comparison import Comparison, Trial, compare, read_trial, ta
 from evener.observe.event_lines import strict_json
 from evener.observe.following import read_events
 from evener.observe.numbers import human_count, human_duration
+from evener.run_report.writing import report, write_page
 from evener.team.child import die_with
 from evener.team.terminal import say
 
@@ -56,10 +57,10 @@ def _combinations(options: BenchOptions) -> list[tuple[str, str]]:
 
 
 def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Comparison:
-    """Try every combination in turns, and write ``bench.json`` and ``bench.txt``.
+    """Try every combination in turns, and write ``bench.json``, ``bench.txt``, ``bench.html``.
 
     Each round tries all combinations; every other round goes through them backwards, so that a
-    machine that grows slower favours none. Each trial starts the same training anew.
+    machine that grows slower favours none. Each trial starts the same training again.
 
     Args:
         options: What to try.
@@ -93,12 +94,13 @@ def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Compa
                     say(f"{turn} skipped: {result}")
                 else:
                     trials.append(result)
-                    say(f"{turn}: {human_count(result.speed())} {result.unit}/s")
+                    say(f"{turn}: {human_count(result.speed)} {result.unit}/s")
     except KeyboardInterrupt:  # what has been measured is told all the same
         interrupted = True
     # A combination that failed in a later round is not compared by its first.
     comparison = compare([t for t in trials if f"{t.policy}/{t.backend}" not in skipped], skipped)
     _write(folder, options, comparison)
+    _write_page(folder, combinations, comparison)
     if interrupted:
         raise KeyboardInterrupt
     return comparison
@@ -212,3 +214,18 @@ def _write(folder: Path, options: BenchOptions, comparison: Comparison) -> None:
     except OSError as error:
         raise EvenerError(f"{folder} cannot be written: {error.strerror}") from None
     say(f"{text}written to {folder}")
+
+
+def _write_page(
+    folder: Path, combinations: Sequence[tuple[str, str]], comparison: Comparison
+) -> None:
+    """Write the page of the first round's runs side by side."""
+    trials = [folder / "trials" / f"{policy}-{backend}-1" for policy, backend in combinations]
+    if runs := [run for run in trials if (run / EVENTS).exists()]:
+        bench = strict_json(replace(comparison, candidates=()))
+        bench["candidates"] = [
+            {name: value for name, value in strict_json(one).items() if name != "curve"}
+            for one in comparison.candidates
+        ]
+        page = write_page({**report(runs), "bench": bench}, runs, folder / "bench.html")
+        say(f"page: {page}")

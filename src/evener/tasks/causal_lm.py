@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -53,6 +54,14 @@ class CausalLanguageModel(Task):
     prefetch = "thread"
     _tokenizer: CausalTokenizer
     _train: PackedDocuments
+
+    made_from = MappingProxyType(
+        {
+            "model": ("model", "data.tokenizer", "data.vocab_size"),
+            "tokenizer": ("data",),
+            "data": ("data", "seed"),
+        }
+    )
 
     def __init__(
         self, config: RunConfig, options: PretrainOptions, records: Iterable[Any] | None

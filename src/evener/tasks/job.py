@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ class Task(ABC):
         results: Files and folders that a finished run leaves beside its checkpoints.
         lengths: Keys that lengthen a run, for people.
         began: Windows and weight that the run had when its present data began.
+        made_from: Keys from which parts of ``made_of`` follow, by part, for people.
     """
 
     model: nn.Module
@@ -71,6 +73,7 @@ class Task(ABC):
     results: tuple[str, ...] = ()
     lengths: str = "epochs or max_steps"
     began: tuple[int, float] = (0, 0.0)
+    made_from: Mapping[str, Sequence[str]] = MappingProxyType({})
 
     # ── what every task says ─────────────────────────────────────────────────────────────────
 
@@ -302,7 +305,7 @@ class Job(EpochLoop):
         assert isinstance(loader, TeamLoader)  # not a stream
         self.loader = loader
         self._run[MADE_OF] = parts = dict(task.made_of(self))
-        require_same_parts(self.team, parts)
+        require_same_parts(self.team, parts, task.made_from)
         self.ddp.register("evener/job", self)
         self._engine.generations.call_on_cold_restart(self._load_newest)
         if self.team.membership.is_joining:
@@ -317,7 +320,7 @@ class Job(EpochLoop):
         """Load a checkpoint of this run, perhaps to continue with other data."""
         ddp, options = self.ddp, self.options
         allow = options.allow if isinstance(options, PretrainOptions) else None
-        changed, keys = check_changes(checkpoint, self._run, allow)
+        changed, keys = check_changes(checkpoint, self._run, self._task.made_from, allow)
         if keys:
             self.say(f"changed since {checkpoint.path.name}: {'; '.join(keys)}")
         ddp.load(checkpoint.path, allow=allow or ())

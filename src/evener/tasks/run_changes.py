@@ -1,6 +1,6 @@
 """What a run is made of, and what of it a resume may change."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from evener.checkpoint import Checkpoint
@@ -15,15 +15,22 @@ RUN: Final = "run.json"
 MADE_OF: Final = "made_of"
 """Key of ``RUN``: the parts without which the weights mean nothing, by name."""
 
+Sources = Mapping[str, Sequence[str]]
+"""Keys from which parts follow, by part; see ``Task.made_from``."""
+
 
 def check_changes(
-    checkpoint: Checkpoint, run: Mapping[str, Any], allow: Collection[str] | None
+    checkpoint: Checkpoint,
+    run: Mapping[str, Any],
+    sources: Sources,
+    allow: Collection[str] | None,
 ) -> tuple[set[str], list[str]]:
     """Refuse a checkpoint of a run that is made of something else, but for what is allowed.
 
     Args:
         checkpoint: What the run resumes from.
         run: The present run's ``RUN``.
+        sources: Keys from which parts follow; see ``Task.made_from``.
         allow: Parts that may differ; ``None`` if the user cannot allow any.
 
     Returns:
@@ -35,21 +42,27 @@ def check_changes(
     saved = checkpoint.document(RUN)
     keys = _differences(saved["config"], run["config"])
     changed = set()
-    for name, part in run[MADE_OF].items():
-        if found := _differences({name: saved[MADE_OF].get(name)}, {name: part}):
+    for name in {**saved[MADE_OF], **run[MADE_OF]}:
+        before, after = (_flat({name: made.get(name)}) for made in (saved[MADE_OF], run[MADE_OF]))
+        if name == "model":  # another version of transformers writes other keys
+            both = before.keys() & after.keys()
+            before, after = ({key: part[key] for key in both} for part in (before, after))
+        if found := _differences(before, after):
             if name not in (allow or ()):
+                own = tuple(f"{key}." for key in sources.get(name, (name,)))
+                causes = (text for key, text in keys.items() if f"{key}.".startswith(own))
                 has_option = allow is not None and name in ALLOWED
                 remedy = f", or continue with it by --allow {name}" if has_option else ""
                 raise CheckpointError(
                     f"{checkpoint.path} is not of this run: different {name} "
-                    f"({'; '.join(dict.fromkeys([*found, *keys]))}). Put that back, or start "
-                    f"without --resume{remedy}"
+                    f"({'; '.join(dict.fromkeys([*found.values(), *causes]))}). Put "
+                    f"{_in_words(name, sources)} back, or start without --resume{remedy}"
                 )
             changed.add(name)
-    return changed, keys
+    return changed, list(keys.values())
 
 
-def require_same_parts(team: Team, parts: Mapping[str, Any]) -> None:
+def require_same_parts(team: Team, parts: Mapping[str, Any], sources: Sources) -> None:
     """Refuse ranks that make the run of something else than rank 0; all call it together.
 
     Raises:
@@ -57,30 +70,36 @@ def require_same_parts(team: Team, parts: Mapping[str, Any]) -> None:
     """
     first, *others = team.introduce(parts)
     for rank, own in enumerate(others, start=1):
-        for name, part in own.items():
-            if part != first[name]:
+        for name in {**first, **own}:
+            if own.get(name) != first.get(name):
                 raise DataError(
-                    f"rank {rank} sees different {name} than rank 0 ({short(part)} and "
-                    f"{short(first[name])}); give every machine the same files, and the same "
-                    "versions of Python and libraries"
+                    f"rank {rank} sees different {name} than rank 0 ({short(own.get(name))} and "
+                    f"{short(first.get(name))}); give every rank the same "
+                    f"{_in_words(name, sources)}, and the same versions of Python and libraries"
                 )
 
 
-def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return what differs of the keys that both have; those of sections first."""
+def _in_words(name: str, sources: Sources) -> str:
+    """Return what the user changes in order to change a part."""
+    keys = sources.get(name)
+    return f"{', '.join(keys)} and the files that they name" if keys else name
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """Return what differs, by key; those of sections first."""
     before, after = _flat(before), _flat(after)
-    return [
-        f"{key} {short(before[key])} -> {short(after[key])}"
-        for key in sorted(before.keys() & after.keys(), key=lambda key: ("." not in key, key))
-        if before[key] != after[key]
-    ]
+    return {
+        key: f"{key} {short(before.get(key))} -> {short(after.get(key))}"
+        for key in sorted(before.keys() | after.keys(), key=lambda key: ("." not in key, key))
+        if before.get(key) != after.get(key)
+    }
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested document as ``section.key`` -> value."""
     flat: dict[str, Any] = {}
     for key, value in document.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value

@@ -16,6 +16,7 @@ from evener.errors import RunEndedError
 from evener.team.environment import LAUNCHED, DistributedTrainConfig
 from evener.team.failures import add_notes, describe, exit_code_of, show_message
 from evener.team.host import available_cores, program_of, threads_per_rank
+from evener.team.signals import STOPPING
 from evener.team.terminal import TERMINAL_FDS, allow_unmarked, say
 from evener.team.wire import CHANNEL_FD, Channel
 
@@ -120,12 +121,13 @@ def apply_threads(config: DistributedTrainConfig) -> int:
 
 
 def prepare_rank() -> Channel | None:
-    """Let this rank's process die with its parent, show crashes and write lines at once.
+    """Let this rank's process die with its parent, heed signals, and show what it prints at once.
 
     Returns:
         The connection to the supervisor, where this process has been given one.
     """
     die_with(int(os.environ[PARENT_PID]))
+    _heed_signals()
     if given := os.environ.pop(CHANNEL_FD, None):
         _supervisors.append(Channel(socket.socket(fileno=int(given))))
         _supervisors[-1].tell({"program": program_of(os.getpid())})
@@ -135,6 +137,18 @@ def prepare_rank() -> Channel | None:
     sys.unraisablehook = _show_unraisable
     write_lines_at_once()
     return _supervisors[-1] if given else None
+
+
+def _heed_signals() -> None:
+    """Let signals that ask to stop do so, also where this process has inherited to ignore them.
+
+    Shells let background jobs of scripts ignore SIGINT, so that Ctrl-C does not reach them. Ranks
+    have sessions of their own, so what reaches them is sent by the launcher.
+    """
+    for signum in STOPPING:
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            is_ctrl_c = signum == signal.SIGINT
+            signal.signal(signum, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
 
 
 def _show_unraisable(unraisable: Any) -> None:

@@ -57,7 +57,7 @@ class FailureReport:
         kind: Name of the exception's class.
         message: Its text.
         traceback: As Python prints it.
-        user_error: The user can mend it, so the message is enough.
+        user_error: The user can correct it, so the message is enough.
         follow_up: Most likely caused by the failure of another rank.
         exit_code: What the rank ends with.
         notes: What was added to the exception, such as where it was raised.

@@ -20,7 +20,7 @@ class Member:
     """A worker of the team, as it introduces itself; with a rank alone, one that is absent.
 
     Attributes:
-        member: Name that stays the same when ranks are numbered anew.
+        member: Name that stays the same when ranks are renumbered.
         rank: Its rank now.
         host: Host name.
         pid: Process id.

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from evener.comm.rounding import BLOCK, pack, packed_bytes, unpack
 
 numbers = st.lists(
-    st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False), min_size=1, max_size=3 * BLOCK
+    st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False),
+    min_size=1,
+    max_size=3 * BLOCK,
 )
 
 

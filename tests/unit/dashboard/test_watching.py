@@ -74,3 +74,13 @@ def test_a_run_that_is_removed_is_a_problem_and_no_end(folder: Path) -> None:
     assert b"No such file" in watch.answer().document
     append(folder, started(), committed_window(0))
     assert json.loads(watch.answer().document)["runs"][0]["run"]["windows"] == 1
+
+
+def test_a_file_of_events_that_cannot_be_read_is_a_problem_without_a_path(folder: Path) -> None:
+    append(folder, started())
+    watch = RunWatch(folder)
+    watch.answer()
+    (folder / EVENTS).unlink()
+    (folder / EVENTS).mkdir()
+    problem = json.loads(watch.answer().document)["problem"]
+    assert problem == f"{folder.name} cannot be read: Is a directory"

@@ -59,6 +59,17 @@ def job_of(**options: Any) -> ManagedRun:
     return describe(*builder._functions, **builder._options)
 
 
+def test_a_job_can_do_without_a_guard_of_the_divergence() -> None:
+    def guard(**options: Any) -> str:
+        builder = describe_job(policy="cadence", **options)
+        if not options:
+            builder = builder.no_divergence_guard()
+        run = describe(*builder._functions, **builder._options)
+        return run.team_config(lambda: False).divergence_guard
+
+    assert (guard(anchor=2), guard(divergence_guard="none"), guard()) == ("level", "none", "none")
+
+
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -20,6 +20,7 @@ def trial(
         policy=policy,
         backend=backend,
         unit="tokens",
+        speed=speed,
         elapsed_s=elapsed_s,
         units=speed * elapsed_s,
         losses=np.array([loss_of(speed * t) for t in elapsed_s]),
@@ -98,8 +99,12 @@ def test_the_table_names_what_was_skipped_and_why():
     lines = text.splitlines()
     assert lines[0].split("  ")[0] == "policy/backend"
     assert lines[1].startswith("sync/gloo")
-    assert lines[2] == "sync/nccl skipped: no GPU"
-    assert lines[3] == "recommended: sync/gloo, because nothing else could be measured"
+    assert " ".join(lines[2:4]) == (
+        "loss by time: after 100 s; by work: after 10,000 tokens; spread: how much rounds"
+        "   differ by time"
+    )
+    assert lines[4] == "sync/nccl skipped: no GPU"
+    assert lines[5] == "recommended: sync/gloo, because nothing else could be measured"
     assert "of each rank's own copy" not in text
     local = table(compare([trial("sync", 100, falling), trial("async", 100, falling)], {}))
     assert "in cadence and async these are losses of each rank's own copy" in local
@@ -118,7 +123,7 @@ def test_a_trial_is_read_from_the_events_of_a_run():
     assert read is not None
     found = (read.elapsed_s, read.units, read.losses)
     assert [column.tolist() for column in found] == [[1.0, 2.5], [40.0, 80.0], [3.0, 1.0]]
-    assert read.heldout_loss == 2.5
+    assert (read.heldout_loss, read.speed) == (2.5, pytest.approx(40 / 1.5))
     assert not read.completed
     end = make_event("run_finished", t=107.0, window=2, reason="completed", message=None)
     assert read_trial([*events, end], "sync", "auto").completed

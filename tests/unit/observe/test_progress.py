@@ -65,6 +65,15 @@ def test_loss_is_smoothed_a_little_and_survives_one_that_is_not_finite() -> None
     assert re.findall(r"loss (\S+)", stream.getvalue()) == ["1", "1.2", "nan", "3"]
 
 
+def test_a_window_without_weight_has_no_loss() -> None:
+    nothing = {"weight_per_sample": 0.0, "losses": (None, None)}
+    events = [committed_window(0, t=0.0, **nothing), committed_window(1, t=20.0)]
+    events.append(committed_window(2, t=40.0, **nothing))
+    lines = [line.split("  |")[0] for line in show(events, io.StringIO()).splitlines()]
+    assert lines[0] == "step 1"
+    assert [line.split("  ")[1] for line in lines[1:]] == ["loss 2", "loss 2"]
+
+
 def test_a_straggler_is_told_by_the_engine_and_described_for_reports() -> None:
     slow = {"rank": 1, "member": "b", "window": 5, "since": 2}
     times = {"compute_s": 3.0, "expected_s": 1.0}
@@ -129,7 +138,8 @@ def test_a_change_of_the_team_is_one_line_before_its_next_window() -> None:
     ]
     assert show(events, io.StringIO()).splitlines()[1] == (
         "lost rank 1 (b): it died; the team formed again with 2 ranks; rank 1 (b) joined; it cost "
-        "500 ms (200 ms until the team had formed again, 300 ms until the next window was committed)"
+        "500 ms (200 ms until the team had formed again, 300 ms until the next window was "
+        "committed)"
     )
     assert show(events[:3], io.StringIO()).splitlines()[1:] == ["lost rank 1 (b): it died"]
 

@@ -166,6 +166,18 @@ CASES = {
         (COMMIT, Action.DROP),
         {"window": 3, "plans": (), "winding": False, "phase": Phase.OUT, "stopping": True},
     ),
+    "a share that did not fit into memory repeats the window by the same plans": Case(
+        working(),
+        (row(), row(redo=True)),
+        (COMMIT, Action.REDO),
+        {"window": 3, "plans": working().plans, "phase": Phase.WORK, "stopping": False},
+    ),
+    "a window that would be repeated is dropped where the team stops": Case(
+        working(),
+        (row(stop=True), row(redo=True)),
+        (COMMIT, Action.DROP),
+        {"window": 3, "plans": (), "phase": Phase.OUT, "stopping": True},
+    ),
     # other rounds
     "a value is answered by the rows alone and may tell of a stop": Case(
         working(),

@@ -255,8 +255,8 @@ def test_a_change_of_the_team_is_one_flag_with_its_cost():
     assert lost["cost_s"] == 3.75
     assert lost["text"] == (
         "lost rank 1 (b): killed; the team formed again with 2 ranks; rank 1 (c) joined with the "
-        "state of a; it cost 3.8 s (500 ms until it was noticed, 250 ms until the team had formed again, "
-        "1.0 s to send the state, 2.0 s until the next window was committed)"
+        "state of a; it cost 3.8 s (500 ms until it was noticed, 250 ms until the team had formed "
+        "again, 1.0 s to send the state, 2.0 s until the next window was committed)"
     )
     assert [one["type"] for one in found["events"]] == ["team_changed", "join_refused"]
     assert (refused["kind"], refused["text"]) == ("refused", "d was refused: another version")

@@ -35,6 +35,7 @@ def result(policy: str, backend: str) -> Trial:
         policy=policy,
         backend=backend,
         unit="tokens",
+        speed=10.0,
         elapsed_s=times,
         units=10 * times,
         losses=np.array([3.0, 2.0, 1.5, 1.2 if policy == "sync" else 1.4]),

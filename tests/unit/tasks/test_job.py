@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from evener.tasks.run_results import TaskResult
 from helpers.lineage import check_exactly_once
 from helpers.models import seeded
 from helpers.pretraining import RunFolder
-from helpers.teams import run_team, setup
+from helpers.teams import Parks, run_team, setup
 
 X = torch.randn(30, 3, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)
@@ -171,6 +172,48 @@ def test_a_run_is_resumed_on_other_ranks_and_ends_once(tmp_path: Path, capfd: An
     assert "has been completed (8 steps): nothing to do" in capfd.readouterr().err
 
 
+class Remembers(Line):
+    """Its evaluations are part of its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"judged": [list(one) for one in self.judged]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.judged = [tuple(one) for one in state["judged"]]
+
+
+@pytest.mark.parametrize(("misfit", "apart"), [(0, 99), (1, 99), (1, 2)])
+def test_a_run_with_a_parked_rank_is_that_of_one_rank(
+    misfit: int, apart: int, tmp_path: Path
+) -> None:
+    """Parked to the end of the run, or called back before."""
+    config = JobConfig.model_validate(
+        {"batch_size": 4, "epochs": 2, "eval": {"every": 3}, "checkpoint": {"every": 0}}
+    )
+
+    def run(comm: Communicator) -> tuple[TaskResult, list[Any]]:
+        task = Remembers()
+        named = config.model_copy(update={"name": f"of-{comm.world_size}"})
+        with setup(comm, task.model, task.optimizer, max_grad_norm=1.0) as ddp:
+            if comm.world_size > 1:
+                lookahead = ddp.assembly.engine.lookahead
+                lookahead.stale_policy = Parks(ddp, [misfit], apart)
+            result = Job(task, named, TaskOptions(out=tmp_path, quiet=True), ddp).go()
+        return result, task.judged
+
+    ((alone, judged),) = run_team(1, run)
+    for result, seen in run_team(3, run):
+        assert result.heldout_loss == pytest.approx(alone.heldout_loss, rel=1e-5)
+        assert result.checkpoint.name == alone.checkpoint.name == "step-16"
+        assert [one[:2] for one in seen] == [one[:2] for one in judged]
+    events = RunFolder(tmp_path / "of-3").events
+    assert check_exactly_once(events, len(DATA), whole_epochs=2) == []
+    parked = [event["parked"] for event in events if event["type"] == "window"]
+    assert [misfit] in parked
+    assert parked[-1] == ([misfit] if apart == 99 else [])
+    assert events[-1]["reason"] == "completed"
+
+
 def test_all_ranks_take_the_folder_that_rank_0_has_made(tmp_path: Path) -> None:
     (tmp_path / "x" / "checkpoints").mkdir(parents=True)
     config = JobConfig(name="x")
@@ -184,30 +227,69 @@ def test_all_ranks_take_the_folder_that_rank_0_has_made(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_ranks_and_checkpoints_that_are_made_of_something_else_are_refused(tmp_path: Path) -> None:
+OLD = {"data": {"files": 3, "text": "old"}, "tokenizer": "bytes"}
+NEW = {**OLD, "data": {"files": 3, "text": "new"}}
+LESS = {"data": OLD["data"]}
+NESTED = {**OLD, "data": {**NEW["data"], "text": {}, "lines": 2}}
+
+
+def run_made_of(out: Path, *parts: dict[str, Any], resume: bool = False, **keys: Any) -> None:
+    """A run whose ranks are made of these."""
+
     class Made(Line):
-        parts = "old"
+        made_from = MappingProxyType({"data": ("seed", "eval")})
 
         def made_of(self, job: Job) -> dict[str, Any]:
-            is_other = self.parts == "of each rank" and job.ddp.rank == 1
-            return {"data": {"files": 3, "text": "other" if is_other else self.parts}}
+            return parts[job.ddp.rank]
 
-    def run(parts: str, *, resume: bool = False) -> None:
-        def body(comm: Communicator) -> None:
-            task = Made()
-            task.parts = parts
-            with setup(comm, task.model, task.optimizer) as ddp:
-                Job(task, config, TaskOptions(out=tmp_path, resume=resume), ddp).go()
+    def body(comm: Communicator) -> None:
+        task = Made()
+        with setup(comm, task.model, task.optimizer) as ddp:
+            Job(task, config, TaskOptions(out=out, resume=resume), ddp).go()
 
-        config = JobConfig(name="made", batch_size=8, max_steps=2)
-        run_team(2, body)
+    config = JobConfig(name="made", batch_size=8, max_steps=2, **keys)
+    run_team(len(parts), body)
 
-    with pytest.raises(DataError, match="rank 1 sees different data than rank 0"):
-        run("of each rank")
-    run("old")
-    with pytest.raises(CheckpointError, match=r"different data \(data\.text 'old' -> 'new'\)"):
-        run("new", resume=True)
-    run("old", resume=True)
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (NEW, r"rank 1 sees different data than rank 0 .*the same seed, eval and the files"),
+        (LESS, r"rank 1 sees different tokenizer than rank 0 \(None and 'bytes'\); .* tokenizer, "),
+    ],
+)
+def test_ranks_that_are_made_of_something_else_are_refused(
+    other: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=words):
+        run_made_of(tmp_path, OLD, other)
+    if other is LESS:
+        with pytest.raises(DataError, match=r"different tokenizer .*\('bytes' and None\)"):
+            run_made_of(tmp_path, other, OLD)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (
+            OLD,
+            NEW,
+            r"different data \(data\.text 'old' -> 'new'; seed 0 -> 7\)\. Put seed, eval and the "
+            "files that they name back, or start without --resume\nevener: ",
+        ),
+        (OLD, LESS, r"different tokenizer \(tokenizer 'bytes' -> None\)\. Put tokenizer back"),
+        (LESS, OLD, r"different tokenizer \(tokenizer None -> 'bytes'\)"),
+        (OLD, NESTED, r"different data \(data\.lines None -> 2; data\.text 'old' -> \{\}; "),
+        (NESTED, OLD, r"different data \(data\.lines 2 -> None; data\.text \{\} -> 'old'; "),
+    ],
+)
+def test_a_checkpoint_that_is_made_of_something_else_is_refused(
+    before: dict[str, Any], after: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    run_made_of(tmp_path, before, before)
+    with pytest.raises(CheckpointError, match=words):
+        run_made_of(tmp_path, after, after, resume=True, seed=7, epochs=3)
+    run_made_of(tmp_path, before, before, resume=True)
 
 
 def test_an_error_is_told_as_the_end_of_the_run(tmp_path: Path) -> None:

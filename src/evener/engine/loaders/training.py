@@ -271,11 +271,12 @@ class TeamLoader(TrainingLoader):
             try:
                 yield from self._compute(batch, share, samples, *place)
             except MicroBatchTooLarge:
-                if samples == 1 or share.turns or engine.has_begun:
+                if samples == 1 or share.turns:
                     raise MicroBatchTooLarge(samples) from None
                 engine.run.limits.shrink(samples)
-                engine.drop_share()
                 self._fetched.clear()
+                if engine.redo():
+                    return
                 micro_batches = self._submit(positions, permutation)
                 share = engine.open_share(len(micro_batches))
                 continue

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from torch import Tensor
@@ -49,6 +50,15 @@ class TextClassifier(Task):
     prefetch = "thread"
     results = ("adapter", "merged", "report.html")
     lengths = "epochs, max_steps or eval.patience"
+    made_from = MappingProxyType(
+        {
+            "base model": ("model.path", "model.config"),
+            "classes": ("labels",),
+            "data": ("data", "labels", "seed"),
+            "adapter": ("lora", "model.adapter"),
+            "tokenizer": ("data.tokenizer", "model.path", "seq_len", "end_tokens"),
+        }
+    )
 
     def __init__(
         self, config: ClassifyRunConfig, samples: Iterable[Any] | None, *, quiet: bool

@@ -1,6 +1,7 @@
 """CADENCE and ASYNC: every sample once, one consensus, no step lost, and what a loop relies on."""
 
 import math
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,28 @@ def test_one_step_a_window_is_one_sync_step_for_sgd_without_momentum() -> None:
     first, second = run_team(2, body)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, flatten(model), rtol=1e-12, atol=1e-13)
+
+
+def test_the_time_of_an_exchange_is_part_of_what_averaging_has_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exchange, least_s = Communicator.all_reduce, 0.05
+
+    def slow(self: Communicator, *given: Any, **named: Any) -> None:
+        time.sleep(least_s)
+        exchange(self, *given, **named)
+
+    def body(comm: Communicator) -> list[float]:
+        found: list[float] = []
+        with setup(comm, *linear(), policy="cadence", **SHORT) as ddp:
+            ddp.on_commit(lambda result: found.extend(rank.sync_s for rank in result.ranks))
+            train(ddp, ddp.loader(Numbered(24), batch_size=4, micro_batch_size=4))
+        return found
+
+    monkeypatch.setattr(Communicator, "all_reduce", slow)
+    for found in run_team(2, body):
+        assert found
+        assert min(found) >= least_s
 
 
 @both_policies

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from evener.comm.base import Communicator
+from evener.engine import sync
 from evener.engine.memory import MicroBatchLimits, is_out_of_memory
 from evener.loop.epochs import EpochLoop
+from evener.planning.pieces import Pieces
 from helpers.loops import flatten
 from helpers.models import mlp, regression_data
 from helpers.teams import run_team, setup
@@ -103,6 +105,46 @@ def test_the_result_is_that_of_enough_memory_and_each_rank_finds_its_own_size(
         failed = [size for size in sizes if size > capacities.get(rank, PLENTY)]
         assert failed == sorted(set(failed), reverse=True)  # none twice: it is remembered
         assert bool(failed) == (rank in capacities)
+
+
+class Fills(Rank):
+    """Has less memory from the third window on; optionally, another rank is stopped then."""
+
+    stops = False
+
+    def train_micro_batch(self, batch: list[Tensor]) -> None:
+        if self.ddp.window == 2:
+            self.capacity = 3 if self.ddp.rank == 1 else PLENTY
+            if self.stops and self.ddp.rank == 0:
+                self.ddp.stop()
+        super().train_micro_batch(batch)
+
+
+def train_with_overlap(comm: Communicator, *, stops: bool) -> tuple[Tensor, list[int], int]:
+    rank = Fills(comm, PLENTY, "backward", overlap="on", partition_ratios=(1, 1, 0))
+    rank.stops, rank.loader = stops, rank.ddp.loader(DATA, batch_size=16, micro_batch_size=8)
+    with rank.ddp:
+        weights = rank.train(2)
+        return weights, rank.sizes, rank.ddp.progress.samples
+
+
+def test_a_window_whose_gradients_have_left_is_computed_again_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sync, "choose_pieces", lambda *known: Pieces(1, 0.0, 0.0))
+    expected = run_team(1, lambda comm: train(comm, {}))[0][0]
+    found = run_team(3, lambda comm: train_with_overlap(comm, stops=False))
+    for weights, _, samples in found:
+        assert torch.linalg.vector_norm(weights - expected) <= 1e-9 * expected.norm()
+        assert samples == 96
+    assert [sizes for _, sizes, _ in found] == [[8] * 7, [8, 8, 8, 4] + [2] * 16, []]
+
+
+def test_a_team_that_stops_leaves_such_a_window_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "choose_pieces", lambda *known: Pieces(1, 0.0, 0.0))
+    found = run_team(3, lambda comm: train_with_overlap(comm, stops=True))
+    assert [samples for *_, samples in found] == [32] * 3
+    assert all(torch.equal(weights, found[0][0]) for weights, *_ in found)
 
 
 def test_one_sample_that_does_not_fit_is_an_error_that_says_so() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from evener import (
     DistributedTrainer,
     LMBatch,
     PeerLostError,
+    ReplicasDifferError,
     TransformerTrainer,
     UsageError,
     shard_batches,
@@ -45,6 +47,7 @@ def on_threads(
     world_size: int, function: Callable[[DistributedComm, DistributedTrainConfig], Any]
 ) -> list[Any]:
     """By rank, what the function returned or raised."""
+    llama(1)  # transformers cannot be imported on several threads at once
     ends = DistributedComm.local(world_size, timeout_s=PATIENCE_S)
 
     def body(comm: Communicator) -> Any:
@@ -191,6 +194,52 @@ def test_threads_on_the_cpu_share_its_cores_while_they_train(
         assert on_threads(3, program) == [[2, 5]] * 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_weights_that_have_come_apart_halt_every_rank() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        trainer = TransformerTrainer(llama(1), OPTIMIZER)
+        options = quiet(sharded_update="off")
+        with DistributedTrainer(trainer, comm, config, verify_every=1, **options) as distributed:
+            distributed.train_batch(lm_batch(comm.rank, 1))
+            if comm.rank == 1:
+                with torch.no_grad():
+                    trainer.model.lm_head.weight[0, 0] += 1e-3
+            for _ in range(2):
+                distributed.train_batch(lm_batch(comm.rank, 1))
+
+    for error in on_threads(2, program):
+        assert isinstance(error, ReplicasDifferError)
+        assert "rank 1" in str(error)
+        assert "lm_head.weight" in str(error)
+
+
+def test_a_saved_trainer_continues_in_another_team_as_one_that_was_not_saved(
+    tmp_path: Path,
+) -> None:
+    steps = [union([share(step, rank) for rank in range(2)]) for step in range(4)]
+    true = vector(train_plainly(llama(), steps, lr=LR))
+
+    def begin(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        trainer = TransformerTrainer(llama(), OPTIMIZER)
+        with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
+            for step in range(2):
+                distributed.train_batch(share(step, comm.rank))
+            trainer.ddp.save(tmp_path / "saved")
+
+    def go_on(comm: DistributedComm, config: DistributedTrainConfig) -> Tensor:
+        trainer = TransformerTrainer(llama(seed=5), OPTIMIZER)
+        with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
+            trainer.ddp.load(tmp_path / "saved")
+            assert distributed.step == 2
+            for step in (2, 3):
+                distributed.train_batch(steps[step] if comm.rank == 1 else None)
+            assert distributed.step == 4
+        return vector(trainer.model)
+
+    assert on_threads(2, begin) == [None, None]
+    for found in on_threads(3, go_on):
+        assert relative_error(found, true) <= 1e-6
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,87 @@
+"""The simulation of ``benchmarks/convergence.py`` against the real engine: the same losses."""
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener.comm.base import Communicator
+from helpers.clocks import RankClocks
+from helpers.loops import flatten
+from helpers.models import mlp, regression_data
+from helpers.source import ROOT
+from helpers.teams import run_team, setup
+
+STEPS, WINDOWS, BATCH = 4, 5, 2
+SIZE = 2 * STEPS * WINDOWS * BATCH
+X, Y = regression_data(SIZE, dtype=torch.float64)
+
+
+@pytest.fixture
+def local_training(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    path = ROOT / "benchmarks" / "local_training.py"
+    spec = importlib.util.spec_from_file_location("local_training", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "local_training", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mlp(dtype=torch.float64)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(X[ids]), Y[ids])
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+@pytest.mark.parametrize("outer", [{}, {"outer_lr": 0.7, "outer_momentum": 0.5}])
+def test_losses_are_those_of_two_ranks(
+    late: int, outer: dict[str, Any], rank_clocks: RankClocks, local_training: ModuleType
+) -> None:
+    rank_clocks.land_after(late)
+
+    def body(comm: Communicator) -> tuple[list[Tensor], list[float], Tensor]:
+        rank_clocks.start()
+        model, optimizer = make()
+        options = {"anchor": STEPS, "max_anchor": STEPS, "max_batch_diff": 0, "speed_hint": (1, 1)}
+        options |= {"outer": "nesterov", **outer} if outer else {}
+        batches, losses = [], []
+        policy = "async" if late else "cadence"
+        with setup(comm, model, optimizer, policy=policy, **options) as ddp:
+            for (ids,) in ddp.loader(
+                torch.utils.data.TensorDataset(torch.arange(SIZE)), batch_size=BATCH
+            ).epoch(0):
+                rank_clocks.spend(0.01)
+                loss = loss_of(model, ids)
+                ddp.backward(loss)
+                batches.append(ids)
+                losses.append(loss.item())
+                ddp.step()
+        return batches, losses, flatten(model)
+
+    ranks = run_team(2, body)
+    assert all(len(losses) == STEPS * WINDOWS for _, losses, _ in ranks)
+    found = local_training.train(
+        local_training.Local(steps=STEPS, late=late / STEPS, **outer),
+        make,
+        lambda window, rank, step: ranks[rank][0][STEPS * window + step],
+        loss_of,
+        2 * STEPS * WINDOWS,
+    )
+    expected = [
+        loss
+        for window in range(WINDOWS)
+        for _, losses, _ in ranks
+        for loss in losses[STEPS * window : STEPS * (window + 1)]
+    ]
+    assert found.losses == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(found.consensus, ranks[0][2], rtol=1e-9, atol=1e-12)

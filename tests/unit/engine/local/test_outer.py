@@ -1,0 +1,185 @@
+"""The outer optimizer: its steps, and its state as a part of what ranks agree on."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener import ConfigError, Ddp, DdpConfig
+from evener.averaging.outer import OuterSGD
+from evener.comm.base import Communicator
+from evener.data.order import Permutation
+from helpers.clocks import RankClocks
+from helpers.elastic import ElasticThreads, ThreadMembership
+from helpers.limits import PATIENCE_S
+from helpers.loops import flatten
+from helpers.models import mlp, regression_data
+from helpers.teams import run_team, setup
+
+#: A window is one step of each rank.
+LOCKSTEP: dict[str, Any] = {"anchor": 1, "max_anchor": 1, "max_batch_diff": 0}
+LR, OUTER_LR, MOMENTUM, SIZE, BATCH = 0.05, 0.8, 0.6, 48, 4
+X, Y = regression_data(SIZE, dtype=torch.float64)
+DATA = torch.utils.data.TensorDataset(X, Y)
+
+
+def train(comm: Communicator, folder: Path | None = None, epochs: int = 2, **outer: Any) -> Tensor:
+    """Train, saving after the first epoch; or resume there."""
+    model = mlp(dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with setup(comm, model, optimizer, policy="cadence", **LOCKSTEP, **outer) as ddp:
+        loader = ddp.loader(DATA, batch_size=BATCH)
+        resumes = folder is not None and folder.exists()
+        if resumes:
+            ddp.load(folder)
+        for epoch in range(int(resumes), epochs):
+            for inputs, targets in loader.epoch(epoch):
+                ddp.backward(nn.functional.mse_loss(model(inputs), targets))
+                ddp.step()
+            if folder is not None and not resumes:
+                ddp.save(folder)
+    return flatten(model)
+
+
+def in_one_process(*batch_sizes: int) -> Tensor:
+    """SGD with momentum, an epoch with each size: the same, if a window is a step of each rank."""
+    model = mlp(dtype=torch.float64)
+    how = {"lr": LR * OUTER_LR, "momentum": MOMENTUM, "nesterov": True}
+    optimizer = torch.optim.SGD(model.parameters(), **how)
+    for epoch, batch_size in enumerate(batch_sizes):
+        order = Permutation(SIZE, seed=0, epoch=epoch)
+        for start in range(0, SIZE, batch_size):
+            ids = [order[position] for position in range(start, start + batch_size)]
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(X[ids]), Y[ids]).backward()
+            optimizer.step()
+    return flatten(model)
+
+
+NESTEROV = {"outer": "nesterov", "outer_lr": OUTER_LR, "outer_momentum": MOMENTUM}
+FACTORY = partial(torch.optim.SGD, lr=OUTER_LR, momentum=MOMENTUM, nesterov=True)
+
+
+@pytest.mark.parametrize("outer", [NESTEROV, {"outer": FACTORY}], ids=["nesterov", "factory"])
+def test_one_step_a_window_is_sgd_with_momentum(outer: dict[str, Any]) -> None:
+    first, second = run_team(2, lambda comm: train(comm, **outer))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, in_one_process(2 * BATCH, 2 * BATCH), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("outer", [NESTEROV, {"outer": FACTORY}], ids=["nesterov", "factory"])
+def test_a_checkpoint_holds_the_momentum(outer: dict[str, Any], tmp_path: Path) -> None:
+    whole = run_team(2, lambda comm: train(comm, tmp_path / "own", **outer))[0]
+    resumed = run_team(2, lambda comm: train(comm, tmp_path / "own", **outer))[0]
+    assert torch.equal(whole, resumed)
+
+
+def test_another_number_of_ranks_continues_with_the_momentum(tmp_path: Path) -> None:
+    """With one rank, whose windows are half as large: then as one process with such batches."""
+    run_team(2, lambda comm: train(comm, tmp_path / "own", 1, **NESTEROV))
+    found = run_team(1, lambda comm: train(comm, tmp_path / "own", **NESTEROV))[0]
+    without = run_team(1, lambda comm: train(comm, tmp_path / "own"))[0]
+
+    expected = in_one_process(2 * BATCH, BATCH)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(found, without)
+
+
+def test_a_short_window_is_averaged() -> None:
+    """The first window is one step, as speeds are unknown, and the last one what is left."""
+
+    def body(comm: Communicator, **options: Any) -> list[Tensor]:
+        model = mlp(dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        found: list[Tensor] = []
+        with setup(comm, model, optimizer, policy="cadence", anchor=20, **options) as ddp:
+            ddp.on_commit(lambda result: found.append(flatten(model).clone()))
+            for inputs, targets in ddp.loader(DATA, batch_size=BATCH).epoch(0):
+                ddp.backward(nn.functional.mse_loss(model(inputs), targets))
+                ddp.step()
+        return found
+
+    plain, stepped = (run_team(1, partial(body, **options))[0] for options in ({}, NESTEROV))
+    assert len(plain) > 1
+    assert torch.equal(plain[0], stepped[0])
+
+
+def test_a_rank_that_joins_takes_over_the_momentum(rank_clocks: RankClocks) -> None:
+    """Ranks compare the consensus after every window."""
+    team = ElasticThreads(2)
+
+    def work(membership: ThreadMembership) -> tuple[Tensor, int]:
+        rank_clocks.start()
+        model = mlp(dtype=torch.float64)  # other weights than the others have, before it joins
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(membership.number)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        config = DdpConfig(
+            quiet=True, timeout_s=PATIENCE_S, verify_every=1, anchor=2, max_anchor=2, **NESTEROV
+        )
+        with Ddp.setup(
+            model,
+            optimizer,
+            devices="cpu",
+            elastic=membership,
+            policy="cadence",
+            config=config,
+        ) as ddp:
+
+            def commit(result: Any) -> None:
+                if result.window == 3 and ddp.is_main_process:
+                    team.add("j")
+
+            ddp.on_commit(commit)
+            loader = ddp.loader(DATA, batch_size=1)
+            for epoch in ddp.epochs(3):
+                for inputs, targets in loader.epoch(epoch):
+                    rank_clocks.spend(0.01)
+                    ddp.backward(nn.functional.mse_loss(model(inputs), targets))
+                    ddp.step()
+            return flatten(model), ddp.window
+
+    ends = team.run_to_end(work)
+    assert set(ends) == {"w0", "w1", "j"}
+    first, *others = ends.values()
+    for other in others:
+        assert torch.equal(first[0], other[0])
+
+
+def test_the_step_is_that_of_torch() -> None:
+    """Of its own SGD, but for the rounding; what has no gradient stays, and so do bits of zeros."""
+    ours, theirs = (
+        [nn.Parameter(torch.randn(7)), nn.Parameter(torch.tensor([-0.0]))] for _ in "12"
+    )
+    with torch.no_grad():
+        theirs[0].copy_(ours[0])
+    optimizers = (
+        OuterSGD(ours, lr=0.7, momentum=0.9),
+        torch.optim.SGD(theirs, lr=0.7, momentum=0.9, nesterov=True),
+    )
+    for _ in range(5):
+        gradient = torch.randn(7)
+        for (parameter, zero), optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad, zero.grad = gradient.clone(), torch.zeros(1)
+            optimizer.step()
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+    assert ours[1].signbit().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"outer": "adam"}, "outer is 'adam'.*'average' or 'nesterov'"),
+        ({"outer_lr": 0.5}, "outer_lr is 0.5, but outer is 'average'.*set outer to 'nesterov'"),
+        ({"outer": FACTORY, "outer_momentum": 0.5}, "outer_momentum is 0.5, but outer is"),
+        ({"outer": "nesterov", "outer_lr": 0.0}, "outer_lr is 0.0.*above 0"),
+        ({"outer": "nesterov", "outer_momentum": 1.0}, "outer_momentum is 1.0.*less than 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        DdpConfig(**options)
