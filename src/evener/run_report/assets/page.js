@@ -364,7 +364,7 @@ const page = (() => {
   function build(runs) {
     const isAlone = runs.length === 1;
     document.querySelector("main").replaceChildren(
-      ...(isAlone ? [] : [fill("bench")]), element("section", { id: "answers" }, ...runs.map(() => element("div", { class: "verdict" }))),
+      fill("bench"), element("section", { id: "answers" }, ...runs.map(() => element("div", { class: "verdict" }))),
       ...(isAlone ? [] : several(runs)),
       element("div", { class: isAlone ? "" : "runs" }, ...runs.map((run, i) => runSection(run, i, isAlone))),
     );
@@ -391,10 +391,8 @@ const page = (() => {
     const isAlone = runs.length === 1;
     const cards = document.querySelectorAll(".verdict");
     runs.forEach((run, i) => replace(cards[i], verdict(run, isAlone)));
-    if (!isAlone) {
-      replace(document.querySelector("[data-fill=overview]"), overview(runs));
-      replace(document.querySelector("[data-fill=bench]"), bench(report.bench));
-    }
+    replace(document.querySelector("[data-fill=bench]"), bench(report.bench));
+    if (!isAlone) replace(document.querySelector("[data-fill=overview]"), overview(runs));
     runs.forEach((run, i) => {
       const section = document.getElementById(`run-${i}`);
       for (const [name, content] of Object.entries(FILLS)) {
