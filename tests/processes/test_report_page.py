@@ -24,7 +24,9 @@ def write_run(folder: Path, count: int, **options: Any) -> Path:
     """A run in which rank 1 is slow for a while, is lost and comes back."""
     folder.mkdir()
     with (folder / "events.jsonl").open("wb") as stream:
-        stream.write(to_line(started(emulated={"1": 2.5}, **options)))
+        stream.write(to_line(started(**options)))
+        worker = {"rank": 1, "member": "b", "pid": 7, "host": "box", "device": "cpu"}
+        stream.write(to_line(make_event("worker_started", t=0.0, **worker, emulated=2.5)))
         for k in range(count):
             slow = count // 3 < k < count // 2
             times = (
