@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Set up, try and test this repository with nothing but Python, git and gcc.
+"""Set up, try and test this repository with nothing but Python and git.
 
   python3 dev.py setup            make .venv; the other tasks do this, too, when it is out of date
   python3 dev.py demo [OPTIONS]   pretrain a small model on this machine with two ranks
   python3 dev.py test [--all]     all tests: lint, types and import layers are among them; --all
                                   includes those that take long or need root, chromium or a GPU
   python3 dev.py test ARGS        pytest with these arguments
+  python3 dev.py docs             build the site into docs/_build/html; warnings are errors
 
 CONTRIBUTING.md explains how to install torch without CUDA.
 """
@@ -32,7 +33,7 @@ VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 STAMP = VENV / "dev-stamp"
 LOCK = ROOT / ".venv.lock"
-EXTRAS = "hf,data,tensorboard,dashboard,dev"
+EXTRAS = "hf,data,tensorboard,dashboard,docs,dev"
 if any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
     EXTRAS += ",browser"
 
@@ -104,6 +105,14 @@ def test(arguments: list[str]) -> int:
     return next(filter(None, statuses), 0)
 
 
+def docs() -> None:
+    """Write the reference from the code, and build the site; end with the status of a failure."""
+    python, built = str(BIN / "python"), ROOT / "docs" / "_build" / "html"
+    run(python, "docs/make_reference.py")
+    run(python, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", str(built))
+    say(f"built {built / 'index.html'}")
+
+
 def say(text: str) -> None:
     """Print a line beside the output of the task."""
     print(f"dev.py: {text}", file=sys.stderr, flush=True)
@@ -112,13 +121,15 @@ def say(text: str) -> None:
 def main() -> int:
     """Run the task that the command line names."""
     task, *arguments = sys.argv[1:] or ["--help"]
-    if task not in ("setup", "demo", "test"):
+    if task not in ("setup", "demo", "test", "docs"):
         print((__doc__ or "").rstrip())
         return 0 if task in ("-h", "--help") else 2
     setup()
     if task == "demo":
         evener = str(BIN / "evener")
         os.execv(evener, [evener, "pretrain", "--demo", *arguments])
+    if task == "docs":
+        docs()
     return test(arguments) if task == "test" else 0
 
 

@@ -382,6 +382,11 @@ def studies() -> dict[str, list[Arm]]:
             for lr, momentum in outers
         ),
     ]
+    found["weights"] = [
+        arm("weights", steps=16, speeds=(1.0, 1 / 3), power=power, seed=seed)
+        for seed in (1, 2)
+        for power in (1.0, 2.0)
+    ]
     found["low"] = [
         Arm(study="low", how=SYNC),
         *(arm("low", steps=steps) for steps in (8, 16, 64)),

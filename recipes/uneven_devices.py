@@ -7,7 +7,7 @@ usually does; with shares by measured speed, which is what evener does by itself
 that spares the measuring. Without unequal devices at hand, `--slow 3` makes the last rank compute
 three times as slowly.
 
-The mathematics is the same each time: the gradient of a window is that of the whole batch, however
+The result is the same each time: the gradient of a window is that of the whole batch, however
 it was split. Only the time differs, and what was rounded off in the order of sums.
 """
 

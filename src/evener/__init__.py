@@ -1,6 +1,6 @@
 """Data-parallel PyTorch training on unequal devices.
 
-Each device pulls at its own speed, and the mathematics stays that of one machine. ``import evener``
+Each device works at its own speed, and the result is that of one device. ``import evener``
 loads next to nothing: a public name brings in its module, and torch with it, when it is
 first used.
 """

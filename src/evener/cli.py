@@ -30,6 +30,7 @@ from typing import (
 
 import typer
 from typer import Argument, Option
+from typer.core import TyperGroup
 
 import evener
 from evener.comm.addresses import parse_address
@@ -58,8 +59,29 @@ from evener.team.terminal import printable
 if TYPE_CHECKING:
     from evener.team.launch import LaunchPlan
 
+#: What commands are for, in the order of ``--help``.
+_RUN: Final = "Run"
+_LOOK: Final = "Look at runs"
+_CHECK: Final = "Check and compare"
+
+
+class _Commands(TyperGroup):
+    """The commands of ``evener --help``, by what they are for."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for purpose in (_RUN, _LOOK, _CHECK):
+            rows = [
+                (name, command.get_short_help_str(limit=100))
+                for name, command in self.commands.items()
+                if getattr(command, "rich_help_panel", None) == purpose
+            ]
+            with formatter.section(purpose):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="evener",
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     # Plain help and plain tracebacks: rich would take longer to load than all the rest.
@@ -129,11 +151,19 @@ def _options(
     """Data-parallel PyTorch training on unequal devices."""
 
 
-def _command(**settings: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def _command(
+    purpose: str, example: str, **settings: Any
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Make a command of a function that returns the exit code; `run_child` reports its errors.
 
     A parameter ``options`` is a class of ``config.options``, whose fields are the command's.
+
+    Args:
+        purpose: Its group in ``evener --help``.
+        example: A command line, without ``evener``, for its own ``--help``.
+        **settings: For ``Typer.command``.
     """
+    settings |= {"rich_help_panel": purpose, "epilog": f"Example: evener {example}"}
 
     def register(body: Callable[..., int]) -> Callable[..., int]:
         parameters = dict(signature(body).parameters)
@@ -182,7 +212,7 @@ def _split(texts: Sequence[str]) -> list[str]:
 # ── tasks ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@_command()
+@_command(_RUN, "pretrain run.yaml --nproc 2")
 def pretrain(context: typer.Context, options: PretrainOptions) -> int:
     """Train a causal language model from scratch or from a checkpoint."""
     place = DistributedTrainConfig.from_env()
@@ -204,7 +234,7 @@ def pretrain(context: typer.Context, options: PretrainOptions) -> int:
     return _launch_task(options, nproc, checked.timeout_s, context.obj)
 
 
-@_command()
+@_command(_CHECK, "bench run.yaml --nproc 2 --minutes 5")
 def bench(options: BenchOptions) -> int:
     """Compare policies and backends on your configuration, and recommend one."""
     options = replace(options, policies=_split(options.policies), backends=_split(options.backends))
@@ -221,7 +251,7 @@ def bench(options: BenchOptions) -> int:
     return 0 if run_bench(options).recommended else 1
 
 
-@_command()
+@_command(_RUN, "classify run.yaml --nproc 2")
 def classify(context: typer.Context, options: ClassifyOptions) -> int:
     """Train a text classifier: a LoRA adapter on a frozen model, and a head for the classes."""
     arguments = context.obj
@@ -268,7 +298,7 @@ def classify(context: typer.Context, options: ClassifyOptions) -> int:
 # ── looking at machines and runs ──────────────────────────────────────────────────────────────────
 
 
-@_command()
+@_command(_LOOK, "report runs/first runs/second -o both.html")
 def report(
     runs: Annotated[list[Path], Argument(metavar="RUN", help="Run folders; several are compared.")],
     page: Annotated[Path | None, Option("-o", "--out", help="The page; report.html.")] = None,
@@ -295,7 +325,7 @@ def report(
     return 0
 
 
-@_command()
+@_command(_CHECK, "doctor")
 def doctor(
     address: Annotated[
         str | None,
@@ -317,7 +347,7 @@ def doctor(
     return 1 if diagnosis.problems else 0
 
 
-@_command()
+@_command(_LOOK, "dashboard runs")
 def dashboard(
     folder: Annotated[
         Path, Argument(metavar="[RUN|ROOT]", help="A run folder, or a folder of runs.")
@@ -344,7 +374,7 @@ def dashboard(
     return 0
 
 
-@_command()
+@_command(_CHECK, "plan --speeds 10,4 --params 35e6 --bandwidth 1")
 def plan(options: PlanOptions) -> int:
     """Predict a team's speed under each policy, and which devices are worth adding."""
     from evener.simulation.question import answer_plan
@@ -362,13 +392,13 @@ def plan(options: PlanOptions) -> int:
 # ── teams: launch, coordinator, join, and what starts ranks ───────────────────────────────────────
 
 
-@_command(context_settings={"allow_interspersed_args": False})
+@_command(_RUN, "launch --nproc 2 train.py", context_settings={"allow_interspersed_args": False})
 def launch(
     script: Annotated[Path, Argument(metavar="SCRIPT", help="A Python file.")],
     options: LaunchOptions,
     arguments: Annotated[list[str] | None, Argument(metavar="ARGS", help="Its arguments.")] = None,
 ) -> int:
-    """Run a training script as one rank per device of this host, or of several."""
+    """Start a training script once for each device of this host, or of several."""
     from evener.team.launch import launch as launch_here
 
     parse_emulation(options.emulate_slow)
@@ -392,7 +422,11 @@ def launch(
 
 
 # The address comes before our options, so the program's own options have to pass through.
-@_command(context_settings={"ignore_unknown_options": True})
+@_command(
+    _RUN,
+    "join 192.168.1.10:29600 --token-file token train.py",
+    context_settings={"ignore_unknown_options": True},
+)
 def join(
     coordinator: Annotated[
         str, Argument(metavar="ADDR", help="HOST:PORT of the team's coordinator.")
@@ -429,7 +463,7 @@ def join(
     return launch_here([*_PYTHON, module, *program], plan)
 
 
-@_command()
+@_command(_RUN, "coordinator 1:4 --bind 192.168.1.10:29600 --token-file token")
 def coordinator(
     team: Annotated[str, Argument(metavar="MIN:MAX", help="Fewest and most workers.")] = "1:64",
     bind: Annotated[

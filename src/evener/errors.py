@@ -1,7 +1,8 @@
 """Every exception that evener raises on purpose.
 
-A *user error* (``UserError`` and below) is caused by an input that the user can mend: the command
-line prints its message without a traceback. Each message names the value, the cause and the remedy.
+A *user error* (``UserError`` and below) is caused by an input that the user can correct: the
+command line prints its message without a traceback. Each message names the value, the cause and the
+remedy.
 """
 
 
@@ -10,7 +11,7 @@ class EvenerError(Exception):
 
 
 class UserError(EvenerError):
-    """An input is wrong and the user can mend it; shown without a traceback."""
+    """An input is wrong and the user can correct it; shown without a traceback."""
 
 
 class ConfigError(UserError, ValueError):
@@ -30,7 +31,7 @@ class LaunchError(UserError):
 
 
 class UsageError(UserError, RuntimeError):
-    """The training loop calls evener in an order that would break the mathematics."""
+    """The training loop calls evener in an order that would make the result wrong."""
 
 
 class NonFiniteGradientError(UserError, ArithmeticError):
@@ -117,7 +118,7 @@ class WorkerError(EvenerError):
 
     Attributes:
         rank: The rank that failed first.
-        kind: Class name of what it raised; ``None`` when its process ended without a word.
+        kind: Class name of what it raised; ``None`` when its process was killed without a message.
         state: The model as the surviving ranks hold it, a ``TrainedState``; ``None`` when no rank
             survived, or none had got so far as to have one.
     """

@@ -44,7 +44,11 @@ try:
     import transformers
     from accelerate.state import PartialState
     from transformers.trainer_callback import TrainerCallback, TrainerState
-    from transformers.trainer_pt_utils import find_batch_size, nested_concat
+    from transformers.trainer_pt_utils import (
+        LengthGroupedSampler,
+        find_batch_size,
+        nested_concat,
+    )
 except ImportError as error:
     raise ImportError(
         f"evener.hf needs transformers and accelerate, and {error.name or error} is missing: "
@@ -260,12 +264,21 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         self._world_size = place.world_size
         self._weight: float | None = None
         self._own_flos = self._own_tokens = 0
+        #: Of the last optimizer step, for logs.
+        self._newest: dict[str, float | None] = {"grad_norm": None, "learning_rate": None}
         self._hook: Any = None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the arguments, and let the Trainer make its Accelerator: of one process."""
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's sampler; groups by length do not depend on the number of ranks."""
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size *= self._world_size
+        return sampler
 
     # ── the parts of a run ───────────────────────────────────────────────────────────────────────
 
@@ -366,7 +379,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
             if not opens:
                 self.control = handler.on_substep_end(self.args, self.state, self.control)
         self.control = handler.on_epoch_end(self.args, self.state, self.control)
-        self._report(None, None)
+        self._report(is_end=True)
 
     def _before_update(self, *args: Any) -> None:
         handler = self.callback_handler
@@ -385,7 +398,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         done = min(done * self.args.gradient_accumulation_steps, self._steps_in_epoch)
         state.epoch = result.epoch + done / self._steps_in_epoch
         self.control = handler.on_step_end(self.args, state, self.control)
-        self._report(result.grad_norm, result.lr)
+        self._newest = {"grad_norm": result.grad_norm, "learning_rate": result.lr}
+        self._report()
         if self.control.should_training_stop:
             ddp.stop()
             self._sum("stopping (TrainerControl.should_training_stop)")
@@ -396,14 +410,14 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         state.process_index = 0 if is_main else max(self.ddp.rank, 1)
         self.state.is_world_process_zero = is_main
 
-    def _report(self, grad_norm: float | None, learning_rate: float | None) -> None:
+    def _report(self, *, is_end: bool = False) -> None:
         """Log, evaluate and save where that is due; all ranks call it together."""
-        if grad_norm is None or self.control.should_log or self.control.should_save:
+        if is_end or self.control.should_log or self.control.should_save:
             flos, tokens = self._sum("counting operations", self._own_flos, self._own_tokens)
             self.current_flos += flos
             self.state.num_input_tokens_seen += tokens
             self._own_flos = self._own_tokens = 0
-        self._log_save_evaluate(grad_norm=grad_norm, learning_rate=learning_rate)
+        self._log_save_evaluate(**self._newest)
 
     def _count(self, inputs: Mapping[str, Any]) -> None:
         self._own_flos += int(self.floating_point_ops(inputs))

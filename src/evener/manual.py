@@ -198,7 +198,7 @@ class Replicas(Closing):
 
         Args:
             values: One for each replica of this process, such as losses or returns.
-            weights: Weights of the values; 1 each by default. Values of weight 0 are not looked at.
+            weights: Weights of the values; 1 each by default. Values of weight 0 are ignored.
 
         Returns:
             Σ weight · value / Σ weight in float64.

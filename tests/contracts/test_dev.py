@@ -83,7 +83,7 @@ def made(clone):
     calls, done = clone.run("setup")
     assert done.returncode == 0, done.stderr
     assert calls[0] == "venv"
-    assert f"-e {clone.folder}[hf,data,tensorboard,dashboard,dev" in calls[1]
+    assert f"-e {clone.folder}[hf,data,tensorboard,dashboard,docs,dev" in calls[1]
     assert calls[1].endswith(f" -c {clone.folder}/constraints.txt")
     return clone
 
@@ -136,6 +136,15 @@ def test_ci_runs_every_test_those_with_deadlines_last(made, options):
     assert first.endswith(" --ignore=tests/conformance tests")
     assert last.endswith(" -n 2 tests/conformance")
     assert all(("--all" in call) is bool(options) for call in calls)
+
+
+def test_docs_writes_the_reference_and_builds_the_site_strictly(made):
+    calls, done = made.run("docs")
+    assert done.returncode == 0, done.stderr
+    assert calls[0] == "python docs/make_reference.py"
+    assert calls[1].startswith("python -m sphinx -W --keep-going")
+    made.fail("sphinx")
+    assert made.run("docs")[1].returncode == 3
 
 
 def test_a_failure_is_a_failure_and_the_rest_runs_all_the_same(made):

@@ -1,14 +1,11 @@
 """What the documents show runs, and what they point to exists."""
 
 import re
+import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from pydantic import BaseModel
 
-from evener.config.runs import RunConfig
 from helpers.limits import PATIENCE_S
 from helpers.markdown import blocks, is_example_of_a_loop, run_blocks
 from helpers.source import ROOT, tracked_files
@@ -68,30 +65,20 @@ def test_files_that_are_named_exist():
     assert wrong == []
 
 
-def test_the_readme_leads_to_every_document_and_recipe():
-    text = (ROOT / "README.md").read_text()
+def test_the_contents_lead_to_every_document_and_the_recipes_are_listed():
+    contents = (ROOT / "docs" / "index.md").read_text()
     for path in tracked_files():
         folder = path.parent.relative_to(ROOT)
-        if str(folder) in ("docs", "recipes") and path.suffix in (".md", ".py"):
-            assert relative(path) in text, f"README.md does not name {relative(path)}"
+        if folder == Path("docs") and path.suffix == ".md" and path.name != "index.md":
+            assert f"\n{path.stem}\n" in contents, f"docs/index.md does not lead to {path.name}"
+        if folder == Path("recipes") and path.suffix == ".py":
+            assert f"`{relative(path)}`" in contents, f"docs/index.md lacks {relative(path)}"
 
 
-def test_every_key_of_a_pretraining_run_is_documented_with_its_default():
-    text = (ROOT / "docs" / "pretraining.md").read_text()
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| `(.*?)` \| \S.*\|$", text, re.MULTILINE))
-    assert {key: yaml.safe_load(value) for key, value in rows.items()} == keys(RunConfig)
-
-
-def keys(section: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Every key of a section of the configuration, and its default."""
-    found: dict[str, Any] = {}
-    for name, value in section().model_dump(mode="json").items():
-        kind = section.model_fields[name].annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found |= keys(kind, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
+def test_the_picture_of_the_readme_is_that_of_the_table():
+    picture = runpy.run_path(str(ROOT / "benchmarks" / "picture.py"))
+    drawn = picture["draw"](picture["TABLE"].read_text())
+    assert picture["PICTURE"].read_text() == drawn, "run python benchmarks/picture.py"
 
 
 def without_blocks(document: Path) -> str:

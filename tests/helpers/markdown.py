@@ -45,7 +45,7 @@ def blocks(text: str) -> Iterator[Block]:
     lines = text.splitlines()
     i = 0
     while i < len(lines):
-        fence = re.match(r"( *)(```+)(\w*)\s*$", lines[i])
+        fence = re.match(r"( *)(```+)(\{?[\w-]*\}?)\s*$", lines[i])
         if not fence:
             i += 1
             continue

@@ -18,6 +18,9 @@ def test_a_bench_measures_and_recommends(lab: Lab) -> None:
     (candidate,) = written["candidates"]
     assert candidate["speed"] > 0
     assert candidate["loss_by_time"] < 6
+    assert f"page: {folder}/bench.html" in ended.err
+    assert '"recommended":"sync/gloo"' in (folder / "bench.html").read_text()
+    assert all(len(line) <= 80 for line in (folder / "bench.txt").read_text().splitlines())
     # The trial was ended after its time, not after its thousand epochs, and keeps no checkpoint.
     trial = folder / "trials" / "sync-gloo-1"
     assert '"stopped"' in (trial / "events.jsonl").read_text()

@@ -63,7 +63,7 @@ def test_a_late_worker_takes_the_run_over_from_those_that_are_killed(
     last = run.events[-1]["window"]
     assert run.checkpoints[-1].name == f"step-{last}"
     (page,) = report([run.path])["runs"]
-    changes = [event["type"] for event in page["events"] if event["type"].startswith("worker")]
-    assert changes == ["worker_joined", "worker_lost", "worker_joined", "worker_lost"]
+    changes = [event["kind"] for event in page["events"] if event["type"] == "team_changed"]
+    assert changes == ["join", "loss", "join", "loss"]
     lab.run("run.yaml", "--resume", "--set", f"max_steps={last + 2}")
     assert run.checkpoints[-1].name == f"step-{last + 2}"

@@ -133,7 +133,7 @@ def test_what_people_see(trained):
     assert "emulated 2x slower" in lines[2]
     progress = [line for line in lines if re.match(r"step \d+/18  loss \d\.\d+", line)]
     assert any("tokens/s" in p and "ETA" in p and "rank 1: " in p for p in progress)
-    for once in ("eval after 18 windows: heldout loss", "18 steps, "):
+    for once in ("eval after step 18: heldout loss", "18 steps, "):
         assert len([line for line in lines if line.startswith(once)]) == 1, once
     assert lines[-1] == f"run folder: {trained.team.path}"
 

@@ -192,14 +192,40 @@ def stop_early(text: str) -> str:
         (TOLERANCE, {"dataloader_drop_last": True, "accumulate": 3}),
         (TOLERANCE, {"edit": lambda text: text.replace("trainer = Trainer(\n", OWN_LOSS)}),
         (TOLERANCE, {"lr_scheduler_type": "reduce_lr_on_plateau", "edit": stop_early} | WATCHED),
+        (
+            TOLERANCE,
+            {
+                **dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "epoch"),
+                "num_train_epochs": 1.5,
+                "edit": with_recorder,
+            },
+        ),
         (TOLERANCE, {"train_sampling_strategy": "sequential", "weight_decay": 0.1}),
         (3e-2, {"bf16": True}),
     ],
-    ids=["checkpointing", "drop_last", "compute_loss", "early_stopping", "sequential", "bf16"],
+    ids=[
+        "checkpointing",
+        "drop_last",
+        "compute_loss",
+        "early_stopping",
+        "epochs",
+        "sequential",
+        "bf16",
+    ],
 )
 def test_options(bound: float, options: dict[str, Any], tmp_path: Path) -> None:
     (plain,) = run(tmp_path / "plain", "causal_lm", plain=True, **options)
     assert_alike(run(tmp_path / "two", "causal_lm", 2, **options), plain, bound)
+
+
+@pytest.mark.long
+def test_samples_that_are_grouped_by_length_have_one_order_on_any_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    """So a resume on other ranks continues where the run was."""
+    options = {"train_sampling_strategy": "group_by_length", "edit": with_recorder}
+    (alone,) = run(tmp_path / "one", "causal_lm", **options)
+    assert_alike(run(tmp_path / "two", "causal_lm", 2, **options), alone, TOLERANCE)
 
 
 @pytest.mark.long

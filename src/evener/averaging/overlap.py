@@ -482,7 +482,7 @@ class OverlappedExchange:
         self.has_begun, self._has_late, self._late = False, False, {}
 
     def end_window(self, *, is_applied: bool) -> None:
-        """Count anew in the next window.
+        """Count again in the next window.
 
         Args:
             is_applied: Whether to expect as many gradients there as in this one.

@@ -55,7 +55,7 @@ def sum_gradients(
         device: Where this process adds up and exchanges.
         replicas: Trainable parameters by name, a mapping for each replica of this process. Their
             gradients stay as they are. Names, shapes and dtypes are the same everywhere.
-        factors: One for each replica; with 0 its gradients are not looked at.
+        factors: One for each replica; with 0 its gradients are ignored.
         what: Names the exchange in errors.
 
     Returns:

@@ -342,7 +342,7 @@ class ShardedUpdate:
     # ── pieces and their states ──────────────────────────────────────────────────────────────────
 
     def _catch_up(self) -> Communicator:
-        """Divide the groups that are new, as parameters were thawed, and states that were given.
+        """Divide the groups that are new, as parameters were unfrozen, and states that were given.
 
         A group without equal parts gets no places, so each rank keeps the whole state of it until
         ``join_if_needed`` ends the sharded update before the group's first update.

@@ -333,7 +333,7 @@ class Communicator(Closing, NotInherited):
         rank: This rank, ``0 .. world_size - 1``.
         world_size: Number of ranks.
         numbers: The number of each rank in the team. Errors and ``missing`` use these numbers: a
-            ``split`` numbers its members anew, but people know a rank by its number in the team.
+            ``split`` renumbers its members, but people know a rank by its number in the team.
         backend: ``"shared"``, ``"hosts"``, ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one
             rank).
         reason: Why it is that one, for people; set by whoever has chosen.

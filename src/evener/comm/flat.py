@@ -170,9 +170,9 @@ class FlatBuffers:
     def adopt(self) -> None:
         """Give parameters that have become trainable a place, before their first update."""
         if any(p.requires_grad for _, p in self._frozen):
-            thawed = choose_trainable(self._frozen)
+            unfrozen = choose_trainable(self._frozen)
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
-            self._add(thawed)
+            self._add(unfrozen)
 
     def describe(self) -> list[dict[str, bool]]:
         """Return for ``follow`` which parameters are trainable now.
@@ -203,7 +203,7 @@ class FlatBuffers:
             raise UsageError(
                 f"this worker trains {len(self.names)} parameters and the team {len(theirs)}; they "
                 f"differ in {odd[0]!r}. Make the same parameters trainable on all workers before "
-                "Ddp.setup; what the team has thawed since, a worker that joins thaws, too"
+                "Ddp.setup; what the team has unfrozen since, a worker that joins unfreezes, too"
             )
         wanted = {name: flag for part in described for name, flag in part.items()}
         for name, parameter in (*zip(self.names, self.parameters, strict=True), *self._frozen):
@@ -313,7 +313,7 @@ class FlatBuffers:
         return missing
 
     def hide(self, indices: Iterable[int]) -> None:
-        """Let autograd begin anew for parameters whose gradients have left."""
+        """Let autograd begin again for parameters whose gradients have left."""
         for i in indices:
             self._held[i] = self._views[i]  # so that no hook moves further ones there
             self.parameters[i].grad = None
@@ -388,7 +388,7 @@ class FlatBuffers:
         self.groups = tuple(
             group.with_gradients_in(comm) if self._views else group for group in self.groups
         )
-        # The hooks know these lists, so they are filled anew in place.
+        # The hooks know these lists, so they are filled again in place.
         for i in range(len(self._views)):
             self._orders[i] = self._order(i)
             self._views[i] = self._orders[i].detach()

@@ -491,7 +491,7 @@ class GroupTransport(Transport):
             raise self._explain(wait, wait.call, first_line(error), Cause.LOST) from None
 
     def _check_wires(self) -> None:
-        """Raise ``RuntimeError`` where an operation goes on long after a connection was closed.
+        """Raise ``RuntimeError`` where an operation continues long after a connection was closed.
 
         Gloo notices the end of a neighbour alone, and rarely not even that.
         """

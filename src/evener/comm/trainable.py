@@ -30,7 +30,7 @@ def choose_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[
 
 
 def refuse_overlap(chosen: Sequence[tuple[str, Parameter]]) -> None:
-    """Refuse parameters that are tied by shared memory: they would come apart without a word.
+    """Refuse parameters that are tied by shared memory: they would come apart unnoticed.
 
     Raises:
         ConfigError: Names two of them.

@@ -229,13 +229,13 @@ class Cursor:
                 f"the checkpoint's data cursor has num_samples={state.get('num_samples')!r} and "
                 f"seed={state.get('seed')!r}, this run has num_samples={self.num_samples} and "
                 f"seed={self.seed}: to continue would repeat or miss samples. Use the data set and "
-                "the seed of that run, start a new run, or begin this data anew with "
+                "the seed of that run, start a new run, or begin this data again with "
                 'ddp.load(path, allow=("data",))'
             )
         self._enter(state["epoch"], state["committed"])
 
     def restart(self) -> None:
-        """Begin with the first epoch anew; outstanding leases are dropped."""
+        """Begin again with the first epoch; outstanding leases are dropped."""
         self._enter(0)
 
     def _enter(self, epoch: int, committed: Iterable[Sequence[int]] = ()) -> None:

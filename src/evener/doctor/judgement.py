@@ -156,7 +156,7 @@ def _judge_device(device: DeviceFacts, facts: HostFacts) -> Iterator[_Finding]:
     elif device.failure:
         yield (
             f"{device.name} ({device.model}) does not compute: {device.failure}",
-            "end what else uses the device, mend its driver, or leave it out with devices=...",
+            "end what else uses the device, fix its driver, or leave it out with devices=...",
         )
 
 

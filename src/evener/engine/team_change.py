@@ -15,7 +15,7 @@ class Change:
         window: Its first window.
         why: The cause.
         members: Names of its ranks, in order.
-        lost: Names of ranks that are gone, by number.
+        lost: Names of departed ranks, by number.
         left: Names of ranks that have left as they were told to, by number.
         joined: Names of ranks that are new in it, by number.
         healed: Names of ranks that have received the state, by number.

@@ -223,7 +223,7 @@ class Checkpointer:
         """Copy the present state, and begin to write it; nothing else is being written."""
         if self.path is not None and not self._folder.exists():
             warn(
-                f"{self._folder} had gone, and earlier checkpoints with it: made it anew for step-"
+                f"{self._folder} had gone, and earlier checkpoints with it: made it again for step-"
                 f"{self._ddp.window}; find out what removes it, or choose another folder"
             )
         self._step = self._ddp.window

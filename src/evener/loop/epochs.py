@@ -29,7 +29,7 @@ class EpochLoop(ABC):
 
     Args:
         ddp: The team.
-        num_epochs: Epochs of the run; not looked at with ``max_steps``.
+        num_epochs: Epochs of the run; ignored with ``max_steps``.
         max_steps: Optimizer steps of the run, those left out included.
         checkpoint_every: Optimizer steps of the team between checkpoints, each taken at the end of
             a window; 0 or ``None`` for one at the end alone.

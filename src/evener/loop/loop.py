@@ -557,7 +557,8 @@ class Loop:
             UsageError: The weight is not a number of at least 0.
         """
         units = checked_weight(weight)
-        product = float(value) * units if units else 0.0
+        number = value.detach() if isinstance(value, Tensor) else value  # torch warns otherwise
+        product = float(number) * units if units else 0.0
         said = self._engine.collectives.ask(_AVERAGING, [product, units])
         self._gatherer.check_complete(said)
         numerator = denominator = 0.0

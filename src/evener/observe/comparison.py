@@ -13,7 +13,7 @@ from evener.observe.table import Floats, RunTable
 
 # Loss is averaged over this last part of what a trial has done: single windows are noise.
 _TAIL = 0.2
-# Losses nearer than this (relative), or than rounds of one combination differ, are taken for equal.
+# Losses nearer than this (relative), or than rounds of one combination differ, count as equal.
 _NOISE = 0.005
 _MAX_POINTS = 200
 
@@ -236,7 +236,7 @@ def _recommend(candidates: Sequence[Candidate], unit: str, seconds: float) -> tu
         return best, "nothing else could be measured"
     noise = max(_NOISE * abs(best.loss_by_time), *(c.spread for c in candidates))
     near = [c for c in candidates if c.loss_by_time - best.loss_by_time <= noise]
-    # SYNC is the mathematics of one machine. What trades that for speed has to show a gain.
+    # SYNC is equivalent to training on one device. What trades that for speed has to show a gain.
     exact = [c for c in near if c.policy == "sync"]
     chosen = max(exact or near, key=lambda c: c.speed)
     after = human_duration(seconds)

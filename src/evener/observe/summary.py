@@ -60,7 +60,7 @@ class RunSummary:
         elapsed_s: Seconds of training, from the start of each session to its end.
         unit: What weights count: ``tokens`` or ``samples``. The keys say tokens in either case.
         ranks: One row for each of them, by rank.
-        gone_weight: Weight of the work of ranks that are gone from an elastic team.
+        gone_weight: Weight of the work of ranks that have left an elastic team.
         emulated: Ranks that are slowed down on purpose, and the factor.
         parked: Ranks that got no share, since the team is faster without them.
         verdict: Whether each device is worth it, who waits for whom, and what to change.
@@ -170,7 +170,7 @@ def closing_lines(summary: RunSummary, program: str = "evener") -> list[str]:
     lines = [*summary.verdict]
     if summary.gone_weight > 0:
         part = summary.gone_weight / _total_weight(summary)
-        lines.append(f"Ranks that are gone did {part:.0%} of the {summary.unit}.")
+        lines.append(f"Departed ranks processed {part:.0%} of the {summary.unit}.")
     folder = summary.run_folder
     return [*lines, f"page: {program} report {folder}", f"run folder: {folder}"]
 

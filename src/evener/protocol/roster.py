@@ -634,7 +634,7 @@ class Roster:
 
         Nobody can tell which end of a broken connection is at fault. So the newest one goes, and
         workers without state before members that train: whoever joins ends no team. One that lacks
-        connections to several others goes before those.
+        connections to several others takes precedence over those.
         """
         ready = {seat.member: seat for seat in self._members() if seat.can_join}
         order = {member: place for place, member in enumerate(ready)}
@@ -720,7 +720,7 @@ class Roster:
         if before and not standings and not self.run_has_ended:
             self._say(
                 f"no member is left that holds the state of generation {self.generation}, so the "
-                "next one begins with what its first worker loads, or anew"
+                "next one begins with what its first worker loads, or from the start"
             )
         self._number(now_s, frozenset(members))
         unheard_s = [self._over_s - seat.heard_s for seat in before if seat.why_lost(now_s)]

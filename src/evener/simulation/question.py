@@ -65,7 +65,7 @@ def _team(options: PlanOptions) -> TeamSpec:
     notes = [note for note in team.notes if not any(f"--{name}" in note for name in given)]
     if options.run is None and options.bandwidth is None and len(ranks) > 1:
         missing = "--bandwidth" if link.num_bytes else "--params and --bandwidth"
-        notes.append(f"exchanges are taken to cost nothing: give {missing}")
+        notes.append(f"exchanges are assumed to cost nothing: give {missing}")
     size = options.batch_size
     micro_batch_size = options.micro_batch_size or ranks[0].micro_batch_size
     return replace(

@@ -124,7 +124,7 @@ class SimulatedSync:
         )
 
     def _change(self, parked: frozenset[int], *, work_for_all: float = 0.0) -> None:
-        """Form the next generation: plans are dropped, and made anew by those who are present."""
+        """Form the next generation: plans are dropped, and made again by those who are present."""
         self.observe()
         self.parked = parked
         self.policy.set_parked(parked)

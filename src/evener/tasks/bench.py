@@ -60,7 +60,7 @@ def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Compa
     """Try every combination in turns, and write ``bench.json``, ``bench.txt``, ``bench.html``.
 
     Each round tries all combinations; every other round goes through them backwards, so that a
-    machine that grows slower favours none. Each trial starts the same training anew.
+    machine that grows slower favours none. Each trial starts the same training again.
 
     Args:
         options: What to try.

@@ -1,4 +1,4 @@
-"""The elastic team of processes: the coordinator forms generations, which connect anew."""
+"""The elastic team of processes: the coordinator forms generations, each connects by itself."""
 
 import signal
 import sys

@@ -323,7 +323,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     except ValueError:
         raise ConfigError(
             f"{name} is {text!r}, which is no integer; it is set by whatever starts the ranks: "
-            "mend it there or unset it"
+            "correct it there or unset it"
         ) from None
 
 

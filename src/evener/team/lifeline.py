@@ -1,4 +1,4 @@
-"""Ends the ranks when their launcher has gone without a word, killed by SIGKILL for example.
+"""Ends the ranks when their launcher has been killed without a message, by SIGKILL for example.
 
 A program of its own, run by path, that needs nothing but the standard library. Its standard input
 is a pipe that only the launcher holds: a line with the process group of a rank adds it, the same

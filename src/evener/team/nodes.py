@@ -9,7 +9,7 @@ from evener.protocol.formation import read_team_limits
 
 #: Where machines meet unless the user says otherwise; torchrun's default, too.
 DEFAULT_PORT: Final = 29_500
-#: More ranks than this on one host are taken for a typing error.
+#: More ranks than this on one host are treated as a typing error.
 MAX_NPROC: Final = 256
 #: Seconds that machines wait for one another unless the user says otherwise.
 DEFAULT_TIMEOUT_S: Final = 600.0

@@ -159,6 +159,6 @@ def start_in_silence() -> Iterator[None]:
 
 
 def end_in_silence() -> None:
-    """Let Ctrl-C end this process without a word from now on: it is ending anyway."""
+    """Let Ctrl-C end this process without a message from now on: it is ending anyway."""
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -92,7 +92,7 @@ def test_the_table_of_an_elastic_team_tells_of_those_at_its_end() -> None:
     summary = make((100.0, None, 50.0), 145.0, ranks=ranks, world_size=2, gone_weight=250.0)
     assert [part in table_text(summary) for part in ("50%", "25%", "33%")] == [True, True, False]
     assert contributions(summary) == ["adds 190%", "adds 45%"]
-    assert "Ranks that are gone did 25% of the tokens." in closing_lines(summary)
+    assert "Departed ranks processed 25% of the tokens." in closing_lines(summary)
 
 
 def test_json_has_every_figure_and_no_infinity(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ EOS_ID: Final = 0
 """Id of ``<|endoftext|>`` in every tokenizer made here."""
 
 SAMPLE_BYTES: Final = 256 * 1024 * 1024
-"""Of a larger corpus, documents of about this size are taken, chosen by the hash of their label."""
+"""Of a larger corpus, a sample of about this size is used, chosen by the hash of their label."""
 
 _FORMAT: Final = 2
 """Raised when the same text would give another tokenizer."""

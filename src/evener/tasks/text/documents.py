@@ -142,7 +142,7 @@ class FileSource(DocumentSource):
     A file is known by its path, its size and the time at which it was modified.
 
     Args:
-        data: Names files and folders; ``find_files`` says which files of a folder are taken.
+        data: Names files and folders; ``find_files`` says which files of a folder are used.
             Without any, the sources of Python's standard library.
         quiet: Print no progress.
 

@@ -19,7 +19,7 @@ _PROGRAMS: Final = (
     ".scala .swift .sh .sql"
 )
 DEFAULT_SUFFIXES: Final = (*_PROSE.split(), *_PROGRAMS.split(), *RECORD_SUFFIXES)
-"""File endings that are taken from folders: prose, program sources, records."""
+"""File endings that are used from folders: prose, program sources, records."""
 
 
 @dataclass(frozen=True, slots=True)
