@@ -13,8 +13,9 @@ AS_GOOD: Final = 0.97
 to that of one machine; predictions are no more exact than that."""
 
 NEEDED: Final = {ApplyPolicy.SYNC: 1.0, ApplyPolicy.CADENCE: 1.25, ApplyPolicy.ASYNC: 1.35}
-"""Samples that a policy needs for the same held-out loss, relative to SYNC. Measured with windows of
-16 local steps and two ranks (docs/experiments.md): so much faster it must at least be."""
+"""Samples that a policy needs for the same held-out loss, relative to SYNC.
+
+Measured with 16 local steps and two ranks (docs/experiments.md): so much faster it must be."""
 
 NOTEWORTHY: Final = 0.01
 """A change of the throughput by less than this part is none."""
