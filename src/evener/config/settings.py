@@ -86,7 +86,7 @@ class LocalOptions:
         max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
             lockstep, ``None`` no limit. With a limit, ranks wait for one that turns slow.
         divergence_guard: ``"level"`` keeps the anchor from growing from the third of three rising
-            divergences of the ranks on, and halves it while the divergence is above four times
+            divergences of the ranks on, and halves it while the divergence is above ten times
             ``divergence_threshold``; ``"none"``, ``None`` or ``False`` does not look; a
             ``DivergenceGuard`` of your own decides by itself.
         divergence_threshold: Divergence, relative to the norm of the parameters, below which
