@@ -387,6 +387,13 @@ def studies() -> dict[str, list[Arm]]:
         for seed in (1, 2)
         for power in (1.0, 2.0)
     ]
+    smooth = {"outer_lr": 0.5, "outer_momentum": 0.5, "base": "eager"}
+    found["eager"] = [arm("eager", late=0.25, **smooth)]
+    for seed in (1, 2):
+        found["eager"] += [
+            arm("eager", late=1.0, seed=seed),
+            arm("eager", late=1.0, seed=seed, **smooth),
+        ]
     found["low"] = [
         Arm(study="low", how=SYNC),
         *(arm("low", steps=steps) for steps in (8, 16, 64)),

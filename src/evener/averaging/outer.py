@@ -4,6 +4,7 @@ The difference of a rank is the consensus less what the rank has made of it, so 
 of a gradient. Plain averaging is a step with a learning rate of 1 and without momentum.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, final
@@ -121,6 +122,16 @@ class OuterStep:
         optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
+
+    def ahead(self, differences: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return what ``step`` would make of the parameters; nothing is changed."""
+        mine = copy.deepcopy(self._optimizer)
+        assert mine is not None, "no parameters were added"
+        parameters = [one for group in mine.param_groups for one in group["params"]]
+        for parameter, difference in zip(parameters, differences, strict=False):
+            parameter.grad = difference
+        mine.step()
+        return [parameter.detach() for parameter in parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each parameter by its name: it depends on no order."""

@@ -16,7 +16,7 @@ THRESHOLD = 0.05
 _FAR = 10.0
 """So many thresholds apart, ranks average more often, whether the divergence rises or not.
 
-Lower levels say little: in docs/experiments.md, trainings with divergences of up to 0.6 lost no more
+Lower levels say little: in docs/experiments.md, trainings with divergences up to 0.6 lost no more
 than others with 0.1, if a rank was slow or the model was small.
 """
 
