@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from evener.observe.estimate import NEGLIGIBLE, Estimate
+from evener.observe.estimate import NEGLIGIBLE, Estimate, added
 from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.advice import LONG_WINDOW_S
@@ -93,7 +93,8 @@ class Advice:
         text: The figures and what to do, in one or two sentences.
         key: What to set, as in ``--set``; ``None`` where no key does it.
         change: What is to be predicted for ``gain``.
-        gain: By which part ``evener plan`` predicts the run to be faster then.
+        gain: By which part the run would be faster then, as ``evener plan`` predicts, or as the
+            measured speeds of the ranks tell.
     """
 
     kind: Kind
@@ -114,7 +115,9 @@ def advise_run(facts: RunFacts, predict: Predictor | None = None) -> list[Advice
     """
     found = []
     for one in (advice for rule in _RULES for advice in rule(facts)):
-        gain = predict(one.change) if predict is not None and one.change is not None else None
+        gain = one.gain
+        if predict is not None and one.change is not None:
+            gain = predict(one.change)
         if gain is None or gain >= NEGLIGIBLE:
             found.append(replace(one, gain=gain))
     return sorted(found, key=lambda one: -(one.gain or 0.0))
@@ -159,7 +162,7 @@ def _slow_rank(facts: RunFacts) -> Iterator[Advice]:
             f"Leave out {' or '.join(names)}: the team does {human_count(estimate.speed)} "
             f"{facts.unit}/s, and would do {human_count(without)} without."
         ),
-        change=Change(without=costly[0].rank),
+        gain=added(without, estimate.speed),
     )
 
 
