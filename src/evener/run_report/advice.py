@@ -91,6 +91,7 @@ class Advice:
     Attributes:
         kind: The rule.
         text: The figures and what to do, in one or two sentences.
+        hint: What to do, in a few words, where no key does it.
         key: What to set, as in ``--set``; ``None`` where no key does it.
         change: What is to be predicted for ``gain``.
         gain: By which part the run would be faster then, as ``evener plan`` predicts, or as the
@@ -99,9 +100,15 @@ class Advice:
 
     kind: Kind
     text: str
+    hint: str = ""
     key: str | None = None
     change: Change | None = None
     gain: float | None = None
+
+    @property
+    def brief(self) -> str:
+        """Return what to do in a few words."""
+        return self.hint or f"try {self.key}"
 
 
 def advise_run(facts: RunFacts, predict: Predictor | None = None) -> list[Advice]:
@@ -162,6 +169,7 @@ def _slow_rank(facts: RunFacts) -> Iterator[Advice]:
             f"Leave out {' or '.join(names)}: the team does {human_count(estimate.speed)} "
             f"{facts.unit}/s, and would do {human_count(without)} without."
         ),
+        hint=f"leave out rank {' or '.join(str(one.rank) for one in costly)}",
         gain=added(without, estimate.speed),
     )
 
@@ -234,6 +242,7 @@ def _speed_changed(facts: RunFacts) -> Iterator[Advice]:
                     "at the beginning. Look for other programs on its host, and at the device's "
                     "temperature and power limit."
                 ),
+                hint=f"look at rank {one.rank}",
             )
 
 
