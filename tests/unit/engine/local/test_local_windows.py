@@ -135,6 +135,28 @@ def test_the_time_of_an_exchange_is_part_of_what_averaging_has_taken(
 
 
 @both_policies
+def test_a_buffer_that_differs_between_loops_is_found_before_a_save(
+    policy: str, tmp_path: Path
+) -> None:
+    def body(comm: Communicator) -> str:
+        model = seeded(Partly)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.01)
+        options = {"policy": policy, "verify_every": 1000, **SHORT}
+        with (
+            pytest.raises(ReplicasDifferError) as caught,
+            setup(comm, model, optimizer, **options) as ddp,
+        ):
+            train(ddp, ddp.loader(Numbered(24), batch_size=4, micro_batch_size=4))
+            if comm.rank == 1:
+                model.norm.running_mean.data[0] += 1  # without a mark
+            ddp.save(tmp_path / "saved")
+        return caught.value.parameter
+
+    assert run_team(2, body) == ["norm.running_mean"] * 2
+
+
+@both_policies
 def test_no_local_step_is_lost(policy: str, rank_clocks: RankClocks) -> None:
     rank_clocks.land_after(1)
 
