@@ -67,8 +67,7 @@ class Verdict:
             parts.append(self.remark)
         if self.lost_waiting is not None and len(self.names) > 1:
             parts.append(f"{self.lost_waiting:.1%} of the time lost waiting")
-        if key := next((one.key for one in self.advice if one.key), None):
-            parts.append(f"try {key}")
+        parts += [one.brief for one in self.advice[:1]]
         return " · ".join(parts)
 
     @property
@@ -99,7 +98,7 @@ class Verdict:
         if not self.advice:
             return "Nothing stands out that would make it faster."
         first = self.advice[0]
-        gain = "" if first.gain is None else f" Predicted: {first.gain:+.0%}."
+        gain = "" if first.gain is None else f" Expected: {first.gain:+.0%}."
         key = f" Set {first.key}." if first.key else ""
         return f"{first.text}{key}{gain}"
 

@@ -67,7 +67,7 @@ def advise(team: TeamSpec) -> Advice:
     """Predict every policy for a team, and for the team without each of its ranks."""
     predictions = predict_all(team)
     best = best_policy(predictions)
-    kinds = [replace(rank, name="", number=None) for rank in team.ranks]
+    kinds = [replace(rank, name="") for rank in team.ranks]
     without = {
         first: predict(team.without(first), best).samples_per_s
         for first in ({*map(kinds.index, kinds)} if len(kinds) > 1 else ())

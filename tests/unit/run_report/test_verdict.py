@@ -25,7 +25,7 @@ def test_a_verdict_in_one_line_and_its_three_answers() -> None:
     assert found.lines == [
         "The team does 1.26× rank 0 alone, 90% of all ranks together: rank 1 adds 26%.",
         "Rank 0 waits.",
-        "Too coarse. Set batch_size=64. Predicted: +12%.",
+        "Too coarse. Set batch_size=64. Expected: +12%.",
     ]
     assert FINE.change == "Nothing stands out that would make it faster."
 
