@@ -1,7 +1,8 @@
 """Every exception that evener raises on purpose.
 
-A *user error* (``UserError`` and below) is caused by an input that the user can correct: the command
-line prints its message without a traceback. Each message names the value, the cause and the remedy.
+A *user error* (``UserError`` and below) is caused by an input that the user can correct: the
+command line prints its message without a traceback. Each message names the value, the cause and the
+remedy.
 """
 
 

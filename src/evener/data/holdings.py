@@ -12,8 +12,8 @@ class Holdings:
     """The sizes and uses of the items that a cache holds.
 
     It does not replace one item by another when it is full. Where each epoch has another order,
-    every item is used the same number of times, and what was used longest ago is needed soonest: to replace it
-    would cost as many hits as it brings.
+    every item is used the same number of times, and what was used longest ago is needed soonest: to
+    replace it would cost as many hits as it brings.
 
     Attributes:
         num_bytes: Sum of the sizes.

@@ -65,7 +65,7 @@ class Consensus(ABC):
 
     def digest(self, *, at_rest: bool = False) -> int:
         """Return a hash of all of it, below 2**53; see ``tensors``."""
-        if not at_rest:  # otherwise ranks that have not computed since parameters were unfrozen would hold less
+        if not at_rest:  # ranks that have not computed since parameters were unfrozen hold less
             self.adopt()
         return self.check.digest(*self.tensors(at_rest=at_rest))
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self
 from evener.config.settings import hint_forms
 from evener.errors import ConfigError
 from evener.managed.description import (
-    MAX_FAILURES,
+    MAX_MANAGED_FAILURES,
     OPTIONS,
     ManagedRun,
     describe,
@@ -124,7 +124,7 @@ class DdpBuilder:
             raise ConfigError(f"speed_hint({speeds!r}, {ratio!r}): {hint_forms(speeds, ratio)}")
         return self.set_option("speed_hint", speeds)
 
-    def elastic(self, least: int, most: int, *, max_failures: int = MAX_FAILURES) -> Self:
+    def elastic(self, least: int, most: int, *, max_failures: int = MAX_MANAGED_FAILURES) -> Self:
         """Replace workers that fail, while the others continue.
 
         With ``checkpoint_dir``, a run that has lost all its workers at once continues from its

@@ -80,7 +80,7 @@ _Count = Annotated[int, BeforeValidator(lambda n, info: whole_number(info.field_
 _AsGiven = Annotated[_Value, PlainValidator(lambda value: value)]
 
 #: A managed elastic run ends when more workers than this have failed.
-MAX_FAILURES = 3
+MAX_MANAGED_FAILURES = 3
 #: Options that would do nothing without another one.
 _NEEDED = {
     "max_failures": ("elastic",),
@@ -126,7 +126,7 @@ class ManagedRun(DdpConfig):
     seed: _Index = 0
     sinks: _AsGiven[Sinks] = ()
     elastic: Annotated[tuple[int, int], BeforeValidator(read_team_limits)] | None = None
-    max_failures: _Index = MAX_FAILURES
+    max_failures: _Index = MAX_MANAGED_FAILURES
 
     @property
     def device_names(self) -> tuple[str, ...]:

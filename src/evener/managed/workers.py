@@ -23,7 +23,7 @@ from evener.managed.handle import Run
 from evener.managed.trained import TrainedState, read_trained
 from evener.managed.travel import anonymous_file, pack
 from evener.team.agent import ANOTHER_PROGRAM, Agent, JoinedTeam
-from evener.team.failures import RankRecord, first_failure
+from evener.team.failures import ProcessRecord, first_failure
 from evener.team.launch import LaunchPlan, open_team
 from evener.team.signals import Requests
 from evener.team.wire import DONE, JOINED, JOINING, Message
@@ -402,7 +402,9 @@ def worker_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def _failure_of(first: RankRecord, who: str, also: str, state: TrainedState | None) -> WorkerError:
+def _failure_of(
+    first: ProcessRecord, who: str, also: str, state: TrainedState | None
+) -> WorkerError:
     """Return the error of a run that a worker has ended.
 
     Args:

@@ -12,7 +12,7 @@ def mismatch(rows: Mapping[int, Row], told: Mapping[int, str]) -> str:
         rows: What each rank said.
         told: What each rank does, and where in the user's code, as far as that is known.
     """
-    deeds = [
+    descriptions = [
         f"rank {rank} is {told.get(rank) or row.purpose.description}" for rank, row in rows.items()
     ]
     windows = {row.window for row in rows.values()}
@@ -25,11 +25,11 @@ def mismatch(rows: Mapping[int, Row], told: Mapping[int, str]) -> str:
             "loader, a rank that has nothing left calls ddp.backward(loss, weight=0) or, with a "
             "DistributedTrainer, train_batch(None); DistributedTrainer.train_epoch does so itself"
         )
-    elif any("ddp.gather" in deed for deed in deeds):
+    elif any("ddp.gather" in description for description in descriptions):
         why = (
-            "Remedy: call ddp.gather on all ranks the same number of times in each round of an evaluation's "
-            "loop, and leave that loop on all ranks in the same round. To evaluate on fewer "
-            "samples, give ddp.eval_loader a torch.utils.data.Subset instead"
+            "Remedy: call ddp.gather on all ranks the same number of times in each round of an "
+            "evaluation's loop, and leave that loop on all ranks in the same round. To evaluate on "
+            "fewer samples, give ddp.eval_loader a torch.utils.data.Subset instead"
         )
     else:
         why = (
@@ -39,7 +39,7 @@ def mismatch(rows: Mapping[int, Row], told: Mapping[int, str]) -> str:
             "ddp.loader(max_steps=...), as `break` does not reach a rank without a share of the "
             "window"
         )
-    return f"ranks joined different collectives {where}: {'; '.join(deeds)}. {why}"
+    return f"ranks joined different collectives {where}: {'; '.join(descriptions)}. {why}"
 
 
 def other_data(rank: int, row: Row, own_rank: int, own: Row) -> str:

@@ -1,4 +1,4 @@
-"""The elastic team of processes: the coordinator forms generations, each of which connects again."""
+"""The elastic team of processes: the coordinator forms generations, each connects by itself."""
 
 import signal
 import sys

@@ -228,7 +228,7 @@ _MEMORY_RAN_OUT: str = (
 
 
 @dataclass(slots=True, kw_only=True)
-class RankRecord:
+class ProcessRecord:
     """What is known of one rank's process.
 
     Attributes:
@@ -307,7 +307,7 @@ class RankRecord:
         return f"{self.title} ({end})"
 
 
-def first_failure(records: Sequence[RankRecord]) -> RankRecord | None:
+def first_failure(records: Sequence[ProcessRecord]) -> ProcessRecord | None:
     """Return the failure that the others followed from; ``None`` if no rank failed.
 
     Not simply the earliest: a rank that lost its peer may say so before the launcher has seen the
@@ -315,7 +315,7 @@ def first_failure(records: Sequence[RankRecord]) -> RankRecord | None:
     of ranks that came for different things, where one of them had a reason of its own.
     """
 
-    def order(record: RankRecord) -> tuple[bool, bool, float]:
+    def order(record: ProcessRecord) -> tuple[bool, bool, float]:
         report = record.report
         if report is None:
             return False, False, record.time
@@ -326,7 +326,7 @@ def first_failure(records: Sequence[RankRecord]) -> RankRecord | None:
 
 
 def judge(
-    records: Sequence[RankRecord], stop_signal: int | None, unreached: str = ""
+    records: Sequence[ProcessRecord], stop_signal: int | None, unreached: str = ""
 ) -> tuple[int, str]:
     """Return what the launcher should exit with and say.
 
@@ -351,7 +351,7 @@ def judge(
     return (first.code if first.code > 0 else 1), _explain(first, records, unreached)
 
 
-def _explain(first: RankRecord, records: Sequence[RankRecord], unreached: str) -> str:
+def _explain(first: ProcessRecord, records: Sequence[ProcessRecord], unreached: str) -> str:
     others = [one for one in records if one.failed and one is not first]
     alone, report = len(records) == 1, first.report
     if report is not None and report.user_error:
@@ -374,7 +374,7 @@ def _explain(first: RankRecord, records: Sequence[RankRecord], unreached: str) -
     return text
 
 
-def _early_end(records: Sequence[RankRecord]) -> str:
+def _early_end(records: Sequence[ProcessRecord]) -> str:
     # A script that returns early on one rank ends well; its peers can only say that it has gone.
     gone = [one.who for one in records if one.code == 0 and one.report is None]
     if not gone:

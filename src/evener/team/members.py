@@ -100,11 +100,11 @@ def hardware_summary(members: Sequence[Member]) -> str:
         _plural(words[word], word) for word in ("GPU", "accelerator", "CPU rank") if words[word]
     ]
     devices = Counter(_device(m) for m in members)
-    likeness = ""
+    equality = ""
     if len(members) > 1:
-        likeness = " (equal)" if len(devices) == 1 else " (unequal)"
+        equality = " (equal)" if len(devices) == 1 else " (unequal)"
     parts = [f"{n} x {device}" if n > 1 else device for device, n in devices.items()]
-    return f"{' + '.join(kinds)}{likeness} | {' | '.join(parts)}"
+    return f"{' + '.join(kinds)}{equality} | {' | '.join(parts)}"
 
 
 def team_lines(members: Sequence[Member]) -> list[str]:

@@ -20,7 +20,7 @@ from evener.errors import LaunchError
 from evener.team import lifeline
 from evener.team.child import PARENT_PID
 from evener.team.environment import COORDINATOR, ELASTIC, LAUNCHED, MEMBER, TOKEN_FILE
-from evener.team.failures import FailureReport, RankRecord
+from evener.team.failures import FailureReport, ProcessRecord
 from evener.team.host import (
     KernelState,
     count_kills,
@@ -115,7 +115,7 @@ _DRAIN_S = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Child(RankRecord):
+class Child(ProcessRecord):
     """A rank's process, as the process that started it sees it.
 
     Attributes:

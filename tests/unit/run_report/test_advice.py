@@ -52,7 +52,7 @@ def test_a_run_in_which_nothing_stands_out_gets_no_advice() -> None:
             facts(batch_size=16, wait=0.02),  # it does not cost anything
             "coarse_split",
             "batch_size=32",
-            "16 samples can be split 11/5 at best, which loses 8.6% to waiting.",
+            "16 samples can be split 12/4 at best, which loses 4.8% to waiting.",
         ),
         (
             facts(data=0.06, one={"data": 0.1}),

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from evener.team.failures import FailureReport, RankRecord, first_failure, judge
+from evener.team.failures import FailureReport, ProcessRecord, first_failure, judge
 
 
 def report(rank, time, kind="ValueError", *, follow_up=False, user_error=False, code=1, text=""):
@@ -19,7 +19,7 @@ def report(rank, time, kind="ValueError", *, follow_up=False, user_error=False, 
 
 
 def outcome(rank, code=0, time=0.0, what=None, signals=()):
-    return RankRecord(
+    return ProcessRecord(
         rank=rank,
         pid=100 + rank,
         code=code,

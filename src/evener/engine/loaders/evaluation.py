@@ -152,8 +152,8 @@ class Gatherer:
             said = "; ".join(f"rank {rank} gathers {kind}" for rank, (kind, *_) in told.items())
             raise CollectiveMismatchError(
                 f"ranks gather different rows: {said}. Remedy: in each round of the loop call "
-                "ddp.gather on all ranks the same number of times, in the same order, with the same dtype "
-                "and the same shape but for the first dimension (pad longer rows: "
+                "ddp.gather on all ranks the same number of times, in the same order, with one "
+                "dtype and one shape, except for the first dimension (pad longer rows: "
                 "torch.nn.functional.pad), and leave the loop on all ranks in the same round"
             )
         counts = {rank: count for rank, (_, count, _) in told.items()}
