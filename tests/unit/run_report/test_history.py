@@ -37,7 +37,7 @@ def test_what_is_said_of_members_and_of_the_end_is_kept():
         make_event("reformed", t=2.0, window=1, generation=1, members=["a"], reform_s=0.03),
         make_event("run_finished", t=3.0, window=1, reason="failed", message="WorkerError: gone"),
     )
-    assert found.workers == {"b": ("box", "cpu")}
+    assert (found.workers["b"]["host"], found.workers["b"]["device"]) == ("box", "cpu")
     assert [one["text"] for one in found.incidents] == [
         "lost rank 1 (b): killed; the team formed again with 1 rank; it cost 30 ms (30 ms until "
         "the team had formed again)",
