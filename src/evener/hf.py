@@ -44,7 +44,11 @@ try:
     import transformers
     from accelerate.state import PartialState
     from transformers.trainer_callback import TrainerCallback, TrainerState
-    from transformers.trainer_pt_utils import find_batch_size, nested_concat
+    from transformers.trainer_pt_utils import (
+        LengthGroupedSampler,
+        find_batch_size,
+        nested_concat,
+    )
 except ImportError as error:
     raise ImportError(
         f"evener.hf needs transformers and accelerate, and {error.name or error} is missing: "
@@ -268,6 +272,13 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         """Check the arguments, and let the Trainer make its Accelerator: of one process."""
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's sampler; groups by length do not depend on the number of ranks."""
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size *= self._world_size
+        return sampler
 
     # ── the parts of a run ───────────────────────────────────────────────────────────────────────
 

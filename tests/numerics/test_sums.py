@@ -329,6 +329,11 @@ def test_a_loss_that_is_a_mean_is_left_alone(name: str, capsys: Capture) -> None
     assert warnings(capsys) == []
 
 
+def test_a_loss_that_is_not_a_scalar_has_the_error_of_torch() -> None:
+    with pytest.raises(RuntimeError, match="scalar outputs"):
+        look_at(lambda m, x: m(x) * torch.ones(6, dtype=DOUBLE))
+
+
 def test_a_loss_that_a_grad_scaler_has_scaled_is_refused() -> None:
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(UsageError, match=r"65536 times too large.*Remove the GradScaler"):

@@ -9,6 +9,8 @@ import pytest
 
 from evener import cli
 from evener.observe.events import make_event
+from evener.run_report.page import page
+from evener.run_report.writing import report as report_of
 from helpers.browsers import browsing, contrasts, luminance_ratio
 from helpers.event_cases import committed_window, started, to_line
 
@@ -22,7 +24,9 @@ def write_run(folder: Path, count: int, **options: Any) -> Path:
     """A run in which rank 1 is slow for a while, is lost and comes back."""
     folder.mkdir()
     with (folder / "events.jsonl").open("wb") as stream:
-        stream.write(to_line(started(emulated={"1": 2.5}, **options)))
+        stream.write(to_line(started(**options)))
+        worker = {"rank": 1, "member": "b", "pid": 7, "host": "box", "device": "cpu"}
+        stream.write(to_line(make_event("worker_started", t=0.0, **worker, emulated=2.5)))
         for k in range(count):
             slow = count // 3 < k < count // 2
             times = (
@@ -36,9 +40,9 @@ def write_run(folder: Path, count: int, **options: Any) -> Path:
 
 
 def report(folder: Path, *more: Path) -> str:
-    page = folder.parent / "page.html"
-    assert cli.main(["report", str(folder), *map(str, more), "-o", str(page)]) == 0
-    return page.as_uri()
+    path = folder.parent / "page.html"
+    assert cli.main(["report", str(folder), *map(str, more), "-o", str(path)]) == 0
+    return path.as_uri()
 
 
 def changes(tab: Any, selector: str, before: str) -> None:
@@ -55,9 +59,10 @@ def picture(tab: Any, selector: str) -> str:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_everything_is_drawn_at_the_width_of_a_phone_too(tmp_path, scheme):
-    page = report(write_run(tmp_path / "run", 60), write_run(tmp_path / "other", 30))
+    address = report(write_run(tmp_path / "run", 60), write_run(tmp_path / "other", 30))
     for width in (1920, 1280, 390):
-        with browsing(page, color_scheme=scheme, viewport={"width": width, "height": 800}) as tab:
+        options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}}
+        with browsing(address, **options) as tab:
             tab.wait_for_selector("html[data-drawn]")
             # Two of losses and one of throughput for both, then throughput, shares, waits of each.
             assert tab.locator(".chart canvas").count() == 9
@@ -74,8 +79,8 @@ def test_everything_is_drawn_at_the_width_of_a_phone_too(tmp_path, scheme):
 
 
 def test_the_first_screen_answers_three_questions(tmp_path):
-    page = report(write_run(tmp_path / "run", 60))
-    with browsing(page, viewport={"width": 1280, "height": 800}) as tab:
+    address = report(write_run(tmp_path / "run", 60))
+    with browsing(address, viewport={"width": 1280, "height": 800}) as tab:
         tab.wait_for_selector("html[data-drawn]")
         parts = tab.locator(".verdict > div").all()
         assert [part.locator("h2").inner_text() for part in parts] == [
@@ -93,8 +98,8 @@ def test_the_first_screen_answers_three_questions(tmp_path):
 
 
 def test_a_phone_shows_share_and_wait_first(tmp_path):
-    page = report(write_run(tmp_path / "run", 60))
-    with browsing(page, viewport={"width": 390, "height": 844}) as tab:
+    address = report(write_run(tmp_path / "run", 60))
+    with browsing(address, viewport={"width": 390, "height": 844}) as tab:
         tab.wait_for_selector("html[data-drawn]")
         for name in ("share", "wait"):
             box = tab.locator("[aria-label=Ranks] th", has_text=name).first.bounding_box()
@@ -103,8 +108,8 @@ def test_a_phone_shows_share_and_wait_first(tmp_path):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_colours_hold_in_greyscale_and_texts_can_be_read(tmp_path, scheme):
-    page = report(write_run(tmp_path / "run", 60))
-    with browsing(page, color_scheme=scheme) as tab:
+    address = report(write_run(tmp_path / "run", 60))
+    with browsing(address, color_scheme=scheme) as tab:
         tab.wait_for_selector("html[data-drawn]")
         colour = "name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`)"
         names = ("data", "compute", "wait", "sync")
@@ -249,3 +254,26 @@ def test_many_ranks_fit_a_phone(tmp_path):
         assert tab.evaluate("document.documentElement.scrollWidth") <= 390
         waited = tab.locator("[aria-label=Waits] .heat[title^='rank 0 waited']").last
         assert re.search(r"waited [\d.]+ m?s for rank 9", waited.get_attribute("title"))
+
+
+def test_the_page_of_a_bench_begins_with_what_to_choose(tmp_path):
+    runs = [write_run(tmp_path / name, 30) for name in ("sync-gloo-1", "cadence-gloo-1")]
+    common = {"spread": 0.02, "loss_by_units": 2.3, "heldout_loss": None, "rounds": 1}
+    candidates = [
+        {"name": "sync-gloo", "speed": 3488.4, "loss_by_time": 2.51, **common},
+        {"name": "cadence-gloo", "speed": 4100.2, "loss_by_time": 2.41, **common},
+    ]
+    bench = {
+        **{"unit": "tokens", "seconds": 161, "units": 400_000, "candidates": candidates},
+        **{"recommended": "cadence-gloo", "reason": "It has the lowest loss."},
+        "skipped": {"sync-nccl": "<b>no GPU</b>"},
+    }
+    path = tmp_path / "bench.html"
+    path.write_text(page({**report_of(runs), "bench": bench}), encoding="utf-8")
+    with browsing(path.as_uri(), viewport={"width": 1280, "height": 800}) as tab:
+        tab.wait_for_selector("html[data-drawn]")
+        rows = tab.locator("[aria-label=Candidates] tr").all_inner_texts()
+        assert "loss after 2 min 41 s" in rows[0]
+        assert rows[2].startswith("cadence-gloo (recommended)\t4,100")
+        assert "sync-nccl was skipped: <b>no GPU</b>" in tab.inner_text("main")
+        assert tab.locator("[aria-label=Candidates]").bounding_box()["y"] < 200

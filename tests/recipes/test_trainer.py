@@ -219,6 +219,16 @@ def test_options(bound: float, options: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_samples_that_are_grouped_by_length_have_one_order_on_any_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    """So a resume on other ranks continues where the run was."""
+    options = {"train_sampling_strategy": "group_by_length", "edit": with_recorder}
+    (alone,) = run(tmp_path / "one", "causal_lm", **options)
+    assert_alike(run(tmp_path / "two", "causal_lm", 2, **options), alone, TOLERANCE)
+
+
+@pytest.mark.long
 def test_the_original_resumes_from_a_checkpoint_of_three_ranks(tmp_path: Path) -> None:
     (plain,) = run(tmp_path / "plain", "causal_lm", plain=True, **WATCHED)
     run(tmp_path / "three", "causal_lm", 3, **WATCHED)

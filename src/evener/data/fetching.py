@@ -163,7 +163,7 @@ class Pending(Future[Any]):
         """Load the batch, or keep the error for ``result``."""
         try:
             self.set_result(load(self._epoch, self._indices))
-        except Exception as error:
+        except BaseException as error:  # libraries in Rust panic with one; `result` raises it
             self.set_exception(error)
 
     def result(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:

@@ -148,15 +148,15 @@ class EventStream:
 
     def _tell_worker(self, member: Member, t: float) -> None:
         if member.device:  # otherwise no worker has that number
-            self.tell("worker_started", t=t, pid=member.pid, **_place(member))
+            slowed = {"emulated": member.emulated} if member.emulated != 1 else {}
+            self.tell("worker_started", t=t, pid=member.pid, **_place(member), **slowed)
 
     def _start(self) -> Event:
-        emulated = {str(m.rank): m.emulated for m in self._team.people if m.emulated != 1}
         # Facts of a resume are in ``run_resumed``.
         facts = {k: v for k, v in self._facts.items() if k not in ("resumed_from", "new_data")}
         # In an elastic team a number may have no worker.
         names = [name for name in self._team.names if name]
-        return make_event("run_started", members=names, emulated=emulated, **facts)
+        return make_event("run_started", members=names, **facts)
 
     def window(self, result: WindowResult) -> None:
         """Record a committed window, its plan where shares changed, and stragglers."""

@@ -86,7 +86,8 @@ class Estimate:
         Below 0, the team is slower with it. ``None`` where that is not known, for parked ranks, and
         for the only rank at work.
         """
-        return None if rank in self.parked else added(self.speed, self.without(rank))
+        is_known = rank in self.alone and rank not in self.parked
+        return added(self.speed, self.without(rank)) if is_known else None
 
     def has_equal(self, rank: int) -> bool:
         """Return whether a rank alone is about as fast as the fastest other."""

@@ -80,7 +80,7 @@ class _EventFields(TypedDict, total=False):
     unit: str
     num_samples: Whole
     total_windows: Whole | None
-    emulated: dict[str, Number]
+    emulated: Number
     rank: Whole | None
     member: str
     donor: str

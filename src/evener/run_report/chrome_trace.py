@@ -41,7 +41,7 @@ def trace_events(name: str, history: RunHistory) -> Trace:
     order = sorted(range(len(table.members)), key=lambda i: (table.ranks[i], table.members[i]))
     for place, lane in enumerate(order, start=1):
         member = table.members[lane]
-        _, device = history.workers.get(member, ("", ""))
+        device = history.workers.get(member, {}).get("device", "")
         process = f"rank {table.ranks[lane]} ({member}{f', {device}' if device else ''})"
         yield from _named(_TEAM + 1 + lane, place, process, "windows")
     yield from _team(history)

@@ -147,7 +147,6 @@ def _ranks(
     is_running: bool | None,
 ) -> list[dict[str, Any]]:
     table = history.table
-    slowed = history.facts.get("emulated", {})
     sums = table.lane_sums()
     shares = ratio(sums["weight"], np.full(len(order), sums["weight"].sum()))
     waited = wait_parts(sums)
@@ -155,15 +154,15 @@ def _ranks(
     present = frozenset(table.present)
     for lane in order:
         member, rank = table.members[lane], table.ranks[lane]
-        host, device = history.workers.get(member, ("", ""))
+        worker = history.workers.get(member, {})
         own = {name: number(float(sums[name][lane])) for name in SUMS}
         rows.append(
             {
                 "rank": rank,
                 "member": member,
-                "host": host,
-                "device": device,
-                "emulated": slowed.get(str(rank)),
+                "host": worker.get("host", ""),
+                "device": worker.get("device", ""),
+                "emulated": worker.get("emulated"),
                 "parked": _is_parked(history, member),
                 "presence": _presence(history, lane, is_running=is_running),
                 "why_gone": history.gone.get(member, (None,))[0],

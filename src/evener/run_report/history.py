@@ -45,7 +45,7 @@ class RunHistory:
         decisions: What the planner and the coordinator decided, and why.
         evals: Evaluations, with ``begin_s``.
         checkpoints: What has been saved.
-        workers: Host and device by member.
+        workers: The newest ``worker_started`` by member.
         joined: By member that has joined a running team: with which window.
         gone: By member that was lost or has left: why, and the window that was under way.
     """
@@ -60,7 +60,7 @@ class RunHistory:
         self.evals: list[dict[str, Any]] = []
         self.decisions: list[dict[str, Any]] = []
         self.checkpoints: list[dict[str, Any]] = []
-        self.workers: dict[str, tuple[str, str]] = {}
+        self.workers: dict[str, Event] = {}
         self.joined: dict[str, int] = {}
         self.gone: dict[str, tuple[str, int]] = {}
         self._change: TeamChange | None = None
@@ -95,7 +95,7 @@ class RunHistory:
                     if self.gone.get(row["member"], ("", 0))[1] <= event["window"]:
                         self.gone.pop(row["member"], None)
             case "worker_started":
-                self.workers[event["member"]] = event["host"], event["device"]
+                self.workers[event["member"]] = event
             case "worker_lost" | "worker_left":
                 self.gone[event["member"]] = event.get("reason") or "it left", event["window"]
             case "worker_joined":

@@ -173,10 +173,10 @@ def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -
 def name_rank(history: RunHistory, lane: int) -> str:
     """Return a rank and its device, for people."""
     rank, member = history.table.ranks[lane], history.table.members[lane]
-    _, device = history.workers.get(member, ("", ""))
-    slowed = history.facts.get("emulated", {}).get(str(rank))
+    worker = history.workers.get(member, {})
+    slowed = worker.get("emulated")
     about = [
-        device.replace(" (", ", ").rstrip(")") or member,
+        worker.get("device", "").replace(" (", ", ").rstrip(")") or member,
         *([] if slowed is None else [f"emulated {slowed:g}× slower"]),
     ]
     return f"rank {rank} ({', '.join(about)})"

@@ -45,6 +45,25 @@ def test_failing_sample_is_named_with_cause_and_place(leaf):
         assert good.result().shape == (1, 4)
 
 
+class Panic(BaseException):
+    """What libraries in Rust raise is not an ``Exception``."""
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_library_that_panics_ends_no_fetcher(leaf):
+    class Panics:
+        def __getitem__(self, index):
+            if index == 3:
+                raise Panic("at 3")
+            return float(index)
+
+    with make_fetcher(Panics(), prefetch=leaf) as fetcher:
+        bad, good = fetcher.submit(0, [3]), fetcher.submit(0, [4])
+        with pytest.raises(Panic, match="at 3"):
+            bad.result(PATIENCE_S)
+        assert good.result(PATIENCE_S).tolist() == [4.0]
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
 def test_a_data_set_that_draws_only_now_and_then_is_seeded_all_the_same(draw):
     reads = []

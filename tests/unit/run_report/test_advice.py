@@ -51,7 +51,7 @@ def test_a_run_in_which_nothing_stands_out_gets_no_advice() -> None:
             facts(batch_size=16),
             facts(batch_size=16, wait=0.02),  # it does not cost anything
             "coarse_split",
-            "batch_size=64",
+            "batch_size=32",
             "16 samples can be split 11/5 at best, which loses 8.6% to waiting.",
         ),
         (
@@ -117,10 +117,10 @@ def test_a_rule_fires_in_its_case_alone(
 
 def test_the_largest_gain_comes_first_and_a_change_without_gain_is_left_out() -> None:
     run = facts(exchange=0.2, batch_size=16)
-    gains = {Change(policy=ApplyPolicy.CADENCE): 0.3, Change(batch_size=64): 0.1}
+    gains = {Change(policy=ApplyPolicy.CADENCE): 0.3, Change(batch_size=32): 0.1}
     assert [(one.key, one.gain) for one in advise_run(run, gains.get)] == [
         ("policy=cadence", 0.3),
-        ("batch_size=64", 0.1),
+        ("batch_size=32", 0.1),
     ]
     (only,) = advise_run(run, lambda change: 0.005 if change.policy else 0.1)
     assert only.kind == "coarse_split"

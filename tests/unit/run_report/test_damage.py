@@ -25,8 +25,9 @@ SUMMARY: dict[str, Any] = {
 }
 
 EVENTS = [
-    started(emulated={"1": 3.0}, backend_reason="r"),
-    make_event("worker_started", t=0.0, rank=1, member="b", pid=7, host="box", device="cpu"),
+    started(backend_reason="r"),
+    make_event("worker_started", t=0.0, rank=1, member="b", pid=7, host="box", device="cpu")
+    | {"emulated": 3.0},
     committed_window(0, t=1.0) | {"lr": 0.1, "anchor": 3, "parked": [1]},
     make_event("plan", t=1.0, window=0, generation=0, epoch=0, start=0, size=10, shares=[6, 4]),
     make_event("eval", t=1.5, window=1, name="heldout", loss=3.0, weight=1.0, elapsed_s=0.2),

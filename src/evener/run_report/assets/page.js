@@ -149,7 +149,7 @@ const page = (() => {
   function verdict(run, isAlone) {
     const { verdict: found, advice: all } = run;
     const answers = found.answers;
-    const badges = [found.basis, found.remark].filter(Boolean).map((text) => element("span", { class: "tag" }, text));
+    const badges = [found.multiple !== null && found.basis, found.remark].filter(Boolean).map((text) => element("span", { class: "tag" }, text));
     const slow = [...new Set(run.ranks.filter(slowed).map((rank) => `rank ${rank.rank} is ${slowed(rank)} slower`))];
     const emulated = (slow.length > 3 ? [`${slow.length} ranks are emulated slower`] : slow)
       .map((text) => element("span", { class: "tag" }, text));
@@ -158,8 +158,8 @@ const page = (() => {
     return [
       ...(isAlone ? [] : [element("h2", { class: "name" }, run.name)]),
       part("Is the slow device worth it?",
-        element("p", { class: "big" }, dash(found.multiple, times), ...(found.fastest && found.multiple !== null
-          ? [element("small", {}, ` ${found.fastest.name} alone`)] : [])),
+        ...(found.multiple === null ? [] : [element(
+          "p", { class: "big" }, times(found.multiple), element("small", {}, found.fastest ? `${found.fastest.name} alone` : ""))]),
         element("p", {}, answers.worth), element("p", { class: "tags" }, ...badges, " ", ...emulated)),
       part("Who waits for whom?", element("p", {}, answers.waits), ...waitsMatrix(run)),
       part("What should I change?",
@@ -364,7 +364,7 @@ const page = (() => {
   function build(runs) {
     const isAlone = runs.length === 1;
     document.querySelector("main").replaceChildren(
-      ...(isAlone ? [] : [fill("bench")]), element("section", { id: "answers" }, ...runs.map(() => element("div", { class: "verdict" }))),
+      fill("bench"), element("section", { id: "answers" }, ...runs.map(() => element("div", { class: "verdict" }))),
       ...(isAlone ? [] : several(runs)),
       element("div", { class: isAlone ? "" : "runs" }, ...runs.map((run, i) => runSection(run, i, isAlone))),
     );
@@ -391,10 +391,8 @@ const page = (() => {
     const isAlone = runs.length === 1;
     const cards = document.querySelectorAll(".verdict");
     runs.forEach((run, i) => replace(cards[i], verdict(run, isAlone)));
-    if (!isAlone) {
-      replace(document.querySelector("[data-fill=overview]"), overview(runs));
-      replace(document.querySelector("[data-fill=bench]"), bench(report.bench));
-    }
+    replace(document.querySelector("[data-fill=bench]"), bench(report.bench));
+    if (!isAlone) replace(document.querySelector("[data-fill=overview]"), overview(runs));
     runs.forEach((run, i) => {
       const section = document.getElementById(`run-${i}`);
       for (const [name, content] of Object.entries(FILLS)) {
