@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from evener.checkpoint import WrittenCheckpoint
+from evener.engine.membership_change import MembershipChange
 from evener.engine.results import WindowResult
 from evener.errors import ConfigError
 from evener.loop.assembly import Assembly
