@@ -13,6 +13,7 @@ from evener.checkpoint import (
     step_name,
     write_checkpoint,
 )
+from evener.engine.membership_change import MembershipChange
 from evener.errors import CheckpointError
 from evener.loop.loop import Loop
 from evener.loop.saved_state import capture
