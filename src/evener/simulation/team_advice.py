@@ -45,7 +45,7 @@ class Worth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class TeamAdvice:
     """The advice for a team.
 
     Attributes:
@@ -63,7 +63,7 @@ class Advice:
     worth: tuple[Worth, ...]
 
 
-def advise(team: TeamSpec) -> Advice:
+def advise(team: TeamSpec) -> TeamAdvice:
     """Predict every policy for a team, and for the team without each of its ranks."""
     predictions = predict_all(team)
     best = best_policy(predictions)
@@ -79,7 +79,9 @@ def advise(team: TeamSpec) -> Advice:
         if without
     ]
     reason = _reason(predictions, best)
-    return Advice(team=team, predictions=predictions, best=best, reason=reason, worth=tuple(worth))
+    return TeamAdvice(
+        team=team, predictions=predictions, best=best, reason=reason, worth=tuple(worth)
+    )
 
 
 def predict_all(team: TeamSpec) -> Predictions:
