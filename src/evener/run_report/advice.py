@@ -11,8 +11,8 @@ from typing import Final, Literal
 from evener.observe.estimate import NEGLIGIBLE, Estimate, added
 from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
-from evener.simulation.advice import LONG_WINDOW_S
 from evener.simulation.changes import Change, Predictor
+from evener.simulation.team_advice import LONG_WINDOW_S
 
 Kind = Literal[
     "slow_rank",

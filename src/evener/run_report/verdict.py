@@ -30,7 +30,7 @@ _LEAST_ROWS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RunVerdict:
     """The answers to the three questions about a run.
 
     Attributes:
@@ -134,7 +134,7 @@ class Verdict:
         ]
 
 
-def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -> Verdict:
+def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -> RunVerdict:
     """Judge a run.
 
     Args:
@@ -159,7 +159,7 @@ def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -
         data=parts.get("data", 0.0),
     )
     every = [name_rank(history, lane) for lane in range(len(table.members))]
-    return Verdict(
+    return RunVerdict(
         estimate=estimate,
         names=names,
         lost_waiting=parts.get("wait"),

@@ -6,9 +6,9 @@ import pytest
 
 from evener.observe.estimate import Estimate
 from evener.run_report.advice import Advice
-from evener.run_report.verdict import Verdict
+from evener.run_report.verdict import RunVerdict
 
-FINE = Verdict(
+FINE = RunVerdict(
     estimate=Estimate(speed=126.0, alone={0: 100.0, 1: 40.0}),
     names={0: "rank 0 (a)", 1: "rank 1 (b)"},
     lost_waiting=0.086,
