@@ -173,7 +173,7 @@ def name_rank(history: RunHistory, lane: int) -> str:
     """Return a rank and its device, for people."""
     rank, member = history.table.ranks[lane], history.table.members[lane]
     worker = history.workers.get(member, {})
-    slowed = worker.get("emulated")
+    slowed = history.slowed(lane)
     about = [
         worker.get("device", "").replace(" (", ", ").rstrip(")") or member,
         *([] if slowed is None else [f"emulated {slowed:g}× slower"]),
