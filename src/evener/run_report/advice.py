@@ -234,13 +234,13 @@ def _speed_changed(facts: RunFacts) -> Iterator[Advice]:
     for one in facts.ranks:
         if has_changed(one.changed):
             factor = max(one.changed, 1 / one.changed)
-            way = "slower" if one.changed > 1 else "faster"
+            way, when = ("slower", "now") if one.changed > 1 else ("faster", "at first")
             yield Advice(
                 kind="speed_changed",
                 text=(
                     f"{one.name[0].upper()}{one.name[1:]} was {factor:.1f}× {way} at the end than "
-                    "at the beginning. Look for other programs on its host, and at the device's "
-                    "temperature and power limit."
+                    f"at the beginning. Look for what slowed it {when}: other programs on its "
+                    "host, or the device's temperature or power limit."
                 ),
                 hint=f"look at rank {one.rank}",
             )

@@ -81,7 +81,8 @@ def test_a_run_in_which_nothing_stands_out_gets_no_advice() -> None:
             facts(one={"changed": 0.8}),
             "speed_changed",
             None,
-            "Rank 1 (b) was 2.0× faster at the end",
+            "Rank 1 (b) was 2.0× faster at the end than at the beginning. Look for what slowed it "
+            "at first: other programs",
         ),
         (
             facts(one={"at_once": 2.0}),
