@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,10 @@ class Task:
     Attributes:
         batch_size: Samples of a step of SYNC.
         steps: Steps of SYNC.
-        rates: The three learning rates.
     """
 
     batch_size = 16
     steps = 400
-    rates = (0.005, 0.01, 0.02, 0.0025)
 
     def make(self) -> nn.Module:
         """Return the model, with weights of torch's random generator."""
@@ -87,7 +85,7 @@ class Text(Task):
     """Next bytes of the standard library's sources."""
 
     def __init__(self, model: Callable[[int], nn.Module], seq_len: int, seed: int) -> None:
-        root, globs = stdlib_sources()
+        root, _ = stdlib_sources()
         files = sorted(p for p in root.glob("*.py"))
         text = b"".join(p.read_bytes() for p in files)[: HELDOUT_BYTES + TRAIN_BYTES]
         whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -119,7 +117,6 @@ class Text(Task):
 class Digits(Task):
     """A small CNN on scikit-learn's digits."""
 
-    rates = (0.003, 0.01, 0.001, 0.0003)
     batch_size = 32
     steps = 250
 
@@ -173,12 +170,15 @@ def shape(width: int, layers: int = 2) -> dict[str, Any]:
     }
 
 
+#: Learning rates, the middle ones first.
+RATES = {"cnn": (0.003, 0.01, 0.001, 0.0003)}
+USUAL_RATES = (0.005, 0.01, 0.02, 0.0025)
 TASKS: dict[str, Callable[[int], Task]] = {
     "llama-0.04M": lambda seed: Text(llama(**shape(32)), 32, seed),
     "llama-0.15M": lambda seed: Text(llama(**shape(64)), 64, seed),
     "llama-0.5M": lambda seed: Text(llama(), 128, seed),
     "llama-1M": lambda seed: Text(llama(**shape(160, 3)), 128, seed),
-    "rnn": lambda seed: Text(lambda seq_len: CharRnn(96), 64, seed),
+    "rnn": lambda seed: Text(lambda _: CharRnn(96), 64, seed),
     "cnn": Digits,
 }
 
@@ -198,6 +198,7 @@ class Arm:
         seed: Seed of weights and of the order of samples.
         split: Ranks share the batch of SYNC; otherwise each has one of that size, and ranks
             make fewer steps.
+        part: Part of the samples, with a schedule of its own.
     """
 
     study: str
@@ -206,21 +207,32 @@ class Arm:
     rate: int = 1
     seed: int = 0
     split: bool = True
+    part: float = 1.0
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate."""
+        return RATES.get(self.task, USUAL_RATES)[self.rate]
 
     @property
     def name(self) -> str:
         """Return what differs from the defaults."""
         told = [] if self.split else ["whole batches"]
+        told += [] if self.part == 1 else [f"{self.part} of the samples"]
         plain = asdict(Local())
         for key, value in asdict(self.how).items():
             if value != plain[key]:
                 told.append(f"{key} {value}")
-        return f"{self.task} rate {self.rate} seed {self.seed}: {', '.join(told)}"
+        seed = f" seed {self.seed}" if self.seed else ""
+        return f"{self.task}{seed}: {', '.join(told) or 'default'}"
 
     @property
     def key(self) -> str:
         """Return what tells it from others, whatever the study."""
-        return json.dumps({**asdict(self), "study": ""}, sort_keys=True)
+        facts = {**asdict(self), "study": ""}
+        if self.part == 1:
+            del facts["part"]
+        return json.dumps(facts, sort_keys=True)
 
 
 def run(arm: Arm) -> dict[str, Any]:
@@ -228,8 +240,8 @@ def run(arm: Arm) -> dict[str, Any]:
     torch.set_num_threads(1)
     task = TASKS[arm.task](arm.seed)
     size = task.batch_size // arm.how.ranks if arm.split else task.batch_size
-    total = task.steps * task.batch_size // size
-    settings = OptimizerConfig(lr=task.rates[arm.rate], warmup=0.1)
+    total = round(arm.part * task.steps) * task.batch_size // size
+    settings = OptimizerConfig(lr=arm.lr, warmup=0.1)
     schedule = WarmupCosine(settings, "weight")
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -239,7 +251,7 @@ def run(arm: Arm) -> dict[str, Any]:
 
     numbers = iter(range(10**9))
 
-    def batches(window: int, rank: int, step: int) -> Any:
+    def batches(*_: int) -> Any:
         first = next(numbers) * size
         return task.batch(torch.arange(first, first + size))
 
@@ -285,6 +297,7 @@ def studies() -> dict[str, list[Arm]]:
         return Arm(study=study, how=Local(**how), split=split, seed=seed, task=task)
 
     found: dict[str, list[Arm]] = {"sync": [Arm(study="sync", how=SYNC)]}
+    found["parts"] = [Arm(study="parts", how=SYNC, part=part) for part in (0.75, 0.2)]
     for steps in (4, 16, 64):
         name = f"outer{steps}"
         found[name] = [
@@ -324,7 +337,12 @@ def studies() -> dict[str, list[Arm]]:
         found["late"] += [
             arm("late", base=base, late=1.0, **outer) for base in ("own", "eager", "mixed")
         ]
-    found["wire"] = [arm("wire", steps=s, bits=b) for s in (16, 64) for b in (16, 8, 4, 2)]
+    found["wire"] = [arm("wire", steps=s, bits=b) for s in (64, 16) for b in (8, 4, 2)]
+    found["auto"] = [
+        arm("auto", ranks=ranks, steps=steps, outer_lr=lr, outer_momentum=0.5)
+        for ranks, steps in ((2, 64), (2, 16))
+        for lr in (0.7, 1.0)
+    ]
     found["seeds"] = [
         one
         for seed in (1, 2)
@@ -346,6 +364,36 @@ def studies() -> dict[str, list[Arm]]:
             arm("others", task=task, late=0.25),
         )
     ]
+    outers = ((1.0, 0.0), (0.7, 0.5), (1.0, 0.3), (0.4, 0.9), (0.7, 0.9))
+    found["cnn"] = [
+        Arm(study="cnn", task="cnn", how=SYNC),
+        *(
+            arm("cnn", task="cnn", steps=steps, outer_lr=lr, outer_momentum=momentum)
+            for steps in (16, 4, 64)
+            for lr, momentum in outers
+        ),
+        *(
+            arm("cnn", task="cnn", late=1.0, base=base, outer_lr=lr, outer_momentum=momentum)
+            for lr, momentum in outers[:2]
+            for base in ("own", "eager", "mixed")
+        ),
+        *(
+            arm("cnn", task="cnn", ranks=4, outer_lr=lr, outer_momentum=momentum)
+            for lr, momentum in outers
+        ),
+    ]
+    found["weights"] = [
+        arm("weights", steps=16, speeds=(1.0, 1 / 3), power=power, seed=seed)
+        for seed in (1, 2)
+        for power in (1.0, 2.0)
+    ]
+    smooth = {"outer_lr": 0.5, "outer_momentum": 0.5, "base": "eager"}
+    found["eager"] = [arm("eager", late=0.25, **smooth)]
+    for seed in (1, 2):
+        found["eager"] += [
+            arm("eager", late=1.0, seed=seed),
+            arm("eager", late=1.0, seed=seed, **smooth),
+        ]
     found["low"] = [
         Arm(study="low", how=SYNC),
         *(arm("low", steps=steps) for steps in (8, 16, 64)),
@@ -355,9 +403,12 @@ def studies() -> dict[str, list[Arm]]:
     found["unequal"] = [
         arm("unequal", steps=s, speeds=(1.0, 1 / 3), power=power)
         for s in (16, 48)
-        for power in (0.0, 1.0, 2.0)
+        for power in (1.0, 0.0, 2.0)
     ]
     return found
+
+
+# ── results ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
@@ -366,13 +417,78 @@ def read(results: Path) -> dict[str, dict[str, Any]]:
     return {row["key"]: row for row in map(json.loads, lines)}
 
 
+def tables(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table for each study, in Markdown; each arm with its best learning rate."""
+    parts = []
+    for name, arms in studies().items():
+        lines = []
+        for arm in arms:
+            found, sync = _best(arm, rows), _best(_sync_of(arm), rows)
+            if found is None or sync is None:
+                continue
+            cells = [
+                arm.name,
+                f"{found['loss']:.4f}",
+                f"{found['loss'] / sync['loss'] - 1:+.1%}",
+                f"{replace(arm, rate=found['rate']).lr:g}",
+                str(found["windows"]),
+                f"{found['sent_bytes'] / 1e6:.2f}",
+                f"{found['divergence']:.3f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        if lines:
+            head = "| way | held-out loss | against SYNC | lr | averages | MB sent | divergence |"
+            parts.append("\n".join([f"**{name}**\n", head, "|---" * 7 + "|", *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _sync_of(arm: Arm) -> Arm:
+    return Arm(study="", task=arm.task, seed=arm.seed, how=SYNC)
+
+
+def _best(arm: Arm, rows: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the result with the learning rate that is best for the arm, if there is any."""
+    keys = [replace(arm, rate=rate).key for rate in range(len(USUAL_RATES))]
+    return min((rows[k] for k in keys if k in rows), key=lambda row: row["loss"], default=None)
+
+
+def picture(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the frontier of plain averages as an SVG: loss against SYNC over local steps."""
+    points = []
+    for steps in (2, 4, 8, 16, 32, 64, 256):
+        arm = Arm(study="", how=Local(steps=steps))
+        found, sync = _best(arm, rows), _best(_sync_of(arm), rows)
+        if found is not None and sync is not None:
+            points.append((steps, 100 * (found["loss"] / sync["loss"] - 1)))
+    marks = []
+    for steps, percent in points:
+        x, y = 40 + 60 * math.log2(steps), 260 - 30 * percent
+        marks.append(
+            f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4"/>'
+            f'<text x="{x:.0f}" y="280">{steps}</text>'
+            f'<text x="{x + 6:.0f}" y="{y - 6:.0f}">+{percent:.1f} %</text>'
+        )
+    title = "Held-out loss against SYNC by local steps of a rank between averages"
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 300" font-size="12" '
+        f'font-family="sans-serif"><title>{title}</title><path d="M60 260H560" stroke="#888"/>'
+        f"{''.join(marks)}</svg>\n"
+    )
+
+
 def main() -> None:
     """Train the arms of a study that the file lacks, or print tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, required=True, metavar="FILE")
     parser.add_argument("--study", action="append", default=[], choices=list(studies()))
-    parser.add_argument("--rates", default="0,1,2", help="numbers of the learning rates")
+    parser.add_argument("--rates", default="3,0,1", help="numbers of the learning rates")
+    parser.add_argument("--tables", action="store_true", help="print tables; train nothing")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the frontier there")
     arguments = parser.parse_args()
+    if arguments.tables:
+        print(tables(read(arguments.results)))
+    if arguments.picture:
+        arguments.picture.write_text(picture(read(arguments.results)), encoding="utf-8")
     rates = [int(rate) for rate in arguments.rates.split(",")]
     for rate in rates:
         for arm in [replace(arm, rate=rate) for s in arguments.study for arm in studies()[s]]:
@@ -381,7 +497,7 @@ def main() -> None:
             row = run(arm)
             with arguments.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"{row['loss']:.4f} {row['train_s']:.0f}s {arm.name}", flush=True)
+            print(f"{row['loss']:.4f} {row['train_s']:.0f}s {arm.lr} {arm.name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -104,9 +104,8 @@ def train(
     batches: Batches,
     loss_of: Callable[[nn.Module, Any], Tensor],
     total: int,
-    rate: Callable[[float], float] = lambda done: 1.0,
+    rate: Callable[[float], float] = lambda _: 1.0,
     max_norm: float | None = None,
-    on_window: Callable[[int, Tensor], None] = lambda done, consensus: None,
 ) -> Outcome:
     """Train for so many local steps of all ranks together.
 
@@ -118,7 +117,6 @@ def train(
         total: Local steps of all ranks.
         rate: Factor of the learning rate, by the part of the run that is done.
         max_norm: Gradients are clipped to this norm.
-        on_window: Told the steps so far and the consensus, after every average.
     """
     ranks = [_Rank(*make()) for _ in range(how.ranks)]
     base_rates = [group["lr"] for group in ranks[0].optimizer.param_groups]
@@ -179,7 +177,6 @@ def train(
                 rank.add(how.pull * (consensus.data - rank.vector))
         if how.moments:
             _average_moments([rank.optimizer for rank in ranks], weights)
-        on_window(done, consensus.data)
     return Outcome(losses, consensus.data, windows, wire.sent_bytes, divergence)
 
 

@@ -108,6 +108,7 @@ LOCAL: dict[str, Any] = {
     "divergence_threshold": 0.05,
     "divergence_factor": 0.5,
     "lr_scale_ratio": 1.0,
+    "outer": "nesterov",
 }
 
 

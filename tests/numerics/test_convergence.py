@@ -71,7 +71,7 @@ def test_losses_are_those_of_two_ranks(
     ranks = run_team(2, body)
     assert all(len(losses) == STEPS * WINDOWS for _, losses, _ in ranks)
     found = local_training.train(
-        local_training.Local(steps=STEPS, late=late / STEPS, **outer),
+        local_training.Local(steps=STEPS, late=late / STEPS, base="eager", **outer),
         make,
         lambda window, rank, step: ranks[rank][0][STEPS * window + step],
         loss_of,

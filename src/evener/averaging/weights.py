@@ -30,13 +30,3 @@ def power_of_two_near(weight: float) -> float:
     if mantissa < 0.75:
         exponent -= 1
     return math.ldexp(1.0, max(-_LARGEST_EXPONENT, min(_LARGEST_EXPONENT, exponent)))
-
-
-def choose_outer_lr(num_ranks: int, steps: int) -> float:
-    """Return the learning rate of the outer optimizer; equal on all ranks.
-
-    Args:
-        num_ranks: Ranks that have made steps in the window.
-        steps: Those of the slowest one.
-    """
-    return 0.7

@@ -86,12 +86,14 @@ class LocalOptions:
         max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
             lockstep, ``None`` no limit. With a limit, ranks wait for one that turns slow.
         divergence_guard: ``"level"`` keeps the anchor from growing from the third of three rising
-            divergences of the ranks on; ``"none"``, ``None`` or ``False`` does not look; a
+            divergences of the ranks on, and halves it while the divergence is above ten times
+            ``divergence_threshold``; ``"none"``, ``None`` or ``False`` does not look; a
             ``DivergenceGuard`` of your own decides by itself.
         divergence_threshold: Divergence, relative to the norm of the parameters, below which
             ``"level"`` does nothing; 0.05 if left out.
-        divergence_factor: ``"level"`` multiplies the anchor by it from the fourth rising divergence
-            on: from 0.1 to below 1, such as 0.5. If left out, the anchor does not come down.
+        divergence_factor: ``"level"`` multiplies the anchor by it, also from the fourth rising
+            divergence on: from 0.1 to below 1, such as 0.5. If left out, rising divergences alone
+            do not bring the anchor down.
         lr_scale_ratio: Multiplies the learning rate by ``1 + (world_size - 1) * lr_scale_ratio``; 0
             leaves it as it is.
         outer: What is done with the average difference from the consensus: ``"average"`` adds it;
@@ -99,8 +101,7 @@ class LocalOptions:
             SlowMo do; from Python also a function that makes an optimizer of a list of parameters,
             such as a class of ``torch.optim``. It is part of checkpoints. Windows with fewer than
             half of the anchor's steps are averaged.
-        outer_lr: Learning rate of ``"nesterov"``; ``"auto"`` takes it from the number of ranks and
-            of their steps in the window.
+        outer_lr: Learning rate of ``"nesterov"``; 0.7 if left out.
         outer_momentum: Momentum of ``"nesterov"``; 0.5 if left out.
     """
 
@@ -119,16 +120,14 @@ class LocalOptions:
         Literal["average", "nesterov"] | Callable[..., Any],
         asks_for("choose 'average' or 'nesterov', or give a function that makes an optimizer"),
     ] = "average"
-    outer_lr: Annotated[
-        AboveZero | Literal["auto"], asks_for("give a finite number above 0, or 'auto'")
-    ] = "auto"
+    outer_lr: AboveZero | None = None
     outer_momentum: Beta | None = None
 
     @model_validator(mode="after")
     def _outer_options_are_of_nesterov(self) -> Self:
-        for name, default in (("outer_lr", "auto"), ("outer_momentum", None)):
+        for name in ("outer_lr", "outer_momentum"):
             value = getattr(self, name)
-            if self.outer != "nesterov" and value != default:
+            if self.outer != "nesterov" and value is not None:
                 raise ValueError(
                     f"{name} is {value!r}, but outer is {self.outer!r}, which has no such number; "
                     "leave it out, or set outer to 'nesterov'"

@@ -6,7 +6,7 @@ In SYNC that is the model itself; in CADENCE and ASYNC a copy beside each rank's
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import accumulate, islice
+from itertools import accumulate, islice, zip_longest
 from typing import NamedTuple, final
 
 import torch
@@ -170,6 +170,8 @@ class Replica(Consensus):
         self.consensus: list[Tensor] = []
         self._scratch: list[Tensor] = []
         self._snapshots: list[Tensor] = []
+        #: What this rank has continued from after the snapshot, if that is not the snapshot.
+        self._ahead: list[Tensor] = []
         #: Groups that are exchanged: more may become trainable meanwhile.
         self._num_taken = 0
         #: How often this rank has gone back to the consensus.
@@ -197,11 +199,51 @@ class Replica(Consensus):
     def snapshot(self) -> Drift:
         """Take this rank's differences from the consensus as they are now."""
         self.adopt()
+        self._ahead = []
         for group, agreed, scratch, kept in self._groups():
             kept.copy_(group.data)
             torch.sub(agreed, group.data, out=scratch)
         size = self._relative(self._scratch)
         return Drift(size, self._buffers.changed(), self._buffers.snapshot())
+
+    @torch.no_grad()
+    def run_ahead(self) -> None:
+        """Continue from what the outer optimizer makes of this rank's own difference alone.
+
+        Until the average lands, that is the best guess of it: the consensus will not be where this
+        rank is, but where momentum carries it.
+        """
+        if self._outer is None:
+            return
+        guesses = iter(self._outer.ahead(self._updates([*self._groups()])))
+        for group in self._flat.groups:
+            guess = group.data.clone()
+            for view, parameter in zip(_views(group, guess), group.parameters, strict=True):
+                stepped = next(guesses)
+                if parameter.requires_grad:
+                    view.copy_(stepped)
+            group.data.copy_(guess)
+            self._ahead.append(guess)
+
+    def _go_back(self, first: int) -> None:
+        """Undo ``run_ahead`` for the groups from this number on, which are not averaged."""
+        for (group, *_, kept), start in list(zip(self._groups(), self._ahead, strict=False))[
+            first:
+        ]:
+            group.data.sub_(start - kept)
+
+    def _updates(
+        self, groups: Sequence[tuple[FlatGroup, Tensor, Tensor, Tensor]]
+    ) -> list[Tensor | None]:
+        """Return the differences in the shapes of parameters; ``None`` for what was frozen.
+
+        Momentum must not move that.
+        """
+        updates: list[Tensor | None] = []
+        for group, _, differences, _ in groups:
+            pairs = zip(_views(group, differences), group.parameters, strict=True)
+            updates += [view if p.requires_grad else None for view, p in pairs]
+        return updates
 
     @torch.no_grad()
     def exchange(
@@ -250,7 +292,6 @@ class Replica(Consensus):
         *,
         moved_on: bool,
         is_full: bool,
-        outer_lr: float | None,
     ) -> float:
         """Apply the exchanged average to the consensus and to this rank.
 
@@ -259,31 +300,29 @@ class Replica(Consensus):
             differences: Of buffers, as exchanged; ``None`` where no rank has written any.
             moved_on: Whether this rank has made steps since the snapshot.
             is_full: Whether the outer optimizer steps; a short window is averaged.
-            outer_lr: Its learning rate; ``None`` for its own.
 
         Returns:
             The divergence: the 2-norm of snapshot less average, relative to that of the average;
             not finite when the sum is not.
         """
+        self._go_back(self._num_taken if weight else 0)
         if weight == 0:
             if not moved_on:
                 self._buffers.restore()
             return 0.0
         taken = list(islice(self._groups(), self._num_taken))
         divergence = None
-        if self._outer is not None and is_full:
+        if self._outer is not None:
             # From the average: momentum carries the consensus beyond it.
             divergence = self._relative([kept - agreed + sums for _, agreed, sums, kept in taken])
-            updates: list[Tensor | None] = []
-            for group, _, sums, _ in taken:
-                pairs = zip(_views(group, sums), group.parameters, strict=True)
-                # Momentum must not move what was frozen meanwhile.
-                updates += [view if p.requires_grad else None for view, p in pairs]
-            self._outer.step(updates, outer_lr)
+        if self._outer is not None and is_full:
+            self._outer.step(self._updates(taken))
         else:
             for _, agreed, sums, _ in taken:
                 agreed.sub_(sums)
-        for group, agreed, _, kept in taken:
+        for (group, agreed, _, kept), start in zip_longest(taken, self._ahead[: len(taken)]):
+            if start is not None:
+                kept.copy_(start)
             kept.sub_(agreed)
             if moved_on:
                 group.data.sub_(kept)

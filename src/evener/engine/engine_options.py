@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -16,8 +15,7 @@ from evener.engine.loss_scale import LossScale
 class EngineOptions:
     """Options of an engine; see ``DdpConfig`` for the meaning.
 
-    ``outer`` is ``None`` where differences are only averaged, and ``outer_lr`` where the outer
-    optimizer has a learning rate of its own.
+    ``outer`` is ``None`` where differences are only averaged.
     """
 
     max_grad_norm: float | None
@@ -35,4 +33,3 @@ class EngineOptions:
     wire: str = "float32"
     overlap: str = "off"
     outer: OuterFactory | None = None
-    outer_lr: float | Literal["auto"] | None = None

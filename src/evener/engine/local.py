@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, NoReturn, final
 
 from torch import Tensor
 
-from evener.averaging.weights import choose_outer_lr, power_of_two_near
+from evener.averaging.weights import power_of_two_near
 from evener.comm.background import BackgroundJob
 from evener.comm.base import Communicator
 from evener.data.cursor import Slice
@@ -264,6 +264,8 @@ class LocalEngine(Engine):
         plan = rounds.state.flight
         assert plan is not None
         work = self._steps.next_window(plan.most[rounds.rank])
+        if not plan.blocking and _is_full(work.steps, plan):
+            self._replica.run_ahead()
         rates = self.training.schedule.agreed_rates
         said = rounds.say(
             Purpose.WINDOW,
@@ -401,14 +403,11 @@ class LocalEngine(Engine):
         assert outcome is not None
         weight, stale_steps = found.decision.weight, self._steps.num_done
         counts = [row.report.steps for row in found.rows.values() if row.report.steps]
-        outer_lr = self.options.outer_lr
         divergence = self._replica.agree(
             weight,
             outcome.differences,
             moved_on=stale_steps > 0,
-            # Short ones are the first and the last of an epoch: they say little of the direction.
-            is_full=2 * min(counts) >= outcome.over.anchor,
-            outer_lr=choose_outer_lr(len(counts), min(counts)) if outer_lr == "auto" else outer_lr,
+            is_full=_is_full(min(counts), outcome.over),
         )
         if not math.isfinite(divergence):
             raise overflow(outcome.over, self.run.progress.steps + 1)
@@ -534,6 +533,18 @@ class LocalEngine(Engine):
         """End an exchange that is under way, without waiting for anybody; idempotent."""
         super().close_down()
         self._job.close()
+
+
+def _is_full(steps: int, plan: LocalPlan) -> bool:
+    """Return whether the outer optimizer steps after a window.
+
+    Short ones are the first and the last of an epoch: they say little of the direction.
+
+    Args:
+        steps: Those of the slowest rank.
+        plan: The plan of the window.
+    """
+    return 2 * steps >= plan.anchor
 
 
 def merged(pieces: Sequence[Slice]) -> tuple[tuple[int, int], ...]:

@@ -339,8 +339,7 @@ class Assembly:
             say=_say_nothing if config.quiet else say,
             overlap=config.overlap,
             wire=config.wire,
-            outer=make_outer(config.outer, config.outer_momentum),
-            outer_lr=config.outer_lr if config.outer == "nesterov" else None,
+            outer=make_outer(config.outer, config.outer_lr, config.outer_momentum),
         )
 
 

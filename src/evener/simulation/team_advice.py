@@ -12,6 +12,11 @@ AS_GOOD: Final = 0.97
 """A policy with this part of the fastest one's throughput is preferred if its result is nearer
 to that of one machine; predictions are no more exact than that."""
 
+NEEDED: Final = {ApplyPolicy.SYNC: 1.0, ApplyPolicy.CADENCE: 1.25, ApplyPolicy.ASYNC: 1.35}
+"""Samples that a policy needs for the same held-out loss, relative to SYNC.
+
+Measured with 16 local steps and two ranks (docs/experiments.md): so much faster it must be."""
+
 NOTEWORTHY: Final = 0.01
 """A change of the throughput by less than this part is none."""
 
@@ -90,17 +95,18 @@ def predict_all(team: TeamSpec) -> Predictions:
 
 
 def best_policy(predictions: Predictions) -> ApplyPolicy:
-    """Return the first policy that is as good as the fastest of those with windows that are short.
+    """Return the first policy that is as good as the best of those with windows that are short.
 
-    That is SYNC if no other has short windows.
+    A policy is as good as its speed, less the samples that it needs beyond SYNC. It is SYNC if no
+    other has short windows.
     """
     short = {
-        policy: one.samples_per_s
+        policy: one.samples_per_s / NEEDED[policy]
         for policy, one in predictions.items()
         if policy is ApplyPolicy.SYNC or one.window_s <= LONG_WINDOW_S
     }
-    fastest = max(short.values())
-    return next(policy for policy, speed in short.items() if speed >= AS_GOOD * fastest)
+    best = max(short.values())
+    return next(policy for policy, speed in short.items() if speed >= AS_GOOD * best)
 
 
 def _worth(rank: int, name: str, whole: TeamPrediction, without: float) -> Worth:
@@ -134,6 +140,9 @@ def _reason(predictions: Predictions, best: ApplyPolicy) -> str:
             f"; {fastest.policy} is {faster}, but averages only every "
             f"{human_duration(fastest.window_s)}, which max_anchor limits"
         )
+    elif beside and NEEDED[fastest.policy] > NEEDED[best] and ahead >= NOTEWORTHY:
+        needed = NEEDED[fastest.policy] / NEEDED[best] - 1.0
+        beside += f", but may need {needed:.0%} more samples for the same loss"
     if chosen is sync:
         return f"its result is that of one machine with the same batch{beside}"
     losses = {"waiting": sync.wait, "exchanges": sync.exchange, "bookkeeping": sync.bookkeeping}

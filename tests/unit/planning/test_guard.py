@@ -26,6 +26,15 @@ def test_the_third_rising_value_above_the_threshold(divergences, verdicts):
     assert [with_factor.report(d) for d in divergences] == lowered
 
 
+def test_ranks_that_are_far_apart_average_more_often_until_they_are_near():
+    """Whether the divergence rises or falls."""
+    divergences = [0.7, 0.6, 0.4, 0.1, 0.05, 0.06, 0.51]
+    for factor, down in ((None, (DOWN, 0.5)), (0.7, (DOWN, 0.7))):
+        guard = LevelGuard(0.05, factor)
+        found = [guard.report(divergence) for divergence in divergences]
+        assert found == [down, down, HOLD, HOLD, STABLE, STABLE, down]
+
+
 def test_guards_by_name():
     for off in ("none", None, False):
         assert isinstance(make_guard(off, 0.05), NoGuard)

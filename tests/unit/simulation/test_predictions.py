@@ -106,8 +106,10 @@ def test_sync_is_best_where_it_is_as_good():
 
 
 def test_a_slow_network_makes_local_steps_best_and_says_why():
-    team = team_at(100, 90, link=slow_link(0.1))
-    advice = advise(team)
+    advice = advise(team_at(100, 90, link=slow_link(0.1)))
+    assert advice.best is SYNC, "a speed that does not make up for the loss"
+    assert "but may need 35% more samples for the same loss" in advice.reason
+    advice = advise(team_at(100, 90, link=slow_link(0.3)))
     assert advice.best is CADENCE
     assert "faster than sync" in advice.reason
     assert "exchanges" in advice.reason

@@ -176,10 +176,34 @@ def test_the_step_is_that_of_torch() -> None:
         ({"outer": "adam"}, "outer is 'adam'.*'average' or 'nesterov'"),
         ({"outer_lr": 0.5}, "outer_lr is 0.5, but outer is 'average'.*set outer to 'nesterov'"),
         ({"outer": FACTORY, "outer_momentum": 0.5}, "outer_momentum is 0.5, but outer is"),
-        ({"outer": "nesterov", "outer_lr": 0.0}, "outer_lr is 0.0.*above 0"),
+        ({"outer": "nesterov", "outer_lr": 0.0}, "outer_lr is 0.0.*greater than 0"),
         ({"outer": "nesterov", "outer_momentum": 1.0}, "outer_momentum is 1.0.*less than 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         DdpConfig(**options)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_momentum_does_not_move_what_was_frozen(policy: str, rank_clocks: RankClocks) -> None:
+    rank_clocks.land_after(1)
+
+    def body(comm: Communicator) -> tuple[bool, bool]:
+        rank_clocks.start()
+        model = mlp(dtype=torch.float64)
+        first, *_, last = model.parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        options = {"anchor": 2, "max_anchor": 2, "verify_every": 1, **NESTEROV}
+        with setup(comm, model, optimizer, policy=policy, **options) as ddp:
+            loader = ddp.loader(DATA, batch_size=2)
+            for epoch in range(2):
+                before = first.detach().clone(), last.detach().clone()
+                for inputs, targets in loader.epoch(epoch):
+                    rank_clocks.spend(0.01)
+                    ddp.backward(nn.functional.mse_loss(model(inputs), targets))
+                    ddp.step()
+                first.requires_grad_(False)
+        return torch.equal(first, before[0]), torch.equal(last, before[1])
+
+    assert run_team(2, body) == [(True, False)] * 2
