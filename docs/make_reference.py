@@ -227,7 +227,10 @@ def event_page() -> str:
 
 
 def described_events() -> dict[str, str]:
-    """Return the comment above each type of event in the source of ``FIELDS``."""
+    """Return the comment above each type of event in the source of ``FIELDS``.
+
+    A type without one shares that of the type above it.
+    """
     source = Path(events.__file__).read_text(encoding="utf-8")
     found: dict[str, str] = {}
     comment: list[str] = []
@@ -235,7 +238,8 @@ def described_events() -> dict[str, str]:
         if token.type == tokenize.COMMENT:
             comment.append(token.string.lstrip("#: "))
         elif token.type == tokenize.STRING and (kind := token.string.strip('"')) in events.FIELDS:
-            found.setdefault(kind, " ".join(comment))
+            shared = list(found.values())[-1:]
+            found.setdefault(kind, " ".join(comment or shared))
             comment = []
         elif token.string == "{":
             comment = []  # what precedes the table

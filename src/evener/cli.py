@@ -209,6 +209,13 @@ def _split(texts: Sequence[str]) -> list[str]:
     return [name for text in texts for part in text.split(",") if (name := part.strip())]
 
 
+def _show(text: str) -> None:
+    """Print text with names from a file of events, which may hold what a terminal would obey."""
+    encoding = sys.stdout.encoding or "utf-8"  # an old one lacks signs such as "×"
+    shown = "\n".join(map(printable, text.split("\n")))
+    print(shown.encode(encoding, "replace").decode(encoding))
+
+
 # ── tasks ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -319,7 +326,7 @@ def report(
         if wants_page:
             print(write_page(document, runs, page), file=sys.stderr)
             if not numbers:
-                print("\n".join(map(printable, verdict_lines(document))))
+                _show("\n".join(verdict_lines(document)))
         if numbers:
             print(json.dumps(document, allow_nan=False))
     return 0
@@ -384,8 +391,7 @@ def plan(options: PlanOptions) -> int:
     if options.numbers:
         print(json.dumps(document(advice), allow_nan=False))
     else:
-        # Names come from a file of events: they may hold what a terminal would obey.
-        print("\n".join(map(printable, text(advice).split("\n"))), end="")
+        _show(text(advice).rstrip("\n"))
     return 0
 
 

@@ -83,9 +83,12 @@ def is_example(block: Block) -> bool:
 
 
 def is_example_of_a_loop(block: Block) -> bool:
-    """Whether it is a script that trains in its own process: one rank, or each of several."""
+    """Whether it is a script that trains in its own process: one rank, or each of several.
+
+    One that kills a rank runs under the launcher that its page starts.
+    """
     runs = is_example(block) and block.note[0] != "not run"
-    return runs and "Ddp.builder" not in block.text
+    return runs and "Ddp.builder" not in block.text and "os.kill(" not in block.text
 
 
 def run_blocks(

@@ -75,6 +75,9 @@ PACKAGES = {
 #: Mutants that do nothing else that anybody relies on, by their name; and why.
 EQUIVALENT = {
     "protocol/row.py encode: 3 -> 4": "a row has more room than the longest plan needs",
+    "engine/sync.py SyncEngine._calibrate: self.collectives.ask(what) -> pass": (
+        "ranks time their devices less at the same time; it changes no result"
+    ),
     "data/fetching.py name_samples: len(indices) > 8 -> len(indices) >= 8": "an ellipsis in a text",
 }
 

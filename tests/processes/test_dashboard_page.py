@@ -53,7 +53,7 @@ def test_live_updates_and_who_is_gone(sandbox: Sandbox) -> None:
             assert tab.locator(".chart canvas").count() == 4
             # What it does now stays in sight.
             tab.evaluate("scrollTo(0, document.body.scrollHeight)")
-            tab.wait_for_function("scrollY > 500")
+            tab.wait_for_function("() => scrollY > 500")
             assert 0 <= tab.locator("#line").bounding_box()["y"] < 100
             tab.evaluate("scrollTo(0, 0)")
             before = tab.locator("#line").inner_text()

@@ -12,10 +12,10 @@ from evener.data.cursor import Cursor
 from evener.engine.commits import Commits
 from evener.engine.consensus import Consensus
 from evener.engine.engine_options import EngineOptions
+from evener.engine.membership_change import MembershipChange, describe_loss_of_state
 from evener.engine.results import WindowResult
 from evener.engine.rounds import CollectiveResult, Round, Rounds
 from evener.engine.run_state import RunState
-from evener.engine.team_change import Change, describe_loss_of_state
 from evener.engine.training_state import TrainingState
 from evener.errors import (
     CollectiveError,
@@ -130,18 +130,18 @@ class Generations:
         self._known = {} if is_joining else {r: self._team.names[r] for r in self._team.members}
         #: Names of ranks that were told to leave in it.
         self._leaving: set[str] = set()
-        #: See ``Change``; of the generations since the newest change.
+        #: See ``MembershipChange``; of the generations since the newest change.
         self._detect_s = 0.0
         #: States of registered objects with which this rank has joined.
         self._joined_with: dict[str, Any] = {}
         #: What belongs to the model that this rank holds while it is parked.
         self._parked_at: dict[str, Any] = {}
         #: The last change and when it was over, until its first window is committed.
-        self._begun: tuple[Change, float] | None = None
+        self._begun: tuple[MembershipChange, float] | None = None
         self.is_cold = self.was_parked = False
         self.recall_s = 0.0
         self.redo_s: float | None = None
-        self._on_change: list[Callable[[Change], None]] = []
+        self._on_change: list[Callable[[MembershipChange], None]] = []
         self._on_cold_restart: list[Callable[[], None]] = []
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────
@@ -166,7 +166,7 @@ class Generations:
         """Return whether the members of an elastic team are to change after this window."""
         return bool(self._team.membership.wants_change or self.rounds.state.leaving)
 
-    def call_on_change(self, function: Callable[[Change], None]) -> None:
+    def call_on_change(self, function: Callable[[MembershipChange], None]) -> None:
         """Call ``function`` with every change of an elastic team, on every rank."""
         self._on_change.append(function)
 
@@ -509,7 +509,7 @@ class Generations:
         leaving, self._leaving = self._leaving, set()
         stayed = {rank for rank, name in before.items() if names.get(rank) == name}
         gone = {rank: name for rank, name in before.items() if rank not in stayed}
-        change = Change(
+        change = MembershipChange(
             generation=formation.generation,
             window=self._run.progress.window,
             why=why,

@@ -13,7 +13,7 @@ from evener.checkpoint import (
     step_name,
     write_checkpoint,
 )
-from evener.engine.team_change import Change
+from evener.engine.membership_change import MembershipChange
 from evener.errors import CheckpointError
 from evener.loop.loop import Loop
 from evener.loop.saved_state import capture
@@ -88,7 +88,7 @@ class Checkpointer:
         self.close()
         self._snapshot, self._is_writer = None, False
 
-    def _change(self, change: Change) -> None:
+    def _change(self, change: MembershipChange) -> None:
         """Note that the team has changed: another rank may be the writer now."""
         self._is_writer &= self._ddp.is_main_process
 

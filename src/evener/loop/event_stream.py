@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from evener.checkpoint import WrittenCheckpoint
+from evener.engine.membership_change import MembershipChange
 from evener.engine.results import WindowResult
-from evener.engine.team_change import Change
 from evener.errors import ConfigError
 from evener.loop.assembly import Assembly
 from evener.observe.events import Event, Fanout, Sink, make_event
@@ -243,7 +243,7 @@ class EventStream:
     def _present(self) -> dict[int, str]:
         return {rank: self._team.names[rank] for rank in self._team.everyone}
 
-    def change(self, change: Change) -> None:
+    def change(self, change: MembershipChange) -> None:
         """Record that the team has changed: who was lost, who joined, and what it took."""
         *_, newest = self._people
         self._people = {newest: self._people[newest], change.generation: self._present()}

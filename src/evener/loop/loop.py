@@ -24,6 +24,7 @@ from evener.engine.loaders.dataset_arguments import Collate, DatasetArguments, G
 from evener.engine.loaders.evaluation import EvaluationLoader, Gatherer
 from evener.engine.loaders.stream import StreamLoader
 from evener.engine.loaders.training import TeamLoader
+from evener.engine.membership_change import cannot_join
 from evener.engine.memory import explain as explain_memory
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import (
@@ -34,7 +35,6 @@ from evener.engine.share import (
     needs_plans,
 )
 from evener.engine.sync import SyncEngine
-from evener.engine.team_change import cannot_join
 from evener.engine.training_state import Stateful
 from evener.errors import CheckpointError, ConfigError, EvenerError, PeerLostError, UsageError
 from evener.loop.arguments import Models, Schedulers, check_arguments, in_evaluation

@@ -26,8 +26,8 @@ FIELDS: Final = {
     # A run begins with ``window``, also one that resumes. ``members`` are in rank order. ``policy``
     # is such as ``sync`` and ``backend`` such as ``gloo``; ``unit`` is what a weight counts, such
     # as ``tokens``; ``num_samples`` are those of an epoch, ``total_windows`` may be null. The
-    # further field ``params`` counts what is trained, and ``backend_reason`` says why the backend is
-    # not the one asked for.
+    # further field ``params`` counts what is trained, and ``backend_reason`` says why the backend
+    # is not the one asked for.
     "run_started": "run window members policy backend unit num_samples total_windows",
     # A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``. The
     # further field ``emulated`` is the factor by which it is slowed on purpose, if it is.

@@ -135,23 +135,30 @@ class RunSummary:
 
 
 def closing_table(summary: RunSummary) -> "Table":
-    """Return a rich table with a row per rank: device, share, speed alone, wait, contribution."""
-    from rich.table import Table
+    """Return a rich table with a row per rank: device, share, speed alone, wait, contribution.
 
-    table = Table(title=_headline(summary), title_justify="left", title_style="")
-    table.add_column("rank", justify="right")
+    No cell wraps in 80 columns: a device's name is cut if it is too long.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    title = _headline(summary)
+    table = Table(
+        title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, min_width=len(title)
+    )
+    table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("device")
-    table.add_column("share", justify="right")
-    table.add_column(f"{summary.unit}/s alone", justify="right")
-    table.add_column("wait", justify="right")
-    table.add_column("contribution")
+    for name in ("share", f"{summary.unit}/s alone", "wait"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("contribution", no_wrap=True)
     total, estimate = _total_weight(summary), summary.estimate
     for row in summary.ranks:
         solo = estimate.alone.get(row.rank)
-        factor = summary.emulated.get(row.rank)
         table.add_row(
             str(row.rank),
-            row.device + (f", emulated {factor:g}× slower" if factor is not None else ""),
+            # Only this column gives way: its cells are cut, the others neither cut nor wrapped.
+            Text(row.device.replace("NVIDIA GeForce ", ""), no_wrap=True, overflow="ellipsis"),
             f"{row.weight / total:.0%}" if total > 0 else "–",
             human_count(solo) if solo is not None else "?",
             f"{row.wait_fraction:.0%}",
@@ -168,6 +175,8 @@ def closing_lines(summary: RunSummary, program: str = "evener") -> list[str]:
         program: How the user reaches ``evener``.
     """
     lines = [*summary.verdict]
+    for rank, factor in sorted(summary.emulated.items()):
+        lines.append(f"Rank {rank} is emulated {factor:g}× slower.")
     if summary.gone_weight > 0:
         part = summary.gone_weight / _total_weight(summary)
         lines.append(f"Departed ranks processed {part:.0%} of the {summary.unit}.")

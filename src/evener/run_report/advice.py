@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from evener.observe.estimate import NEGLIGIBLE, Estimate
+from evener.observe.estimate import NEGLIGIBLE, Estimate, added
 from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
-from evener.simulation.advice import LONG_WINDOW_S
 from evener.simulation.changes import Change, Predictor
+from evener.simulation.team_advice import LONG_WINDOW_S
 
 Kind = Literal[
     "slow_rank",
@@ -91,16 +91,24 @@ class Advice:
     Attributes:
         kind: The rule.
         text: The figures and what to do, in one or two sentences.
+        hint: What to do, in a few words, where no key does it.
         key: What to set, as in ``--set``; ``None`` where no key does it.
         change: What is to be predicted for ``gain``.
-        gain: By which part ``evener plan`` predicts the run to be faster then.
+        gain: By which part the run would be faster then, as ``evener plan`` predicts, or as the
+            measured speeds of the ranks tell.
     """
 
     kind: Kind
     text: str
+    hint: str = ""
     key: str | None = None
     change: Change | None = None
     gain: float | None = None
+
+    @property
+    def brief(self) -> str:
+        """Return what to do in a few words."""
+        return self.hint or f"try {self.key}"
 
 
 def advise_run(facts: RunFacts, predict: Predictor | None = None) -> list[Advice]:
@@ -114,7 +122,9 @@ def advise_run(facts: RunFacts, predict: Predictor | None = None) -> list[Advice
     """
     found = []
     for one in (advice for rule in _RULES for advice in rule(facts)):
-        gain = predict(one.change) if predict is not None and one.change is not None else None
+        gain = one.gain
+        if predict is not None and one.change is not None:
+            gain = predict(one.change)
         if gain is None or gain >= NEGLIGIBLE:
             found.append(replace(one, gain=gain))
     return sorted(found, key=lambda one: -(one.gain or 0.0))
@@ -159,7 +169,8 @@ def _slow_rank(facts: RunFacts) -> Iterator[Advice]:
             f"Leave out {' or '.join(names)}: the team does {human_count(estimate.speed)} "
             f"{facts.unit}/s, and would do {human_count(without)} without."
         ),
-        change=Change(without=costly[0].rank),
+        hint=f"leave out rank {' or '.join(str(one.rank) for one in costly)}",
+        gain=added(without, estimate.speed),
     )
 
 
@@ -223,14 +234,15 @@ def _speed_changed(facts: RunFacts) -> Iterator[Advice]:
     for one in facts.ranks:
         if has_changed(one.changed):
             factor = max(one.changed, 1 / one.changed)
-            way = "slower" if one.changed > 1 else "faster"
+            way, when = ("slower", "now") if one.changed > 1 else ("faster", "at first")
             yield Advice(
                 kind="speed_changed",
                 text=(
                     f"{one.name[0].upper()}{one.name[1:]} was {factor:.1f}× {way} at the end than "
-                    "at the beginning. Look for other programs on its host, and at the device's "
-                    "temperature and power limit."
+                    f"at the beginning. Look for what slowed it {when}: other programs on its "
+                    "host, or the device's temperature or power limit."
                 ),
+                hint=f"look at rank {one.rank}",
             )
 
 

@@ -162,7 +162,7 @@ def _ranks(
                 "member": member,
                 "host": worker.get("host", ""),
                 "device": worker.get("device", ""),
-                "emulated": worker.get("emulated"),
+                "emulated": number(history.slowed(lane)),
                 "parked": _is_parked(history, member),
                 "presence": _presence(history, lane, is_running=is_running),
                 "why_gone": history.gone.get(member, (None,))[0],

@@ -30,7 +30,7 @@ _LEAST_ROWS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RunVerdict:
     """The answers to the three questions about a run.
 
     Attributes:
@@ -67,8 +67,7 @@ class Verdict:
             parts.append(self.remark)
         if self.lost_waiting is not None and len(self.names) > 1:
             parts.append(f"{self.lost_waiting:.1%} of the time lost waiting")
-        if key := next((one.key for one in self.advice if one.key), None):
-            parts.append(f"try {key}")
+        parts += [one.brief for one in self.advice[:1]]
         return " · ".join(parts)
 
     @property
@@ -99,7 +98,7 @@ class Verdict:
         if not self.advice:
             return "Nothing stands out that would make it faster."
         first = self.advice[0]
-        gain = "" if first.gain is None else f" Predicted: {first.gain:+.0%}."
+        gain = "" if first.gain is None else f" Expected: {first.gain:+.0%}."
         key = f" Set {first.key}." if first.key else ""
         return f"{first.text}{key}{gain}"
 
@@ -135,7 +134,7 @@ class Verdict:
         ]
 
 
-def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -> Verdict:
+def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -> RunVerdict:
     """Judge a run.
 
     Args:
@@ -160,7 +159,7 @@ def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -
         data=parts.get("data", 0.0),
     )
     every = [name_rank(history, lane) for lane in range(len(table.members))]
-    return Verdict(
+    return RunVerdict(
         estimate=estimate,
         names=names,
         lost_waiting=parts.get("wait"),
@@ -174,7 +173,7 @@ def name_rank(history: RunHistory, lane: int) -> str:
     """Return a rank and its device, for people."""
     rank, member = history.table.ranks[lane], history.table.members[lane]
     worker = history.workers.get(member, {})
-    slowed = worker.get("emulated")
+    slowed = history.slowed(lane)
     about = [
         worker.get("device", "").replace(" (", ", ").rstrip(")") or member,
         *([] if slowed is None else [f"emulated {slowed:g}× slower"]),

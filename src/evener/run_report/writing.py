@@ -135,6 +135,7 @@ class RunReader:
             notes.append(f"{further:,} further lines are left out")
         if why and not self._is_live:
             notes.append(why)
+        is_growing = self._is_live and history.ending is None
         return figures(
             name,
             history,
@@ -142,7 +143,7 @@ class RunReader:
             notes,
             divisor=divisor,
             is_running=is_running,
-            predict=None if self._is_live else predict_changes(history.table, history.facts),
+            predict=None if is_growing else predict_changes(history.table, history.facts),
         )
 
     def _skip(self, line: int, why: str) -> None:

@@ -10,7 +10,7 @@ from evener.observe.events import Event
 from evener.observe.table import RunTable
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.measured_team import team_of
-from evener.simulation.prediction import TeamSpec, predict
+from evener.simulation.prediction import predict
 
 _MOST_RANKS: Final = 16
 """Of a larger team the simulation takes longer than a reader of a report should wait."""
@@ -21,7 +21,6 @@ class Change(NamedTuple):
 
     policy: ApplyPolicy | None = None
     batch_size: int | None = None
-    without: int | None = None
 
 
 Predictor = Callable[[Change], float | None]
@@ -47,20 +46,7 @@ def predict_changes(table: RunTable, start: Event) -> Predictor | None:
     def gain(change: Change) -> float | None:
         if not present:
             present.append(predict(team, policy).samples_per_s)
-        changed = _changed(team, change)
-        if changed is None:
-            return None
+        changed = replace(team, batch_size=change.batch_size or team.batch_size)
         return added(predict(changed, change.policy or policy).samples_per_s, present[0])
 
     return gain
-
-
-def _changed(team: TeamSpec, change: Change) -> TeamSpec | None:
-    if change.batch_size is not None:
-        team = replace(team, batch_size=change.batch_size)
-    if change.without is not None:
-        numbers = [rank.number for rank in team.ranks]
-        if change.without not in numbers or len(numbers) < 2:
-            return None
-        team = team.without(numbers.index(change.without))
-    return team

@@ -143,7 +143,6 @@ def team_of(table: RunTable, start: Event, run: str) -> TeamSpec:
         window_s=float(np.median(team["length_s"] / team["windows"])),
     )
     for rank, spec in ranks.items():
-        spec.number = numbers[rank]
         if (alone := estimate.alone.get(numbers[rank])) is not None:
             spec.alone_factor = alone / spec.alone(batch_size)
     return TeamSpec(

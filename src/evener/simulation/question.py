@@ -6,10 +6,10 @@ from typing import Final
 from evener.config.options import PlanOptions
 from evener.errors import ConfigError
 from evener.planning.speed import CostModel
-from evener.simulation.advice import Advice, advise
 from evener.simulation.measured_team import read_team
 from evener.simulation.prediction import TeamSpec
 from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, SimulatedRank
+from evener.simulation.team_advice import TeamAdvice, advise
 
 BATCH_SIZE: Final = 32
 """Samples of an optimizer step unless told otherwise, as in a run without the key."""
@@ -22,7 +22,7 @@ _MOST_RATIO: Final = 1000
 """Ranks that are further apart are not simulated: windows of local steps would have too many."""
 
 
-def answer_plan(options: PlanOptions) -> Advice:
+def answer_plan(options: PlanOptions) -> TeamAdvice:
     """Predict what a team would do.
 
     Raises:

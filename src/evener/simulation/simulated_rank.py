@@ -45,7 +45,6 @@ class SimulatedRank:
         overhead_s: Seconds beside compute for each micro-batch, such as fetching data.
         noise: Disturbs the computed time.
         name: For people, such as ``rank 1 (cpu)``.
-        number: Its rank in the run that measured it; ``None`` without one.
         alone_factor: Its measured speed alone over that of ``cost``.
     """
 
@@ -54,7 +53,6 @@ class SimulatedRank:
     overhead_s: float = 0.0
     noise: Noise = UNDISTURBED
     name: str = ""
-    number: int | None = None
     alone_factor: float = 1.0
 
     def alone(self, batch_size: int) -> float:

@@ -5,12 +5,12 @@ from typing import Any, Final
 from evener.observe.event_lines import strict_json
 from evener.observe.numbers import aligned, human_bytes, human_count, human_duration, wrapped
 from evener.planning.policies import ApplyPolicy
-from evener.simulation.advice import Advice
 from evener.simulation.prediction import MeasuredRun, TeamPrediction, TeamSpec
+from evener.simulation.team_advice import TeamAdvice
 from evener.version import __version__
 
 
-def document(advice: Advice) -> dict[str, Any]:
+def document(advice: TeamAdvice) -> dict[str, Any]:
     """Return everything that is told, as values that ``json.dumps`` accepts."""
     team = advice.team
     plan: dict[str, Any] = strict_json(
@@ -51,7 +51,7 @@ def _measured_document(run: MeasuredRun) -> dict[str, Any]:
 _PARTS: Final = {"wait": "wait", "exchange": "sync", "data": "data"}
 
 
-def text(advice: Advice) -> str:
+def text(advice: TeamAdvice) -> str:
     """Return the same for people, 80 columns wide; see ``document``."""
     team = advice.team
     lines = [

@@ -59,6 +59,26 @@ def job_of(**options: Any) -> ManagedRun:
     return describe(*builder._functions, **builder._options)
 
 
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_what_is_recorded_in_a_step_that_is_left_out_does_not_count(policy: str) -> None:
+    x, y = (part.clone() for part in data().tensors)
+    x[5] = math.nan
+
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = loss_of(model, batch)
+        record_scalar("left_out", float(not loss.isfinite()), "sum")
+        record_scalar("batches", 1.0, "sum")
+        return loss
+
+    results = run_job(
+        2, dataset=TensorDataset(x, y), train_fn=step, policy=policy, non_finite="skip"
+    )
+    for metrics, state in results:
+        assert [m.scalars["left_out"] for m in metrics] == [0.0, 0.0]
+        assert all(m.scalars["batches"] > 0 for m in metrics)
+        assert all(tensor.isfinite().all() for tensor in state.params.values())
+
+
 def test_a_job_can_do_without_a_guard_of_the_divergence() -> None:
     def guard(**options: Any) -> str:
         builder = describe_job(policy="cadence", **options)

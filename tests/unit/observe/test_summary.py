@@ -2,6 +2,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def make(solos: tuple[float | None, ...], team: float | None, **changes: Any) ->
     return RunSummary(**{**options, **changes})
 
 
-def table_text(summary: RunSummary) -> str:
-    console = Console(file=io.StringIO(), width=140)
+def table_text(summary: RunSummary, width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(closing_table(summary))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert isinstance(text, str)
@@ -58,7 +59,20 @@ def table_text(summary: RunSummary) -> str:
 def contributions(summary: RunSummary) -> list[str]:
     """The last column of the table."""
     rows = [line for line in table_text(summary).splitlines() if "cpu:" in line]
-    return [row.rpartition("│")[0].rpartition("│")[2].strip() for row in rows]
+    return [re.split(r"\s{2,}", row.strip())[-1] for row in rows]
+
+
+def test_no_cell_wraps_in_80_columns() -> None:
+    summary = make((19_464.0, 5_777.0), 22_516.0, unit="samples", emulated={1: 3.0})
+    names = ("cuda:0 (NVIDIA GeForce RTX 4090)", "cuda:1 (Quadro RTX 6000 with Max-Q Design)")
+    ranks = tuple(
+        dataclasses.replace(row, device=name)
+        for row, name in zip(summary.ranks, names, strict=True)
+    )
+    lines = table_text(dataclasses.replace(summary, ranks=ranks), width=80).rstrip().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len([line for line in lines if line.strip()]) == 5  # title, head, rule, two ranks
+    assert "cuda:0 (RTX 4090)" in lines[-2]
 
 
 def test_each_fact_is_said_once() -> None:
@@ -72,6 +86,7 @@ def test_each_fact_is_said_once() -> None:
     assert closing_lines(summary) == [
         "The team does 1.50× rank 0 alone.",
         "Nothing stands out.",
+        "Rank 1 is emulated 3× slower.",
         "page: evener report runs/first",
         "run folder: runs/first",
     ]

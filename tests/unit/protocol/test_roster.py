@@ -373,6 +373,25 @@ def test_who_makes_no_progress_while_others_wait_is_named_with_its_phase() -> No
     assert sum(message.type == "say" for message in said) == 2
 
 
+def test_a_rank_of_a_fixed_team_that_is_late_again_is_named_again() -> None:
+    """Ranks of such a team tell of waits alone, so nothing else shows that one is over."""
+    roster = Roster(2, 2, DEADLINES, 0.0, is_fixed=True)
+    for number, member in enumerate("ab"):
+        assert not roster.arrive(0.0, member, member, {"world_size": 2}, None, number)
+        roster.report(0.0, member, 0, None)
+    roster.tick(0.0)
+
+    def said(now_s: float) -> int:
+        roster.tick(now_s)
+        return sum(message.type == "say" for message in roster.take())
+
+    roster.take()
+    for begin_s in (10.0, 20.0):
+        roster.beat(begin_s, "a", 0, "waiting")
+        assert [said(begin_s + later_s) for later_s in (0.5, 2.0, 4.0)] == [0, 1, 0]
+        roster.beat(begin_s + 5.0, "a", 1, "training")
+
+
 def test_a_parked_member_neither_waits_nor_is_waited_for() -> None:
     team = Team("a", "b", "c")
     for _ in range(30):

@@ -1,7 +1,9 @@
 """Page, dashboard, terminal and plan show what an independent script finds in the events."""
 
+import io
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,3 +69,15 @@ def test_a_speed_that_halves_is_remarked(run: Path, capsys: pytest.CaptureFixtur
     assert found["verdict"]["multiple"] > 1
     (one,) = [advice for advice in found["advice"] if advice["kind"] == "speed_changed"]
     assert one["text"].startswith("Rank 1 (b) was 2.0× slower at the end than at the beginning.")
+
+
+@pytest.mark.parametrize("run", [halved], indirect=True)
+@pytest.mark.parametrize("command", ["report", "plan"])
+def test_a_terminal_may_lack_signs(
+    run: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert cli.main([command, str(run)]) == 0
+    stream.seek(0)
+    assert "rank 1" in stream.read()

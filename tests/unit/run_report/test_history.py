@@ -2,6 +2,7 @@
 
 import pytest
 
+from evener.observe.event_lines import from_line, to_line
 from evener.observe.events import make_event
 from evener.run_report.history import RunHistory
 from helpers.event_cases import committed_window, started
@@ -37,13 +38,22 @@ def test_what_is_said_of_members_and_of_the_end_is_kept():
         make_event("reformed", t=2.0, window=1, generation=1, members=["a"], reform_s=0.03),
         make_event("run_finished", t=3.0, window=1, reason="failed", message="WorkerError: gone"),
     )
-    assert found.workers == {"b": ("box", "cpu")}
+    assert (found.workers["b"]["host"], found.workers["b"]["device"]) == ("box", "cpu")
     assert [one["text"] for one in found.incidents] == [
         "lost rank 1 (b): killed; the team formed again with 1 rank; it cost 30 ms (30 ms until "
         "the team had formed again)",
         "failed after step 1: WorkerError: gone",
     ]
     assert not found.has_summary
+
+
+def test_a_rank_that_is_slowed_on_purpose_is_known_also_from_older_files():
+    place = {"t": 0.0, "pid": 7, "host": "box", "device": "cpu"}
+    slow = make_event("worker_started", rank=1, member="b", emulated=2.0, **place)
+    for start, worker in ((started(), [slow]), (started(emulated={"1": 2.0}), [])):
+        events = [from_line(to_line(one)) for one in (start, *worker, committed_window(0))]
+        found = taken(*events)
+        assert [found.slowed(lane) for lane in (0, 1)] == [None, 2.0]
 
 
 def test_evaluations_of_a_state_that_is_void_are_dropped():

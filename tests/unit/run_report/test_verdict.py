@@ -6,9 +6,9 @@ import pytest
 
 from evener.observe.estimate import Estimate
 from evener.run_report.advice import Advice
-from evener.run_report.verdict import Verdict
+from evener.run_report.verdict import RunVerdict
 
-FINE = Verdict(
+FINE = RunVerdict(
     estimate=Estimate(speed=126.0, alone={0: 100.0, 1: 40.0}),
     names={0: "rank 0 (a)", 1: "rank 1 (b)"},
     lost_waiting=0.086,
@@ -25,7 +25,7 @@ def test_a_verdict_in_one_line_and_its_three_answers() -> None:
     assert found.lines == [
         "The team does 1.26× rank 0 alone, 90% of all ranks together: rank 1 adds 26%.",
         "Rank 0 waits.",
-        "Too coarse. Set batch_size=64. Predicted: +12%.",
+        "Too coarse. Set batch_size=64. Expected: +12%.",
     ]
     assert FINE.change == "Nothing stands out that would make it faster."
 

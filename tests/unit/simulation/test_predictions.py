@@ -10,10 +10,10 @@ from evener.errors import ConfigError
 from evener.observe.events import make_event
 from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel
-from evener.simulation.advice import advise, best_policy, predict_all
 from evener.simulation.measured_team import measured_team
 from evener.simulation.prediction import TeamSpec, predict, simulate
 from evener.simulation.simulated_rank import UNDISTURBED, Link, Noise, SimulatedRank
+from evener.simulation.team_advice import advise, best_policy, predict_all
 from evener.simulation.telling import text
 
 SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC

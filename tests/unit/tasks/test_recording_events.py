@@ -10,6 +10,7 @@ from evener.ddp import Ddp
 from evener.engine.results import Progress, RankRecord, WindowResult
 from evener.observe.following import read_events
 from evener.tasks.recording import read_history, record
+from evener.team.membership import Membership
 from helpers.limits import PATIENCE_S
 from helpers.sinks import Kept
 from helpers.teams import run_team, setup
@@ -105,6 +106,32 @@ def test_a_session_in_events(tmp_path: Path) -> None:
     assert (second["rank"], second["samples"]) == (1, 1)
     assert events[7]["ranks"][1]["loss"] is None
     assert (events[-1]["reason"], events[-1]["message"]) == ("stopped", "later")
+
+
+def test_parked_and_recalled_ranks_and_refused_workers_are_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Membership, "take_refused", lambda _: refused.pop())
+    refused: list[list[tuple[str, str]]] = [[], [("c", "another version")], []]
+
+    def body(comm: Communicator) -> None:
+        with team_of(comm) as ddp:
+            start(ddp, tmp_path)
+            if comm.rank == 0:
+                ddp.events.window(result(0, (3, 1)))
+                ddp.events.window(result(1, (4, 0), parked=(1,)))
+                ddp.events.window(result(2, (3, 1)))
+
+    run_team(2, body)
+    events = read_events(tmp_path / "events.jsonl")
+    kinds = ("parked", "join_refused", "recalled")
+    told = [event for event in events if event["type"] in kinds]
+    assert [(event["type"], event["window"], event["reason"]) for event in told] == [
+        ("parked", 1, "the team is predicted to be faster without it"),
+        ("join_refused", 1, "another version"),
+        ("recalled", 2, "the team tries again with it"),
+    ]
+    assert (told[0]["rank"], told[1]["member"]) == (1, "c")
 
 
 def test_a_resumed_session_counts_what_was_done_before(tmp_path: Path) -> None:

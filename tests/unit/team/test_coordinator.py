@@ -349,6 +349,18 @@ def test_differences_and_names_are_refused_with_what_to_do() -> None:
                 late.next_generation(None)
 
 
+def test_the_main_process_hears_who_was_refused() -> None:
+    with serving() as address, team_of(address, "a", "b") as (a, b):
+        with pytest.raises(TeamRefusedError, match="is called 'b'"):
+            link(address, "b")
+        refused: list[tuple[str, str]] = []
+        until(lambda: refused.extend(a.take_refused()) or refused)
+        ((name, why),) = refused
+        assert name == "b"
+        assert "another worker of this team is called 'b'" in why
+        assert (a.take_refused(), b.take_refused()) == ([], [])
+
+
 def test_a_thousand_damaged_messages_do_no_harm() -> None:
     noise = random.Random(1)
     texts = [

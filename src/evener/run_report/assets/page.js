@@ -142,7 +142,7 @@ const page = (() => {
       cell.title = `${names[i]} waited ${duration(s)} for ${names[j]}`;
       return cell;
     })]);
-    const head = hasWords ? ["waited", ...names.map((name) => `for ${name}`)] : ["", ...names.map(() => "")];
+    const head = hasWords ? ["waited for", ...run.ranks.map((rank) => `rank ${rank.rank}`)] : ["", ...names.map(() => "")];
     return [table("Waits", head, rows, hasWords ? "" : "A row for each rank that waited, a column for each it waited for")];
   }
 

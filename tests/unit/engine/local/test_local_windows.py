@@ -135,6 +135,54 @@ def test_the_time_of_an_exchange_is_part_of_what_averaging_has_taken(
 
 
 @both_policies
+def test_a_schedule_by_weight_runs_ahead_inside_a_window(policy: str) -> None:
+    """By what a local step has weighed on average so far."""
+    weight, steps = 6.0, 60
+
+    def body(comm: Communicator) -> list[tuple[int, float]]:
+        seen: list[tuple[int, float]] = []
+        model, optimizer = linear()
+        with setup(
+            comm,
+            model,
+            optimizer,
+            lambda progress: seen.append((progress.steps, progress.weight)) or 1.0,
+            policy=policy,
+            anchor=5,
+        ) as ddp:
+            for _, x in ddp.loader(Numbered(2 * steps), batch_size=2).epoch(0):
+                ddp.backward(model(x).mean(), weight=weight)
+                ddp.step()
+        return seen
+
+    for seen in run_team(2, body):
+        assert seen[-1] == (steps, weight * steps)
+        assert all(units < weight * (done + 2) for done, units in seen)
+
+
+@both_policies
+def test_a_buffer_that_differs_between_loops_is_found_before_a_save(
+    policy: str, tmp_path: Path
+) -> None:
+    def body(comm: Communicator) -> str:
+        model = seeded(Partly)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.01)
+        options = {"policy": policy, "verify_every": 1000, **SHORT}
+        with setup(comm, model, optimizer, **options) as ddp:
+            train(ddp, ddp.loader(Numbered(24), batch_size=4, micro_batch_size=4))
+            before = model.norm.running_mean.data.clone()
+            if comm.rank == 1:
+                model.norm.running_mean.data[0] += 1  # without a mark
+            with pytest.raises(ReplicasDifferError) as caught:
+                ddp.save(tmp_path / "saved")
+            model.norm.running_mean.data.copy_(before)
+        return caught.value.parameter
+
+    assert run_team(2, body) == ["norm.running_mean"] * 2
+
+
+@both_policies
 def test_no_local_step_is_lost(policy: str, rank_clocks: RankClocks) -> None:
     rank_clocks.land_after(1)
 

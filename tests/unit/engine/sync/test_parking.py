@@ -111,7 +111,7 @@ def test_ranks_that_are_present_overlap_while_another_one_is_parked(
             for _, x in ddp.loader(Numbered(SAMPLES), batch_size=6):
                 ddp.backward(ddp.assembly.model(x).square().mean())
                 if AWAY in engine.team.parked:
-                    overlaps.append(engine.has_begun)
+                    overlaps.append(engine._overlap.has_begun)
                 ddp.step()
         return overlaps
 

@@ -177,3 +177,19 @@ def test_ranks_with_another_seed_or_at_another_place_of_the_data_are_refused_at_
     assert "rank 0 plans (window, epoch, start, size) (0, 0, 0, 8), rank 1 is at" in second
     assert "(0, 0, 8, 8)" in second
     assert "resume from the same checkpoint" in second
+
+
+def test_a_rank_that_would_lengthen_the_epoch_has_no_work_in_its_first_window() -> None:
+    def body(comm: Communicator) -> list[list[int]]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shares: list[list[int]] = []
+        with setup(comm, model, optimizer, speed_hint=(1.0, 1e-4)) as ddp:
+            ddp.on_commit(lambda result: shares.append([rank.samples for rank in result.ranks]))
+            for x in ddp.loader([torch.ones(2)] * 24, batch_size=8):
+                ddp.backward(model(x).mean())
+                ddp.step()
+        return shares
+
+    for shares in run_team(2, body):
+        assert shares[0] == [8, 0]

@@ -50,7 +50,7 @@ class Worth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class TeamAdvice:
     """The advice for a team.
 
     Attributes:
@@ -68,11 +68,11 @@ class Advice:
     worth: tuple[Worth, ...]
 
 
-def advise(team: TeamSpec) -> Advice:
+def advise(team: TeamSpec) -> TeamAdvice:
     """Predict every policy for a team, and for the team without each of its ranks."""
     predictions = predict_all(team)
     best = best_policy(predictions)
-    kinds = [replace(rank, name="", number=None) for rank in team.ranks]
+    kinds = [replace(rank, name="") for rank in team.ranks]
     without = {
         first: predict(team.without(first), best).samples_per_s
         for first in ({*map(kinds.index, kinds)} if len(kinds) > 1 else ())
@@ -84,7 +84,9 @@ def advise(team: TeamSpec) -> Advice:
         if without
     ]
     reason = _reason(predictions, best)
-    return Advice(team=team, predictions=predictions, best=best, reason=reason, worth=tuple(worth))
+    return TeamAdvice(
+        team=team, predictions=predictions, best=best, reason=reason, worth=tuple(worth)
+    )
 
 
 def predict_all(team: TeamSpec) -> Predictions:

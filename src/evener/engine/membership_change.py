@@ -7,7 +7,7 @@ from evener.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class MembershipChange:
     """A change of an elastic team, for people.
 
     Attributes:
