@@ -11,8 +11,16 @@ from helpers.markdown import blocks, is_example_of_a_loop, run_blocks
 from helpers.source import ROOT, tracked_files
 
 DOCUMENTS = [path for path in tracked_files() if path.suffix == ".md"]
-#: Documents whose code takes a minute and more; their commands are tested in tests/processes, too.
-LONG = {"classification.md"}
+#: Documents whose code takes a minute and more on a busy machine; their commands are tested in
+#: tests/processes, too.
+LONG = {
+    "classification.md",
+    "managed.md",
+    "pretraining.md",
+    "trainers.md",
+    "tutorial-team.md",
+    "tutorial-two-gpus.md",
+}
 WITH_CODE = [
     pytest.param(path, marks=[pytest.mark.long] if path.name in LONG else [])
     for path in DOCUMENTS
