@@ -17,8 +17,16 @@ from helpers.forking import Zygote
 from helpers.ranks import Rank, run_ranks
 
 SCRIPTS = Path(__file__).with_name("trainer_scripts")
-PLAIN = "from transformers import Trainer\n"
-CHANGED = "from evener.hf import Trainer\n"
+#: What a script imports, and what it imports with evener.
+IMPORTS = {
+    "from transformers import Trainer\n": "from evener.hf import Trainer\n",
+    "from trl import SFTTrainer\n": """
+from evener.hf import TrainerMixin
+from trl import SFTTrainer as Original
+class SFTTrainer(TrainerMixin, Original):
+    pass
+""",
+}
 BATCH = 12
 TOLERANCE = 1e-5
 #: What is saved and evaluated, and when; the best model is not the last one.
@@ -69,7 +77,7 @@ def run_script(rank: Rank, text: str, folder: str, given: list[str]) -> dict[str
     os.chdir(folder)
     warnings.simplefilter("ignore")  # the libraries' own
     sys.argv = ["script.py", *given]
-    if PLAIN in text:  # as in a process that was started plainly
+    if any(plain in text for plain in IMPORTS):  # as in a process that was started plainly
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             del os.environ[name]
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -111,8 +119,8 @@ def run(
         "save_strategy": "no",
     } | further
     text = (SCRIPTS / f"{script}.py").read_text()
-    assert text.count(PLAIN) == 1
-    text = edit(text if plain else text.replace(PLAIN, CHANGED))
+    [original] = [line for line in IMPORTS if line in text]
+    text = edit(text if plain else text.replace(original, IMPORTS[original]))
     folder.mkdir(exist_ok=True)
     options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     slow = {"EVENER_EMULATE_SLOW": "1:3"} if world_size > 1 else {}
@@ -172,6 +180,21 @@ def test_other_scripts_on_one_to_three_ranks(script: str, accumulate: int, tmp_p
     (plain,) = run(tmp_path / "plain", script, plain=True, accumulate=accumulate)
     for world_size in (1, 2, 3):
         found = run(tmp_path / str(world_size), script, world_size, accumulate=accumulate)
+        assert_alike(found, plain, TOLERANCE)
+
+
+def test_trls_trainer_on_one_to_three_ranks(tmp_path: Path) -> None:
+    """What it logs besides (accuracy, entropy, tokens) is of each rank's part."""
+    pytest.importorskip("trl", reason="needs trl")
+    options = {"accumulate": 2, "num_train_epochs": 1, "bf16": False}
+    (plain,) = run(tmp_path / "plain", "sft", plain=True, **options)
+    own = ("entropy", "mean_token_accuracy", "num_tokens")
+    plain["history"] = [
+        {name: value for name, value in log.items() if name not in own} for log in plain["history"]
+    ]
+    assert len(plain["history"]) > 3
+    for world_size in (1, 2, 3):
+        found = run(tmp_path / str(world_size), "sft", world_size, **options)
         assert_alike(found, plain, TOLERANCE)
 
 
