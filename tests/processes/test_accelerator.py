@@ -201,6 +201,7 @@ def test_a_step_of_one_rank_waits_for_nothing() -> None:
     run_there(check_waits)
 
 
+@pytest.mark.long
 def test_the_command_line_takes_it_beside_the_cpu(tmp_path: Path) -> None:
     pretend.install(tmp_path / "site")
     (tmp_path / "lab").mkdir()

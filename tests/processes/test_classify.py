@@ -83,6 +83,7 @@ def classify_in_a_script(rank: Rank, folder: str) -> list[Any]:
     return [*map(asdict, results), adapter_is_there]
 
 
+@pytest.mark.long
 def test_the_same_from_python_on_samples_in_memory(folder: Path) -> None:
     Zygote.get().preload(*NEEDED)
     first, other = run_ranks(classify_in_a_script, 2, str(folder), timeout_s=RUN_TIMEOUT_S)

@@ -60,6 +60,7 @@ def train(rank: Rank, backend: str | None) -> list[tuple[int, list[Tensor]]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(PATIENCE_S + 60)
 def test_compiled_models_train_as_others(tmp_path: Path) -> None:
     """Traced and differentiated; torch's default backend calls a C++ compiler in tests/numerics."""

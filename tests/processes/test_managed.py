@@ -276,6 +276,7 @@ print(json.dumps([handle.world_size, found, state.params["weight"][0].tolist()])
 """
 
 
+@pytest.mark.long
 def test_a_builder_trains_in_whatever_has_started_its_script(sandbox: Sandbox) -> None:
     """On one device, in workers of its own, and as a rank of a team: all with the same numbers."""
     script = sandbox.script(ANYWHERE)

@@ -51,6 +51,7 @@ def test_a_worker_an_agent_and_the_coordinator_are_killed(hosts: Hosts) -> None:
     check(hosts.journals)
 
 
+@pytest.mark.long
 def test_the_agent_that_has_the_coordinator_is_killed(hosts: Hosts) -> None:
     """Its worker ends with it. The others wait for a coordinator at the same address."""
     first = hosts.launch(0, "--nnodes", "1:2")
@@ -71,6 +72,7 @@ def test_the_agent_that_has_the_coordinator_is_killed(hosts: Hosts) -> None:
 # ── links are cut ────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_a_host_that_is_cut_off_for_longer_than_the_lease_joins_again(hosts: Hosts) -> None:
     """The host of the main process. Mended, it commits nothing of its own."""
     coordinator = hosts.coordinate("1:3", "--host-lease-s", LEASE_S)

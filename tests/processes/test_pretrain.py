@@ -204,6 +204,7 @@ def test_a_script_pretrains_on_a_hugging_face_dataset(lab):
     assert [event["window"] for event in run.of_type("window")] == list(range(5))
 
 
+@pytest.mark.long
 def test_torchrun_starts_the_ranks(lab, trained):
     running = lab.sandbox.start(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2),
