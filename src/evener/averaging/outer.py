@@ -118,8 +118,8 @@ class OuterStep:
         self._names: list[str] = []
         self._parameters: list[Parameter] = []
         self._optimizer: Optimizer | None = None
-        #: State of parameters that are not there yet, by name.
-        self._waiting: dict[str, Any] = {}
+        #: State of parameters that are not there yet, like that of ``state_dict``.
+        self._waiting: dict[str, dict[str, Any]] = {}
 
     def add(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         """Step these tensors, too, in place.
@@ -162,27 +162,39 @@ class OuterStep:
         mine.step()
         return [parameter.detach() for parameter in parameters]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of each parameter by its name: it depends on no order."""
-        if self._optimizer is None:
-            return dict(self._waiting)
-        state, names = self._optimizer.state_dict()["state"], self._numbered()
-        return self._waiting | {names[number]: values for number, values in state.items()}
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the state of each parameter by its name, below the optimizer's class.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of ``state_dict``; what it lacks begins without any."""
-        self._waiting = dict(state)
+        It depends on no order.
+        """
+        optimizer = self._optimizer
+        if optimizer is None:
+            return self._waiting
+        state, names = optimizer.state_dict()["state"], self._numbered()
+        known = {names[number]: values for number, values in state.items()}
+        return {type(optimizer).__name__: self._waiting_here | known}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continue from the state of ``state_dict``; what it lacks begins without any.
+
+        So does everything, if that was another class of optimizer.
+        """
+        self._waiting = {kind: dict(by_name) for kind, by_name in state.items()}
         if self._optimizer is not None:
             self._optimizer.state.clear()
             self._take_waiting()
+
+    @property
+    def _waiting_here(self) -> dict[str, Any]:
+        return self._waiting.get(type(self._optimizer).__name__, {})
 
     def _take_waiting(self) -> None:
         optimizer = self._optimizer
         assert optimizer is not None, "no parameters were added"
         known = optimizer.state_dict()
         for number, name in enumerate(self._numbered()):
-            if name in self._waiting:
-                known["state"][number] = self._waiting.pop(name)
+            if name in self._waiting_here:
+                known["state"][number] = self._waiting_here.pop(name)
         optimizer.load_state_dict(known)
 
     def _numbered(self) -> list[str]:

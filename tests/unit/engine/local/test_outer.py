@@ -288,6 +288,14 @@ def test_a_checkpoint_without_momentum_ends_that_of_the_run(tmp_path: Path) -> N
         assert torch.equal(first, again)
 
 
+def test_another_class_of_optimizer_begins_without_state(tmp_path: Path) -> None:
+    """Otherwise Adam would miss what it keeps itself."""
+    adam = partial(torch.optim.Adam, lr=0.01)
+    run_team(2, lambda comm: train(comm, tmp_path / "own", 1, outer=FACTORY))
+    first, second = run_team(2, lambda comm: train(comm, tmp_path / "own", outer=adam))
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize(
     ("outer", "words"),
     [
