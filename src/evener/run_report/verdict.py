@@ -95,6 +95,8 @@ class RunVerdict:
     @property
     def change(self) -> str:
         """Return what to change first, in a sentence or two."""
+        if not self.advice and self.estimate.speed is None:
+            return "Let it run for longer: nothing tells yet what would make it faster."
         if not self.advice:
             return "Nothing stands out that would make it faster."
         first = self.advice[0]

@@ -171,6 +171,7 @@ def _windows_that_count(table: RunTable, policy: ApplyPolicy) -> NDArray[np.bool
     rows = table.rows()
     counted &= ~np.isin(rows["window"] - rows["windows"] + 1, list(table.paused))
     lengths_s = rows["length_s"] / rows["windows"]
+    counted &= lengths_s > 0.0  # else the clock was set back in it
     if counted.any():
         counted &= lengths_s <= _MOST_TIMES * np.median(lengths_s[counted])
     return counted
