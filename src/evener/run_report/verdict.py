@@ -112,10 +112,11 @@ class RunVerdict:
     def document(self) -> dict[str, Any]:
         """Return the verdict as JSON."""
         fastest = self.estimate.fastest
-        named = self.estimate.of_fastest is not None and fastest in self.names
+        multiple = self.estimate.of_fastest if len(self.names) > 1 else None
+        named = multiple is not None and fastest in self.names
         return {
             "basis": self.basis,
-            "multiple": number(self.estimate.of_fastest),
+            "multiple": number(multiple),
             "fastest": {"rank": fastest, "name": self.names[fastest]} if named else None,  # type: ignore[index]
             "of_ideal": number(self.estimate.of_ideal),
             "lost_waiting": number(self.lost_waiting),

@@ -54,6 +54,16 @@ def test_only_the_present_member_of_a_rank_is_parked_and_what_it_does_alone_stay
     assert found["team"]["ideal"] == pytest.approx(60 / 0.7 + 40 / 0.9, rel=1e-5)
 
 
+def test_a_team_that_formed_again_may_exchange_over_something_else():
+    alone = started() | {"backend": "none", "backend_reason": "one rank, nothing to exchange"}
+    place = {"t": 2.0, "window": 1, "generation": 1, "members": ["a", "b"]}
+    grown = make_event("reformed", **place) | {"backend": "shared", "backend_reason": "one host"}
+    run = document_of(history_of(alone, committed_window(0), grown))["run"]
+    assert (run["backend"], run["backend_reason"]) == ("shared", "one host")
+    run = document_of(history_of(alone, make_event("reformed", **place)))["run"]  # an older file
+    assert (run["backend"], run["backend_reason"]) == ("none", "one rank, nothing to exchange")
+
+
 def test_losses_shares_and_waits_over_time():
     series = document_of(ten_windows())["series"]
     assert series["end_s"] == list(range(1, 11))

@@ -61,6 +61,7 @@ def test_one_rank_is_compared_with_nobody() -> None:
     alone = Estimate(speed=99.0, alone={0: 100.0})
     found = replace(FINE, estimate=alone, names={0: "rank 0 (a)"}, lost_waiting=0.0)
     assert (found.text, found.worth) == ("", "One rank has no other to be compared with.")
+    assert (found.document()["multiple"], found.document()["fastest"]) == (None, None)
 
 
 def test_of_a_run_that_measured_nothing_no_advice_says_so() -> None:

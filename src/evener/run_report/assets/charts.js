@@ -257,7 +257,12 @@ const charts = (() => {
         stroke: one.colour,
         width: one.points ? 0 : 1.6,
         dash: one.dash,
-        points: { show: Boolean(one.points), size: 8, fill: one.colour },
+        points: {
+          // A line has at least two points; one alone would not be seen.
+          show: (u, number) => Boolean(one.points) || u.data[number].filter((v) => v !== null && v !== undefined).length === 1,
+          size: 8,
+          fill: one.colour,
+        },
         value: (u, _, number, index) => {
           const found = valueAt(u.data[number], index);
           return found === null || found === undefined ? "–" : show.y(found);
@@ -272,6 +277,9 @@ const charts = (() => {
     }
     return { series, bands };
   }
+
+  /** Texts of ticks, of which neighbours that are rounded to the same are shown once. */
+  const unlike = (texts) => texts.map((text, i) => (text === texts[i - 1] ? "" : text));
 
   const fromZero = (_, low, high) => [0, high > 0 ? 1.05 * high : 1];
 
@@ -328,7 +336,7 @@ const charts = (() => {
           },
           axes: [
             { ...axis, ...sized, ...x },
-            { ...axis, ...sized, values: (_, ticks) => ticks.map(show.tick || show.y), size: PLOT.left - LABEL, label: show.unit, labelSize: LABEL },
+            { ...axis, ...sized, values: (_, ticks) => unlike(ticks.map(show.tick || show.y)), size: PLOT.left - LABEL, label: show.unit, labelSize: LABEL },
           ],
           cursor: {
             drag: { setScale: false },
