@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from evener.errors import ConfigError
+
 OuterFactory = Callable[[Sequence[Tensor]], Optimizer]
 """Makes an optimizer of the parameters that it steps, as the classes of torch.optim do."""
 
@@ -86,7 +88,7 @@ class OuterStep:
     All ranks step alike: from the same parameters, on the same differences.
 
     Args:
-        make: Makes the optimizer.
+        make: Makes the optimizer. ``add`` refuses what is none.
     """
 
     def __init__(self, make: OuterFactory) -> None:
@@ -103,7 +105,13 @@ class OuterStep:
         self._names += names
         self._parameters += parameters
         if self._optimizer is None:
-            self._optimizer = self._make(parameters)
+            made: object = self._make(parameters)
+            if not isinstance(made, Optimizer):
+                raise ConfigError(
+                    f"outer made {made!r}, which is not a torch.optim.Optimizer; give a function "
+                    "that makes one of a list of parameters, such as a class of torch.optim"
+                )
+            self._optimizer = made
         else:
             self._optimizer.add_param_group({"params": parameters})
         self._take_waiting()
