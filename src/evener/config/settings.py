@@ -200,7 +200,7 @@ class TrainingOptions(LocalOptions):
             parameters): ``"float32"``, or ``"bfloat16"``, half the bytes; in CADENCE and ASYNC also
             ``"int8"`` and ``"int4"``, with a scale for every 128 numbers. They are added up in
             float32, and what rounding has taken from one exchange is added to the next. Without
-            effect inside one host, over NCCL, in a sharded update, and on other dtypes.
+            effect over shared memory and NCCL, in a sharded update, and on other dtypes.
         timeout_s: Longest wait for another rank, in seconds.
     """
 
