@@ -54,7 +54,7 @@ from evener.team.environment import DistributedTrainConfig, read_machines
 from evener.team.host import local_devices
 from evener.team.nodes import DEFAULT_TIMEOUT_S, Nodes, choose_nodes
 from evener.team.signals import end_in_silence
-from evener.team.terminal import printable
+from evener.team.terminal import answer, printable
 
 if TYPE_CHECKING:
     from evener.team.launch import LaunchPlan
@@ -213,7 +213,7 @@ def _show(text: str) -> None:
     """Print text with names from a file of events, which may hold what a terminal would obey."""
     encoding = sys.stdout.encoding or "utf-8"  # an old one lacks signs such as "×"
     shown = "\n".join(map(printable, text.split("\n")))
-    print(shown.encode(encoding, "replace").decode(encoding))
+    answer(shown.encode(encoding, "replace").decode(encoding))
 
 
 # ── tasks ─────────────────────────────────────────────────────────────────────────────────────────
@@ -328,7 +328,7 @@ def report(
             if not numbers:
                 _show("\n".join(verdict_lines(document)))
         if numbers:
-            print(json.dumps(document, allow_nan=False))
+            answer(json.dumps(document, allow_nan=False))
     return 0
 
 
@@ -350,7 +350,7 @@ def doctor(
 
     token = read_token(token_file) or read_team_token(os.environ) or b""
     diagnosis = diagnose(address, token, listens=listen)
-    print(diagnosis.json_text() if as_json else diagnosis.for_people())
+    answer(diagnosis.json_text() if as_json else diagnosis.for_people())
     return 1 if diagnosis.problems else 0
 
 
@@ -389,7 +389,7 @@ def plan(options: PlanOptions) -> int:
 
     advice = answer_plan(options)
     if options.numbers:
-        print(json.dumps(document(advice), allow_nan=False))
+        answer(json.dumps(document(advice), allow_nan=False))
     else:
         _show(text(advice).rstrip("\n"))
     return 0

@@ -89,7 +89,9 @@ class SyncPolicy(Policy):
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
         """Set how shares are computed; see ``Policy``. Shares in use are forgotten."""
         super().set_micro_batch_sizes(sizes)
-        self._begin_again("the limits of micro-batches have changed")
+        # Before the first plan nothing has changed: they are only made known.
+        changed = "the limits of micro-batches have changed"
+        self._begin_again(changed if self._in_use else self._occasion)
 
     def set_absent(self, ranks: frozenset[int]) -> None:
         """Set the numbers that no member of an elastic team has; see ``Policy``."""

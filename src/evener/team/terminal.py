@@ -1,9 +1,11 @@
-"""Words for people, on standard error; a reader that goes away ends no training."""
+"""Words for people; a reader that goes away ends no training."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Final, TextIO
 
 #: Set by evener's launcher for ranks whose lines it marks: descriptors of its own output and error.
@@ -40,6 +42,21 @@ def say(text: str, end: str = "\n") -> None:
         sys.stderr.flush()
     except (OSError, ValueError):
         _let_go()
+
+
+def answer(text: str) -> None:
+    """Write a line to standard output.
+
+    Raises:
+        SystemExit: Whoever reads it has seen enough, as ``head`` does.
+    """
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with Path(os.devnull).open("w") as nowhere:  # Python flushes at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def warn(text: str) -> None:

@@ -457,6 +457,7 @@ def reasons(team, num_windows, batch_size=64):
 
 def test_each_changed_plan_has_a_reason_and_others_have_none():
     team = Team([CostModel(0.01, 0.01)] * 2, 64, noise=0.0, hint=False, planned=0)
+    team.policy.set_micro_batch_sizes([32, 32])  # they are made known: nothing has changed yet
     assert reasons(team, 4)[0] == "the shares are equal until speeds are known"
     assert reasons(team, 4) == {4: ""}, "nothing changed"
     team.set_cost(1, CostModel(0.01, 0.03))
@@ -469,4 +470,6 @@ def test_each_changed_plan_has_a_reason_and_others_have_none():
     team.policy.set_parked(frozenset())
     assert reasons(team, 1) == {17: "all ranks are present"}
     assert reasons(team, 1, batch_size=20) == {18: "the window has 20 samples instead of 64"}
+    team.policy.set_micro_batch_sizes([4, 4])
+    assert reasons(team, 1) == {19: "the limits of micro-batches have changed"}
     assert team.policy.why(3) == "", "asked for too late"

@@ -4,9 +4,6 @@ What they need comes in when they are called: a public name is cheap to import.
 """
 
 import json
-import os
-import signal
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from evener.tasks.run_results import ClassifyResult
 from evener.team.child import loading_libraries
 from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals
-from evener.team.terminal import say
+from evener.team.terminal import answer, say
 
 
 def run_classification(options: ClassifyOptions, environment: DistributedTrainConfig) -> int:
@@ -112,16 +109,10 @@ def predict_file(options: ClassifyOptions) -> int:
     pipeline = ClassifyPipeline.load(finished[0])
     if not options.quiet:
         say(f"classifying {len(records):,} texts with {finished[0]}")
-    try:
-        for prediction in pipeline.predict([record.text for record in records]):
-            probability = prediction.probabilities[prediction.index]
-            document = {"label": prediction.label, "index": prediction.index}
-            sys.stdout.write(json.dumps({**document, "probability": round(probability, 6)}) + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # who reads has seen enough, as `head` does
-        with Path(os.devnull).open("w") as nowhere:  # Python flushes at its end
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    for prediction in pipeline.predict([record.text for record in records]):
+        probability = prediction.probabilities[prediction.index]
+        document = {"label": prediction.label, "index": prediction.index}
+        answer(json.dumps({**document, "probability": round(probability, 6)}))
     return 0
 
 
