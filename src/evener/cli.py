@@ -213,7 +213,17 @@ def _show(text: str) -> None:
     """Print text with names from a file of events, which may hold what a terminal would obey."""
     encoding = sys.stdout.encoding or "utf-8"  # an old one lacks signs such as "×"
     shown = "\n".join(map(printable, text.split("\n")))
-    print(shown.encode(encoding, "replace").decode(encoding))
+    _print_all(shown.encode(encoding, "replace").decode(encoding))
+
+
+def _print_all(text: str) -> None:
+    """Print text; a reader such as ``head`` may leave before its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes once more at exit, and would print this error there.
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 # ── tasks ─────────────────────────────────────────────────────────────────────────────────────────
@@ -328,7 +338,7 @@ def report(
             if not numbers:
                 _show("\n".join(verdict_lines(document)))
         if numbers:
-            print(json.dumps(document, allow_nan=False))
+            _print_all(json.dumps(document, allow_nan=False))
     return 0
 
 
@@ -350,7 +360,7 @@ def doctor(
 
     token = read_token(token_file) or read_team_token(os.environ) or b""
     diagnosis = diagnose(address, token, listens=listen)
-    print(diagnosis.json_text() if as_json else diagnosis.for_people())
+    _print_all(diagnosis.json_text() if as_json else diagnosis.for_people())
     return 1 if diagnosis.problems else 0
 
 
@@ -389,7 +399,7 @@ def plan(options: PlanOptions) -> int:
 
     advice = answer_plan(options)
     if options.numbers:
-        print(json.dumps(document(advice), allow_nan=False))
+        _print_all(json.dumps(document(advice), allow_nan=False))
     else:
         _show(text(advice).rstrip("\n"))
     return 0
