@@ -215,6 +215,17 @@ def test_numbers_and_ticks_are_round(tmp_path):
         assert tab.evaluate("charts.duration(61.4, 0.2)") == "1 min 1.4 s"
 
 
+def test_a_single_window_is_drawn_as_a_point(tmp_path):
+    is_drawn = """() => {
+        const canvas = document.querySelector("[data-chart=shares] canvas");
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const isBlue = (i) => data[i] < 40 && data[i + 1] > 80 && data[i + 2] > 140;
+        return data.some((_, i) => i % 4 === 0 && data[i + 3] > 200 && isBlue(i));
+    }"""
+    with browsing(report(write_run(tmp_path / "run", 1))) as tab:
+        tab.wait_for_function(is_drawn)
+
+
 def test_a_run_without_windows_says_so(tmp_path):
     with browsing(report(write_run(tmp_path / "run", 0))) as tab:
         assert "no window" in tab.locator(TOLD).inner_text()

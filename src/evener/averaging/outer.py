@@ -81,6 +81,28 @@ def make_outer(
     return outer
 
 
+def make_checked(make: OuterFactory, parameters: Sequence[Tensor]) -> Optimizer:
+    """Return the optimizer that ``make`` makes of the parameters.
+
+    Raises:
+        ConfigError: It is not one of exactly these parameters.
+    """
+    optimizer = make(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"outer returned {optimizer!r}, which is not a torch.optim.Optimizer; give a function "
+            "that returns an optimizer of the parameters that it gets"
+        )
+    stepped = [id(one) for group in optimizer.param_groups for one in group["params"]]
+    if sorted(stepped) != sorted(map(id, parameters)):
+        raise ConfigError(
+            f"outer returned a {type(optimizer).__name__} of {len(stepped)} parameters, which are "
+            f"not the {len(parameters)} that it was given; give all of these to the optimizer, and "
+            "no others: they stand for the model's, in the shapes of those"
+        )
+    return optimizer
+
+
 @final
 class OuterStep:
     """Steps named parameters with an outer optimizer.
@@ -88,7 +110,7 @@ class OuterStep:
     All ranks step alike: from the same parameters, on the same differences.
 
     Args:
-        make: Makes the optimizer. ``add`` refuses what is none.
+        make: Makes the optimizer.
     """
 
     def __init__(self, make: OuterFactory) -> None:
@@ -96,25 +118,24 @@ class OuterStep:
         self._names: list[str] = []
         self._parameters: list[Parameter] = []
         self._optimizer: Optimizer | None = None
-        #: State of parameters that are not there yet, by name.
-        self._waiting: dict[str, Any] = {}
+        #: State of parameters that are not there yet, like that of ``state_dict``.
+        self._waiting: dict[str, dict[str, Any]] = {}
 
     def add(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        """Step these tensors, too, in place."""
+        """Step these tensors, too, in place.
+
+        Raises:
+            ConfigError: What was made is not an optimizer of them.
+        """
         parameters = [Parameter(tensor) for tensor in tensors]
         self._names += names
         self._parameters += parameters
         if self._optimizer is None:
-            made: object = self._make(parameters)
-            if not isinstance(made, Optimizer):
-                raise ConfigError(
-                    f"outer made {made!r}, which is not a torch.optim.Optimizer; give a function "
-                    "that makes one of a list of parameters, such as a class of torch.optim"
-                )
-            self._optimizer = made
+            self._optimizer = make_checked(self._make, parameters)
         else:
             self._optimizer.add_param_group({"params": parameters})
-        self._take_waiting()
+        if self._waiting:
+            self._take_waiting()
 
     @torch.no_grad()
     def step(self, differences: Sequence[Tensor | None]) -> None:
@@ -133,30 +154,53 @@ class OuterStep:
 
     def ahead(self, differences: Sequence[Tensor | None]) -> list[Tensor]:
         """Return what ``step`` would make of the parameters; nothing is changed."""
-        mine = copy.deepcopy(self._optimizer)
+        # Together: groups of the optimizer may hold the parameters in another order.
+        mine, parameters = copy.deepcopy((self._optimizer, self._parameters))
         assert mine is not None, "no parameters were added"
-        parameters = [one for group in mine.param_groups for one in group["params"]]
         for parameter, difference in zip(parameters, differences, strict=False):
             parameter.grad = difference
         mine.step()
         return [parameter.detach() for parameter in parameters]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of each parameter by its name: it depends on no order."""
-        state = self._optimizer.state_dict()["state"] if self._optimizer else {}
-        return {self._names[number]: values for number, values in state.items()}
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the state of each parameter by its name, below the optimizer's class.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of ``state_dict``; what it lacks begins without any."""
-        self._waiting = dict(state)
-        self._take_waiting()
+        It depends on no order.
+        """
+        optimizer = self._optimizer
+        if optimizer is None:
+            return self._waiting
+        state, names = optimizer.state_dict()["state"], self._numbered()
+        known = {names[number]: values for number, values in state.items()}
+        return {type(optimizer).__name__: self._waiting_here | known}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continue from the state of ``state_dict``; what it lacks begins without any.
+
+        So does everything, if that was another class of optimizer.
+        """
+        self._waiting = {kind: dict(by_name) for kind, by_name in state.items()}
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+            self._take_waiting()
+
+    @property
+    def _waiting_here(self) -> dict[str, Any]:
+        return self._waiting.get(type(self._optimizer).__name__, {})
 
     def _take_waiting(self) -> None:
         optimizer = self._optimizer
-        if optimizer is None:
-            return
+        assert optimizer is not None, "no parameters were added"
         known = optimizer.state_dict()
-        for number, name in enumerate(self._names):
-            if name in self._waiting:
-                known["state"][number] = self._waiting.pop(name)
+        for number, name in enumerate(self._numbered()):
+            if name in self._waiting_here:
+                known["state"][number] = self._waiting_here.pop(name)
         optimizer.load_state_dict(known)
+
+    def _numbered(self) -> list[str]:
+        """Return the names of parameters in the order in which the optimizer numbers them."""
+        assert self._optimizer is not None, "no parameters were added"
+        pairs = zip(self._parameters, self._names, strict=True)
+        names = {id(parameter): name for parameter, name in pairs}
+        groups = self._optimizer.param_groups
+        return [names[id(parameter)] for group in groups for parameter in group["params"]]

@@ -99,8 +99,9 @@ class LocalOptions:
         outer: What is done with the average difference from the consensus: ``"average"`` adds it;
             ``"nesterov"`` takes it for a gradient of SGD with Nesterov momentum, as DiLoCo and
             SlowMo do; from Python also a function that makes an optimizer of a list of parameters,
-            such as a class of ``torch.optim``. It is part of checkpoints. Windows with fewer than
-            half of the anchor's steps are averaged.
+            such as a class of ``torch.optim``. Its state is part of checkpoints; another class of
+            optimizer begins without any. Windows with fewer than half of the anchor's steps are
+            averaged.
         outer_lr: Learning rate of ``"nesterov"``; 0.7 if left out.
         outer_momentum: Momentum of ``"nesterov"``; 0.5 if left out.
     """

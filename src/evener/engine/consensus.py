@@ -215,13 +215,11 @@ class Replica(Consensus):
         """
         if self._outer is None:
             return
-        guesses = iter(self._outer.ahead(self._updates([*self._groups()])))
+        guesses = iter(self._outer.ahead(_updates([*self._groups()])))
         for group in self._flat.groups:
             guess = group.data.clone()
-            for view, parameter in zip(_views(group, guess), group.parameters, strict=True):
-                stepped = next(guesses)
-                if parameter.requires_grad:
-                    view.copy_(stepped)
+            for view in _views(group, guess):
+                view.copy_(next(guesses))
             group.data.copy_(guess)
             self._ahead.append(guess)
 
@@ -231,19 +229,6 @@ class Replica(Consensus):
             first:
         ]:
             group.data.sub_(start - kept)
-
-    def _updates(
-        self, groups: Sequence[tuple[FlatGroup, Tensor, Tensor, Tensor]]
-    ) -> list[Tensor | None]:
-        """Return the differences in the shapes of parameters; ``None`` for what was frozen.
-
-        Momentum must not move that.
-        """
-        updates: list[Tensor | None] = []
-        for group, _, differences, _ in groups:
-            pairs = zip(_views(group, differences), group.parameters, strict=True)
-            updates += [view if p.requires_grad else None for view, p in pairs]
-        return updates
 
     @torch.no_grad()
     def exchange(
@@ -316,7 +301,7 @@ class Replica(Consensus):
             # From the average: momentum carries the consensus beyond it.
             divergence = self._relative([kept - agreed + sums for _, agreed, sums, kept in taken])
         if self._outer is not None and is_full:
-            self._outer.step(self._updates(taken))
+            self._outer.step(_updates(taken))
         else:
             for _, agreed, sums, _ in taken:
                 agreed.sub_(sums)
@@ -392,3 +377,21 @@ def _views(group: FlatGroup, buffer: Tensor) -> list[Tensor]:
     """Return a buffer's parts in the shapes of the group's parameters."""
     pairs = zip(group.offsets, group.parameters, strict=True)
     return [view_like(buffer, offset, parameter) for offset, parameter in pairs]
+
+
+def _updates(
+    groups: Sequence[tuple[FlatGroup, Tensor, Tensor, Tensor]],
+) -> list[Tensor | None]:
+    """Return the differences in the shapes of parameters; ``None`` for what no rank has changed.
+
+    Momentum must not move what is frozen. Ranks may freeze it in different windows, so the sum
+    decides, whose bits all have, and not ``requires_grad``.
+    """
+    updates: list[Tensor | None] = []
+    for group, _, differences, _ in groups:
+        views = _views(group, differences)
+        changed = torch.stack([view.any() for view in views]).tolist()
+        updates += [
+            view if is_changed else None for view, is_changed in zip(views, changed, strict=True)
+        ]
+    return updates

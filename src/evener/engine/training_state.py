@@ -46,7 +46,7 @@ class TrainingContent(NamedTuple):
         optimizers: The argument of each optimizer's ``load_state_dict``.
         schedule: State of each torch scheduler.
         registered: The argument of each registered object's ``load_state_dict``, by name.
-        outer: State of the outer optimizer, by parameter; empty without one.
+        outer: State of the outer optimizer, of ``OuterStep.state_dict``; empty without one.
     """
 
     optimizers: Sequence[OptimizerState]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from evener.averaging.outer import make_checked
 from evener.config.settings import DdpConfig
 from evener.errors import ConfigError
 from evener.loop.arguments import Schedulers, several
@@ -44,7 +45,11 @@ def describe_training(
     policy: ApplyPolicy,
     config: DdpConfig,
 ) -> Description:
-    """Return what ``check_consistency`` compares, in the order in which it is compared."""
+    """Return what ``check_consistency`` compares, in the order in which it is compared.
+
+    Raises:
+        ConfigError: What makes the outer optimizer does not make one.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parts = {
         # Before options: gradient buckets follow from the model, and would be named instead.
@@ -56,9 +61,16 @@ def describe_training(
             {"class": _class(one)} | (one.state_dict() if isinstance(one, LRScheduler) else {})
             for one in several(scheduler)
         ],
-        "optimizer": [{"class": _class(one), "groups": one.param_groups} for one in optimizers],
+        "optimizer": [_describe(one) for one in optimizers],
     }
+    if callable(config.outer):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        parts["optimizer_outer"] = _describe(make_checked(config.outer, trained))
     return {**describe_versions(), **dict(_flatten("", parts, names))}
+
+
+def _describe(optimizer: Optimizer) -> Mapping[str, Any]:
+    return {"class": _class(optimizer), "groups": optimizer.param_groups}
 
 
 def _class(value: object) -> str:

@@ -268,6 +268,8 @@ class EventStream:
             # Readers drop the events of the previous main process from this window on.
             window=again[0].window if again else window,
             members=list(change.members),
+            backend=self._team.comm.backend,
+            backend_reason=self._team.comm.reason,
             **_pick(change, "generation", "detect_s", "reform_s", "heal_s"),
         )
         sent = {**_pick(change, "donor", "num_bytes"), "elapsed_s": change.heal_s}

@@ -72,9 +72,10 @@ FIELDS: Final = {
     # later windows are void. With ``new_data`` it continues with other data, from its epoch 0.
     "run_resumed": "window path new_data",
     # The team formed again and continues with ``window``; earlier events from there on are void.
-    # Further fields, in seconds: ``detect_s`` from the last heartbeat of a lost member to the end
-    # of its generation, ``reform_s`` until the new one was connected, ``heal_s`` until all of its
-    # members held the same state. The next ``window`` has ``redo_s``: from there to its commit.
+    # Further fields: ``backend`` and ``backend_reason``, as of ``run_started``; and in seconds,
+    # ``detect_s`` from the last heartbeat of a lost member to the end of its generation,
+    # ``reform_s`` until the new one was connected, ``heal_s`` until all of its members held the
+    # same state. The next ``window`` has ``redo_s``: from there to its commit.
     "reformed": "window generation members",
     # A rank has become slow: it needed ``compute_s`` instead of ``expected_s``. Further fields:
     # ``factor`` times as slow as in its own past, from the window ``since`` on, on ``host`` and

@@ -9,7 +9,7 @@ WIDTH: Final = 80
 
 
 def human_duration(seconds: float) -> str:
-    """Return a length of time with the precision that matters: ``80 ms``, ``12 s``, ``1 h 20 min``.
+    """Return a length of time as precise as it matters: ``12 s``, ``2 min 41 s``, ``1 h 20 min``.
 
     Args:
         seconds: Zero or more.
@@ -20,10 +20,10 @@ def human_duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     if round(seconds) < 120:
         return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(round(seconds / 60), 60)
     if hours < 48:
         return f"{hours} h {minutes} min"
     days, hours = divmod(round(seconds / 3600), 24)

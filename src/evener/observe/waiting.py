@@ -17,6 +17,10 @@ _STANDS_OUT: Final = 2.0
 """A rank is named only if it is waited for so many times as long as any other."""
 
 
+_LEAST_WINDOWS: Final = 5
+"""Fewer windows cannot tell a rank that keeps others waiting from the noise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Waits:
     """How much the ranks waited for each of them, by lane.
@@ -76,7 +80,7 @@ class Waits:
     def culprit(self) -> int | None:
         """Return the lane that stands out as the one for which others wait; ``None`` for none."""
         waited_s = np.sort(self.waited_for_s)
-        if len(waited_s) < 2 or not waited_s[-1] >= NOTEWORTHY * self.team_s > 0:
+        if self.shared_windows < _LEAST_WINDOWS or not waited_s[-1] >= NOTEWORTHY * self.team_s > 0:
             return None
         stands_out = waited_s[-1] >= _STANDS_OUT * waited_s[-2]
         return int(np.argmax(self.waited_for_s)) if stands_out else None
@@ -91,6 +95,8 @@ def describe_waits(waits: Waits, names: Sequence[str], whole_s: float) -> str:
         whole_s: Seconds of all windows.
     """
     lost_s = float(waits.waited_for_s.sum())
+    if len(names) == 1:
+        return "One rank waits for no other."
     if not waits.shared_windows:
         return "There is no window in which two ranks worked together."
     if lost_s < NOTEWORTHY * waits.team_s:

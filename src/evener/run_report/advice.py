@@ -13,6 +13,7 @@ from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.changes import Change, Predictor
 from evener.simulation.team_advice import LONG_WINDOW_S
+from evener.simulation.telling import MOST_SHARES
 
 Kind = Literal[
     "slow_rank",
@@ -185,7 +186,7 @@ def _coarse_split(facts: RunFacts) -> Iterator[Advice]:
     larger = size
     while coarsest_loss(larger, speeds)[1] > _FINE_ENOUGH and larger < _MOST_TIMES * size:
         larger *= 2
-    split = "/".join(map(str, shares))
+    split = "/".join(map(str, shares[:MOST_SHARES])) + "/…" * (len(shares) > MOST_SHARES)
     yield Advice(
         kind="coarse_split",
         text=(
@@ -205,9 +206,9 @@ def _data_wait(facts: RunFacts) -> Iterator[Advice]:
             kind="data_wait",
             text=(
                 f"Ranks wait {facts.data:.1%} of their time for data, {worst.name} "
-                f"{worst.data:.1%}: load it with more workers, or prepare it before the run."
+                f"{worst.data:.1%}: give the loader more num_workers, or prepare data first."
             ),
-            key="num_workers=4",
+            hint="give the loader more num_workers",
         )
 
 

@@ -26,6 +26,9 @@ _INCIDENTS: Final = {
 """Types of events that are told one by one, and the flag that each gets in charts."""
 
 _DECISIONS: Final = ("parked", "recalled", "join_refused")
+_BACKEND: Final = ("backend", "backend_reason")
+"""What a team that forms again may exchange over something else, and why."""
+
 _MOST_SHARES: Final = 8
 
 _Item = TypeVar("_Item")
@@ -100,6 +103,8 @@ class RunHistory:
                 self.gone.clear()
             case "reformed":
                 self._drop_evals(event["window"])
+                known = {name: event[name] for name in _BACKEND if name in event}
+                self.facts = {**self.facts, **known}
             case "window":
                 for row in event["ranks"]:
                     # The last window that it took part in may become known only later.

@@ -95,6 +95,8 @@ class RunVerdict:
     @property
     def change(self) -> str:
         """Return what to change first, in a sentence or two."""
+        if not self.advice and self.estimate.speed is None:
+            return "Let it run for longer: nothing tells yet what would make it faster."
         if not self.advice:
             return "Nothing stands out that would make it faster."
         first = self.advice[0]
@@ -110,10 +112,11 @@ class RunVerdict:
     def document(self) -> dict[str, Any]:
         """Return the verdict as JSON."""
         fastest = self.estimate.fastest
-        named = self.estimate.of_fastest is not None and fastest in self.names
+        multiple = self.estimate.of_fastest if len(self.names) > 1 else None
+        named = multiple is not None and fastest in self.names
         return {
             "basis": self.basis,
-            "multiple": number(self.estimate.of_fastest),
+            "multiple": number(multiple),
             "fastest": {"rank": fastest, "name": self.names[fastest]} if named else None,  # type: ignore[index]
             "of_ideal": number(self.estimate.of_ideal),
             "lost_waiting": number(self.lost_waiting),

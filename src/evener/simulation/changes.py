@@ -41,9 +41,12 @@ def predict_changes(table: RunTable, start: Event) -> Predictor | None:
     except ConfigError:
         return None
     policy = team.measured.policy if team.measured else ApplyPolicy.SYNC
+    is_whole = len(team.ranks) == len(table.present)
     present: list[float] = []
 
     def gain(change: Change) -> float | None:
+        if change.policy is not None and not is_whole:
+            return None  # it would give work to a rank whose speed is not known
         if not present:
             present.append(predict(team, policy).samples_per_s)
         changed = replace(team, batch_size=change.batch_size or team.batch_size)

@@ -29,6 +29,9 @@ _MOST_WINDOWS: Final = 20_000
 _MOST_TIMES: Final = 100
 """A window that took so many times the usual time does not count: the run was suspended in it."""
 
+_STRETCH: Final = 40
+"""Windows after which what disturbs a rank is its usual speed."""
+
 _USUAL_FIXED: Final = 0.1
 """Part of a micro-batch's time that is usually fixed."""
 
@@ -168,6 +171,7 @@ def _windows_that_count(table: RunTable, policy: ApplyPolicy) -> NDArray[np.bool
     rows = table.rows()
     counted &= ~np.isin(rows["window"] - rows["windows"] + 1, list(table.paused))
     lengths_s = rows["length_s"] / rows["windows"]
+    counted &= lengths_s > 0.0  # else the clock was set back in it
     if counted.any():
         counted &= lengths_s <= _MOST_TIMES * np.median(lengths_s[counted])
     return counted
@@ -233,18 +237,35 @@ def _rank(rows: Rows, rank: int, name: str, parts: int) -> SimulatedRank:
     micro_batch_size = math.ceil(sizes.max())
     cost = _cost(worked, parts, micro_batch_size)
     expected_s = cost.fixed_s * own["micro_batches"] + cost.per_sample_s * own["samples"]
-    times = ratio(own["compute_s"], expected_s + cost.window_s / parts)
+    expected_s += cost.window_s / parts
+    usual = float(worked["compute_s"].sum() / expected_s[computed].sum())
     beside_s = worked["elapsed_s"] - worked["compute_s"] - worked["wait_s"] - worked["sync_s"]
     return SimulatedRank(
         name=name,
-        cost=cost,
+        cost=cost.scaled(usual),
         micro_batch_size=micro_batch_size,
         overhead_s=max(0.0, float(beside_s.sum() / worked["micro_batches"].sum())),
         noise=Noise(
-            tuple(np.where(computed, times, 1.0).tolist()),
+            tuple(_disturbances(own["compute_s"], expected_s, computed).tolist()),
             tuple(rows["elapsed_s"].max(axis=1).cumsum().tolist()),
         ),
     )
+
+
+def _disturbances(compute_s: Table, expected_s: Table, computed: NDArray[np.bool_]) -> Table:
+    """Return by window how many times the usual seconds of its stretch of the run a rank took.
+
+    A simulation is shorter than most runs. If a lasting change of a speed were a disturbance, its
+    figures would depend on which part of the run it repeats, and so would those with and without a
+    rank differ.
+    """
+    factors = np.ones(len(compute_s))
+    for stretch in np.array_split(np.arange(len(compute_s)), len(compute_s) // _STRETCH or 1):
+        own = stretch[computed[stretch]]
+        factors[own] = ratio(
+            compute_s[own] * expected_s[own].sum(), expected_s[own] * compute_s[own].sum()
+        )
+    return factors
 
 
 def _cost(rows: Rows, parts: int, micro_batch_size: int) -> CostModel:

@@ -70,15 +70,15 @@ def text(advice: TeamAdvice) -> str:
     ]
     shares = advice.predictions[advice.best].shares
     if len(shares) > 1:
-        told = "/".join(f"{share:.0%}" for share in shares[:_MOST_SHARES])
-        prose.append(f"shares under {advice.best}: {told}{'/…' * (len(shares) > _MOST_SHARES)}")
+        told = "/".join(f"{share:.0%}" for share in shares[:MOST_SHARES])
+        prose.append(f"shares under {advice.best}: {told}{'/…' * (len(shares) > MOST_SHARES)}")
     prose.append(f"best: {advice.best}, because {advice.reason}")
     prose += [f"{one.name}: {one.verdict}" for one in advice.worth]
     prose += [f"note: {note}" for note in (*team.notes, _NO_LOSS)]
     return "\n".join([*lines, *map(wrapped, prose)]) + "\n"
 
 
-_MOST_SHARES: Final = 8
+MOST_SHARES: Final = 8
 _HEAD: Final = (
     *("policy", "samples/s", "ideal", "wait", "exchange", "other", "window", "sent/window"),
 )

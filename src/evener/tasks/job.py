@@ -526,7 +526,7 @@ class Job(EpochLoop):
         except EvenerError as error:  # the checkpoint is safe; that is what counts
             self.warn(f"warning: {error}")
         if stopped:
-            self.ddp.events.finish(self.ddp.window, "stopped", "go on from there with --resume")
+            self.ddp.events.finish(self.ddp.window, "stopped", "continue with --resume")
         else:
             self.ddp.events.finish(self.ddp.window, "completed")
         if not self.options.quiet:

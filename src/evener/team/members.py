@@ -113,7 +113,7 @@ def team_lines(members: Sequence[Member]) -> list[str]:
     for m in members:
         slow = f", emulated {m.emulated:g}x slower" if m.emulated != 1 else ""
         half = f", {m.precision}" if m.precision != "fp32" else ""
-        threads = f", {m.threads} threads" if m.device == "cpu" else ""
+        threads = f", {_plural(m.threads, 'thread')}" if m.device == "cpu" else ""
         lines.append(
             f"  rank {m.rank}  {m.device:7} {m.device_name}{_memory(m, before=' | ')}{threads}"
             f"{half}{slow} | {m.host} pid {m.pid}"

@@ -177,6 +177,7 @@ def test_events_tell_who_was_lost_and_who_joined() -> None:
     for event in run.events:
         if event["type"] == "reformed":
             assert min(event[f"{phase}_s"] for phase in ("detect", "reform", "heal")) >= 0
+            assert event["backend"] != "none"
         assert event["type"] != "healed" or event["num_bytes"] > 0
     *_, after_loss = (event for event in run.events if event["type"] == "reformed")
     assert after_loss["detect_s"] == run.team.deadlines.lease_s

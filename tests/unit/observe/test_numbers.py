@@ -9,6 +9,8 @@ from evener.observe.numbers import human_bytes, human_count, human_duration
         (human_duration(0.44), "440 ms"),
         (human_duration(9.96), "10 s"),
         (human_duration(119.6), "2 min"),
+        (human_duration(161.2), "2 min 41 s"),
+        (human_duration(3599.6), "1 h 0 min"),
         (human_duration(7199.0), "2 h 0 min"),
         (human_duration(86400.0 * 3 + 3600.0 * 4), "3 d 4 h"),
         (human_count(3.14159), "3.14"),

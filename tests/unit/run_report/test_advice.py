@@ -1,5 +1,6 @@
 """Each rule of the advice fires in its case, and is silent beside it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ from evener.observe.estimate import Estimate
 from evener.planning.policies import ApplyPolicy
 from evener.run_report.advice import RankFacts, RunFacts, advise_run, coarsest_loss
 from evener.simulation.changes import Change
+
+KEYS = Path(__file__).resolve().parents[3] / "docs" / "reference" / "keys.md"
 
 FINE: dict[str, Any] = {
     "policy": ApplyPolicy.SYNC,
@@ -58,7 +61,7 @@ def test_a_run_in_which_nothing_stands_out_gets_no_advice() -> None:
             facts(data=0.06, one={"data": 0.1}),
             facts(data=0.04, one={"data": 0.09}),
             "data_wait",
-            "num_workers=4",
+            None,
             "Ranks wait 6.0% of their time for data, rank 1 (b) 10.0%",
         ),
         (facts(exchange=0.2), facts(exchange=0.14), "exchange", "policy=cadence", "20.0% of"),
@@ -116,6 +119,14 @@ def test_a_rule_fires_in_its_case_alone(
     assert found.gain == (pytest.approx(100 / 90 - 1) if kind == "slow_rank" else None)
     assert found.text.startswith(said) or said in found.text
     assert advise_run(silent) == []
+    if key is not None:
+        assert f"\n| `{key.partition('=')[0]}` " in KEYS.read_text()
+
+
+def test_a_split_among_many_ranks_is_cut() -> None:
+    alone = {rank: 100.0 - rank for rank in range(20)}
+    (found,) = advise_run(facts(estimate=Estimate(speed=900.0, alone=alone), batch_size=160))
+    assert found.text.startswith("160 samples can be split 9/9/9/9/9/8/8/8/… at best")
 
 
 def test_the_largest_gain_comes_first_and_a_change_without_gain_is_left_out() -> None:

@@ -54,6 +54,16 @@ def test_only_the_present_member_of_a_rank_is_parked_and_what_it_does_alone_stay
     assert found["team"]["ideal"] == pytest.approx(60 / 0.7 + 40 / 0.9, rel=1e-5)
 
 
+def test_a_team_that_formed_again_may_exchange_over_something_else():
+    alone = started() | {"backend": "none", "backend_reason": "one rank, nothing to exchange"}
+    place = {"t": 2.0, "window": 1, "generation": 1, "members": ["a", "b"]}
+    grown = make_event("reformed", **place) | {"backend": "shared", "backend_reason": "one host"}
+    run = document_of(history_of(alone, committed_window(0), grown))["run"]
+    assert (run["backend"], run["backend_reason"]) == ("shared", "one host")
+    run = document_of(history_of(alone, make_event("reformed", **place)))["run"]  # an older file
+    assert (run["backend"], run["backend_reason"]) == ("none", "one rank, nothing to exchange")
+
+
 def test_losses_shares_and_waits_over_time():
     series = document_of(ten_windows())["series"]
     assert series["end_s"] == list(range(1, 11))
@@ -210,15 +220,16 @@ def test_waits_are_counted_against_the_last_to_arrive():
         ((1.0, 4.0, 0.0), (1.0, 4.0, 0.0), (5.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
     )
     four = {"samples": (1, 1, 1, 0), "losses": (2.0, 2.0, 2.0, None)}
-    events = [committed_window(k, t=3.0 * k + 3, times_s=times_s[k], **four) for k in range(2)]
+    events = [committed_window(k, t=3.0 * k + 3, times_s=times_s[k % 2], **four) for k in range(6)]
     found = document_of(history_of(started(), *events))
     columns = ("windows_last", "waited_for_s", "delay_s")
     rows = [[row[name] for name in columns] for row in found["ranks"]]
-    assert rows == [[0, 0, 0], [1, 3, 1], [1, 8, 4], [0, 0, 0]]
-    assert found["waits"]["seconds"] == [[0, 2, 4, 0], [0, 0, 4, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+    assert rows == [[0, 0, 0], [3, 9, 3], [3, 24, 12], [0, 0, 0]]
+    assert found["waits"]["seconds"] == [[0, 6, 12, 0], [0, 0, 12, 0], [0, 3, 0, 0], [0, 0, 0, 0]]
     assert found["waits"]["culprit"] == 2
     assert "had it come with the next one" in found["waits"]["text"]
-    alone = committed_window(0, samples=(1,), losses=(1.0,), times_s=((1.0, 0.0, 0.0),))
+    idle = {"samples": (1, 0), "losses": (1.0, None)}
+    alone = committed_window(0, times_s=((1.0, 0.0, 0.0), (0.0, 0.0, 0.0)), **idle)
     text = document_of(history_of(started(), alone))["waits"]["text"]
     assert text == "There is no window in which two ranks worked together."
 

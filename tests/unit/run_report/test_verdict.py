@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 
 from evener.observe.estimate import Estimate
+from evener.observe.table import RunTable
+from evener.observe.waiting import Waits, describe_waits
 from evener.run_report.advice import Advice
 from evener.run_report.verdict import RunVerdict
+from helpers.made_runs import MadeRun
 
 FINE = RunVerdict(
     estimate=Estimate(speed=126.0, alone={0: 100.0, 1: 40.0}),
@@ -58,6 +61,30 @@ def test_one_rank_is_compared_with_nobody() -> None:
     alone = Estimate(speed=99.0, alone={0: 100.0})
     found = replace(FINE, estimate=alone, names={0: "rank 0 (a)"}, lost_waiting=0.0)
     assert (found.text, found.worth) == ("", "One rank has no other to be compared with.")
+    assert (found.document()["multiple"], found.document()["fastest"]) == (None, None)
+
+
+def test_of_a_run_that_measured_nothing_no_advice_says_so() -> None:
+    found = replace(FINE, estimate=Estimate(speed=None))
+    assert found.change.startswith("Let it run for longer")
+
+
+@pytest.mark.parametrize(
+    ("windows", "said"),
+    [(1, "none of them stands out"), (4, "none of them stands out"), (5, "waits for rank 1 (b)")],
+)
+def test_a_rank_is_named_only_if_enough_windows_tell(windows: int, said: str) -> None:
+    run = MadeRun({"a": 100.0, "b": 50.0})
+    run.train(windows, (16, 16))
+    table = RunTable.of(run.events)
+    assert said in describe_waits(Waits.of(table), ["rank 0 (a)", "rank 1 (b)"], 1.0)
+
+
+def test_one_rank_waits_for_no_other() -> None:
+    run = MadeRun({"a": 100.0})
+    run.train(8, (16,))
+    waits = Waits.of(RunTable.of(run.events))
+    assert describe_waits(waits, ["rank 0 (a)"], 1.0) == "One rank waits for no other."
 
 
 def test_of_many_ranks_the_slowest_is_named_and_parked_ones_are_said_to_be() -> None:

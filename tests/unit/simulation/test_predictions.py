@@ -201,6 +201,33 @@ def test_a_run_is_predicted_from_its_own_events(policy):
     assert any("local steps" in note for note in read.notes) == (policy is not SYNC)
 
 
+def test_windows_in_which_the_clock_was_set_back_do_not_count():
+    events = events_of(team_at(100, 50), SYNC, 40)
+    for event in events[21:]:
+        event["t"] -= 1000.0
+    whole = measured_team(events[:20], "r")
+    assert predict(measured_team(events, "r"), SYNC).samples_per_s == pytest.approx(
+        predict(whole, SYNC).samples_per_s, rel=0.01
+    )
+    with pytest.raises(ConfigError, match="0 windows after its warm-up"):
+        measured_team([{**event, "t": 0.0} for event in events], "r")
+
+
+def test_a_speed_that_changes_midway_counts_for_half_whatever_is_simulated():
+    """A simulation is shorter than this run: of its first part alone it would tell too much."""
+    events = events_of(team_at(100, 50, micro_batch_size=4), SYNC, 400)
+    later = events_of(team_at(100, 25, micro_batch_size=4), SYNC, 400)[1:]
+    moved = [{**e, "t": e["t"] + events[-1]["t"], "window": e["window"] + 400} for e in later]
+    read = measured_team([*events, *moved], "r")
+    assert read.measured is not None
+    found = predict(read, SYNC)
+    assert found.samples_per_s == pytest.approx(read.measured.estimate.speed, rel=0.02)
+    assert found.of_ideal is not None
+    for rank in (0, 1):
+        alone = predict(read.without(1 - rank), SYNC).samples_per_s
+        assert alone == pytest.approx(read.measured.estimate.alone[rank], rel=0.02)
+
+
 @pytest.mark.parametrize("never_hidden", [0.0, 0.3])
 def test_a_run_that_hides_its_exchange_predicts_other_teams(never_hidden):
     """Two ranks hide more than half of the exchange, or 70 % of a shorter one."""

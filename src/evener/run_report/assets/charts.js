@@ -213,8 +213,8 @@ const charts = (() => {
   }
 
   const whole = (value) => Math.round(value).toLocaleString("en");
-  const perSecond = (run) => ({ unit: `${run.run.unit}/s`, y: (v) => `${count(v)} ${run.run.unit}/s`, tick: count, zero: true });
-  const parts = { y: percent, tick: wholePercent, zero: true };
+  const perSecond = (run) => ({ unit: `${run.run.unit}/s`, y: (v) => `${count(v)} ${run.run.unit}/s`, tick: count, least: 0 });
+  const parts = { y: percent, tick: wholePercent, least: 0.02 };
 
   // Of each chart: curves, the text of a value (y) and of a tick, the unit of the axis.
   const CHARTS = {
@@ -227,10 +227,10 @@ const charts = (() => {
     shares: (run) => ({ curves: byRank(run, "shares"), unit: "of the samples", ...parts }),
     waits: (run) => ({ curves: byRank(run, "waits"), unit: "of its time", ...parts }),
     anchor: (run) => ({
-      curves: [curve("anchor", run.series.end_s, run.series.anchor, curveInk(0))], unit: "local steps", y: count, zero: true,
+      curves: [curve("anchor", run.series.end_s, run.series.anchor, curveInk(0))], unit: "local steps", y: count, least: 0,
     }),
     sent: (run) => ({
-      curves: [curve("sent", run.series.end_s, run.series.sent_bytes, curveInk(0))], unit: "per window", y: bytes, zero: true,
+      curves: [curve("sent", run.series.end_s, run.series.sent_bytes, curveInk(0))], unit: "per window", y: bytes, least: 0,
     }),
   };
 
@@ -257,7 +257,12 @@ const charts = (() => {
         stroke: one.colour,
         width: one.points ? 0 : 1.6,
         dash: one.dash,
-        points: { show: Boolean(one.points), size: 8, fill: one.colour },
+        points: {
+          // A line has at least two points; one alone would not be seen.
+          show: (u, number) => Boolean(one.points) || u.data[number].filter((v) => v !== null && v !== undefined).length === 1,
+          size: 8,
+          fill: one.colour,
+        },
         value: (u, _, number, index) => {
           const found = valueAt(u.data[number], index);
           return found === null || found === undefined ? "–" : show.y(found);
@@ -273,7 +278,10 @@ const charts = (() => {
     return { series, bands };
   }
 
-  const fromZero = (_, low, high) => [0, high > 0 ? 1.05 * high : 1];
+  /** Texts of ticks, of which neighbours that are rounded to the same are shown once. */
+  const unlike = (texts) => texts.map((text, i) => (text === texts[i - 1] ? "" : text));
+
+  const fromZero = (least) => (_, low, high) => [0, Math.max(1.05 * high, least) || 1];
 
   /** A chart in the page. It shares its view with others, and stays as it is when numbers come. */
   class Chart {
@@ -324,11 +332,11 @@ const charts = (() => {
           bands,
           scales: {
             x: { time: false, range: () => [view.now.from, view.now.to] },
-            y: { range: show.zero ? fromZero : undefined },
+            y: { range: show.least === undefined ? undefined : fromZero(show.least) },
           },
           axes: [
             { ...axis, ...sized, ...x },
-            { ...axis, ...sized, values: (_, ticks) => ticks.map(show.tick || show.y), size: PLOT.left - LABEL, label: show.unit, labelSize: LABEL },
+            { ...axis, ...sized, values: (_, ticks) => unlike(ticks.map(show.tick || show.y)), size: PLOT.left - LABEL, label: show.unit, labelSize: LABEL },
           ],
           cursor: {
             drag: { setScale: false },

@@ -1,5 +1,6 @@
 """The outer optimizer: its steps, and its state as a part of what ranks agree on."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,11 +186,6 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], words: str) -> No
         DdpConfig(**options)
 
 
-def test_a_function_that_makes_no_optimizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"outer made 3, .*class of torch.optim"):
-        run_team(1, lambda comm: train(comm, outer=lambda parameters: 3))
-
-
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_momentum_does_not_move_what_was_frozen(policy: str, rank_clocks: RankClocks) -> None:
     rank_clocks.land_after(1)
@@ -212,3 +208,112 @@ def test_momentum_does_not_move_what_was_frozen(policy: str, rank_clocks: RankCl
         return torch.equal(first, before[0]), torch.equal(last, before[1])
 
     assert run_team(2, body) == [(True, False)] * 2
+
+
+def test_ranks_may_freeze_a_parameter_in_different_windows(rank_clocks: RankClocks) -> None:
+    """Each after so many of its own steps; ranks compare the consensus after every window."""
+
+    def body(comm: Communicator) -> Tensor:
+        rank_clocks.start()
+        model = mlp(dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        options = {"anchor": 2, "max_anchor": 2, "verify_every": 1, **NESTEROV}
+        with setup(comm, model, optimizer, policy="cadence", **options) as ddp:
+            for inputs, targets in ddp.loader(DATA, batch_size=1).epoch(0):
+                rank_clocks.spend(0.01)
+                ddp.backward(nn.functional.mse_loss(model(inputs), targets))
+                ddp.step()
+                if ddp.window == 4 + 2 * comm.rank:
+                    next(model.parameters()).requires_grad_(False)
+        return flatten(model)
+
+    first, second = run_team(2, body)
+    assert torch.equal(first, second)
+
+
+def in_other_groups(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Make the optimizer of ``FACTORY`` with the parameters in another order."""
+    return FACTORY([{"params": parameters[1::2]}, {"params": parameters[::2]}])
+
+
+def test_groups_of_a_factory_may_reorder_parameters(
+    rank_clocks: RankClocks, tmp_path: Path
+) -> None:
+    """ASYNC, which continues from the step on a rank's own difference; a group resumes as one."""
+    rank_clocks.land_after(1)
+
+    def body(comm: Communicator, outer: Any, resumes: bool) -> Tensor:
+        rank_clocks.start()
+        model = mlp(dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        options = {"anchor": 2, "max_anchor": 2, "verify_every": 1, "outer": outer}
+        with setup(comm, model, optimizer, policy="async", **options) as ddp:
+            loader = ddp.loader(DATA, batch_size=2)
+            if resumes:
+                ddp.load(tmp_path / "own")
+            for epoch in range(int(resumes), 2):
+                for inputs, targets in loader.epoch(epoch):
+                    rank_clocks.spend(0.01)
+                    ddp.backward(nn.functional.mse_loss(model(inputs), targets))
+                    ddp.step()
+                if epoch == 0 and outer is in_other_groups:
+                    ddp.save(tmp_path / "own")
+        return flatten(model)
+
+    ends = [
+        run_team(2, partial(body, outer=outer, resumes=resumes))[0]
+        for outer, resumes in ((FACTORY, False), (in_other_groups, False), (FACTORY, True))
+    ]
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+
+
+def test_a_checkpoint_without_momentum_ends_that_of_the_run(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> tuple[Tensor, Tensor]:
+        model, ends = mlp(dtype=torch.float64), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        options = {"policy": "cadence", **LOCKSTEP, **NESTEROV}
+        with setup(comm, model, optimizer, **options) as ddp:
+            loader = ddp.loader(DATA, batch_size=BATCH)
+            ddp.save(tmp_path / "own")
+            for _ in range(2):
+                ddp.load(tmp_path / "own")
+                for inputs, targets in loader.epoch(0):
+                    ddp.backward(nn.functional.mse_loss(model(inputs), targets))
+                    ddp.step()
+                ends.append(flatten(model).clone())
+        return ends[0], ends[1]
+
+    for first, again in run_team(2, body):
+        assert torch.equal(first, again)
+
+
+def test_another_class_of_optimizer_begins_without_state(tmp_path: Path) -> None:
+    """Otherwise Adam would miss what it keeps itself."""
+    adam = partial(torch.optim.Adam, lr=0.01)
+    run_team(2, lambda comm: train(comm, tmp_path / "own", 1, outer=FACTORY))
+    first, second = run_team(2, lambda comm: train(comm, tmp_path / "own", outer=adam))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("outer", "words"),
+    [
+        (lambda parameters: None, "outer returned None, which is not a torch.optim.Optimizer"),
+        (
+            lambda parameters: torch.optim.SGD(parameters[:1], lr=1.0),
+            "outer returned a SGD of 1 parameters, which are not the 4 that",
+        ),
+    ],
+)
+def test_a_factory_must_step_what_it_gets(outer: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run_team(1, partial(train, outer=outer))
+
+
+def test_ranks_give_the_same_outer_optimizer() -> None:
+    def body(comm: Communicator) -> None:
+        train(comm, outer=partial(torch.optim.SGD, lr=0.5 + comm.rank))
+
+    with pytest.raises(ConfigError, match=r"rank 1 and rank 0 differ in .*lr: 1.5 instead of 0.5"):
+        run_team(2, body)
