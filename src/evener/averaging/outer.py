@@ -110,7 +110,7 @@ class OuterStep:
     All ranks step alike: from the same parameters, on the same differences.
 
     Args:
-        make: Makes the optimizer. ``add`` refuses what is none.
+        make: Makes the optimizer.
     """
 
     def __init__(self, make: OuterFactory) -> None:

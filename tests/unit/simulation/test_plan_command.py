@@ -1,6 +1,8 @@
 """``evener plan`` as users call it."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,17 @@ def test_a_team_by_hand(plan):
     assert rows["sync"]["exchange"] > 0.2 > rows["cadence"]["exchange"]
     assert document["best"] in ("cadence", "async")
     assert (document["batch_size"], document["local_batch_size"]) == (32, 32)
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_reader_that_leaves_is_no_error(options, monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.main(["plan", *BY_HAND, *options]) == 0
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
 
 
 def test_options_change_the_team(plan):

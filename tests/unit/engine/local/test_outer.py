@@ -186,11 +186,6 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], words: str) -> No
         DdpConfig(**options)
 
 
-def test_a_function_that_makes_no_optimizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"outer made 3, .*class of torch.optim"):
-        run_team(1, lambda comm: train(comm, outer=lambda parameters: 3))
-
-
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_momentum_does_not_move_what_was_frozen(policy: str, rank_clocks: RankClocks) -> None:
     rank_clocks.land_after(1)
