@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -44,12 +45,12 @@ def test_a_team_by_hand(plan):
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_a_reader_that_leaves_is_no_error(options, monkeypatch, capsys):
+def test_a_reader_that_leaves_ends_it_quietly(options, monkeypatch, capsys):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert cli.main(["plan", *BY_HAND, *options]) == 0
+        assert cli.main(["plan", *BY_HAND, *options]) == 128 + signal.SIGPIPE
         monkeypatch.undo()
     assert capsys.readouterr().err == ""
 
