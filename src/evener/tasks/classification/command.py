@@ -88,9 +88,10 @@ def predict_file(options: ClassifyOptions) -> int:
         options: ``predict`` is the file; name and folder say which run.
 
     Returns:
-        The exit code: 0, or 128 + the number of SIGPIPE where nobody reads on.
+        The exit code: 0.
 
     Raises:
+        SystemExit: Nobody reads on; see ``answer``.
         UserError: There is no finished run of that name, or the file is malformed.
     """
     from evener.tasks.classification.labelled_data import read_records
