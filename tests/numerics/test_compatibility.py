@@ -80,6 +80,7 @@ def test_a_compiled_model(when: str) -> None:
     assert_trains_alike(script, 2, POINTS)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")  # its own
 def test_a_model_compiled_to_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def train_large(rank: Rank) -> list[tuple[str, int]]:
         return [(b.label, 4 * sum(b.sizes.values())) for b in trainer.buckets]
 
 
+@pytest.mark.long
 def test_a_bucket_of_more_than_134_million_bytes_passes() -> None:
     Zygote.get().preload(*NEEDED)
     first, second = run_ranks(train_large, 2)

@@ -207,6 +207,7 @@ def test_classes_of_a_run_are_checked_on_both_sides(tmp_path: Path) -> None:
 # ── the data set that is always there ────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_names_of_the_standard_library_are_split_by_file() -> None:
     found = {record.text: record for record in stdlib_names()}
     assert found["OrderedDict"].label == "class"
