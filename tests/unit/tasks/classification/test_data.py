@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sklearn  # noqa: F401  # sets environment variables for good, so before any test
 import torch
 
 from evener.config.loading import load_config
