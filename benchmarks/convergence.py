@@ -400,6 +400,14 @@ def studies() -> dict[str, list[Arm]]:
         arm("low", outer_lr=0.7, outer_momentum=0.5),
         arm("low", outer_lr=0.7, outer_momentum=0.9),
     ]
+    larger = "llama-0.5M"
+    found["larger"] = [Arm(study="larger", how=SYNC, task=larger)]
+    found["larger"] += [arm("larger", task=larger, steps=steps) for steps in (4, 16, 64)]
+    found["larger"] += [
+        arm("larger", task=larger, outer_lr=0.7, outer_momentum=0.5),
+        arm("larger", task=larger, ranks=4),
+        arm("larger", task=larger, late=0.25),
+    ]
     found["unequal"] = [
         arm("unequal", steps=s, speeds=(1.0, 1 / 3), power=power)
         for s in (16, 48)
