@@ -69,11 +69,11 @@ def test_a_rounded_sum_has_the_same_bits_everywhere(leaf: str, world_size: int) 
         assert len({error for error, *_ in found}) == 1
         if leaf == "gloo":
             for _, plain_bytes, rounded_bytes in found:
-                assert abs(rounded_bytes / plain_bytes - part) < 1e-3
+                assert abs(rounded_bytes / plain_bytes - part) < 1e-4
         else:  # rank 1 sends inside its host alone; rank 0 to the other host, too
             (_, *leader), (_, *other) = found[:2]
-            assert other == pytest.approx([4 * NUMEL] * 2, rel=1e-3)
-            assert leader == pytest.approx([8 * NUMEL, 4 * NUMEL * (1 + part)], rel=1e-3)
+            assert other == pytest.approx([4 * NUMEL] * 2, rel=1e-4)
+            assert leader == pytest.approx([8 * NUMEL, 4 * NUMEL * (1 + part)], rel=1e-4)
 
 
 def sum_often(rank: Rank, leaf: str) -> None:
@@ -128,7 +128,7 @@ def sum_infinities(comm: Communicator, bits: int) -> None:
         assert_same_everywhere(comm, tensor)
         assert not tensor[comm.rank * 1000 + number].isfinite() or value < float("inf")
         assert lost.isfinite().all()
-        assert lost.abs().max() < 0.1 or value < float("inf")
+        assert lost.abs().max() < (0.01 if bits == 16 else 0.1) or value < float("inf")
     lost.zero_()
     tensor = torch.full((4000,), 0.1)
     comm.all_reduce(tensor, what="finite", lost=lost, bits=bits)
