@@ -98,7 +98,7 @@ def describe_waits(waits: Waits, names: Sequence[str], whole_s: float) -> str:
     if len(names) == 1:
         return "One rank waits for no other."
     if not waits.shared_windows:
-        return "There is no window in which two ranks worked together."
+        return "No two ranks worked in the same window."
     if lost_s < NOTEWORTHY * waits.team_s:
         return "No rank keeps another one waiting for a noteworthy part of the time."
     lane = waits.culprit

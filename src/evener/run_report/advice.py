@@ -219,7 +219,7 @@ def _exchange(facts: RunFacts) -> Iterator[Advice]:
     if facts.policy is ApplyPolicy.SYNC:
         yield Advice(
             kind="exchange",
-            text=f"{text} With cadence, ranks average less often; the training is no longer exact.",
+            text=f"{text} With cadence, ranks average less often, and training is not exact.",
             key="policy=cadence",
             change=Change(policy=ApplyPolicy.CADENCE),
         )

@@ -82,9 +82,9 @@ class RunVerdict:
             return f"The team is not compared with its ranks alone: {SPEEDS_CHANGED}."
         if estimate.unknown:
             ranks = " and ".join(f"rank {rank}" for rank in sorted(estimate.unknown))
-            return f"What {ranks} would do alone is not known, so there is no multiple."
+            return f"What {ranks} would do alone is not known, so no multiple is given."
         if estimate.of_fastest is None or estimate.of_ideal is None:
-            return "What each rank does alone is not known, so there is no multiple."
+            return "What each rank does alone is not known, so no multiple is given."
         told = ", ".join(self._contributions())
         changed = f"; {SPEEDS_CHANGED}" if self.speeds_changed else ""
         return (

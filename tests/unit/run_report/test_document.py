@@ -231,7 +231,7 @@ def test_waits_are_counted_against_the_last_to_arrive():
     idle = {"samples": (1, 0), "losses": (1.0, None)}
     alone = committed_window(0, times_s=((1.0, 0.0, 0.0), (0.0, 0.0, 0.0)), **idle)
     text = document_of(history_of(started(), alone))["waits"]["text"]
-    assert text == "There is no window in which two ranks worked together."
+    assert text == "No two ranks worked in the same window."
 
 
 # ── flags and decisions ──────────────────────────────────────────────────────────────────────────
