@@ -21,7 +21,7 @@ OuterFactory = Callable[[Sequence[Tensor]], Optimizer]
 
 OUTER_LR: Final = 0.7
 OUTER_MOMENTUM: Final = 0.5
-"""The best for 16 and for 64 local steps alike; see docs/experiments.md."""
+"""Within the noise of the best for 16 and 64 local steps of two ranks; see docs/experiments.md."""
 
 
 class OuterSGD(Optimizer):
