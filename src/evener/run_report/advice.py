@@ -115,7 +115,8 @@ class Advice:
 def advise_run(facts: RunFacts, predict: Predictor | None = None) -> list[Advice]:
     """Return what would make a run faster, the largest predicted gain first.
 
-    A change that is predicted to gain nothing is left out.
+    A change that is predicted to gain nothing is left out. Another policy is recommended only if it
+    is predicted to gain something.
 
     Args:
         facts: The run.
@@ -126,7 +127,9 @@ def advise_run(facts: RunFacts, predict: Predictor | None = None) -> list[Advice
         gain = one.gain
         if predict is not None and one.change is not None:
             gain = predict(one.change)
-        if gain is None or gain >= NEGLIGIBLE:
+        if gain is None and one.change is not None and one.change.policy is not None:
+            found.append(replace(one, key=None, hint="ask evener plan about policies"))
+        elif gain is None or gain >= NEGLIGIBLE:
             found.append(replace(one, gain=gain))
     return sorted(found, key=lambda one: -(one.gain or 0.0))
 

@@ -11,6 +11,7 @@ from evener.observe.table import RunTable
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.measured_team import team_of
 from evener.simulation.prediction import predict
+from evener.simulation.team_advice import NEEDED
 
 _MOST_RANKS: Final = 16
 """Of a larger team the simulation takes longer than a reader of a report should wait."""
@@ -24,7 +25,10 @@ class Change(NamedTuple):
 
 
 Predictor = Callable[[Change], float | None]
-"""Returns by which part a run would be faster after a change; ``None`` if nothing can tell."""
+"""Returns by which part a run would be faster after a change; ``None`` if nothing can tell.
+
+Under another policy, that is faster for the same loss; see ``NEEDED``.
+"""
 
 
 def predict_changes(table: RunTable, start: Event) -> Predictor | None:
@@ -50,6 +54,8 @@ def predict_changes(table: RunTable, start: Event) -> Predictor | None:
         if not present:
             present.append(predict(team, policy).samples_per_s)
         changed = replace(team, batch_size=change.batch_size or team.batch_size)
-        return added(predict(changed, change.policy or policy).samples_per_s, present[0])
+        after = change.policy or policy
+        speed = predict(changed, after).samples_per_s * NEEDED[policy] / NEEDED[after]
+        return added(speed, present[0])
 
     return gain

@@ -64,7 +64,7 @@ def test_a_run_in_which_nothing_stands_out_gets_no_advice() -> None:
             None,
             "Ranks wait 6.0% of their time for data, rank 1 (b) 10.0%",
         ),
-        (facts(exchange=0.2), facts(exchange=0.14), "exchange", "policy=cadence", "20.0% of"),
+        (facts(exchange=0.2), facts(exchange=0.14), "exchange", None, "20.0% of"),
         (
             facts(exchange=0.2, policy=ApplyPolicy.CADENCE),
             facts(exchange=0.1, policy=ApplyPolicy.CADENCE),
@@ -105,7 +105,7 @@ def test_a_run_in_which_nothing_stands_out_gets_no_advice() -> None:
             facts(estimate=Estimate(speed=99.0, alone={0: 100.0, 1: 1.0}, parked={1})),
             facts(),
             "parked",
-            "policy=cadence",
+            None,
             "Rank 1 (b) is parked",
         ),
     ],
@@ -138,6 +138,14 @@ def test_the_largest_gain_comes_first_and_a_change_without_gain_is_left_out() ->
     ]
     (only,) = advise_run(run, lambda change: 0.005 if change.policy else 0.1)
     assert only.kind == "coarse_split"
+
+
+def test_another_policy_is_recommended_only_with_a_predicted_gain() -> None:
+    run = facts(exchange=0.2)
+    (found,) = advise_run(run, lambda change: None)
+    assert (found.key, found.brief) == (None, "ask evener plan about policies")
+    (found,) = advise_run(run, lambda change: 0.1)
+    assert (found.key, found.brief) == ("policy=cadence", "try policy=cadence")
 
 
 @pytest.mark.parametrize(
