@@ -366,7 +366,7 @@ def dashboard(
     token_file: TokenFile = None,
 ) -> int:
     """Show runs in the browser, during and after training."""
-    from evener.dashboard.shelf import Shelf
+    from evener.dashboard.run_index import RunIndex
     from evener.team.wire import read_token
 
     try:
@@ -377,7 +377,7 @@ def dashboard(
         ) from error
     if parent := os.environ.pop(DASHBOARD_OF, None):
         die_with(int(parent))
-    serve(Shelf.at(folder), bind, read_token(token_file))
+    serve(RunIndex.at(folder), bind, read_token(token_file))
     return 0
 
 
