@@ -83,7 +83,7 @@ class FlatBuffers:
         self._comm = Communicator() if comm is None else comm
         self._is_divided = is_divided
         self._parts = dict(parts or {})
-        self._turns = _turns(buckets or (), {name for name, _ in parameters})
+        self._bucket_by_name = _bucket_by_name(buckets or (), {name for name, _ in parameters})
         self.groups: tuple[FlatGroup, ...] = ()
         self._buckets: list[tuple[FlatGroup, Bucket]] = []
         self.parameters: tuple[Parameter, ...] = ()
@@ -405,21 +405,21 @@ class FlatBuffers:
         """Give parameters a place, in groups of their own after those that are there."""
         refuse_overlap(chosen)
         by_kind: dict[tuple[int, torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
-        rest = (len(self._turns), "")
-        turn_of = {name: self._turns.get(name, rest) for name, _ in chosen}
+        rest = (len(self._bucket_by_name), "")
+        bucket_of = {name: self._bucket_by_name.get(name, rest) for name, _ in chosen}
         ordered = list(reversed(chosen))
-        ordered.sort(key=lambda pair: turn_of[pair[0]][0])  # and within a bucket as it was
+        ordered.sort(key=lambda pair: bucket_of[pair[0]][0])  # and within a bucket as it was
         for name, parameter in ordered:
             kind = (self._parts.get(id(parameter), 0), parameter.device, parameter.dtype)
             by_kind.setdefault(kind, []).append((name, parameter))
         for (part, *_), members in by_kind.items():
-            turns = [turn_of[name] for name, _ in members]
+            buckets = [bucket_of[name] for name, _ in members]
             group = build_group(
                 members,
                 part,
                 len(self.parameters),
                 self._world_size,
-                turns,
+                buckets,
                 self._comm,
                 shares_data=self._is_divided,
             )
@@ -490,11 +490,11 @@ class FlatBuffers:
         return view_like(group.grad, group.offsets[i - group.indices.start], self.parameters[i])
 
 
-def _turns(
+def _bucket_by_name(
     buckets: Sequence[tuple[str, Sequence[str]]], known: set[str]
 ) -> dict[str, tuple[int, str]]:
     """Return number and label of the bucket, by parameter."""
-    turns: dict[str, tuple[int, str]] = {}
+    buckets: dict[str, tuple[int, str]] = {}
     for number, (label, names) in enumerate(buckets):
         for name in names:
             if name not in known:
@@ -502,13 +502,13 @@ def _turns(
                     f"gradient bucket {label!r} names the parameter {name!r}, which the model does "
                     "not have; give names as in named_parameters()"
                 )
-            if name in turns:
+            if name in buckets:
                 raise ConfigError(
-                    f"parameter {name!r} is in the gradient buckets {turns[name][1]!r} and "
+                    f"parameter {name!r} is in the gradient buckets {buckets[name][1]!r} and "
                     f"{label!r}; name it in one"
                 )
-            turns[name] = (number, label)
-    return turns
+            buckets[name] = (number, label)
+    return buckets
 
 
 def _move_run(

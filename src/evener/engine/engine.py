@@ -56,7 +56,8 @@ class Engine(ABC):
         whole_micro_batches: Of how many samples the shares of SYNC are multiples; 0 for any share.
         commits_at_once: Whether each window of SYNC is committed by a round of its own, before
             anything of the next window is computed.
-        max_steps: Optimizer steps of the run, as ``turns`` counts them; ``None`` for any.
+        max_steps: Most optimizer steps of the run, as ``optimizer_steps`` counts them; ``None`` for
+            no limit.
         share: The micro-batches between two updates, while they are computed.
         spans: What this rank's time goes to in a window.
         known_sizes: Sizes of micro-batches that this rank has computed; see ``Share``.
@@ -121,9 +122,9 @@ class Engine(ABC):
         return self.run.progress.window
 
     @property
-    def turns(self) -> int:
+    def optimizer_steps(self) -> int:
         """Return what ``max_steps`` limits: the team's optimizer steps, skipped ones included."""
-        return self.run.progress.turns
+        return self.run.progress.optimizer_steps
 
     @property
     def is_training(self) -> bool:
@@ -163,7 +164,8 @@ class Engine(ABC):
         Args:
             cursor: The data position.
             batch_size: Samples of a window of SYNC over all ranks, or of a local step.
-            max_steps: Optimizer steps of the run, as ``turns`` counts them; ``None`` for any.
+            max_steps: Most optimizer steps of the run, as ``optimizer_steps`` counts them;
+                ``None`` for no limit.
         """
         self.settle()
         self.run.cursor, self.batch_size, self.max_steps = cursor, batch_size, max_steps

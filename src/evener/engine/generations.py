@@ -311,7 +311,7 @@ class Generations:
             why,
             num_bytes=num_bytes,
             reform_s=formed_s - started_s,
-            heal_s=time.perf_counter() - formed_s,
+            recover_s=time.perf_counter() - formed_s,
         )
         # A checkpoint may be of an earlier epoch: this loop has another order of samples.
         is_in_epoch = windows.is_planning and run.cursor is not None and run.cursor.epoch == epoch
@@ -454,7 +454,7 @@ class Generations:
     def _recover(self, formation: Formation) -> int:
         """Send the state of the source to the ranks that need it; return its size in bytes."""
         windows, run, rounds = self.windows, self._run, self.rounds
-        source = formation.members.index(formation.donor)
+        source = formation.members.index(formation.source)
         receives = self._team.membership.member in formation.receivers
         pending = run.applied
         if receives and pending is not None and pending.result.window + 1 < formation.base:
@@ -517,8 +517,8 @@ class Generations:
             lost={rank: name for rank, name in gone.items() if name not in leaving},
             left={rank: name for rank, name in gone.items() if name in leaving},
             joined={rank: name for rank, name in names.items() if rank not in stayed},
-            healed={rank: name for rank, name in names.items() if name in formation.receivers},
-            donor=formation.donor,
+            recovered={rank: name for rank, name in names.items() if name in formation.receivers},
+            source=formation.source,
             detect_s=self._detect_s,
             **known,
         )

@@ -490,7 +490,7 @@ class LocalEngine(Engine):
 
     @property
     def _steps_left(self) -> int | None:
-        return None if self.max_steps is None else max(0, self.max_steps - self.turns)
+        return None if self.max_steps is None else max(0, self.max_steps - self.optimizer_steps)
 
     # ── a change of the team ─────────────────────────────────────────────────────────────────────
 

@@ -18,14 +18,14 @@ class MembershipChange:
         lost: Names of departed ranks, by number.
         left: Names of ranks that have left as they were told to, by number.
         joined: Names of ranks that are new in it, by number.
-        healed: Names of ranks that have received the state, by number.
-        donor: Name of the rank that has sent it.
+        recovered: Names of ranks that have received the state, by number.
+        source: Name of the rank that has sent it.
         num_bytes: Its size.
         detect_s: Seconds from the last heartbeat of a lost rank to the end of its generation; it
             sends a few in a second. 0 if it is not known, as for a rank that ended by an error: it
             closes its connections first, and sends heartbeats until its process has ended.
         reform_s: Seconds until the new generation was formed and its ranks were connected.
-        heal_s: Seconds until all of them held the same state.
+        recover_s: Seconds until all of them held the same state.
     """
 
     generation: int
@@ -35,12 +35,12 @@ class MembershipChange:
     lost: Mapping[int, str]
     left: Mapping[int, str]
     joined: Mapping[int, str]
-    healed: Mapping[int, str]
-    donor: str
+    recovered: Mapping[int, str]
+    source: str
     num_bytes: int
     detect_s: float
     reform_s: float
-    heal_s: float
+    recover_s: float
 
     def __str__(self) -> str:
         """Return one line for the terminal."""
@@ -50,8 +50,8 @@ class MembershipChange:
         is_known = self.lost and self.detect_s > 0
         times = f"noticed in {self.detect_s:.2f} s, " if is_known else ""
         times += f"re-formed in {self.reform_s:.2f} s"
-        if self.healed:
-            times += f", state sent in {self.heal_s:.2f} s"
+        if self.recovered:
+            times += f", state sent in {self.recover_s:.2f} s"
         return (
             f"generation {self.generation} begins with window {self.window}: "
             f"{', '.join(said) or self.why}; {len(self.members)} "

@@ -71,7 +71,7 @@ class Assembly:
         flat: The trainable parameters.
         buffers: Keeps the model's buffers equal.
         engine: Runs the windows.
-        takes_turns: Whether optimizers are likely to be stepped one by one: several, of several
+        steps_singly: Whether optimizers are likely to be stepped one by one: several, of several
             models.
     """
 
@@ -99,7 +99,7 @@ class Assembly:
         refuse_second_team(models)
         self.environment = environment
         self.optimizers = optimizers
-        self.takes_turns = min(len(models), len(optimizers)) > 1
+        self.steps_singly = min(len(models), len(optimizers)) > 1
         self.device = choose_device(devices, environment)
         self.precision = choose_precision(precision, self.device)
         apply_threads(environment)

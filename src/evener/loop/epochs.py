@@ -59,7 +59,7 @@ class EpochLoop(ABC):
     def has_ended(self) -> bool:
         """Return whether the last epoch or step is committed; a checkpoint may say so, too."""
         if self._max_steps is not None:
-            return self.ddp.assembly.engine.turns >= self._max_steps
+            return self.ddp.assembly.engine.optimizer_steps >= self._max_steps
         return self.loader.cursor.epoch >= self._num_epochs
 
     def epochs(self) -> Iterator[int]:
@@ -185,7 +185,7 @@ class EpochLoop(ABC):
     def is_due(self, result: WindowResult) -> bool:
         """Return whether a checkpoint is due after a window; the same on every rank."""
         every = self._checkpoint_every
-        return every > 0 and result.progress.turns % every < result.optimizer_steps
+        return every > 0 and result.progress.optimizer_steps % every < result.optimizer_steps
 
     @abstractmethod
     def train_micro_batch(self, batch: Any) -> object:

@@ -190,7 +190,7 @@ class EventStream:
                 row |= _pick(result.ranks[row["rank"]], "steps", "stale_steps")
             further = {
                 **_pick(cadence, "anchor", "guard"),
-                "turns": result.progress.turns,
+                "optimizer_steps": result.progress.optimizer_steps,
                 "window_s": _short(cadence.window_s) if math.isfinite(cadence.window_s) else None,
                 "divergence": _short(cadence.divergence),
             }
@@ -270,10 +270,10 @@ class EventStream:
             members=list(change.members),
             backend=self._team.comm.backend,
             backend_reason=self._team.comm.reason,
-            **_pick(change, "generation", "detect_s", "reform_s", "heal_s"),
+            **_pick(change, "generation", "detect_s", "reform_s", "recover_s"),
         )
-        sent = {**_pick(change, "donor", "num_bytes"), "elapsed_s": change.heal_s}
-        tell_each("healed", change.healed, **sent)
+        received = {**_pick(change, "source", "num_bytes"), "elapsed_s": change.recover_s}
+        tell_each("recovered", change.recovered, **received)
         for rank in change.joined:
             self._tell_worker(self._team.people[rank], time.time())
         tell_each("worker_joined", change.joined, generation=change.generation)

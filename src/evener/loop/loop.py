@@ -62,7 +62,7 @@ MicroBatchSize = int | Literal["auto", "share"]
 #: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
 CLOSING_S = 60.0
 
-_NO_TURNS = (
+_NO_SINGLE_STEPS = (
     "ddp.step(optimizer) needs policy 'sync': in windows of local steps every optimizer is stepped "
     "on every batch; leave the argument out, or use policy 'sync'"
 )
@@ -282,7 +282,7 @@ class Loop:
             micro_batch_size: Most samples of one forward/backward on this rank; ``"share"`` is this
                 rank's whole part of a window. ``"auto"`` is the equal share of the batch, and at
                 least three samples with batch statistics. In CADENCE and ASYNC, and with several
-                models and optimizers, which may take turns (see ``step``), it is all of the batch.
+                models and optimizers, which may be stepped one by one, it is all of the batch.
             whole_micro_batches: In SYNC, make each rank's share of a window a multiple of
                 ``micro_batch_size``, which must be a number, the same on every rank. For losses
                 that compare the samples of a micro-batch: only the last micro-batch of a window may
@@ -431,7 +431,7 @@ class Loop:
     def _most_samples(self, arguments: DatasetArguments, *, is_share: bool) -> int:
         """Return the most samples of a rank's part of a window; see ``loader``."""
         size = arguments.batch_size
-        if is_share or self.assembly.takes_turns:
+        if is_share or self.assembly.steps_singly:
             return size
         engine = self._engine
         parts = engine.team.world_size if engine.rounds.state.is_sync else 1
@@ -461,8 +461,8 @@ class Loop:
             loss: Scalar; the mean over ``weight`` units, or their sum.
             weight: Units behind the loss, such as counted tokens; the micro-batch's samples by
                 default, and 1 outside of a loader. With 0 the micro-batch does not count.
-            optimizer: The optimizer of this loss, if several take turns: only its parameters get a
-                gradient. See ``step``.
+            optimizer: The optimizer of this loss, if several are stepped one by one: only its
+                parameters get a gradient. See ``step``.
             reduction: What the loss is: ``"mean"`` or ``"sum"`` over its units, the same in the
                 whole window, on every rank. ``None`` is ``"mean"``, but one of the first losses
                 that is a sum is refused.
@@ -490,8 +490,7 @@ class Loop:
     def step(self, optimizer: Optimizer | None = None) -> WindowResult | None:
         """End a micro-batch; with the last one of this rank's share, close the window.
 
-        Several optimizers are stepped together, or they take turns on the same samples, as in a
-        GAN::
+        Several optimizers are stepped together, or one by one on the same samples, as in a GAN::
 
             for real, noise in loader.epoch(epoch):
                 ddp.backward(loss_of_discriminator(...), optimizer=opt_d)
@@ -500,30 +499,30 @@ class Loop:
                 ddp.step(opt_g)
 
         Each ``ddp.step(optimizer)`` averages and applies what was accumulated for that optimizer;
-        the window closes when the loop asks for the next batch. Every rank takes the same turns in
-        the same order. The loader must hand out a rank's share of a window as one micro-batch: the
-        next turn needs the parameters that the previous turn has updated on *all* samples. That is
+        the window closes when the loop asks for the next batch. All ranks step the same optimizers
+        in the same order. The loader must yield a rank's share of a window as one micro-batch: the
+        second optimizer needs the parameters that the first has updated on *all* samples. That is
         ``micro_batch_size="share"``, the default with several models and optimizers.
 
         Args:
             optimizer: Step this one alone.
 
         Returns:
-            ``None`` inside a window; then the window's result, the same on every rank: gradients
-            averaged, clipped, the optimizer stepped, gradients zeroed. A turn returns its own
-            update.
+            ``None`` inside a window; at its end the result, the same on every rank. By then
+            gradients are averaged and clipped, the optimizer has stepped, and gradients are zeroed.
+            With ``optimizer``, the result of that step.
 
         Raises:
-            NonFiniteGradientError: On every rank, nothing applied.
-            CollectiveMismatchError: Another rank joined another collective.
-            UsageError: Gradients were written by something else than ``backward``.
+            NonFiniteGradientError: On every rank; nothing was applied.
+            CollectiveMismatchError: Another rank joined a different collective.
+            UsageError: Something other than ``backward`` has written gradients.
         """
         engine = self._engine
         engine.options.guards.check_gradients()
         if optimizer is None:
             return engine.end_micro_batch()
         if not isinstance(engine, SyncEngine):
-            raise UsageError(_NO_TURNS)
+            raise UsageError(_NO_SINGLE_STEPS)
         return engine.step_part(self.assembly.part_of(optimizer))
 
     def _start_unplanned(self) -> Share:

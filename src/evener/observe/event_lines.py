@@ -67,7 +67,7 @@ class _EventFields(TypedDict, total=False):
     epoch: Whole
     committed: list[Annotated[list[Whole], Field(min_length=2, max_length=2)]]
     ranks: list[RankRow]
-    turns: Whole
+    optimizer_steps: Whole
     anchor: Number | None
     update_parts: Whole
     parked: list[Whole]
@@ -83,7 +83,7 @@ class _EventFields(TypedDict, total=False):
     emulated: Number | dict[str, Number]  # older files have all ranks in ``run_started``
     rank: Whole | None
     member: str
-    donor: str
+    source: str
     host: str
     device: str
     name: str

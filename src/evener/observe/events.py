@@ -39,9 +39,9 @@ FIELDS: Final = {
     # ``committed`` are the ranges [start, stop] of the epoch's permutation that it holds, and
     # ``ranks`` has a ``RankRow`` for each rank. Further fields: ``loss``, ``lr``, ``grad_norm``,
     # whether it was ``skipped``, into how many ``update_parts`` ranks divided the update, and which
-    # are ``parked``; of local steps also ``turns``, ``anchor``, ``window_s``, ``divergence`` and
-    # ``guard``. In a file, the event of a long run may be of several windows (``thinning``): then
-    # ``windows`` is how many, and ``window`` the last of them.
+    # are ``parked``; of local steps also ``anchor``, ``window_s``, ``divergence``, ``guard`` and
+    # the ``optimizer_steps`` of the run so far. In a file, the event of a long run may be of
+    # several windows (``thinning``): then ``windows`` is how many, and ``window`` the last of them.
     "window": "window generation epoch committed ranks",
     # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``:
     # ``heldout``, or ``heldout_all`` where that is a part, and all is evaluated at the end.
@@ -60,8 +60,8 @@ FIELDS: Final = {
     "worker_left": "rank member window",
     # A member contributes from ``window`` on, in a new generation.
     "worker_joined": "rank member window generation",
-    # A member has received the live state of member ``donor``, as it was before ``window``.
-    "healed": "rank member window donor num_bytes elapsed_s",
+    # A member has received the live state of member ``source``, as it was before ``window``.
+    "recovered": "rank member window source num_bytes elapsed_s",
     # From ``window`` on a rank has no share, as the planner expects the team to be faster without
     # it; and from ``window`` on it has one again.
     "parked": "rank member window reason",
@@ -74,7 +74,7 @@ FIELDS: Final = {
     # The team formed again and continues with ``window``; earlier events from there on are void.
     # Further fields: ``backend`` and ``backend_reason``, as of ``run_started``; and in seconds,
     # ``detect_s`` from the last heartbeat of a lost member to the end of its generation,
-    # ``reform_s`` until the new one was connected, ``heal_s`` until all of its members held the
+    # ``reform_s`` until the new one was connected, ``recover_s`` until all of its members held the
     # same state. The next ``window`` has ``redo_s``: from there to its commit.
     "reformed": "window generation members",
     # A rank has become slow: it needed ``compute_s`` instead of ``expected_s``. Further fields:

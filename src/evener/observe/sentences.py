@@ -37,7 +37,7 @@ def steps_before(event: Event, start: Event, newest: Event | None) -> int | None
     if start.get("policy") == "sync":
         return window
     is_newest = newest is not None and newest["window"] + 1 == window
-    return newest.get("turns") if newest is not None and is_newest else None
+    return newest.get("optimizer_steps") if newest is not None and is_newest else None
 
 
 def describe(event: Event, steps: int | None = None) -> str | None:

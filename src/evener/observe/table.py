@@ -218,7 +218,7 @@ class RunTable:
                 np.nan if loss is None else loss,
                 np.nan if anchor is None else anchor,
                 *(event.get("update_parts", 1), len(self._teams) - 1),
-                event.get("turns", event["window"] + 1),
+                event.get("optimizer_steps", event["window"] + 1),
             )
         )
 

@@ -8,7 +8,7 @@ from evener.observe.numbers import human_duration
 _STEPS: Final = {
     "detect_s": "until it was noticed",
     "reform_s": "until the team had formed again",
-    "heal_s": "to send the state",
+    "recover_s": "to send the state",
     "redo_s": "until the next window was committed",
 }
 """Seconds that a change takes, in their order; events lack those that are not known."""
@@ -23,7 +23,7 @@ class TeamChange:
     """
 
     KINDS: Final = frozenset(
-        {"worker_lost", "worker_left", "reformed", "healed", "worker_joined", "window"}
+        {"worker_lost", "worker_left", "reformed", "recovered", "worker_joined", "window"}
     )
     """The types of these events, in the order in which they come."""
 
@@ -56,9 +56,9 @@ class TeamChange:
             for event in self._by_kind["reformed"][-1:]
         ]
         if joined:
-            donor = next((event["donor"] for event in self._by_kind["healed"]), None)
-            source = f" with the state of {donor}" if donor else ""
-            parts.append(f"{_who(joined)} joined{source}")
+            source = next((event["source"] for event in self._by_kind["recovered"]), None)
+            state = f" with the state of {source}" if source else ""
+            parts.append(f"{_who(joined)} joined{state}")
         spent = self._spent()
         cost_s = sum(spent.values()) if spent else None
         text = "; ".join(parts)

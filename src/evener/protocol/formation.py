@@ -78,8 +78,8 @@ class Formation:
         base: How many windows the state has applied in which all members begin.
         has_state: Whether a member holds state. Otherwise the team starts over, from a checkpoint
             or not, and ``base`` is 0.
-        donor: The member whose state all members adopt.
-        receivers: Members that must receive the donor's state; the others hold the same bits.
+        source: The member whose state all members adopt.
+        receivers: Members that must receive the source's state; the others hold the same bits.
         detect_s: Seconds from the last heartbeat of the lost member to the end of the previous
             generation; 0 if none was lost.
     """
@@ -89,7 +89,7 @@ class Formation:
     numbers: tuple[int, ...]
     base: int
     has_state: bool
-    donor: str
+    source: str
     receivers: tuple[str, ...]
     detect_s: float = 0.0
 

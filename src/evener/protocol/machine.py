@@ -28,7 +28,7 @@ The whole table is in ``judge`` and the functions below it; the first line that 
       ... some losses are means and some are sums     error on every rank
       ... in CADENCE and ASYNC                        EXCHANGE, then PLAN; ``land``: LAND, and
                                                       CHANGE if the planner wishes it
-      ... one optimizer is to be stepped (WINDOW)     TURN
+      ... one optimizer is to be stepped (WINDOW)     STEP_ONE
       ... samples differ from the plan (WINDOW)       error on every rank
       ... otherwise                                   APPLY; CHANGE if the planner wishes it
 
@@ -94,7 +94,7 @@ class Action(Enum):
     """Throw this window away, and compute it again by the same plan."""
     RESTORE = auto()
     """Discard all steps since the last average."""
-    TURN = auto()
+    STEP_ONE = auto()
     """Average and step one optimizer; the window continues."""
     APPLY = auto()
     """Average and step; the window is over."""
@@ -423,7 +423,7 @@ def _judge_window(
     if not state.is_sync:
         return decision._replace(actions=(*actions, Action.EXCHANGE))
     if purpose is Purpose.WINDOW and only is not None:
-        return decision._replace(actions=(*actions, Action.TURN))
+        return decision._replace(actions=(*actions, Action.STEP_ONE))
     if purpose is Purpose.WINDOW and (wrong := _unlike_work(state, rows)):
         return decision._replace(actions=actions, error=wrong)
     return _close(decision, rows, actions)

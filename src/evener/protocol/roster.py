@@ -715,7 +715,7 @@ class Roster:
             joiners.sort(key=lambda m: self._seats[m].number % (self.most + 1))
         members = tuple([*standings, *joiners][: self.most])
         best = max(standings.values(), key=attrgetter("applied", "committed"), default=None)
-        donor = next((m for m, held in standings.items() if held is best), members[0])
+        source = next((m for m, held in standings.items() if held is best), members[0])
         same = {m for m, held in standings.items() if best and held.is_as(best)}
         if before and not standings and not self.run_has_ended:
             self._say(
@@ -731,8 +731,8 @@ class Roster:
                 numbers=tuple(self._seats[member].number for member in members),
                 base=best.applied if best else 0,
                 has_state=best is not None,
-                donor=donor,
-                receivers=tuple(m for m in members if m not in same and m != donor),
+                source=source,
+                receivers=tuple(m for m in members if m not in same and m != source),
                 detect_s=max([0.0, *unheard_s]),
             )
         )

@@ -329,7 +329,7 @@ class Job(EpochLoop):
         if self._has_new_data:
             self.loader.cursor.restart()
             self.say("continuing with other data, from its first epoch on")
-            self._task.began = self._engine.turns, ddp.progress.weight
+            self._task.began = self._engine.optimizer_steps, ddp.progress.weight
 
     def _load_newest(self) -> None:
         """Load the newest checkpoint of the run, as no worker holds its state any more."""
@@ -350,8 +350,8 @@ class Job(EpochLoop):
         if not is_finished(self.team, self.folder, self.ddp.window, task.results):
             return False
         self.say(
-            f"{self.folder} has been completed ({self._engine.turns} steps): nothing to do. Raise "
-            f"{task.lengths} to train on, or start a new run without --resume"
+            f"{self.folder} has been completed ({self._engine.optimizer_steps} steps): nothing to "
+            f"do. Raise {task.lengths} to train on, or start a new run without --resume"
         )
         return True
 

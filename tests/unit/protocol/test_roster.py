@@ -130,7 +130,7 @@ def test_survivors_of_a_death_are_told_at_once_and_form_as_soon_as_all_have_left
     assert told(team.report("c", 4), "formed") == set()
     assert told(team.report("a", 5), "formed") == {"a", "c"}
     assert team.formation.members == ("a", "c")
-    assert (team.formation.base, team.formation.donor) == (5, "a")
+    assert (team.formation.base, team.formation.source) == (5, "a")
     assert team.formation.receivers == ("c",)
 
 

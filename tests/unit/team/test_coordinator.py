@@ -126,7 +126,7 @@ def test_a_team_forms_loses_a_member_and_takes_in_another() -> None:
         with link(address, "c") as c:
             formation = take_in(a, c, applied=7)
             assert formation.members == ("a", "c")
-            assert (formation.base, formation.donor, formation.receivers) == (7, "a", ("c",))
+            assert (formation.base, formation.source, formation.receivers) == (7, "a", ("c",))
             until(lambda: a.generation == formation.generation)
 
 

@@ -111,7 +111,8 @@ class TrainingLoader(LikeDataLoader, ABC):
     def _is_over(self) -> bool:
         """Return whether the run has ended: stopped, or made all its optimizer steps."""
         most = self._max_steps
-        return self._engine.rounds.stopping or (most is not None and self._engine.turns >= most)
+        is_complete = most is not None and self._engine.optimizer_steps >= most
+        return self._engine.rounds.stopping or is_complete
 
     def _compute(
         self, batch: Any, share: Share, samples: int, *place: int | str
@@ -135,7 +136,7 @@ class TrainingLoader(LikeDataLoader, ABC):
         share.start_micro_batch(samples)
         yield batch
         if engine.share is share and share.in_micro_batch:  # no change of the team broke it off
-            if not share.turns:
+            if not share.single_steps:
                 raise share.not_ended()
             engine.end_micro_batch()
 
@@ -271,7 +272,7 @@ class TeamLoader(TrainingLoader):
             try:
                 yield from self._compute(batch, share, samples, *place)
             except MicroBatchTooLarge:
-                if samples == 1 or share.turns:
+                if samples == 1 or share.single_steps:
                     raise MicroBatchTooLarge(samples) from None
                 engine.run.limits.shrink(samples)
                 self._fetched.clear()
