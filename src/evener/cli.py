@@ -384,8 +384,8 @@ def dashboard(
 @_command(_CHECK, "plan --speeds 10,4 --params 35e6 --bandwidth 1")
 def plan(options: PlanOptions) -> int:
     """Predict a team's speed under each policy, and which devices are worth adding."""
+    from evener.simulation.advice_text import document, text
     from evener.simulation.question import answer_plan
-    from evener.simulation.telling import document, text
 
     advice = answer_plan(options)
     if options.numbers:

@@ -428,8 +428,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
 
     def _sum(self, what: str, *values: int) -> list[int]:
         """Return the sums over ranks; all that are present call it together."""
-        told = self.ddp.assembly.engine.collectives.ask(what, values)
-        return [sum(column) for column in zip(*told.values(), strict=True)]
+        gathered = self.ddp.assembly.engine.collectives.ask(what, values)
+        return [sum(column) for column in zip(*gathered.values(), strict=True)]
 
     # ── evaluation ───────────────────────────────────────────────────────────────────────────────
 

@@ -19,7 +19,7 @@ from evener.errors import CollectiveMismatchError, ConfigError, NonFiniteGradien
 from evener.loop.consistency import check_consistency, describe_versions
 from evener.parsing import short
 from evener.team.backends import connect_team
-from evener.team.child import apply_threads, tell
+from evener.team.child import apply_threads, notify_supervisor
 from evener.team.environment import DistributedTrainConfig
 from evener.team.members import Member, describe_self, hardware_summary
 from evener.team.placement import deal_devices, devices_of_host
@@ -54,7 +54,7 @@ class _Line:
         for environment in [place for place, line in _lines.items() if line is self]:
             del _lines[environment]
             atexit.unregister(self.close)
-            tell(place=LEFT)
+            notify_supervisor(place=LEFT)
 
 
 _lines: Final[dict[DistributedTrainConfig, _Line]] = {}

@@ -159,10 +159,10 @@ def test_a_stopped_worker_is_left_out_and_joins_again_when_it_continues() -> Non
         RankTeam(stop_in_mid_run, 3, address) as team,
     ):
         wait_until(lambda: len(team.pids) == 3 and is_stopped(team.pids[1]))
-        supervisor.tell("w1", ProcessState.STOPPED)
+        supervisor.report_state("w1", ProcessState.STOPPED)
         assert team.receive(0) == "the others have gone on"
         team.send_signal(1, signal.SIGCONT)
-        supervisor.tell("w1", ProcessState.CONTINUED)
+        supervisor.report_state("w1", ProcessState.CONTINUED)
         (windows, state), (some, own), others = all_returned(team.wait())
     assert others == (windows, state)
     assert windows == WINDOWS

@@ -14,9 +14,9 @@ from helpers.limits import PATIENCE_S, wait_until
 
 # The launcher takes a worker that says this for one that is in the team.
 JOINED = """\
-from evener.team.child import tell as tell_launcher
-tell_launcher(place="joining")
-tell_launcher(place="joined")
+from evener.team.child import notify_supervisor
+notify_supervisor(place="joining")
+notify_supervisor(place="joined")
 MEMBER = os.environ["EVENER_MEMBER"].partition("/")[2]
 tell(f"{MEMBER} {os.getpid()} {'json.tool' in sys.modules}")
 """

@@ -76,10 +76,10 @@ class Wait:
         self.calls, self.call = calls, calls[0]
         self._comm = comm
         self._whole = None if comm._whole is None else comm._whole[0]
-        self._telling = threading.Lock()
+        self._notifying = threading.Lock()
         self._started = time.monotonic()
         self._deadline = self._started + self.call.timeout_s
-        self._has_told = False
+        self._has_notified = False
 
     @property
     def waited_s(self) -> float:
@@ -127,16 +127,16 @@ class Wait:
             self._whole.still_waits()
             return
         waited_s, comm = self.waited_s, self._comm
-        with self._telling:  # threads may carry out parts of the call
+        with self._notifying:  # threads may carry out parts of the call
             if comm._listener is not None and waited_s >= _WAIT_S:
-                self._has_told = True
+                self._has_notified = True
                 comm._listener.still_waits(comm, self.call, waited_s)
         if comm._transport is not None:
             comm._transport.look_for_losses(self)
 
     def end(self, *, succeeded: bool) -> None:
         """Tell the listener, if it was told of the wait, that it is over."""
-        if self._has_told and self._comm._listener is not None:
+        if self._has_notified and self._comm._listener is not None:
             self._comm._listener.wait_over(self._comm, succeeded=succeeded)
 
 
@@ -748,8 +748,8 @@ class Communicator(Closing, NotInherited):
                 failure = first_line(error)
         # Those that have failed at once wait for those that first connect and then abort in vain.
         latest_s = 2 * call.timeout_s + ABORT_S
-        told = self.all_gather_json(failure, what=what, timeout_s=latest_s)
-        for number, text in zip(self.numbers, told, strict=True):
+        failures = self.all_gather_json(failure, what=what, timeout_s=latest_s)
+        for number, text in zip(self.numbers, failures, strict=True):
             if text:
                 group.drop_nccl()
                 return f"on rank {number}: {text}"

@@ -209,8 +209,8 @@ def connect_hosts(comm: Communicator, place: str | None = None) -> tuple[Communi
     Returns:
         The communicator, and how ranks exchange, for people.
     """
-    told = comm.all_gather_json(place or place_of_this_process(), what="where ranks run")
-    return _connect(comm, dict(zip(comm.numbers, told, strict=True)), None)
+    gathered = comm.all_gather_json(place or place_of_this_process(), what="where ranks run")
+    return _connect(comm, dict(zip(comm.numbers, gathered, strict=True)), None)
 
 
 def _connect(

@@ -288,8 +288,8 @@ def share_memory(
     """
     offer = MemoryOffer(comm, memory)
     try:
-        told = comm.all_gather_json(asdict(offer.spot), what="where ranks run")
-        spots = [Spot(**{**each, "cores": tuple(each["cores"])}) for each in told]
+        gathered = comm.all_gather_json(asdict(offer.spot), what="where ranks run")
+        spots = [Spot(**{**each, "cores": tuple(each["cores"])}) for each in gathered]
         if obstacle := find_obstacle(spots):
             return comm, obstacle
         failure = ""

@@ -115,8 +115,8 @@ class _PageNotices(NoticeBoard):
 
     def read(self) -> dict[int, Notice] | None:
         """Return the notices by number of the rank."""
-        told = {number: page.notice for number, page in self._pages.items()}
-        return {number: notice for number, notice in told.items() if notice is not None}
+        notices = {number: page.notice for number, page in self._pages.items()}
+        return {number: notice for number, notice in notices.items() if notice is not None}
 
 
 @final
@@ -275,9 +275,9 @@ class Barrier:
             self._links.wait(_CAUSE_S / 10)
             left = {rank for rank, page in self._others if page[_ENDED]}
             died = self._links.gone - left
-        said = []
+        causes = []
         for ranks, how in ((died, "died"), (left, "closed this communicator")):
             if ranks:
                 verb = "has" if len(ranks) == 1 else "have"
-                said.append(f"{name_ranks([self._numbers[r] for r in ranks])} {verb} {how}")
-        return ", ".join(said), bool(died)
+                causes.append(f"{name_ranks([self._numbers[r] for r in ranks])} {verb} {how}")
+        return ", ".join(causes), bool(died)

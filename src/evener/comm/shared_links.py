@@ -121,8 +121,8 @@ class Door:
         try:
             _check_user(connection)
             connection.settimeout(_GREETING_S)
-            said, received = _receive(connection, _HELLO.size, count)
-            token, other = _HELLO.unpack(said)
+            message, received = _receive(connection, _HELLO.size, count)
+            token, other = _HELLO.unpack(message)
         except (OSError, struct.error):
             return -1, received
         knows = hmac.compare_digest(token, bytes.fromhex(self.token))
@@ -222,9 +222,9 @@ def _receive(connection: socket.socket, size: int, count: int) -> tuple[bytes, l
     """
     # Close-on-exec from the start: the user's threads may start processes at any time.
     flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL
-    said, received, *_ = socket.recv_fds(connection, size, count, flags)
-    if len(said) < size or len(received) < count:
+    message, received, *_ = socket.recv_fds(connection, size, count, flags)
+    if len(message) < size or len(received) < count:
         for descriptor in received:
             os.close(descriptor)
         raise ConnectionError("a rank ended its connection, or no more descriptors can be opened")
-    return said, received
+    return message, received

@@ -148,8 +148,8 @@ class ThreadTransport(Transport):
         self._num_meetings = 0
 
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
-        told = self._meet(wait, bytes(cells[self.rank]), lambda offers: offers)
-        for cell, content in zip(cells, told, strict=True):
+        gathered = self._meet(wait, bytes(cells[self.rank]), lambda offers: offers)
+        for cell, content in zip(cells, gathered, strict=True):
             cell[:] = content
 
     def sum_each(

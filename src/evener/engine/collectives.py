@@ -59,7 +59,7 @@ class Collectives:
         """
         rounds = self._rounds
         if self._generations.is_alone:
-            self._tell_alone(what)
+            self._warn_alone(what)
             return {rounds.rank: value}
 
         def exchange() -> CollectiveResult:
@@ -68,12 +68,14 @@ class Collectives:
                 windows.settle()
             found = windows.meet(Purpose.ASK, what=what, timeout_s=timeout_s)
             own, members = [what, here(), value], rounds.team.members
-            told = rounds.comm.all_gather_json(own, what="answers", timeout_s=timeout_s)
-            if len({theirs for theirs, *_ in told}) > 1:
-                said = {rank: f"{w} at {p}" for rank, (w, p, _) in zip(members, told, strict=True)}
+            gathered = rounds.comm.all_gather_json(own, what="answers", timeout_s=timeout_s)
+            if len({theirs for theirs, *_ in gathered}) > 1:
+                doing = {
+                    rank: f"{w} at {p}" for rank, (w, p, _) in zip(members, gathered, strict=True)
+                }
                 rounds.state = rounds.state.end()
-                raise CollectiveMismatchError(wording.mismatch(found.rows, said))
-            answers = {rank: answer for rank, (*_, answer) in zip(members, told, strict=True)}
+                raise CollectiveMismatchError(wording.mismatch(found.rows, doing))
+            answers = {rank: answer for rank, (*_, answer) in zip(members, gathered, strict=True)}
             return CollectiveResult(answers=answers)
 
         return self._repeat(exchange).answers
@@ -164,6 +166,6 @@ class Collectives:
             rounds.is_asking = before
         return rounds.latest
 
-    def _tell_alone(self, what: str) -> None:
+    def _warn_alone(self, what: str) -> None:
         text = _ALONE.format(what, here(), self._rounds.rank)
-        self._generations.windows.options.guards.tell_once(text)
+        self._generations.windows.options.guards.warn_once(text)

@@ -9,7 +9,7 @@ from evener.engine.rounds import Rounds
 from evener.engine.run_state import RunState
 from evener.engine.schedule import Schedule
 from evener.observe.numbers import human_duration
-from evener.planning.report import TOLD_LATER
+from evener.planning.report import LATE_FIELDS
 from evener.planning.stragglers import Straggler, StragglerWatch
 from evener.protocol.row import Row
 from evener.team.members import Member
@@ -80,21 +80,21 @@ class Commits:
         assert applied is not None
         for lease in applied.leases:
             run.open_cursor.commit(lease)
-        if rounds.state.is_parked or applied.result.window < run.num_told:
+        if rounds.state.is_parked or applied.result.window < run.num_notified:
             return
-        run.num_told = applied.result.window + 1
+        run.num_notified = applied.result.window + 1
         result = self._complete(applied.result, rows)
         self._unjudged.append(result)
         for observe in self._observers:
             observe(result)
         if self._on_commit:
-            self._tell(result)
+            self._notify(result)
 
     def _complete(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
         """Return the result with what ranks report of it a round later."""
         ranks = list(result.ranks)
         for rank, row in rows.items():
-            ranks[rank] = ranks[rank]._replace(**{k: getattr(row.report, k) for k in TOLD_LATER})
+            ranks[rank] = ranks[rank]._replace(**{k: getattr(row.report, k) for k in LATE_FIELDS})
         found, self._stragglers = self._stragglers, ()
         cadence = result.cadence
         if cadence is not None:
@@ -102,7 +102,7 @@ class Commits:
             cadence = replace(cadence, divergence=divergence)
         return replace(result, ranks=tuple(ranks), stragglers=found, cadence=cadence)
 
-    def _tell(self, result: WindowResult) -> None:
+    def _notify(self, result: WindowResult) -> None:
         """Call the functions of ``on_commit``."""
         is_local = result.cadence is not None
         if is_local:

@@ -356,24 +356,24 @@ class Engine(ABC):
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 
-    def meet(self, purpose: Purpose, **said: Any) -> Round:
+    def meet(self, purpose: Purpose, **fields: Any) -> Round:
         """Exchange rows and carry out what follows; all ranks call it together.
 
         Args:
             purpose: What this rank wants.
-            **said: As in ``Rounds.meet``.
+            **fields: As in ``Rounds.meet``.
         """
         if purpose is not Purpose.ASK and not self.rounds.state.is_parked:
             at_rest = purpose in _AT_REST
-            said["digest"] = self.consensus.digest_if_due(self.window - 1, at_rest=at_rest)
-        found = self.rounds.meet(purpose, **said)
+            fields["digest"] = self.consensus.digest_if_due(self.window - 1, at_rest=at_rest)
+        found = self.rounds.meet(purpose, **fields)
         self._follow(found)
         return found
 
     def _commit_applied(self) -> None:
         """Commit the applied window before the team changes; all ranks call it together."""
         if self.rounds.state.applied:
-            self.meet(Purpose.CHANGE, report=Report(**self.run.told))
+            self.meet(Purpose.CHANGE, report=Report(**self.run.late_fields))
 
     def _follow(self, found: Round) -> None:
         """Carry out what follows from a round.
@@ -436,8 +436,8 @@ class Engine(ABC):
         Raises:
             UsageError: On every rank, when ranks that have a share differ.
         """
-        told = self.team.introduce(rates_of(self.optimizers))
-        rates = dict(zip(self.team.members, told, strict=True))
+        gathered = self.team.introduce(rates_of(self.optimizers))
+        rates = dict(zip(self.team.members, gathered, strict=True))
         busy = {rank: rates[rank] for rank in rates if rows[rank].purpose is not Purpose.IDLE}
         set_rates(self.optimizers, agree_on_rates(busy))
 

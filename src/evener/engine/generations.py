@@ -64,7 +64,7 @@ class WindowRunner(Protocol):
     def policy(self) -> Planner:
         """Return the policy that divides the work."""
 
-    def meet(self, purpose: Purpose, **said: Any) -> Round:
+    def meet(self, purpose: Purpose, **fields: Any) -> Round:
         """Exchange rows and do what follows."""
 
     def settle(self) -> None:
@@ -408,7 +408,7 @@ class Generations:
         team, windows, latest = self._team, self.windows, self.rounds.latest
         own = next(one for one in team.people if one.member == team.membership.member)
         rows = latest.rows
-        told = team.introduce(
+        gathered = team.introduce(
             {
                 "who": asdict(replace(own, rank=team.rank)),
                 "is_new": is_new,
@@ -419,7 +419,7 @@ class Generations:
             }
         )
         before = {member.rank: member for member in team.people if member.host}
-        team.meet([Member(**one["who"]) for one in told])
+        team.meet([Member(**one["who"]) for one in gathered])
         # A launcher starts the next worker on the same device, which is as fast as before.
         others = [r for r, old in before.items() if team.people[r].place != old.place]
         windows.policy.forget(others)
@@ -427,19 +427,19 @@ class Generations:
         windows.policy.set_micro_batch_sizes(self._run.limits.sizes)
         self._run.loss_scale.learn_ranks(team.fp16_ranks, team.rank)
         windows.options = replace(windows.options, unlike_devices=team.has_unlike_devices)
-        self._are_planning = all(one["plans"] for one in told if not one["is_new"])
-        self._adopt_latest(told)
-        return len({one["plans"] for one in told}) == 1
+        self._are_planning = all(one["plans"] for one in gathered if not one["is_new"])
+        self._adopt_latest(gathered)
+        return len({one["plans"] for one in gathered}) == 1
 
-    def _adopt_latest(self, told: Sequence[Mapping[str, Any]]) -> None:
+    def _adopt_latest(self, gathered: Sequence[Mapping[str, Any]]) -> None:
         """Adopt the result of the newest exchange outside of windows."""
         rounds, comm = self.rounds, self.rounds.comm
-        numbers = [-1 if one["is_new"] else int(one["number"]) for one in told]
+        numbers = [-1 if one["is_new"] else int(one["number"]) for one in gathered]
         if (newest := max(numbers)) < 0:  # no rank holds state: all start over
             rounds.latest = CollectiveResult()
             return
         source = numbers.index(newest)
-        rows, packed = None, told[source]["rows"]
+        rows, packed = None, gathered[source]["rows"]
         if packed is not None and min(n for n in numbers if n >= 0) < newest:
             shape, dtype = packed
             number = getattr(torch, dtype.removeprefix("torch."))
@@ -447,7 +447,7 @@ class Generations:
             rows = torch.empty(shape, dtype=number) if known is None else known.cpu().contiguous()
             comm.broadcast(rows, source, what="rows that some ranks have missed")
         if numbers[comm.rank] < newest:
-            rounds.latest = CollectiveResult(newest, dict(told[source]["answers"]), rows)
+            rounds.latest = CollectiveResult(newest, dict(gathered[source]["answers"]), rows)
 
     # ── state for ranks that were away ───────────────────────────────────────────────────────────
 
@@ -526,8 +526,8 @@ class Generations:
         self._begun = (change, time.perf_counter())
         self.windows.commits.forget_speeds()
         self.windows.options.guards.notice(str(change))
-        for tell in self._on_change:
-            tell(change)
+        for function in self._on_change:
+            function(change)
 
     # ── parking ──────────────────────────────────────────────────────────────────────────────────
 

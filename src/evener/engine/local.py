@@ -200,7 +200,7 @@ class LocalEngine(Engine):
         return any(row.busy for row in self._rest(busy=flies).rows.values())
 
     def _rest(self, *, busy: bool) -> Round:
-        return self.meet(Purpose.REST, busy=busy, report=Report(**self.run.told))
+        return self.meet(Purpose.REST, busy=busy, report=Report(**self.run.late_fields))
 
     # ── a local step ─────────────────────────────────────────────────────────────────────────────
 
@@ -237,8 +237,8 @@ class LocalEngine(Engine):
         flight = self.rounds.state.flight
         if not self._steps.finish(self.share, flight, self.run.progress, self.batch_size):
             self.buffers.rewind()
-            for tell in self.on_left_out:
-                tell(self.share.micro_batches)
+            for function in self.on_left_out:
+                function(self.share.micro_batches)
         return self.advance()
 
     def _may_go_on(self) -> bool:
@@ -267,7 +267,7 @@ class LocalEngine(Engine):
         if not plan.blocking and _is_full(work.steps, plan):
             self._replica.run_ahead()
         rates = self.training.schedule.agreed_rates
-        said = rounds.say(
+        sent = rounds.make_row(
             Purpose.WINDOW,
             renew=rounds.is_main and self.generations.wants_renewal,
             trainable=len(self.flat.parameters),
@@ -278,10 +278,10 @@ class LocalEngine(Engine):
                 buffers_changed=taken.changed,
                 loss_scale=self.run.loss_scale.own,
                 limit=self.run.limits.own,
-                **self.run.told,
+                **self.run.late_fields,
             ),
         )
-        self._job.start(partial(self._exchange, said, taken.buffers, self._steps_left))
+        self._job.start(partial(self._exchange, sent, taken.buffers, self._steps_left))
         self._spent_s = time.perf_counter() - started_s
         self._steps.resume_clock()
 
@@ -351,8 +351,8 @@ class LocalEngine(Engine):
                 None if limit is None else limit - done,
                 stop=any(row.stop or row.left for row in rows),
             )
-        said = state.say(Purpose.PLAN, plan=draft, **self.run.data(self.batch_size))
-        planned = self.rounds.exchange(said, comm, self.team.members)
+        sent = state.make_row(Purpose.PLAN, plan=draft, **self.run.data(self.batch_size))
+        planned = self.rounds.exchange(sent, comm, self.team.members)
         if planned.decision.error is not None:
             raise planned.decision.error
         return planned.rows[state.planner].plan
@@ -435,14 +435,14 @@ class LocalEngine(Engine):
             ),
         )
         spent_s = self._spent_s + time.perf_counter() - started_s
-        told = {
+        late_fields = {
             "wait_s": found.wait_s,
             "sync_s": max(0.0, spent_s - found.wait_s),
             **self.spans.apply(),
             "divergence": divergence,
             "stale_steps": stale_steps,
         }
-        self.run.applied = Applied(self.result, retired, told)
+        self.run.applied = Applied(self.result, retired, late_fields)
 
     def _refuse_non_finite(self, rank: int, found: Round) -> NoReturn:
         assert self._landing is not None

@@ -221,7 +221,7 @@ class Lookahead:
             # state.
             self._to_park = frozenset()
             return
-        self._tell_parking(batch_size)
+        self._announce_parking(batch_size)
         if (found := self._find_misfits(batch_size)) is not None:
             self._note_parking(found)
             self.why_parked = explain_parking(found, batch_size)
@@ -239,7 +239,7 @@ class Lookahead:
         now_s = time.monotonic()
         self._costs_since_s = min(self._costs_since_s, now_s)
         if now_s - self._costs_since_s >= NOTEWORTHY_S:
-            self._guards.tell_once(_MAIN_STAYS.format(main))
+            self._guards.warn_once(_MAIN_STAYS.format(main))
         others = {rank: speed for rank, speed in found.alone.items() if rank != main}
         after = policy.forecast(batch_size, self._team.away.union(others))
         # A window of the same length has no work for them.
@@ -258,7 +258,7 @@ class Lookahead:
         else:
             self._untold = Untold(found, time.monotonic())
 
-    def _tell_parking(self, batch_size: int) -> None:
+    def _announce_parking(self, batch_size: int) -> None:
         """Warn that ranks are parked, once their time without work is noteworthy."""
         if self._untold is None:
             return

@@ -44,9 +44,9 @@ class MembershipChange:
 
     def __str__(self) -> str:
         """Return one line for the terminal."""
-        said = [f"lost {_named(self.lost)}"] if self.lost else []
-        said += [f"{_named(self.left)} left"] if self.left else []
-        said += [f"{_named(self.joined)} joined"] if self.joined else []
+        causes = [f"lost {_named(self.lost)}"] if self.lost else []
+        causes += [f"{_named(self.left)} left"] if self.left else []
+        causes += [f"{_named(self.joined)} joined"] if self.joined else []
         is_known = self.lost and self.detect_s > 0
         times = f"noticed in {self.detect_s:.2f} s, " if is_known else ""
         times += f"re-formed in {self.reform_s:.2f} s"
@@ -54,7 +54,7 @@ class MembershipChange:
             times += f", state sent in {self.recover_s:.2f} s"
         return (
             f"generation {self.generation} begins with window {self.window}: "
-            f"{', '.join(said) or self.why}; {len(self.members)} "
+            f"{', '.join(causes) or self.why}; {len(self.members)} "
             f"{'rank' if len(self.members) == 1 else 'ranks'}, {times}"
         )
 

@@ -64,12 +64,12 @@ class Positions:
         Raises:
             UsageError: This rank has not made that loader.
         """
-        told, current = state["positions"], state["current"]
+        saved, current = state["positions"], state["current"]
         # The other one tells nothing of loaders that it has yet to make.
-        self.restore([*told, *self._known[len(told) :]], allow_new_data=self._allows_new_data)
+        self.restore([*saved, *self._known[len(saved) :]], allow_new_data=self._allows_new_data)
         if current is not None and current >= len(self._own):
             raise UsageError(
-                f"this worker has made {len(self._own)} loaders, and the team {len(told)}, "
+                f"this worker has made {len(self._own)} loaders, and the team {len(saved)}, "
                 f"of which number {current + 1} is iterated over now: a worker that joins needs "
                 "it before its first epoch. Make all loaders before the loop over epochs"
             )

@@ -130,13 +130,13 @@ class Applied(NamedTuple):
     Attributes:
         result: Its result.
         leases: The samples that it took from the epoch.
-        told: What this rank's report of the next window says of it: the fields ``TOLD_LATER``
-            of it, such as seconds of waiting for others.
+        late_fields: The fields ``LATE_FIELDS`` of this rank's next report, which are known only
+            after the window, such as seconds of waiting for others.
     """
 
     result: WindowResult
     leases: Sequence[Slice]
-    told: Mapping[str, Any]
+    late_fields: Mapping[str, Any]
 
 
 def pack_applied(applied: Applied) -> dict[str, Any]:
@@ -144,18 +144,18 @@ def pack_applied(applied: Applied) -> dict[str, Any]:
     return {
         "result": asdict(applied.result),
         "leases": [asdict(lease) for lease in applied.leases],
-        "told": dict(applied.told),
+        "late_fields": dict(applied.late_fields),
     }
 
 
 def unpack_applied(packed: Mapping[str, Any]) -> Applied:
     """Undo ``pack_applied``."""
-    told = dict(packed["result"])
-    cadence = told["cadence"]
-    told["progress"] = Progress(**told["progress"])
-    told["ranks"] = tuple(RankRecord(*record) for record in told["ranks"])
-    told["ranges"] = tuple((start, stop) for start, stop in told["ranges"])
-    told["parked"] = tuple(told["parked"])
-    told["cadence"] = None if cadence is None else CadenceRecord(**cadence)
+    result = dict(packed["result"])
+    cadence = result["cadence"]
+    result["progress"] = Progress(**result["progress"])
+    result["ranks"] = tuple(RankRecord(*record) for record in result["ranks"])
+    result["ranges"] = tuple((start, stop) for start, stop in result["ranges"])
+    result["parked"] = tuple(result["parked"])
+    result["cadence"] = None if cadence is None else CadenceRecord(**cadence)
     leases = [Slice(**lease) for lease in packed["leases"]]
-    return Applied(WindowResult(**told), leases, packed["told"])
+    return Applied(WindowResult(**result), leases, packed["late_fields"])

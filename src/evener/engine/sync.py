@@ -231,7 +231,7 @@ class SyncEngine(Engine):
             self.close()  # by its plan, which ranks without a share and the data position follow
         if self.rounds.has_left or self.rounds.state.applied:
             self.generations.keep(
-                lambda: self._meet_read(Purpose.REST, report=Report(**self.run.told))
+                lambda: self._meet_read(Purpose.REST, report=Report(**self.run.late_fields))
             )
 
     def end_epoch(self) -> None:
@@ -386,11 +386,11 @@ class SyncEngine(Engine):
             self.settle()  # plans of a loop that was left by `break` do not hold after it
         self.result, window = None, self.window
         generation = self.rounds.state.generation
-        self.generations.keep(lambda: self._say(purpose, part, **wishes))
+        self.generations.keep(lambda: self._make_row(purpose, part, **wishes))
         is_again = self.rounds.state.generation != generation and self.window == window
         return None if is_again else self.result
 
-    def _say(self, purpose: Purpose, part: int | None, **wishes: bool) -> None:
+    def _make_row(self, purpose: Purpose, part: int | None, **wishes: bool) -> None:
         report, rounds = self._report(part), self.rounds
         self.spans.begin_wait()
         loss_scale, lookahead = self.run.loss_scale, self.lookahead
@@ -427,7 +427,7 @@ class SyncEngine(Engine):
             limit=self.run.limits.own,
             warmup_micro_batches=share.warmup_micro_batches,
             warmup_samples=share.warmup_samples,
-            **self.run.told,
+            **self.run.late_fields,
         )
         self._on_device = None
         if part is None and not ends_single_steps and self._can_run_ahead():
@@ -486,7 +486,7 @@ class SyncEngine(Engine):
                 lookahead.observe(reports, plan, _exchange_s(found))
         else:
             plan = self._unplanned(reports)
-        told: dict[str, Any] = {}
+        late_fields: dict[str, Any] = {}
         if state.is_parked:  # this rank follows what the others have applied
             result = self._result_of(found, plan, skipped=found.decision.skip)
         elif self._single_steps:
@@ -507,9 +507,9 @@ class SyncEngine(Engine):
             result = self._on_device.show(result)
         if not state.is_parked:
             self.result = result
-            told = {"wait_s": found.wait_s, "sync_s": self._sync_s, "hidden_s": hidden_s}
-            told |= self.spans.apply()
-        self.run.applied = Applied(result, leases, told)
+            late_fields = {"wait_s": found.wait_s, "sync_s": self._sync_s, "hidden_s": hidden_s}
+            late_fields |= self.spans.apply()
+        self.run.applied = Applied(result, leases, late_fields)
         self._unread, self._on_device = self._on_device, None
         if (torn := self._torn) is not None:  # the window counts as applied by now
             self._torn = None
@@ -654,7 +654,7 @@ class SyncEngine(Engine):
             and len({group.data.device for group in self.flat.groups}) == 1
         )
 
-    def _meet_read(self, purpose: Purpose, **said: Any) -> None:
+    def _meet_read(self, purpose: Purpose, **fields: Any) -> None:
         """Meet, after the numbers of the previous window were read, which is committed there.
 
         Raises:
@@ -683,7 +683,7 @@ class SyncEngine(Engine):
             late=overlap.is_late,
             order=checksum(overlap.order),
             **measured,
-            **said,
+            **fields,
         )
 
     def _follow(self, found: Round) -> None:

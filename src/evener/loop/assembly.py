@@ -41,7 +41,7 @@ from evener.loop.consistency import Description, check_consistency, describe_tra
 from evener.loop.precision import HALF, AutocastForward, choose_precision
 from evener.planning.policies import ApplyPolicy
 from evener.team.backends import check_backend, check_policy, connect_team, describe_exchange
-from evener.team.child import apply_threads, tell
+from evener.team.child import apply_threads, notify_supervisor
 from evener.team.elastic_membership import join_team
 from evener.team.environment import ELASTIC, AverageBackend, DistributedTrainConfig
 from evener.team.failures import note
@@ -210,7 +210,7 @@ class Assembly:
         while self._autocast:
             self._autocast.pop().remove()
         self.comm.close()
-        tell(place=LEFT)
+        notify_supervisor(place=LEFT)
 
     def hand_back(self) -> None:
         """Give optimizers their whole state back, if all ranks take part; they call it together."""

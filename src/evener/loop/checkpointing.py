@@ -253,4 +253,4 @@ class Checkpointer:
 
     def _miss(self, step: int, reason: str) -> None:
         warn(reason)
-        self._ddp.events.tell("checkpoint_missed", window=step, reason=reason)
+        self._ddp.events.emit("checkpoint_missed", window=step, reason=reason)

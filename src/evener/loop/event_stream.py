@@ -108,7 +108,7 @@ class EventStream:
         if sinks is not None:
             sinks.close()
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def emit(self, kind: str, **fields: Any) -> None:
         """Pass an event to every sink, and before the first one that of the start.
 
         Args:
@@ -117,7 +117,7 @@ class EventStream:
         """
         is_main = self._engine.rounds.is_main and self._makers
         if is_main and self._team.membership.may_write():
-            self._tell_start()
+            self._emit_start()
             self._emit(make_event(kind, **{"t": time.time(), **fields}))
 
     def _emit(self, event: Event) -> None:
@@ -132,24 +132,24 @@ class EventStream:
         On resume ``run_resumed`` precedes it, with the window from which earlier events are void.
         """
         self._facts |= {**facts, "t": time.time(), "window": self._engine.window}
-        self._tell_start()
+        self._emit_start()
 
-    def _tell_start(self) -> None:
+    def _emit_start(self) -> None:
         if self._has_started or not self._engine.rounds.is_main or not self._makers:
             return
         self._has_started, facts = True, self._facts
         t = facts["t"]
         if (path := facts.get("resumed_from")) is not None:
             new_data = facts.get("new_data", False)
-            self.tell("run_resumed", t=t, window=facts["window"], path=str(path), new_data=new_data)
+            self.emit("run_resumed", t=t, window=facts["window"], path=str(path), new_data=new_data)
         self._emit(self._start())
         for member in self._team.people:
-            self._tell_worker(member, t)
+            self._emit_worker(member, t)
 
-    def _tell_worker(self, member: Member, t: float) -> None:
+    def _emit_worker(self, member: Member, t: float) -> None:
         if member.device:  # otherwise no worker has that number
             slowed = {"emulated": member.emulated} if member.emulated != 1 else {}
-            self.tell("worker_started", t=t, pid=member.pid, **_place(member), **slowed)
+            self.emit("worker_started", t=t, pid=member.pid, **_place(member), **slowed)
 
     def _start(self) -> Event:
         # Facts of a resume are in ``run_resumed``.
@@ -179,10 +179,10 @@ class EventStream:
         if planned != self._planned:
             self._planned = planned
             piece = {**_pick(result, "start", "size"), "shares": shares}
-            self.tell("plan", **place, **piece, reason=self._engine.policy.why(result.window))
+            self.emit("plan", **place, **piece, reason=self._engine.policy.why(result.window))
         # A window may be recorded in a later generation, where others have the numbers.
         people = self._people.get(result.generation) or self._present()
-        self._tell_decisions(result, people)
+        self._emit_decisions(result, people)
         rows = [self._row(rank, name, result.ranks[rank]) for rank, name in people.items()]
         further: dict[str, Any] = {}
         if cadence is not None:  # local steps
@@ -196,7 +196,7 @@ class EventStream:
             }
         if (redo_s := self._engine.generations.redo_s) is not None:
             further["redo_s"] = _rounded(redo_s)
-        self.tell(
+        self.emit(
             "window",
             **place,
             committed=[list(part) for part in result.ranges or [result.committed]],
@@ -209,14 +209,14 @@ class EventStream:
         )
         for one in result.stragglers:
             member = self._team.people[one.rank]
-            self.tell(
+            self.emit(
                 "straggler_over" if one.is_over else "straggler",
                 **_pick(one, "window", "since", "cause"),
                 **_seconds(one, "factor", "compute_s", "expected_s", "delay_s"),
                 **_place(member),
             )
 
-    def _tell_decisions(self, result: WindowResult, people: Mapping[int, str]) -> None:
+    def _emit_decisions(self, result: WindowResult, people: Mapping[int, str]) -> None:
         """Record who is parked or called back with a window, and who was refused before it."""
         before, self.parked = self.parked, result.parked
         why = self._engine.why_parked or "the team is predicted to be faster without it"
@@ -226,9 +226,9 @@ class EventStream:
         ):
             for rank in sorted(ranks & people.keys()):
                 place = {"rank": rank, "member": people[rank], "window": result.window}
-                self.tell(kind, **place, reason=reason)
+                self.emit(kind, **place, reason=reason)
         for member, reason in self._team.membership.take_refused():
-            self.tell("join_refused", member=member, window=result.window, reason=reason)
+            self.emit("join_refused", member=member, window=result.window, reason=reason)
 
     def _row(self, rank: int, name: str, record: RankRecord) -> dict[str, Any]:
         """Return the ``RankRow`` of a rank."""
@@ -257,13 +257,13 @@ class EventStream:
             again = []
         self._kept.clear()
 
-        def tell_each(kind: str, ranks: Mapping[int, str], **fields: Any) -> None:
+        def emit_each(kind: str, ranks: Mapping[int, str], **fields: Any) -> None:
             for rank, name in ranks.items():
-                self.tell(kind, rank=rank, member=name, window=window, **fields)
+                self.emit(kind, rank=rank, member=name, window=window, **fields)
 
-        tell_each("worker_lost", change.lost, reason=change.why)
-        tell_each("worker_left", change.left)
-        self.tell(
+        emit_each("worker_lost", change.lost, reason=change.why)
+        emit_each("worker_left", change.left)
+        self.emit(
             "reformed",
             # Readers drop the events of the previous main process from this window on.
             window=again[0].window if again else window,
@@ -273,16 +273,16 @@ class EventStream:
             **_pick(change, "generation", "detect_s", "reform_s", "recover_s"),
         )
         received = {**_pick(change, "source", "num_bytes"), "elapsed_s": change.recover_s}
-        tell_each("recovered", change.recovered, **received)
+        emit_each("recovered", change.recovered, **received)
         for rank in change.joined:
-            self._tell_worker(self._team.people[rank], time.time())
-        tell_each("worker_joined", change.joined, generation=change.generation)
+            self._emit_worker(self._team.people[rank], time.time())
+        emit_each("worker_joined", change.joined, generation=change.generation)
         for result in again:
             self._record(result)
 
     def checkpoint(self, written: WrittenCheckpoint) -> None:
         """Record a checkpoint that has reached the disk."""
-        self.tell(
+        self.emit(
             "checkpoint",
             window=written.step,
             path=str(written.path),
@@ -299,7 +299,7 @@ class EventStream:
         """Record the end of a started run, once; later ends add nothing."""
         if self._has_started and not self._has_finished:
             self._has_finished = True
-            self.tell("run_finished", window=window, reason=reason, message=message)
+            self.emit("run_finished", window=window, reason=reason, message=message)
 
     def end(self, *, failed: bool, error: BaseException | None) -> None:
         """Record the end, unless it was recorded, and close all sinks; idempotent.
@@ -309,7 +309,7 @@ class EventStream:
         atexit.unregister(self._end_script)
         self._error = None  # it holds on to the frames of the script
         if not (failed and self._team.is_elastic):
-            self._tell_start()
+            self._emit_start()
             engine = self._engine
             reason = "failed" if failed else "stopped" if engine.rounds.stopping else "completed"
             message = f"{type(error).__name__}: {error}" if failed and error is not None else None

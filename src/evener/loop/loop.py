@@ -315,7 +315,7 @@ class Loop:
         else:
             arguments = DatasetArguments(dataset, **source, shuffle=shuffle, seed=seed)
             for remark in arguments.remarks:
-                engine.options.guards.tell_once(remark)
+                engine.options.guards.warn_once(remark)
             if micro_batch_size in ("auto", "share") and not whole_micro_batches:
                 size = self._most_samples(arguments, is_share=micro_batch_size == "share")
             else:
@@ -530,7 +530,7 @@ class Loop:
         engine = self._engine
         if engine.generations.is_joining:
             raise cannot_join("windows without ddp.loader")
-        engine.options.guards.tell_once(
+        engine.options.guards.warn_once(
             "training without ddp.loader: every ddp.step() is one update, to which each rank "
             "contributes once, with the weight given to ddp.backward (1 by default). Not "
             "guaranteed: which rank sees which samples, that each is seen once an epoch, shares "
@@ -558,10 +558,10 @@ class Loop:
         units = checked_weight(weight)
         number = value.detach() if isinstance(value, Tensor) else value  # torch warns otherwise
         product = float(number) * units if units else 0.0
-        said = self._engine.collectives.ask(_AVERAGING, [product, units])
-        self._gatherer.check_complete(said)
+        gathered = self._engine.collectives.ask(_AVERAGING, [product, units])
+        self._gatherer.check_complete(gathered)
         numerator = denominator = 0.0
-        for theirs, their_units in said.values():  # from the left, as sum() rounds otherwise
+        for theirs, their_units in gathered.values():  # from the left, as sum() rounds otherwise
             numerator, denominator = numerator + theirs, denominator + their_units
         return numerator / denominator if denominator else float("nan")
 

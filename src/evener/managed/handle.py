@@ -354,8 +354,8 @@ class DdpHandle:
         if self._run.is_done:
             state = "ended" if self._run.error is None else f"failed ({self._run.error})"
         known = self._newest
-        told = f", epoch {known.epoch} with loss {known.avg_loss:.4g}" if known else ""
-        return f"<DdpHandle: {state}{told}>"
+        progress = f", epoch {known.epoch} with loss {known.avg_loss:.4g}" if known else ""
+        return f"<DdpHandle: {state}{progress}>"
 
     def _repr_html_(self) -> str:
         """Return its state, and the epoch that was handed out last."""

@@ -243,7 +243,7 @@ class ManagedRank(EpochLoop):
                 "devices": list(self.ddp.devices),
             }
         )
-        self.ddp.events.tell("epoch", window=self.ddp.window, **metrics.document())
+        self.ddp.events.emit("epoch", window=self.ddp.window, **metrics.document())
         return metrics
 
     def _evaluate(self, epoch: int) -> Mapping[str, float]:
@@ -290,7 +290,7 @@ class ManagedRank(EpochLoop):
             measured = {"loss": numbers["loss"], "weight": weight}
             elapsed_s = time.perf_counter() - began_s
             window = self.ddp.window
-            self.ddp.events.tell(
+            self.ddp.events.emit(
                 "eval", window=window, name="heldout", **measured, elapsed_s=elapsed_s
             )
         return numbers

@@ -53,7 +53,7 @@ class ManagedProcess:
         except (Exception, SystemExit) as error:
             # The top of a process: whatever it is, the user has to be told.
             return self._fail(error)
-        self._channel.tell({"place": DONE})
+        self._channel.send({"place": DONE})
         return 0
 
     def _train(self) -> None:
@@ -70,10 +70,10 @@ class ManagedProcess:
         ddp = self._rank.ddp
         is_elastic = ddp.assembly.team.is_elastic
         if not is_elastic:  # it says itself when it is in the team
-            self._channel.tell({"place": READY})
+            self._channel.send({"place": READY})
         for metrics in self._rank.train():
             if is_elastic or ddp.is_main_process:  # the main process may be lost before it tells
-                self._channel.tell({"metrics": metrics.document()})
+                self._channel.send({"metrics": metrics.document()})
         ddp.assembly.engine.collectives.ask_main(
             "sending its state", self._send_state, timeout_s=EVAL_TIMEOUT_S
         )
@@ -90,7 +90,7 @@ class ManagedProcess:
         """Send the model, if there is one; return that it is done."""
         if self._rank is not None:
             with os.fdopen(self._state_fd, "wb", closefd=False) as file:
-                self._channel.tell({"state": write_trained(self._rank.state(), file)})
+                self._channel.send({"state": write_trained(self._rank.state(), file)})
         return True
 
     def _fail(self, error: Exception | SystemExit) -> int:
@@ -98,7 +98,7 @@ class ManagedProcess:
         report = describe(error, steps=steps)
         if self._rank is not None:
             self._rank.close(error)  # first of all: the others learn of it by this
-        self._channel.tell({"failure": asdict(report)})
+        self._channel.send({"failure": asdict(report)})
         while (order := self._next_order()) != "exit":
             if order == "send_state":
                 self._send_state()
@@ -118,7 +118,7 @@ class _Forwarded(Sink):
         self._channel = channel
 
     def emit(self, event: Event) -> None:
-        self._channel.tell({"event": event})
+        self._channel.send({"event": event})
 
     def close(self) -> None:
         """Do nothing: the channel is still needed."""

@@ -71,7 +71,7 @@ class ProcessRun(Run):
         self._requests = Requests()
         self._agent: ManagedAgent | None = None
         self._agent_error: BaseException | None = None
-        self._told: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._started, self._ended = threading.Event(), threading.Event()
         self._looks_after = threading.Thread(target=self._look_after, name="evener-agent")
         self._looks_after.daemon = True
@@ -157,7 +157,7 @@ class ProcessRun(Run):
                     WORKER,
                     team,
                     self._requests,
-                    hear=self._told.put,
+                    hear=self._messages.put,
                     has_begun=self._note_start,
                     environ=worker_environment(),
                     handed={JOB_FD: self._job.fileno(), STATE_FD: self._state_file.fileno()},
@@ -169,7 +169,7 @@ class ProcessRun(Run):
         finally:
             self._job.close()
             self._requests.close()
-            self._told.put(None)
+            self._messages.put(None)
             self._started.set()
 
     def _note_start(self) -> None:
@@ -182,7 +182,7 @@ class ProcessRun(Run):
 
     def _work(self) -> None:
         try:
-            while (message := self._told.get()) is not None:
+            while (message := self._messages.get()) is not None:
                 self._take_in(message)
         except BaseException as error:
             self.error = self.error or error
@@ -306,7 +306,7 @@ class ManagedAgent(Agent):
 
     def _order(self, order: str, children: Sequence[Child]) -> None:
         for child in children:
-            child.channel.tell({"order": order})
+            child.channel.send({"order": order})
 
     def _is_hurried(self) -> bool:
         return self._killed

@@ -104,7 +104,7 @@ class ProgressSink(Sink):
     def _tell_change(self) -> None:
         change, self._change = self._change, None
         if change is not None:
-            self._print_above(change.told()["text"])
+            self._print_above(change.summary()["text"])
 
     def _show_window(self, t: float) -> None:
         if self._live:

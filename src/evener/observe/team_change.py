@@ -40,7 +40,7 @@ class TeamChange:
         """Take an event."""
         self._by_kind[event["type"]].append(event)
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return the kind of the change, its cost in seconds, and the sentence."""
         lost, left, joined = (
             self._by_kind[kind] for kind in ("worker_lost", "worker_left", "worker_joined")

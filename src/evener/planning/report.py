@@ -10,7 +10,7 @@ PARAMETERS: Final = -2
 class Report(NamedTuple):
     """One rank's part of a window, whatever the policy; all zeros where it had none.
 
-    In a ``WindowResult``, where it is called ``RankRecord``, the last eleven (``TOLD_LATER``) are
+    In a ``WindowResult``, where it is called ``RankRecord``, the last eleven (``LATE_FIELDS``) are
     about that window. They are 0 until it has been committed.
 
     Attributes:
@@ -90,7 +90,7 @@ class Report(NamedTuple):
 
 
 #: Fields of a window that ranks report only with the next one.
-TOLD_LATER: Final = Report._fields[Report._fields.index("wait_s") :]
+LATE_FIELDS: Final = Report._fields[Report._fields.index("wait_s") :]
 
 #: What users call it, in a ``WindowResult``.
 RankRecord = Report

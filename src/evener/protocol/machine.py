@@ -1,8 +1,8 @@
 """The state machine of a window: what follows from the rows of all ranks. Pure.
 
 A *round* is one exchange of rows. Before it, a rank makes the row of its next action
-(``State.say``). After it, ``judge`` returns the decision: a list of actions, and the state that
-follows. All ranks judge the same rows by the same function, so all do the same. Engines carry out
+(``State.make_row``). After it, ``judge`` returns the decision: a list of actions, and the next
+state. All ranks judge the same rows by the same function, so all do the same. Engines carry out
 the decision, and keep no flags of their own about which ranks have left, rest, stop or are away.
 
 The whole table is in ``judge`` and the functions below it; the first line that matches applies::
@@ -188,19 +188,19 @@ class State(NamedTuple):
 
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
 
-    def say(self, purpose: Purpose, **said: Any) -> "State":
+    def make_row(self, purpose: Purpose, **fields: Any) -> "State":
         """Make this rank's row; the returned state holds it as ``own``.
 
         Args:
             purpose: What it wants.
-            **said: Further fields of ``Row``.
+            **fields: Further fields of ``Row``.
         """
         row = Row(
             purpose=purpose,
             window=self.window,
             generation=self.generation,
             left=self.phase is Phase.REST,
-            **said,
+            **fields,
         )
         return self._replace(own=row)
 
@@ -396,11 +396,11 @@ def _judge_window(
         if working[rank].part != part:
             parts = (part, working[rank].part)
             words = ["all optimizers" if p == ALL else f"optimizer {p}" for p in parts]
-            told = (
+            message = (
                 f"rank {first} steps {words[0]}, rank {rank} {words[1]}: every rank must step the "
                 "same optimizers in the same order; decide by ddp.window, never by a local counter"
             )
-            return Decision(state=state, actions=actions, error=UsageError(told))
+            return Decision(state=state, actions=actions, error=UsageError(message))
     bad = [rank for rank, row in rows.items() if row.report.non_finite]
     if bad and not all(rows[rank].may_skip for rank in bad):
         if not state.is_sync:
@@ -480,9 +480,9 @@ def unlike_parameters(rows: Mapping[int, Row]) -> UsageError | None:
     """Return the error of ranks that train different parameters, by the rows of a window."""
     if len({row.trainable for row in rows.values()}) == 1:
         return None
-    said = ", ".join(f"{row.trainable} on rank {rank}" for rank, row in rows.items())
+    counts = ", ".join(f"{row.trainable} on rank {rank}" for rank, row in rows.items())
     return UsageError(
-        f"ranks train different numbers of parameter tensors ({said}): requires_grad_(True) "
+        f"ranks train different numbers of parameter tensors ({counts}): requires_grad_(True) "
         "was called on some of them only. Call it on every rank, at the beginning of an epoch "
         "or when ddp.window, which is the same everywhere, reaches a number"
     )

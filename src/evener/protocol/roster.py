@@ -84,7 +84,7 @@ class Seat:
         knows: The last generation that it was in, as it or a message to it said.
         standing: What it held when it became ready.
         unreached: Members of the generation that it was in, to which it could not connect.
-        told: By type, the last message to it, of those that are sent once.
+        last_sent: By type, the last message to it, of those that are sent once.
         lease_end_s: The last time at which it may commit; 0 once it has left its generation.
         micro_batches: How many it has done.
         phase: What it is doing, in its own words.
@@ -105,7 +105,7 @@ class Seat:
     knows: int = 0
     standing: Standing | None = None
     unreached: frozenset[str] = frozenset()
-    told: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    last_sent: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     lease_end_s: float = 0.0
     micro_batches: int = 0
     phase: str = "joining"
@@ -307,7 +307,7 @@ class Roster:
         seat.knows = held.generation if held else 0
         for ended in (Trouble.DISCONNECTED, Trouble.GONE):
             seat.troubles.pop(ended, None)
-        seat.told.clear()  # messages may not have reached it
+        seat.last_sent.clear()  # messages may not have reached it
         if seat.activity is Activity.REFUSED:  # it may not have heard why
             seat.activity = Activity.WORKING
         self.remember(now_s, held)
@@ -480,7 +480,7 @@ class Roster:
             lived = seat.lives(now_s)
             seat.suffer(Trouble.SILENT, now_s - patience_s, patience_s)
             if lived:
-                self._say(f"{seat.member} is lost: {seat.why_lost(now_s)}")
+                self._log(f"{seat.member} is lost: {seat.why_lost(now_s)}")
 
     def _end(self, now_s: float, why: str) -> None:
         if not self._over:
@@ -545,11 +545,11 @@ class Roster:
         for seat in self._seats.values():
             why = self._over if is_due else ""
             if seat.member in inside:
-                self._tell(seat, "wanted", wish)
+                self._send_if_new(seat, "wanted", wish)
             else:
                 why = f"the team continued without {seat.member}, to generation {self.generation}"
             if seat.knows and why and seat.activity is Activity.WORKING:
-                self._tell(seat, "over", {"generation": seat.knows, "why": why})
+                self._send_if_new(seat, "over", {"generation": seat.knows, "why": why})
 
     def _name_late(self, now_s: float) -> None:
         """Name living members for which others wait in vain; end none of them.
@@ -582,7 +582,7 @@ class Roster:
                         f"(it is {seat.phase}, after {seat.micro_batches} micro-batches{last})"
                     )
                 verb = "wait" if names[1:] else "waits"
-                self._say(f"{_name(names)} {verb} for {whom}; they do so until timeout_s is over")
+                self._log(f"{_name(names)} {verb} for {whom}; they do so until timeout_s is over")
 
     def _awaited(self, now_s: float) -> list[Seat]:
         """Return the living members that have not left the newest generation."""
@@ -667,7 +667,7 @@ class Roster:
             f"{' and '.join(filter(None, ways))}; let the workers' machines connect to one another "
             "(firewall, routes), or give the address that the others reach (--address)"
         )
-        self._say(f"{why}; the team forms without it")
+        self._log(f"{why}; the team forms without it")
         return why
 
     def _mixture(self, new: Seat) -> str:
@@ -694,11 +694,11 @@ class Roster:
                 f"only {few} came within {timeout_s:g} s (timeout_s); start more workers, or "
                 "allow fewer (--elastic MIN:MAX)"
             )
-            self._say(why)
+            self._log(why)
             self._refuse(ready, "failed", why)
         elif now_s - since_s >= _SILENT_S and self._short_s != since_s:
             self._short_s = since_s
-            self._say(f"{few} are ready; the team waits {timeout_s:g} s for more (timeout_s)")
+            self._log(f"{few} are ready; the team waits {timeout_s:g} s for more (timeout_s)")
 
     def _refuse(self, members: Iterable[str], kind: str, why: str) -> None:
         for member in members:
@@ -718,7 +718,7 @@ class Roster:
         source = next((m for m, held in standings.items() if held is best), members[0])
         same = {m for m, held in standings.items() if best and held.is_as(best)}
         if before and not standings and not self.run_has_ended:
-            self._say(
+            self._log(
                 f"no member is left that holds the state of generation {self.generation}, so the "
                 "next one begins with what its first worker loads, or from the start"
             )
@@ -786,21 +786,21 @@ class Roster:
     def _enter(self, seat: Seat) -> None:
         assert self.formation is not None
         seat.activity, seat.knows, seat.unreached = Activity.WORKING, self.generation, frozenset()
-        seat.told.clear()
+        seat.last_sent.clear()
         if self._formed.get("generation") != self.generation:
             self._formed = asdict(self.formation)
         self._send(seat.member, "formed", self._formed)
 
-    def _tell(self, seat: Seat, kind: str, content: Mapping[str, Any]) -> None:
+    def _send_if_new(self, seat: Seat, kind: str, content: Mapping[str, Any]) -> None:
         """Send a message, unless it was the last one of its type on this connection."""
-        if seat.told.get(kind) != content:
-            seat.told[kind] = content
+        if seat.last_sent.get(kind) != content:
+            seat.last_sent[kind] = content
             self._send(seat.member, kind, content)
 
     def _send(self, member: str, kind: str, content: Mapping[str, Any]) -> None:
         self._outgoing.append(Outgoing(member, kind, content))
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self._send("", "say", {"text": text})
 
 

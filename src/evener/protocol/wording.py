@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from evener.protocol.row import Purpose, Row
 
 
-def mismatch(rows: Mapping[int, Row], told: Mapping[int, str]) -> str:
+def mismatch(rows: Mapping[int, Row], doing: Mapping[int, str]) -> str:
     """Describe the different purposes of ranks that have met.
 
     Args:
         rows: What each rank said.
-        told: What each rank does, and where in the user's code, as far as that is known.
+        doing: What each rank does, and where in the user's code, as far as that is known.
     """
     descriptions = [
-        f"rank {rank} is {told.get(rank) or row.purpose.description}" for rank, row in rows.items()
+        f"rank {rank} is {doing.get(rank) or row.purpose.description}" for rank, row in rows.items()
     ]
     windows = {row.window for row in rows.values()}
     where = f"in window {windows.pop()}" if len(windows) == 1 else f"in windows {sorted(windows)}"
@@ -52,10 +52,10 @@ def other_data(rank: int, row: Row, own_rank: int, own: Row) -> str:
 
 def other_reduction(summed: Mapping[int, bool]) -> str:
     """Describe ranks whose losses would have to be averaged, beside ranks whose losses are sums."""
-    said = ", ".join(f"{'sum' if s else 'mean'} on rank {rank}" for rank, s in summed.items())
+    reductions = ", ".join(f"{'sum' if s else 'mean'} on rank {rank}" for rank, s in summed.items())
     return (
-        f"ranks gave ddp.backward losses of different reductions in one window ({said}); give the "
-        "same reduction on every rank"
+        f"ranks gave ddp.backward losses of different reductions in one window ({reductions}); "
+        "give the same reduction on every rank"
     )
 
 

@@ -11,9 +11,9 @@ from typing import Final, Literal
 from evener.observe.estimate import NEGLIGIBLE, Estimate, added
 from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
+from evener.simulation.advice_text import MOST_SHARES
 from evener.simulation.changes import Change, Predictor
 from evener.simulation.team_advice import LONG_WINDOW_S
-from evener.simulation.telling import MOST_SHARES
 
 Kind = Literal[
     "slow_rank",

@@ -78,9 +78,9 @@ class RunHistory:
     def slowed(self, lane: int) -> float | None:
         """Return by which factor a rank is slowed on purpose; ``None`` if it is not."""
         worker = self.workers.get(self.table.members[lane], {})
-        for told in (worker.get("emulated"), self.facts.get("emulated")):
+        for factor in (worker.get("emulated"), self.facts.get("emulated")):
             # Older files tell it of all ranks with the start of the run.
-            own = told.get(str(self.table.ranks[lane])) if isinstance(told, Mapping) else told
+            own = factor.get(str(self.table.ranks[lane])) if isinstance(factor, Mapping) else factor
             if own is not None:
                 return float(own)
         return None
@@ -153,7 +153,7 @@ class RunHistory:
             self._change = TeamChange()
             self._tell("", event, "")
         self._change.add(event)
-        self.incidents[-1] |= self._change.told()
+        self.incidents[-1] |= self._change.summary()
 
     def _tell(self, flag: str, event: Event, text: str) -> None:
         line = {name: event.get(name) for name in ("rank", "member")}

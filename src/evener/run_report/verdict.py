@@ -85,11 +85,11 @@ class RunVerdict:
             return f"What {ranks} would do alone is not known, so no multiple is given."
         if estimate.of_fastest is None or estimate.of_ideal is None:
             return "What each rank does alone is not known, so no multiple is given."
-        told = ", ".join(self._contributions())
+        contributions = ", ".join(self._contributions())
         changed = f"; {SPEEDS_CHANGED}" if self.speeds_changed else ""
         return (
             f"The team does {estimate.of_fastest:.2f}× rank {estimate.fastest} alone, "
-            f"{estimate.of_ideal:.0%} of all ranks together{changed}: {told}."
+            f"{estimate.of_ideal:.0%} of all ranks together{changed}: {contributions}."
         )
 
     @property
@@ -130,10 +130,10 @@ class RunVerdict:
         if len(others) > _MOST_NAMED:
             alone = self.estimate.alone
             others = [min(others, key=lambda rank: alone.get(rank, 0.0))]
-        told = [f"rank {rank} {contribution(self.estimate, rank)}" for rank in others]
+        contributions = [f"rank {rank} {contribution(self.estimate, rank)}" for rank in others]
         return [
             text.replace(" parked", " is parked").replace(" as fast", " is as fast")
-            for text in told
+            for text in contributions
         ]
 
 

@@ -167,14 +167,14 @@ class Pretrain:
         """Return what came of it; checkpoints of trials are of no use, and large."""
         run = self._folder / name
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        said = [line.partition("error: ")[2] for line in lines if "error: " in line]
+        messages = [line.partition("error: ")[2] for line in lines if "error: " in line]
         trial = None
         if (run / EVENTS).exists():
             trial = read_trial(read_events(run / EVENTS), policy, backend)
         if (run / "checkpoints").is_dir():
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
         if code not in (0, 128 + signal.SIGTERM):
-            return said[-1] if said else f"ended with code {code}; see {log}"
+            return messages[-1] if messages else f"ended with code {code}; see {log}"
         return trial or f"no window was committed in its time; give more --minutes, or see {log}"
 
 

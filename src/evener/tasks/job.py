@@ -480,7 +480,7 @@ class Job(EpochLoop):
         words = task.conclude(window, totals) if at_end else task.judge(window, totals)
         name = "heldout_all" if at_end else "heldout"
         numbers = {"loss": loss, "weight": totals[1], "elapsed_s": elapsed_s}
-        self.ddp.events.tell("eval", window=window, name=name, **numbers)
+        self.ddp.events.emit("eval", window=window, name=name, **numbers)
         if words:
             self.say(f"step {window}: {words}")
 

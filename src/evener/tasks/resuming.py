@@ -42,8 +42,8 @@ def find_run(
         ConfigError: The folder cannot be made, or is not to be found here.
     """
     parent, name = options.out, str(config.name)
-    if team.membership.is_joining and (told := _hear_folder(team)) is not None:
-        return told, None
+    if team.membership.is_joining and (folder := _hear_folder(team)) is not None:
+        return folder, None
     if options.resume:
         found = choose_checkpoint(team, runs_of(parent, name), say=say)
         if found is None:
@@ -68,15 +68,15 @@ def find_run(
 
 def _hear_folder(team: Team) -> Path | None:
     """Return the folder of the run that this rank joins; ``None`` where nobody can tell it."""
-    told = team.membership.described(RUN_FOLDER, team.comm.timeout_s)
-    if told is None:
+    folder = team.membership.described(RUN_FOLDER, team.comm.timeout_s)
+    if folder is None:
         return None
-    if not Path(told).is_dir():
+    if not Path(folder).is_dir():
         raise ConfigError(
-            f"the run's folder {told} is not on this machine; put --out on storage that every "
+            f"the run's folder {folder} is not on this machine; put --out on storage that every "
             "worker sees"
         )
-    return Path(told)
+    return Path(folder)
 
 
 def choose_checkpoint(
@@ -106,10 +106,10 @@ def choose_checkpoint(
     checkpoint: Checkpoint | None = None
     try:
         checkpoint = own[1] if own else open_checkpoint(folder / CHECKPOINTS / step)
-        said = ["", hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()]
+        outcome = ["", hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()]
     except CheckpointError as error:
-        said = [str(error), ""]
-    answers = team.introduce(said)
+        outcome = [str(error), ""]
+    answers = team.introduce(outcome)
     for rank, (refused, content) in enumerate(answers):
         if refused or content != answers[0][1]:
             raise CheckpointError(

@@ -282,8 +282,8 @@ class Agent:
         """A worker was stopped, is held by a debugger, or runs again; nothing is ended for it."""
         _, member = self._workers[child.pid]
         is_halted = state is KernelState.STOPPED
-        told = ProcessState.STOPPED if is_halted else ProcessState.CONTINUED
-        self._connection.tell(member, told, str(state))
+        reported = ProcessState.STOPPED if is_halted else ProcessState.CONTINUED
+        self._connection.report_state(member, reported, str(state))
         if not is_halted:
             joins = "" if self._is_fixed else ", and joins the team"
             say(f"evener: {child.who} runs again{joins}")
@@ -306,7 +306,7 @@ class Agent:
         how = child.in_short.partition("(")[2].rstrip(")")
         is_done = not (child.failed or child.code or _has_left(child))
         state = ProcessState.FINISHED if is_done else ProcessState.GONE
-        self._connection.tell(member, state, f"its process ended ({how})")
+        self._connection.report_state(member, state, f"its process ended ({how})")
         if self._is_fixed:
             if child.code == 0:
                 self._connection.relay({"ended": child.rank})
@@ -389,7 +389,7 @@ class Agent:
         name = "" if self._is_fixed else f"worker {member}"
         if child is not None and not child.has_ended:
             names = (COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE, "RANK", "LOCAL_RANK")
-            child.channel.tell({TAKE: {name: environ[name] for name in names}})
+            child.channel.send({TAKE: {name: environ[name] for name in names}})
             child.rank, child.name = slot.number, name
         else:
             is_first = not (slot.number or slot.starts > 1)
@@ -644,15 +644,15 @@ class Agent:
     def _serve_others(self) -> None:
         """Keep the coordinator for workers of other agents, until a signal or their end."""
         own = {member for _, member in self._workers.values()}
-        said_s = time.monotonic() + _FAREWELL_S
-        is_said = False
+        announce_s = time.monotonic() + _FAREWELL_S
+        is_announced = False
         heard: list[signal.Signals] = []
         while not self._why and self._stop_signal in (None, signal.SIGINT):
             others = sorted(self._connection.workers - own)
-            if not others or (is_said and heard):
+            if not others or (is_announced and heard):
                 return
-            if not is_said and time.monotonic() >= said_s:
-                is_said = True
+            if not is_announced and time.monotonic() >= announce_s:
+                is_announced = True
                 say(
                     f"evener: the workers of this launcher have ended; its coordinator serves "
                     f"{', '.join(others)} until these have ended, too: press Ctrl-C to end it now"

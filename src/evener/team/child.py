@@ -33,10 +33,10 @@ def is_supervised() -> bool:
     return any(not channel.has_ended for channel in _supervisors)
 
 
-def tell(**message: Any) -> None:
+def notify_supervisor(**message: Any) -> None:
     """Tell the supervisor of this rank, where there is one, and not from children of the rank."""
     for channel in _supervisors:
-        channel.tell(message)
+        channel.send(message)
 
 
 def run_child(main: Callable[[], int | None]) -> int:
@@ -92,7 +92,7 @@ def report_failure(error: Exception | SystemExit) -> int:
     add_notes(error)
     report = describe(error)
     if is_supervised():
-        tell(failure=asdict(report))
+        notify_supervisor(failure=asdict(report))
     elif report.user_error:
         show_message(report.message, report.notes)
     else:
@@ -130,7 +130,7 @@ def prepare_rank() -> Channel | None:
     _heed_signals()
     if given := os.environ.pop(CHANNEL_FD, None):
         _supervisors.append(Channel(socket.socket(fileno=int(given))))
-        _supervisors[-1].tell({"program": program_of(os.getpid())})
+        _supervisors[-1].send({"program": program_of(os.getpid())})
     if given_to_us := os.environ.pop(TERMINAL_FDS, None):
         allow_unmarked([*map(int, given_to_us.split(","))])
     faulthandler.enable()

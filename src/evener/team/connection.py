@@ -146,7 +146,7 @@ class CoordinatorConnection(Closing, NotInherited):
     def _hear(self, kind: str, fields: Fields) -> None:
         """Take in a message; the lock is held. Raise ValueError if it is none."""
 
-    def _say_farewell(self) -> list[Message]:
+    def _farewell(self) -> list[Message]:
         """Return what is said last, before the connection is closed on purpose."""
         return []
 
@@ -289,10 +289,10 @@ class CoordinatorConnection(Closing, NotInherited):
         nonce = new_nonce()
         seal = Seal(self._token, (challenge.text("nonce"), nonce), TO_COORDINATOR)
         hello = {"role": self._role, "member": self.member}
-        channel.tell({**seal.close(hello), "nonce": nonce})
+        channel.send({**seal.close(hello), "nonce": nonce})
         with self._changed:
             introduction = self._introduction()
-        channel.tell(seal.close(introduction))
+        channel.send(seal.close(introduction))
         answer = self._next(channel, deadline)
         if "type" in answer and answer.text("type") == "refused":
             raise self._unproven(
@@ -332,7 +332,7 @@ class CoordinatorConnection(Closing, NotInherited):
                     self._beat_due_s = now_s + self.deadlines.beat_s
                 beat_due_s = self._beat_due_s
             for message in messages:
-                channel.tell(seal.close(message))
+                channel.send(seal.close(message))
             if channel.fileno() < 0:  # closed: the other end reads nothing
                 return
             left_s = max(0.0, beat_due_s - now_s) if self._has_beats else None
@@ -352,8 +352,8 @@ class CoordinatorConnection(Closing, NotInherited):
             if channel.has_ended:
                 return
         if self._closed:
-            for message in self._say_farewell():
-                channel.tell(seal.close(message))
+            for message in self._farewell():
+                channel.send(seal.close(message))
 
 
 @final
@@ -390,7 +390,7 @@ class AgentConnection(CoordinatorConnection):
         """Whether the coordinator has reported that the run has ended for new workers."""
         return self._run_has_ended
 
-    def tell(self, member: str, state: ProcessState, reason: str = "") -> None:
+    def report_state(self, member: str, state: ProcessState, reason: str = "") -> None:
         """Report the state of a worker's process; a restarted coordinator is told again.
 
         Args:
@@ -425,7 +425,7 @@ class AgentConnection(CoordinatorConnection):
         Raises:
             LaunchError: This host is refused, or another one did not come.
         """
-        began_s, is_said = time.monotonic(), False
+        began_s, is_announced = time.monotonic(), False
         with self._changed:
             self._node = {
                 "type": "node", "number": node, "nnodes": nnodes, "nproc": nproc, "port": port,
@@ -441,8 +441,8 @@ class AgentConnection(CoordinatorConnection):
                         f"node {node} waited {timeout_s:.0f} s at {self.address} for {missing}: "
                         "start the same command there with its --node-rank, or look at its output"
                     )
-                if waited_s >= _SILENT_S and not is_said:
-                    is_said = True
+                if waited_s >= _SILENT_S and not is_announced:
+                    is_announced = True
                     say(f"evener: node {node} waits at {self.address} for {missing}")
                 self._changed.wait(min(timeout_s - waited_s, _SILENT_S))
             place = self._place
@@ -472,7 +472,7 @@ class AgentConnection(CoordinatorConnection):
     def _beat(self) -> Message:
         return {"type": "beat", "members": list(self._members)}
 
-    def _say_farewell(self) -> list[Message]:
+    def _farewell(self) -> list[Message]:
         return [{"type": "farewell"}]
 
     def _on_break(self) -> None:

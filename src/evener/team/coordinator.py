@@ -113,7 +113,7 @@ class ServedTeam:
             if not order.to:
                 say(f"evener coordinator: {order.content['text']}")
             elif order.to in self.workers:
-                self.workers[order.to].tell(order.type, order.content)
+                self.workers[order.to].send(order.type, order.content)
                 if order.type == "failed":
                     self.note_refused(order.to, order.content["why"])
         self.store.keep(self.roster.generation)
@@ -184,8 +184,8 @@ class Coordinator:
         self._num_taken = 0  # connections, since the last tick
         self._strangers: dict[Visitor, None] = {}
         self._agents: dict[Visitor, None] = {}
-        self._told: Formation | None = None
-        self._is_end_told = False  # to all agents
+        self._sent_formation: Formation | None = None
+        self._is_end_sent = False  # to all agents
         self._are_orders_due = False
         self._num_refusals = 0
         self._stopping = asyncio.Event()
@@ -205,7 +205,7 @@ class Coordinator:
             self._socket.close()
             await asyncio.gather(*self._welcoming, return_exceptions=True)
             for agent in [*self._agents]:
-                agent.tell("farewell", {})
+                agent.send("farewell", {})
             workers = [one for team in self._teams for one in team.workers.values()]
             for visitor in [*self._strangers, *self._agents, *workers]:
                 visitor.close()
@@ -244,7 +244,7 @@ class Coordinator:
         self._strangers.pop(visitor, None)
         if not visitor.member:
             self._agents[visitor] = None
-            self._is_end_told = False
+            self._is_end_sent = False
         else:
             before = visitor.team.workers.get(visitor.member)
             visitor.team.workers[visitor.member] = visitor
@@ -259,7 +259,7 @@ class Coordinator:
             lost = self.nodes.depart(visitor.name)
             if lost is not None and not visitor.has_left:
                 self.relay(visitor, {"lost": lost.name})
-            self._tell_missing()
+            self._send_missing()
         team = visitor.team
         if team.workers.get(visitor.member) is visitor:
             del team.workers[visitor.member]
@@ -273,12 +273,12 @@ class Coordinator:
     def enter(self, visitor: "Visitor", node: Host) -> None:
         """Take in a host of a fixed team; once all are here, tell each which ranks it starts."""
         if why := self.nodes.arrive(visitor.name, node):
-            visitor.tell("refused_node", {"why": f"{why} (from {node.where})"})
+            visitor.send("refused_node", {"why": f"{why} (from {node.where})"})
             absent = self.nodes.missing
             then = f"still waiting for {absent}" if absent else "the run continues without it"
             self.refuse(f"refused a launcher: {why} (from {node.where}); {then}")
             return
-        self._tell_missing()
+        self._send_missing()
         if self.nodes.missing:
             return
         first_ranks = self.nodes.first_ranks()
@@ -286,18 +286,18 @@ class Coordinator:
         for agent in self._agents:
             if agent.name in first_ranks:
                 first = first_ranks[agent.name]
-                agent.tell("place", {"first": first, "host": agent.reached_at, **world})
+                agent.send("place", {"first": first, "host": agent.reached_at, **world})
 
-    def _tell_missing(self) -> None:
+    def _send_missing(self) -> None:
         if self.options.nnodes and self.nodes.missing:
             for agent in self._agents:
-                agent.tell("missing", {"nodes": self.nodes.missing})
+                agent.send("missing", {"nodes": self.nodes.missing})
 
     def relay(self, source: "Visitor", content: Mapping[str, Any]) -> None:
         """Tell all other agents."""
         for agent in [*self._agents]:
             if agent is not source:
-                agent.tell("relayed", {"content": content})
+                agent.send("relayed", {"content": content})
 
     def refuse(self, why: str) -> None:
         """Print why a connection was refused, up to a number of times."""
@@ -317,14 +317,14 @@ class Coordinator:
         for team in self._teams:
             team.send_orders()
         roster = self.elastic_team.roster
-        if roster.formation is not None and roster.formation is not self._told:
-            self._told = roster.formation
+        if roster.formation is not None and roster.formation is not self._sent_formation:
+            self._sent_formation = roster.formation
             for agent in self._agents:
-                agent.tell("formed", asdict(roster.formation))
-        if roster.run_has_ended and not self._is_end_told:
+                agent.send("formed", asdict(roster.formation))
+        if roster.run_has_ended and not self._is_end_sent:
             for agent in self._agents:
-                agent.tell("ended", {})
-        self._is_end_told = roster.run_has_ended
+                agent.send("ended", {})
+        self._is_end_sent = roster.run_has_ended
 
     def _take_in(self) -> None:
         """Take in connections that wait at the port."""
@@ -387,7 +387,7 @@ class Visitor(asyncio.Protocol):
         self._seal: Seal | None = None
         self._role = ""
         self.has_left = self._is_known = False
-        self._told_living: tuple[str, ...] | None = None
+        self._sent_living: tuple[str, ...] | None = None
         self._transport: asyncio.Transport | None = None
 
     # ── asyncio calls these ──────────────────────────────────────────────────────────────────────
@@ -445,7 +445,7 @@ class Visitor(asyncio.Protocol):
         assert self._transport is not None
         return str(self._transport.get_extra_info(end)[0]).removeprefix("::ffff:")
 
-    def tell(self, type: str, content: Mapping[str, Any]) -> None:  # noqa: A002
+    def send(self, type: str, content: Mapping[str, Any]) -> None:  # noqa: A002
         """Send a message."""
         if self._seal is not None:
             self._write(self._seal.close({"type": type, **content}))
@@ -538,14 +538,14 @@ class Visitor(asyncio.Protocol):
                 is_local=is_loopback(address),
             )
             if why:
-                self.tell("refused", {"why": why})
+                self.send("refused", {"why": why})
                 self.team.note_refused(name, why)
                 self._coordinator.send_orders_soon()  # others may be refused for the same reason
                 raise ValueError(f"refused worker {name}: {why}")
             self.member = name
         self._is_known = True
         self._coordinator.know(self)
-        self.tell(
+        self.send(
             "welcome",
             {
                 "deadlines": asdict(options.deadlines),
@@ -556,7 +556,7 @@ class Visitor(asyncio.Protocol):
     def _hear_worker(self, now_s: float, kind: str, fields: Fields) -> None:
         roster = self.team.roster
         if self.has_left:  # its connection may outlast it, and must not make it a worker again
-            self.tell("left", {})
+            self.send("left", {})
         elif not roster.knows(self.member):
             self.drop()  # it was taken for dead, and may come again
         elif kind == "beat":
@@ -574,7 +574,7 @@ class Visitor(asyncio.Protocol):
             refused = self.team.take_refused() if is_main else []
             known["refused"] = [name for name, _ in refused]
             known["why_refused"] = [why for _, why in refused]
-            self.tell("beaten", {"at": sent, "renewed": renewed, **known})
+            self.send("beaten", {"at": sent, "renewed": renewed, **known})
         elif kind == "report":
             has_state = fields["standing"] is not None
             held = read_message(Standing, fields.fields("standing")) if has_state else None
@@ -583,18 +583,18 @@ class Visitor(asyncio.Protocol):
         elif kind == "leave":
             self.has_left = True
             roster.leave(now_s, self.member, finished=fields.flag("finished"))
-            self.tell("left", {})
+            self.send("left", {})
         elif kind == "facts":
             roster.describe(now_s, self.member, fields.fields("facts").values)
             self._coordinator.send_orders()  # a refusal comes first
-            self.tell("compared", {"facts": roster.facts()})
+            self.send("compared", {"facts": roster.facts()})
         elif kind == "missing":
-            self.tell("missing", {"ranks": roster.missing})
+            self.send("missing", {"ranks": roster.missing})
         elif kind == "store" and not roster.is_member(self.member):
             answer = {"number": fields.whole("number"), "error": "its generation is over"}
-            self.tell("stored", answer)
+            self.send("stored", answer)
         elif kind == "store":
-            self.team.store.ask(now_s, fields, lambda answer: self.tell("stored", answer))
+            self.team.store.ask(now_s, fields, lambda answer: self.send("stored", answer))
         else:
             raise ValueError(f"type is {short(kind)}, which no worker sends")
 
@@ -620,9 +620,9 @@ class Visitor(asyncio.Protocol):
             self.team.roster.attend(now_s, fields.texts("members"))
             living = self.team.roster.living
             # A thousand hosts would be told a thousand names each, four times a second.
-            news = {} if living == self._told_living else {"workers": living}
-            self._told_living = living
-            self.tell("beaten", news)
+            news = {} if living == self._sent_living else {"workers": living}
+            self._sent_living = living
+            self.send("beaten", news)
         else:
             raise ValueError(f"type is {short(kind)}, which no agent sends")
 

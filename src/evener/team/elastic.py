@@ -400,8 +400,8 @@ class CoordinatorLink(CoordinatorConnection):
     def _begin(self, welcome: Fields) -> list[Message]:
         # The coordinator may have carried out an addition before the connection ended.
         asked = [one for one in self._asked.values() if one["what"] != "increase"]
-        told = [*self._put.values(), *asked]
-        return told if self._asking is None else [*told, self._asking]
+        posted = [*self._put.values(), *asked]
+        return posted if self._asking is None else [*posted, self._asking]
 
     def _beat(self) -> Message:
         return {

@@ -30,7 +30,7 @@ from evener.protocol.formation import (
     read_team_limits,
 )
 from evener.team.backends import ExchangeFacts, prefer_nccl
-from evener.team.child import tell
+from evener.team.child import notify_supervisor
 from evener.team.elastic import CoordinatorLink
 from evener.team.environment import ADDRESS, COORDINATOR, ELASTIC, MEMBER
 from evener.team.membership import Formed, Membership, WaitWatch
@@ -148,7 +148,7 @@ class ElasticMembership(Membership):
         self.generation = formation.generation
         self._unreached, self._meeting = [], None
         self.number = formation.number_of(self.member)
-        tell(place=JOINED)
+        notify_supervisor(place=JOINED)
         if has_joined:
             say(
                 f"evener: {self.member} has joined the team at {self._host}:{self._port} as rank "
@@ -252,8 +252,8 @@ class ElasticMembership(Membership):
         deadline = time.monotonic() + timeout_s
         while True:
             leads, is_late = self._link.leads, time.monotonic() >= deadline
-            if (told := self._link.describe({}).get(name)) or leads:
-                return told
+            if (found := self._link.describe({}).get(name)) or leads:
+                return found
             if is_late:
                 raise LaunchError(
                     f"the team has not told its {name} within {timeout_s:g} s (timeout_s); check "
@@ -269,7 +269,7 @@ class ElasticMembership(Membership):
         """Tell the coordinator."""
         if not self._has_left:
             self._has_left = True
-            tell(finished=finished or self._link.run_has_ended)
+            notify_supervisor(finished=finished or self._link.run_has_ended)
             self._link.leave(finished=finished)
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ def join_team(
             "`evener launch --elastic MIN:MAX` sets all of them"
         )
     _, most = read_team_limits(limits, "--elastic")
-    tell(place=JOINING)
+    notify_supervisor(place=JOINING)
     wish = int(environ.get("RANK", NO_NUMBER))  # so that "rank 2" is the launcher's worker 2
     link = CoordinatorLink(
         address,

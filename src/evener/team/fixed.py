@@ -39,7 +39,7 @@ from evener.comm.network import MeetingPoint, own_address
 from evener.comm.wires import close_server
 from evener.errors import ConfigError, CoordinatorLostError, LaunchError, TeamRefusedError
 from evener.protocol.formation import Deadlines, FixedPlace
-from evener.team.child import tell
+from evener.team.child import notify_supervisor
 from evener.team.coordinator_options import CoordinatorOptions
 from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.elastic import CoordinatorLink
@@ -104,7 +104,7 @@ def meet(environment: DistributedTrainConfig, timeout_s: float) -> tuple[Communi
     # Another team than the launcher's does not need all of its ranks.
     is_launchers = environment.launched_by == "evener"
     if is_launchers:
-        tell(place=JOINING)
+        notify_supervisor(place=JOINING)
     with _numbered(environment) as number:
         meeting = _Meeting(environment, number, deadline)
         try:
@@ -114,7 +114,7 @@ def meet(environment: DistributedTrainConfig, timeout_s: float) -> tuple[Communi
             meeting.close()
             raise
     if is_launchers:
-        tell(place=JOINED)
+        notify_supervisor(place=JOINED)
     return comm, Membership(rank, world_size, meeting.link)
 
 
@@ -227,7 +227,7 @@ class _Meeting(Closing):
                 time.sleep(_LONGEST_PAUSE_S)
             except TeamRefusedError as error:
                 # Ranks that have ended may have left it, or another program listens there by now.
-                if not self._is_told_another(where):
+                if not self._finds_another(where):
                     raise LaunchError(str(error)) from None
             except LaunchError as error:
                 if self._store is not None and self.link is None and self._left_s > 0:
@@ -240,7 +240,7 @@ class _Meeting(Closing):
                     "launcher has ended, and its output says why"
                 ) from None
 
-    def _is_told_another(self, refusing: Whereabouts) -> bool:
+    def _finds_another(self, refusing: Whereabouts) -> bool:
         """Return whether torchrun's store tells of another coordinator than one that refuses."""
         if self._store is None or self._hosted is not None:
             return False

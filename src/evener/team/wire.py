@@ -91,13 +91,13 @@ class Channel(NotInherited):
         """Return the descriptor, to wait on."""
         return self._end.fileno()
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Send a message; one that has gone misses nothing."""
         line = json.dumps(message).encode() + b"\n"
         with self._sending, suppress(OSError, ValueError):  # closed by another thread
-            self._send(memoryview(line))
+            self._send_all(memoryview(line))
 
-    def _send(self, part: memoryview) -> None:
+    def _send_all(self, part: memoryview) -> None:
         """Send all of it, whatever timeout the socket has: half a message would damage the next."""
         taken_s = time.monotonic()
         while part:

@@ -32,7 +32,7 @@ class Rank:
         self.committed = 0
 
     def say(self, purpose: Purpose, **said: Any) -> Row:
-        self.state = self.state.say(purpose, **said)
+        self.state = self.state.make_row(purpose, **said)
         assert self.state.own is not None
         return self.state.own
 
@@ -141,7 +141,8 @@ class Team:
             return False
         window = self.ranks[0].state.window
         plans = {
-            r.state.me: r.state.say(Purpose.PLAN, plan=r.plan(window + 1)).own for r in self.ranks
+            r.state.me: r.state.make_row(Purpose.PLAN, plan=r.plan(window + 1)).own
+            for r in self.ranks
         }
         for rank in [self.survivor()] if point == "plans" else self.ranks:
             assert Action.EXCHANGE in decisions[rank.name].actions

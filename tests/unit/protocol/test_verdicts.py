@@ -322,7 +322,7 @@ def test_the_plan_is_that_of_the_planner() -> None:
 
 
 def test_a_row_tells_that_its_loop_was_left() -> None:
-    said = working(phase=Phase.REST).say(Purpose.REST).own
+    said = working(phase=Phase.REST).make_row(Purpose.REST).own
     assert said == row(Purpose.REST, left=True, trainable=0)
 
 

@@ -11,12 +11,12 @@ from evener.observe.events import make_event
 from evener.observe.table import RunTable
 from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel
+from evener.simulation.advice_text import text
 from evener.simulation.changes import Change, predict_changes
 from evener.simulation.measured_team import measured_team
 from evener.simulation.prediction import TeamSpec, predict, simulate
 from evener.simulation.simulated_rank import UNDISTURBED, Link, Noise, SimulatedRank
 from evener.simulation.team_advice import advise, best_policy, predict_all
-from evener.simulation.telling import text
 
 SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=5, database=None)

@@ -136,15 +136,15 @@ def test_a_supervisor_tells_of_deaths_and_stops_and_the_continued_worker_is_left
         AgentConnection(address, token=TOKEN) as supervisor,
         team_of(address, "a", "b", "c") as (a, b, c),
     ):
-        supervisor.tell("c", ProcessState.GONE, "killed by SIGKILL")
+        supervisor.report_state("c", ProcessState.GONE, "killed by SIGKILL")
         until(lambda: a.why_over(1))
         assert a.why_over(1) == "c is lost: killed by SIGKILL"
         form([a, b], [standing(2), standing(2)])
-        supervisor.tell("b", ProcessState.STOPPED)
+        supervisor.report_state("b", ProcessState.STOPPED)
         until(lambda: a.why_over(2))
         assert "stopped for 0.2 s (stopped_s)" in a.why_over(2)
         form([a], [standing(3)])
-        supervisor.tell("b", ProcessState.CONTINUED)
+        supervisor.report_state("b", ProcessState.CONTINUED)
         with pytest.raises(LeftOutError, match=r"was in generation 2.* to generation 3"):
             b.next_generation(standing(2))
         assert not b.await_lease(0.0)

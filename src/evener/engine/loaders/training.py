@@ -218,8 +218,8 @@ class TeamLoader(TrainingLoader):
         engine, indices = self._engine, self._arguments.order(epoch)
         order = fingerprint(indices)
         if order and not engine.generations.has_just_joined:
-            told = engine.collectives.ask("comparing samplers", [len(indices), order])
-            compare_orders(told, engine.rounds.rank)
+            gathered = engine.collectives.ask("comparing samplers", [len(indices), order])
+            compare_orders(gathered, engine.rounds.rank)
         try:
             for work in engine.work():
                 yield from self._hand_out(work, indices)
@@ -251,7 +251,7 @@ class TeamLoader(TrainingLoader):
         """Hand out a share, or a batch; again from its start if a micro-batch does not fit."""
         engine, window = self._engine, work.window
         if remark := self._fetcher.remark:
-            engine.options.guards.tell_once(remark)
+            engine.options.guards.warn_once(remark)
         self._fetched = {
             positions: self._fetched.get(positions) or self._submit(positions, permutation)
             for positions in work.positions

@@ -70,8 +70,8 @@ def text(advice: TeamAdvice) -> str:
     ]
     shares = advice.predictions[advice.best].shares
     if len(shares) > 1:
-        told = "/".join(f"{share:.0%}" for share in shares[:MOST_SHARES])
-        prose.append(f"shares under {advice.best}: {told}{'/…' * (len(shares) > MOST_SHARES)}")
+        shown = "/".join(f"{share:.0%}" for share in shares[:MOST_SHARES])
+        prose.append(f"shares under {advice.best}: {shown}{'/…' * (len(shares) > MOST_SHARES)}")
     prose.append(f"best: {advice.best}, because {advice.reason}")
     prose += [f"{one.name}: {one.verdict}" for one in advice.worth]
     prose += [f"note: {note}" for note in (*team.notes, _NO_LOSS)]
