@@ -234,7 +234,7 @@ class OverlappedExchange:
         return None
 
     def _count_anew(self) -> None:
-        self._flat.adopt()
+        self._flat.add_unfrozen()
         parameters = self._flat.parameters
         if len(parameters) != len(self._piece_of):
             self._cut_anew()

@@ -99,13 +99,13 @@ def is_own(host: str) -> bool:
 
 
 def open_port(host: str, port: int, *, program: str, is_guarded: bool) -> socket.socket:
-    """Return a TCP socket that listens on a host: on loopback alone, unless visitors need a token.
+    """Return a TCP socket that listens on a host: only on loopback unless clients need a token.
 
     Args:
         host: Name or number; see ``bind``.
         port: 0 takes one that is free.
         program: What listens, for messages.
-        is_guarded: Whether visitors must know a token.
+        is_guarded: Whether clients must know a token.
 
     Raises:
         ConfigError: The program would listen on other than loopback without a token.

@@ -167,8 +167,8 @@ class FlatBuffers:
         self._stamps = self._versions()
         return broken
 
-    def adopt(self) -> None:
-        """Give parameters that have become trainable a place, before their first update."""
+    def add_unfrozen(self) -> None:
+        """Add parameters that have become trainable, before their first update."""
         if any(p.requires_grad for _, p in self._frozen):
             unfrozen = choose_trainable(self._frozen)
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
@@ -184,7 +184,7 @@ class FlatBuffers:
         return [{name: p.requires_grad for name, p in part} for part in (*pairs, self._frozen)]
 
     def follow(self, described: Sequence[Mapping[str, bool]]) -> None:
-        """Adopt the groups and the trained parameters of another rank.
+        """Take over the groups and the trained parameters of another rank.
 
         Args:
             described: Its ``describe``.
@@ -196,14 +196,14 @@ class FlatBuffers:
         for names in groups[len(self.groups) :]:
             for name, parameter in self._frozen:
                 parameter.requires_grad_(name in names)
-            self.adopt()
+            self.add_unfrozen()
         if [[*group] for group in groups] != [[*group.names] for group in self.groups]:
             theirs = {name for group in groups for name in group}
             odd = sorted(theirs ^ {*self.names}) or ["their order"]
             raise UsageError(
                 f"this worker trains {len(self.names)} parameters and the team {len(theirs)}; they "
                 f"differ in {odd[0]!r}. Make the same parameters trainable on all workers before "
-                "Ddp.setup; what the team has unfrozen since, a worker that joins unfreezes, too"
+                "Ddp.setup; a worker that joins unfreezes what the team has unfrozen since then"
             )
         wanted = {name: flag for part in described for name, flag in part.items()}
         for name, parameter in (*zip(self.names, self.parameters, strict=True), *self._frozen):
@@ -211,12 +211,12 @@ class FlatBuffers:
 
     @property
     def outside(self) -> list[Parameter]:
-        """Return the parameters in no group: none of them was ever found to be trainable."""
+        """Return the parameters in no group: those that have never been trainable."""
         return [parameter for _, parameter in self._frozen]
 
     def _attach_grads(self, *, are_in_place: bool) -> int:
-        """Do what ``attach_grads`` says; views may have been moved by ``p.grad.data = x``."""
-        self.adopt()
+        """See ``attach_grads``; ``p.grad.data = x`` may have moved views to other memory."""
+        self.add_unfrozen()
         grads = list(map(_GRAD, self.parameters))
         if are_in_place and all(map(is_, grads, self._held)):
             return 0

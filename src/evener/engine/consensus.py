@@ -59,14 +59,14 @@ class Consensus(ABC):
     def reset_model(self) -> None:
         """Bring the model back to it, also where tensors of ``held`` have arrived."""
 
-    def adopt(self) -> None:
+    def add_unfrozen(self) -> None:
         """Take in parameters that have become trainable."""
-        self._flat.adopt()
+        self._flat.add_unfrozen()
 
     def digest(self, *, at_rest: bool = False) -> int:
         """Return a hash of all of it, below 2**53; see ``tensors``."""
         if not at_rest:  # ranks that have not computed since parameters were unfrozen hold less
-            self.adopt()
+            self.add_unfrozen()
         return self.check.digest(*self.tensors(at_rest=at_rest))
 
     def digest_if_due(self, window: int, *, at_rest: bool = False) -> float:
@@ -176,7 +176,7 @@ class Replica(Consensus):
         self._num_taken = 0
         #: How often this rank has gone back to the consensus.
         self._num_resets = 0
-        self.adopt()
+        self.add_unfrozen()
 
     def move(self, comm: Communicator) -> None:
         """Put exchanged tensors into memory that other ranks can map."""
@@ -184,9 +184,9 @@ class Replica(Consensus):
         self._scratch = [comm.allocate(s.numel(), s.dtype, s.device) for s in self._scratch]
 
     @torch.no_grad()
-    def adopt(self) -> None:
+    def add_unfrozen(self) -> None:
         """Take in parameters that have become trainable, before their first step."""
-        self._flat.adopt()
+        self._flat.add_unfrozen()
         for group in self._flat.groups[len(self.consensus) :]:
             self.consensus.append(group.data.clone())
             size, dtype, device = group.data.numel(), group.data.dtype, group.data.device
@@ -198,7 +198,7 @@ class Replica(Consensus):
     @torch.no_grad()
     def snapshot(self) -> Drift:
         """Take this rank's differences from the consensus as they are now."""
-        self.adopt()
+        self.add_unfrozen()
         self._ahead = []
         for group, agreed, scratch, kept in self._groups():
             kept.copy_(group.data)
@@ -338,7 +338,7 @@ class Replica(Consensus):
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the consensus."""
-        self.adopt()
+        self.add_unfrozen()
         yield from (("parameters", agreed) for agreed in self.consensus)
         yield from (("buffers", agreed) for agreed in self._buffers.agreed)
         yield from self._training.frozen()

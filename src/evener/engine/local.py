@@ -233,7 +233,7 @@ class LocalEngine(Engine):
         if not self.share.end_micro_batch():
             return None
         self._in_batch = False
-        self._replica.adopt()
+        self._replica.add_unfrozen()
         flight = self.rounds.state.flight
         if not self._steps.finish(self.share, flight, self.run.progress, self.batch_size):
             self.buffers.rewind()

@@ -38,13 +38,13 @@ from evener.team.terminal import say
 from evener.team.wire import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
 from evener.version import __version__
 
-#: Connections that have not said who they are. Beyond so many, new ones are closed at once: one
-#: that is open was there first, and is closed after ``hello_s``.
-_MOST_STRANGERS: Final = 256
-#: Connections that are taken in between two ticks; the kernel keeps the others waiting. Workers
-#: that are known have their turn in between, however many strangers come.
+#: Most connections that have not identified themselves. Beyond it, new ones are closed at once:
+#: open ones came first, and are closed after ``hello_s``.
+_MOST_UNIDENTIFIED: Final = 256
+#: Most connections that are accepted between two ticks; the kernel keeps the others waiting. So
+#: known workers are served in between, however many other connections come.
 _MOST_PER_TICK: Final = 50
-#: All that a connection may send before it has proven that it knows the token.
+#: Most bytes that a connection may send before it has proven that it knows the token.
 _MOST_HELLO_BYTES: Final = 4096
 #: A peer that does not read what it is sent is closed when so many bytes wait for it.
 _MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
@@ -96,7 +96,7 @@ class ServedTeam:
     def __init__(self, roster: Roster, ledger: Ledger | None = None) -> None:
         self.roster = roster
         self.store = KeyValues()
-        self.workers: dict[str, Visitor] = {}
+        self.workers: dict[str, ClientConnection] = {}
         #: Workers that were refused, with the reason, until the main process has heard of them.
         self._refused: deque[tuple[str, str]] = deque(maxlen=_MOST_REFUSALS)
         self._ledger = ledger
@@ -179,11 +179,11 @@ class Coordinator:
         roster = Roster(options.least, options.most, options.deadlines, now_s)
         self.elastic_team = ServedTeam(roster, self._ledger)
         self._fixed_teams: dict[str, ServedTeam] = {}
-        #: Tasks that make a visitor of a connection.
-        self._welcoming: set[asyncio.Task[Any]] = set()
+        #: Tasks that set up a client's connection.
+        self._connecting: set[asyncio.Task[Any]] = set()
         self._num_taken = 0  # connections, since the last tick
-        self._strangers: dict[Visitor, None] = {}
-        self._agents: dict[Visitor, None] = {}
+        self._unidentified: dict[ClientConnection, None] = {}
+        self._agents: dict[ClientConnection, None] = {}
         self._sent_formation: Formation | None = None
         self._is_end_sent = False  # to all agents
         self._are_orders_due = False
@@ -203,12 +203,12 @@ class Coordinator:
         finally:
             loop.remove_reader(self._socket)
             self._socket.close()
-            await asyncio.gather(*self._welcoming, return_exceptions=True)
+            await asyncio.gather(*self._connecting, return_exceptions=True)
             for agent in [*self._agents]:
                 agent.send("farewell", {})
             workers = [one for team in self._teams for one in team.workers.values()]
-            for visitor in [*self._strangers, *self._agents, *workers]:
-                visitor.close()
+            for client in [*self._unidentified, *self._agents, *workers]:
+                client.close()
             await asyncio.sleep(0)
             if self._ledger is not None:
                 self._ledger.close()
@@ -221,10 +221,10 @@ class Coordinator:
     def _teams(self) -> list[ServedTeam]:
         return [self.elastic_team, *self._fixed_teams.values()]
 
-    # ── what visitors call ───────────────────────────────────────────────────────────────────────
+    # ── what clients call ────────────────────────────────────────────────────────────────────────
 
     def team_of(self, place: FixedPlace | None) -> ServedTeam:
-        """Return the team that a visitor means: a fixed one, or the elastic one.
+        """Return the team that a client asks for: a fixed one, or the elastic one.
 
         Raises:
             ValueError: There are too many.
@@ -233,47 +233,47 @@ class Coordinator:
             return self.elastic_team
         if place.team not in self._fixed_teams:
             if len(self._fixed_teams) >= _MOST_TEAMS:
-                raise ValueError(f"there are {_MOST_TEAMS} teams, which is as many as it keeps")
+                raise ValueError(f"the coordinator serves {_MOST_TEAMS} teams already, its limit")
             size, now_s = place.world_size, lease_clock.now_s()
             roster = Roster(size, size, self.options.deadlines, now_s, is_fixed=True)
             self._fixed_teams[place.team] = ServedTeam(roster)
         return self._fixed_teams[place.team]
 
-    def know(self, visitor: "Visitor") -> None:
-        """Note that a connection has said who it is."""
-        self._strangers.pop(visitor, None)
-        if not visitor.member:
-            self._agents[visitor] = None
+    def identify(self, client: "ClientConnection") -> None:
+        """Note that a connection has identified itself."""
+        self._unidentified.pop(client, None)
+        if not client.member:
+            self._agents[client] = None
             self._is_end_sent = False
         else:
-            before = visitor.team.workers.get(visitor.member)
-            visitor.team.workers[visitor.member] = visitor
-            if before is not None and before is not visitor:
+            before = client.team.workers.get(client.member)
+            client.team.workers[client.member] = client
+            if before is not None and before is not client:
                 before.drop()
 
-    def forget(self, visitor: "Visitor") -> None:
+    def forget(self, client: "ClientConnection") -> None:
         """Note that a connection has ended."""
-        self._strangers.pop(visitor, None)
-        if visitor in self._agents:
-            del self._agents[visitor]
-            lost = self.nodes.depart(visitor.name)
-            if lost is not None and not visitor.has_left:
-                self.relay(visitor, {"lost": lost.name})
+        self._unidentified.pop(client, None)
+        if client in self._agents:
+            del self._agents[client]
+            lost = self.nodes.depart(client.name)
+            if lost is not None and not client.has_left:
+                self.relay(client, {"lost": lost.name})
             self._send_missing()
-        team = visitor.team
-        if team.workers.get(visitor.member) is visitor:
-            del team.workers[visitor.member]
-            team.roster.depart(lease_clock.now_s(), visitor.member)
+        team = client.team
+        if team.workers.get(client.member) is client:
+            del team.workers[client.member]
+            team.roster.depart(lease_clock.now_s(), client.member)
             self.send_orders_soon()
         for name in [name for name, each in self._fixed_teams.items() if not each.workers]:
             del self._fixed_teams[name]
 
     # ── hosts of a fixed team ────────────────────────────────────────────────────────────────────
 
-    def enter(self, visitor: "Visitor", node: Host) -> None:
+    def enter(self, client: "ClientConnection", node: Host) -> None:
         """Take in a host of a fixed team; once all are here, tell each which ranks it starts."""
-        if why := self.nodes.arrive(visitor.name, node):
-            visitor.send("refused_node", {"why": f"{why} (from {node.where})"})
+        if why := self.nodes.arrive(client.name, node):
+            client.send("refused_node", {"why": f"{why} (from {node.where})"})
             absent = self.nodes.missing
             then = f"still waiting for {absent}" if absent else "the run continues without it"
             self.refuse(f"refused a launcher: {why} (from {node.where}); {then}")
@@ -293,7 +293,7 @@ class Coordinator:
             for agent in self._agents:
                 agent.send("missing", {"nodes": self.nodes.missing})
 
-    def relay(self, source: "Visitor", content: Mapping[str, Any]) -> None:
+    def relay(self, source: "ClientConnection", content: Mapping[str, Any]) -> None:
         """Tell all other agents."""
         for agent in [*self._agents]:
             if agent is not source:
@@ -339,43 +339,43 @@ class Coordinator:
                     self.refuse(f"cannot take in a connection ({error.strerror}); {remedy}")
                 break
             self._num_taken += 1
-            if len(self._strangers) >= _MOST_STRANGERS:
+            if len(self._unidentified) >= _MOST_UNIDENTIFIED:
                 connection.close()
                 self.refuse(
-                    f"{_MOST_STRANGERS} connections have not said who they are; further ones are "
-                    "closed, and workers among them connect again"
+                    f"{_MOST_UNIDENTIFIED} connections have not identified themselves; further "
+                    "ones are closed, and workers among them connect again"
                 )
                 continue
-            visitor = Visitor(self)
-            self._strangers[visitor] = None
+            client = ClientConnection(self)
+            self._unidentified[client] = None
             connection.setblocking(False)
-            task = loop.create_task(self._welcome(visitor, connection))
-            self._welcoming.add(task)
-            task.add_done_callback(self._welcoming.discard)
+            task = loop.create_task(self._connect(client, connection))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
         loop.remove_reader(self._socket)
 
-    async def _welcome(self, visitor: "Visitor", connection: socket.socket) -> None:
+    async def _connect(self, client: "ClientConnection", connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(lambda: visitor, connection)
+            await loop.connect_accepted_socket(lambda: client, connection)
         except OSError:  # it has ended already
-            self.forget(visitor)
+            self.forget(client)
 
     def _tick(self) -> None:
         now_s = lease_clock.now_s()
         for team in self._teams:
             team.tick(now_s)
         self.send_orders()
-        for visitor in [*self._strangers]:
-            if now_s - visitor.since_s > self.options.deadlines.hello_s:
-                visitor.drop()
+        for client in [*self._unidentified]:
+            if now_s - client.since_s > self.options.deadlines.hello_s:
+                client.drop()
         self._num_taken = 0
         asyncio.get_running_loop().add_reader(self._socket, self._take_in)
 
 
 @final
-class Visitor(asyncio.Protocol):
-    """One connection, of a worker, of an agent or of a stranger."""
+class ClientConnection(asyncio.Protocol):
+    """One connection: of a worker, of an agent, or not identified yet."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.member = self.name = ""  # of a worker, of any end
@@ -393,7 +393,7 @@ class Visitor(asyncio.Protocol):
     # ── asyncio calls these ──────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say what the other end has to prove."""
+        """Send the challenge, by which the other end proves that it knows the token."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         connection = transport.get_extra_info("socket")
@@ -544,7 +544,7 @@ class Visitor(asyncio.Protocol):
                 raise ValueError(f"refused worker {name}: {why}")
             self.member = name
         self._is_known = True
-        self._coordinator.know(self)
+        self._coordinator.identify(self)
         self.send(
             "welcome",
             {

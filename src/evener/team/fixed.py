@@ -152,7 +152,7 @@ class Whereabouts:
 
     Attributes:
         address: ``HOST:PORT``.
-        token: What its visitors must know; ``None`` for nothing.
+        token: The token that its clients must know; ``None`` for none.
         host_rank: The rank whose process hosts it; ``None`` for none of them.
         attempt_s: Longest wait for its answer.
     """
@@ -327,7 +327,7 @@ class HostedCoordinator(Closing, NotInherited):
             port, token = 0, token or secrets.token_hex(16).encode()
         listening = open_port(reached_at, port, program="the team's coordinator", is_guarded=True)
         if token is None and environment.launched_by != "evener":
-            _warn_of_strangers(environment, listening)
+            _warn_if_open(environment, listening)
         options = CoordinatorOptions(
             most=environment.world_size,
             token=token,
@@ -370,14 +370,14 @@ def host(environment: DistributedTrainConfig, timeout_s: float) -> HostedCoordin
 
 
 def _team_token(environment: DistributedTrainConfig) -> bytes | None:
-    """Return what the visitors of rank 0's coordinator must know: told by rank 0, or by the user.
+    """Return the token of rank 0's coordinator: that which rank 0 has sent, or the user's.
 
-    All ranks prefer the same one: with a process group and a token file, there are two.
+    With a process group and a token file there are two; all ranks prefer the same one.
     """
     return environment.coordinator_token.encode() or read_team_token(os.environ)
 
 
-def _warn_of_strangers(environment: DistributedTrainConfig, listening: socket.socket) -> None:
+def _warn_if_open(environment: DistributedTrainConfig, listening: socket.socket) -> None:
     number = str(listening.getsockname()[0])
     if listens_everywhere(listening) or not is_loopback(number):
         warn(
