@@ -407,12 +407,12 @@ class ShardedUpdate:
         by_element = ELEMENTWISE[type(optimizer)]
         pieces = {place.piece: place for place in self._places.values() if place.piece is not None}
         rest = {key: state for key, state in own.items() if key not in pieces}
-        index = [
+        own = [
             (place.number, {name: _describe(v, name in by_element) for name, v in state.items()})
             for piece, place in pieces.items()
             if (state := own.get(piece)) is not None
         ]
-        notes = comm.all_gather_json(index, what="index of optimizer state")
+        notes = comm.all_gather_json(own, what="index of optimizer state")
         # All ranks that own pieces of a parameter say the same of it.
         index: dict[int, dict[str, Any]] = dict(chain.from_iterable(notes))
         whole: _States = dict(rest)
@@ -460,10 +460,10 @@ def _describe(value: Any, is_element: bool) -> Any:
     return [value.tolist(), str(value.dtype).removeprefix("torch."), value.device.type]
 
 
-def _read(index: Any, device: torch.device) -> Any:
+def _read(packed: Any, device: torch.device) -> Any:
     """Undo ``_describe`` of a number; what is kept for each element follows."""
-    if not isinstance(index, list):
-        return index
-    number, dtype, kind = index
+    if not isinstance(packed, list):
+        return packed
+    number, dtype, kind = packed
     where = "cpu" if kind == "cpu" else device
     return torch.tensor(number, dtype=getattr(torch, dtype), device=where)

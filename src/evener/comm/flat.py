@@ -413,13 +413,13 @@ class FlatBuffers:
             kind = (self._parts.get(id(parameter), 0), parameter.device, parameter.dtype)
             by_kind.setdefault(kind, []).append((name, parameter))
         for (part, *_), members in by_kind.items():
-            buckets = [bucket_of[name] for name, _ in members]
+            labels = [bucket_of[name] for name, _ in members]
             group = build_group(
                 members,
                 part,
                 len(self.parameters),
                 self._world_size,
-                buckets,
+                labels,
                 self._comm,
                 shares_data=self._is_divided,
             )
@@ -494,7 +494,7 @@ def _bucket_by_name(
     buckets: Sequence[tuple[str, Sequence[str]]], known: set[str]
 ) -> dict[str, tuple[int, str]]:
     """Return number and label of the bucket, by parameter."""
-    buckets: dict[str, tuple[int, str]] = {}
+    found: dict[str, tuple[int, str]] = {}
     for number, (label, names) in enumerate(buckets):
         for name in names:
             if name not in known:
@@ -502,13 +502,13 @@ def _bucket_by_name(
                     f"gradient bucket {label!r} names the parameter {name!r}, which the model does "
                     "not have; give names as in named_parameters()"
                 )
-            if name in buckets:
+            if name in found:
                 raise ConfigError(
-                    f"parameter {name!r} is in the gradient buckets {buckets[name][1]!r} and "
+                    f"parameter {name!r} is in the gradient buckets {found[name][1]!r} and "
                     f"{label!r}; name it in one"
                 )
-            buckets[name] = (number, label)
-    return buckets
+            found[name] = (number, label)
+    return found
 
 
 def _move_run(

@@ -109,7 +109,7 @@ def build_group(
     part: int,
     first: int,
     world_size: int,
-    buckets: Sequence[tuple[int, str]],
+    labels: Sequence[tuple[int, str]],
     comm: Communicator,
     *,
     shares_data: bool = False,
@@ -121,7 +121,7 @@ def build_group(
         part: See ``FlatGroup``.
         first: Flat number of the first of them.
         world_size: Number of ranks.
-        buckets: Of each member, number and label of its bucket; the numbers do not fall.
+        labels: Of each member, number and label of its bucket; the numbers do not fall.
         comm: In whose memory gradients lie.
         shares_data: Whether parameters lie there, too.
     """
@@ -154,7 +154,7 @@ def build_group(
         grad=grad,
         grad_values=grad[:size],
         touched=grad[size : size + len(parameters)],
-        buckets=_cut(names, parameters, offsets, buckets, total),
+        buckets=_cut(names, parameters, offsets, labels, total),
     )
 
 
@@ -162,14 +162,14 @@ def _cut(
     names: Sequence[str],
     parameters: Sequence[Parameter],
     offsets: Sequence[int],
-    buckets: Sequence[tuple[int, str]],
+    labels: Sequence[tuple[int, str]],
     total: int,
 ) -> tuple[Bucket, ...]:
-    """Cut a group of ``total`` elements where the bucket changes."""
-    firsts = [i for i, bucket in enumerate(buckets) if i == 0 or bucket != buckets[i - 1]]
+    """Cut a group of ``total`` elements where the label changes."""
+    firsts = [i for i, label in enumerate(labels) if i == 0 or label != labels[i - 1]]
     buckets = []
     for first, stop in zip(firsts, [*firsts[1:], len(names)], strict=True):
-        number, label = buckets[first]
+        number, label = labels[first]
         sizes = {
             n: p.numel() for n, p in zip(names[first:stop], parameters[first:stop], strict=True)
         }

@@ -611,7 +611,7 @@ def test_a_flood_of_strangers_delays_no_heartbeat(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stranger_evicts_no_other_and_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_module, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(coordinator_module, "_MOST_UNIDENTIFIED", 3)
     deadlines = replace(DEADLINES, hello_s=2.0)
     with (
         serving(most=3, deadlines=deadlines) as address,
