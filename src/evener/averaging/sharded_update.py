@@ -407,12 +407,12 @@ class ShardedUpdate:
         by_element = ELEMENTWISE[type(optimizer)]
         pieces = {place.piece: place for place in self._places.values() if place.piece is not None}
         rest = {key: state for key, state in own.items() if key not in pieces}
-        own = [
+        described = [
             (place.number, {name: _describe(v, name in by_element) for name, v in state.items()})
             for piece, place in pieces.items()
             if (state := own.get(piece)) is not None
         ]
-        notes = comm.all_gather_json(own, what="index of optimizer state")
+        notes = comm.all_gather_json(described, what="index of optimizer state")
         # All ranks that own pieces of a parameter say the same of it.
         index: dict[int, dict[str, Any]] = dict(chain.from_iterable(notes))
         whole: _States = dict(rest)
