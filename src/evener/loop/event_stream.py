@@ -22,8 +22,8 @@ from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
 
-#: Each rank keeps so many windows that another one records. In an elastic team the main process may
-#: be lost before it has written them; the next one then records them again.
+#: Windows that each rank keeps although the main process records them. In an elastic team it may be
+#: lost before it has written them; the next main process then records them again.
 _KEPT: Final = 4
 
 #: Seconds of a rank in a window, as ``RankRow`` names them.
@@ -36,11 +36,11 @@ _SECONDS: Final = (
 class EventStream:
     """Passes the team's events to sinks, on the main process only.
 
-    Rank 0 is the main process until it is parked. It closes its sinks then, and the next main
-    process opens its own: so a file has one writer at a time.
+    Rank 0 is the main process until it is parked. Then it closes its sinks and the next main
+    process opens its own, so a file has one writer at a time.
 
-    If ``start`` is not called, as in a user's own loop, ``run_started`` precedes the first event of
-    a window or a checkpoint: by then the data is known.
+    If ``start`` is not called, as in a user's own loop, ``run_started`` is written before the first
+    event of a window or a checkpoint, since by then the data is known.
 
     Args:
         assembly: The team.
@@ -86,8 +86,8 @@ class EventStream:
     def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
         """Pass every further event to these sinks, windows included; all ranks call it.
 
-        Functions that make a sink are called on the main process alone: here, and when another
-        rank becomes it. ``end`` closes the sinks; a main process that is parked closes them, too.
+        Functions that make a sink are called only on the main process: here, and when another rank
+        becomes it. ``end`` closes the sinks; a main process that is parked closes them, too.
 
         Raises:
             ConfigError: A function returned something else.
@@ -109,11 +109,11 @@ class EventStream:
             sinks.close()
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Pass an event to every sink, and before the first one that of the start.
+        """Pass an event to every sink; ``run_started`` precedes the first one.
 
         Args:
             kind: See ``FIELDS`` of ``evener.observe.events``.
-            **fields: Those of the kind; ``t`` is now unless given.
+            **fields: The fields of the kind; ``t`` is the present time by default.
         """
         is_main = self._engine.rounds.is_main and self._makers
         if is_main and self._team.membership.may_write():
@@ -147,23 +147,23 @@ class EventStream:
             self._emit_worker(member, t)
 
     def _emit_worker(self, member: Member, t: float) -> None:
-        if member.device:  # otherwise no worker has that number
+        if member.device:  # empty if no worker has that number
             slowed = {"emulated": member.emulated} if member.emulated != 1 else {}
             self.emit("worker_started", t=t, pid=member.pid, **_place(member), **slowed)
 
     def _start(self) -> Event:
         # Facts of a resume are in ``run_resumed``.
         facts = {k: v for k, v in self._facts.items() if k not in ("resumed_from", "new_data")}
-        # In an elastic team a number may have no worker.
+        # In an elastic team a number may be unused.
         names = [name for name in self._team.names if name]
         return make_event("run_started", members=names, **facts)
 
     def window(self, result: WindowResult) -> None:
-        """Record a committed window, its plan where shares changed, and stragglers."""
+        """Record a committed window, its plan if shares have changed, and stragglers."""
         if not self._engine.rounds.is_main:
             self._has_started = True  # the main process has written ``run_started``
         if self._kept and self._kept[-1].window + 1 != result.window:
-            self._kept.clear()  # this rank was parked, or left out
+            self._kept.clear()  # this rank was parked, or out of the team
         self._kept.append(result)
         # In the middle of a change, ``change`` does it if this rank is the main process then.
         if self._engine.rounds.is_main and self._engine.rounds.state.generation in self._people:
@@ -174,13 +174,13 @@ class EventStream:
         place = _pick(result, "window", "generation", "epoch")
         place["t"] = round(result.applied_t, 5)
         shares, cadence = [record.samples for record in result.ranks], result.cadence
-        # Windows that are closed by time differ by a step or two: a new anchor is a new plan.
+        # Windows closed by time differ by a step or two, so only a new anchor is a new plan.
         planned = shares if cadence is None else [cadence.anchor]
         if planned != self._planned:
             self._planned = planned
             piece = {**_pick(result, "start", "size"), "shares": shares}
             self.emit("plan", **place, **piece, reason=self._engine.policy.why(result.window))
-        # A window may be recorded in a later generation, where others have the numbers.
+        # A window may be recorded in a later generation, in which other members have the numbers.
         people = self._people.get(result.generation) or self._present()
         self._emit_decisions(result, people)
         rows = [self._row(rank, name, result.ranks[rank]) for rank, name in people.items()]
@@ -244,14 +244,14 @@ class EventStream:
         return {rank: self._team.names[rank] for rank in self._team.everyone}
 
     def change(self, change: MembershipChange) -> None:
-        """Record that the team has changed: who was lost, who joined, and what it took."""
+        """Record that the team has changed: lost and new members, and the time it took."""
         *_, newest = self._people
         self._people = {newest: self._people[newest], change.generation: self._present()}
         if not self._engine.rounds.is_main:
             return
         window = change.window
-        # Not those of a rank that was parked since, or of a team that has gone back to a
-        # checkpoint. The window before this one may be committed later.
+        # Not windows before this rank was parked, or before the team went back to a checkpoint.
+        # The window before this one may be committed later.
         again = [result for result in self._kept if result.window < window]
         if again and again[-1].window < window - 2:
             again = []
@@ -292,7 +292,7 @@ class EventStream:
         )
 
     def pending(self) -> list[threading.Event]:
-        """Return what will be set as soon as sinks have written everything so far; do not wait."""
+        """Return events that are set once sinks have written everything so far; do not wait."""
         return self._sinks.pending() if self._sinks is not None else []
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
@@ -304,10 +304,10 @@ class EventStream:
     def end(self, *, failed: bool, error: BaseException | None) -> None:
         """Record the end, unless it was recorded, and close all sinks; idempotent.
 
-        One worker that fails does not end the run of an elastic team.
+        A single worker that fails does not end the run of an elastic team.
         """
         atexit.unregister(self._end_script)
-        self._error = None  # it holds on to the frames of the script
+        self._error = None  # its traceback holds the frames of the script
         if not (failed and self._team.is_elastic):
             self._emit_start()
             engine = self._engine
@@ -321,15 +321,15 @@ class EventStream:
         self._error = error
 
     def _end_script(self) -> None:
-        """End as the script does, which has not called ``close``; other ranks are not asked."""
+        """Record the end of a script that has not called ``close``, without other ranks."""
         self.end(failed=self._error is not None, error=self._error)
 
 
 def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Fanout:
-    """Return one sink that hands on to all of these, some of which may have to be made.
+    """Return one sink that passes events to all of these; functions are called to make theirs.
 
     Raises:
-        ConfigError: One is something else, or has returned something else.
+        ConfigError: One is neither a sink nor a function that returns one.
     """
     fanout = Fanout(warn)
     for given in sinks:
@@ -353,16 +353,16 @@ def _seconds(value: object, *names: str) -> dict[str, float]:
 
 
 def _place(member: Member) -> dict[str, Any]:
-    """Return who a member is, and where it computes."""
+    """Return a member's rank, name, host and device."""
     device = f"{member.device} ({member.device_name})"
     return {**_pick(member, "rank", "member", "host"), "device": device}
 
 
 def _rounded(seconds: float) -> float:
-    """Return seconds in whole microseconds: further digits are noise, and make long lines."""
+    """Return seconds in whole microseconds: further digits are noise and make lines longer."""
     return int(1e6 * seconds + 0.5) / 1e6 if 0 < seconds < math.inf else 0.0
 
 
 def _short(value: float | None) -> float | None:
-    """Return a number with the six digits that tell something."""
+    """Return a number rounded to six significant digits."""
     return None if value is None else float(f"{value:.6g}")

@@ -534,8 +534,8 @@ class Loop:
             "training without ddp.loader: every ddp.step() is one update, to which each rank "
             "contributes once, with the weight given to ddp.backward (1 by default). Not "
             "guaranteed: which rank sees which samples, that each is seen once an epoch, shares "
-            "that follow speed, and resuming in mid-epoch. Ranks that read the same batches do the "
-            "same work: ddp.loader(dataset, batch_size=...) gives each sample to one rank"
+            "that follow speed, and resuming in mid-epoch. Ranks that read the same batches repeat "
+            "one another's work: ddp.loader(dataset, batch_size=...) gives each sample to one rank"
         )
         share = engine.open_share(1)
         share.start_micro_batch(1)
