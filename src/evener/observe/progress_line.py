@@ -20,7 +20,7 @@ _LIVE_INTERVAL_S = 0.25  # of event time, between updates of the live line
 _PLAIN_INTERVAL_S = 10.0  # of event time, between plain lines
 _NUM_FIRST_LINES = 3
 SPEED_WINDOWS: Final = 20
-"""Windows over which speeds and waits are averaged, and on which the line depends."""
+"""Windows over which speeds and waits are averaged."""
 
 _LOSS_KEPT = 0.8  # of the smoothed loss; the rest is the new one
 _BAR_WIDTH = 20
@@ -31,7 +31,7 @@ class ProgressSink(Sink):
     """Shows progress on a stream: one live line on a terminal, now and then a line elsewhere.
 
     It has no thread, reads no clock (time is the ``t`` of events) and hides no cursor, so a killed
-    run leaves the terminal usable. A stream that breaks is left alone from then on.
+    run leaves the terminal usable. After an error of the stream, nothing is written any more.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -91,7 +91,7 @@ class ProgressSink(Sink):
                 self._print_plain(event["t"])
 
     def _take_change(self, event: Event) -> None:
-        """Gather the events of a change of the team, which is told with the next window."""
+        """Gather the events of a change of the team, which is printed with the next window."""
         if self._change is not None and not self._change.takes(event):
             self._tell_change()
         if self._change is None and event["type"] != "window":
@@ -131,7 +131,7 @@ class ProgressSink(Sink):
         # Written without rich's console, which ends the process when a pipe breaks.
         from rich.cells import cell_len, chop_cells
 
-        # A line as wide as the terminal would wrap when the cursor moves on.
+        # A line as wide as the terminal would wrap when the cursor moves.
         most = max(1, _width(self._stream) - 1)
         table = RunTable.of(self._recent)
         # Drop the least important parts first; shares and waits matter more than the bar.
@@ -162,8 +162,8 @@ def progress_line(table: RunTable, start: Event, *, bar: str = "", brief: bool =
     Args:
         table: The windows, at least the newest ``SPEED_WINDOWS``.
         start: The newest ``run_started``.
-        bar: Show a bar of these two signs, for what is done and for what is left.
-        brief: Say as little as a narrow terminal has room for.
+        bar: Show a bar of these two signs, for the completed and the remaining part.
+        brief: Shorten it for a narrow terminal.
     """
     if not len(table):
         return ""
@@ -195,7 +195,7 @@ def progress_line(table: RunTable, start: Event, *, bar: str = "", brief: bool =
 
 
 def _smoothed(losses: list[float]) -> float:
-    """Return a smoothed loss; one that is not finite is shown once, and not kept."""
+    """Return a smoothed loss; one that is not finite is shown once, without smoothing."""
     smooth = losses[0]
     for loss in losses[1:]:
         is_usable = math.isfinite(smooth) and math.isfinite(loss)
@@ -204,7 +204,7 @@ def _smoothed(losses: list[float]) -> float:
 
 
 def _ranks(table: RunTable, counted: NDArray[np.bool_], *, brief: bool) -> str:
-    """Return each rank's share of the newest window and part of recent time spent waiting."""
+    """Return each rank's share of the newest window, and its wait as a fraction of recent time."""
     lanes = table.present
     if len(lanes) < 2:
         return ""

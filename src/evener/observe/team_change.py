@@ -11,13 +11,13 @@ _STEPS: Final = {
     "recover_s": "to send the state",
     "redo_s": "until the next window was committed",
 }
-"""Seconds that a change takes, in their order; events lack those that are not known."""
+"""Seconds that a change takes, in their order; events lack unknown ones."""
 
 _NAMED: Final = 3
 
 
 class TeamChange:
-    """Takes the events of one change: losses, the team that forms again, its states, and joins.
+    """Collects the events of one change: losses, the re-formed team, its states, and joins.
 
     It ends with the next window.
     """
@@ -31,7 +31,7 @@ class TeamChange:
         self._by_kind: dict[str, list[Event]] = {kind: [] for kind in self.KINDS}
 
     def takes(self, event: Event) -> bool:
-        """Return whether an event may be of this change."""
+        """Return whether an event may belong to this change."""
         begun = self._by_kind["reformed"]
         is_first = event["type"] in ("worker_lost", "worker_left", "reformed")
         return not self._by_kind["window"] and not (begun and is_first)

@@ -10,7 +10,7 @@ from evener.observe.table import RunTable
 from evener.observe.team_change import TeamChange
 
 MOST_LISTED: Final = 500
-"""The most lines of a list, such as that of the checkpoints; a longer one loses its middle."""
+"""The most lines of a list, such as that of checkpoints; the middle of longer ones is dropped."""
 
 _INCIDENTS: Final = {
     "run_resumed": "resume",
@@ -23,11 +23,11 @@ _INCIDENTS: Final = {
     "events_dropped": "",
     "run_finished": "",
 }
-"""Types of events that are told one by one, and the flag that each gets in charts."""
+"""Types of events that are listed one by one, and the flag of each in charts."""
 
 _DECISIONS: Final = ("parked", "recalled", "join_refused")
 _BACKEND: Final = ("backend", "backend_reason")
-"""What a team that forms again may exchange over something else, and why."""
+"""A re-formed team may exchange over another backend, and why."""
 
 _MOST_SHARES: Final = 8
 
@@ -45,13 +45,13 @@ class RunHistory:
         ending: The newest session's ``run_finished``, if it has one.
         sessions: Starts and resumes.
         counts: Events by type.
-        incidents: Changes of the team, stragglers and other things of which there are few.
-        decisions: What the planner and the coordinator decided, and why.
+        incidents: Changes of the team, stragglers and other rare events.
+        decisions: Decisions of the planner and of the coordinator, and why.
         evals: Evaluations, with ``begin_s``.
-        checkpoints: What has been saved.
+        checkpoints: Saved checkpoints.
         workers: The newest ``worker_started`` by member.
-        joined: By member that has joined a running team: with which window.
-        gone: By member that was lost or has left: why, and the window that was under way.
+        joined: By member that has joined the running team: its first window.
+        gone: By member that was lost or has left: why, and the current window at that time.
     """
 
     def __init__(self) -> None:
@@ -72,14 +72,14 @@ class RunHistory:
 
     @property
     def has_summary(self) -> bool:
-        """Whether a ``summary.json`` is of the newest session: that has ended, and not failed."""
+        """Whether ``summary.json`` is of the newest session, which has ended without failure."""
         return self.ending is not None and self.ending["reason"] != "failed"
 
     def slowed(self, lane: int) -> float | None:
-        """Return by which factor a rank is slowed on purpose; ``None`` if it is not."""
+        """Return the factor by which a rank is slowed on purpose; ``None`` if it is not."""
         worker = self.workers.get(self.table.members[lane], {})
         for factor in (worker.get("emulated"), self.facts.get("emulated")):
-            # Older files tell it of all ranks with the start of the run.
+            # Older files have it for all ranks in ``run_started``.
             own = factor.get(str(self.table.ranks[lane])) if isinstance(factor, Mapping) else factor
             if own is not None:
                 return float(own)
@@ -93,7 +93,7 @@ class RunHistory:
         match kind:
             case "run_resumed":
                 self._begin_session()
-                # Evaluations of windows that are void are void, too.
+                # Evaluations of void windows are void, too.
                 self._drop_evals(event["window"])
             case "run_started":
                 # A resume writes two events: first the void windows, then the team.
@@ -146,7 +146,7 @@ class RunHistory:
         self.evals = [one for one in self.evals if one["window"] <= first]
 
     def _tell_change(self, event: Event) -> None:
-        """Tell all events of one change of the team as one sentence."""
+        """Describe all events of one change of the team in one sentence."""
         if self._change is None or not self._change.takes(event):
             if event["type"] == "window":
                 return
