@@ -15,16 +15,16 @@ _AHEAD: Final = 2
 
 
 class SimulatedSync:
-    """Windows over a fixed batch, planned and parked as the engine does it.
+    """Windows over a fixed batch, planned and parked as in the engine.
 
     The plan of window w + 2 is based on reports up to w - 1.
 
     Args:
         ranks: The ranks.
         link: The link between them.
-        policy: Plans; knows only what the caller has given it.
+        policy: Plans the windows; knows only what the caller has given it.
         batch_size: Samples of a window; may be changed between windows.
-        divides_updates: Each rank that is present makes its part of the update.
+        divides_updates: Whether each present rank makes its part of the update.
 
     Attributes:
         now_s: Virtual seconds since the beginning.
@@ -124,7 +124,7 @@ class SimulatedSync:
         )
 
     def _change(self, parked: frozenset[int], *, work_for_all: float = 0.0) -> None:
-        """Form the next generation: plans are dropped, and made again by those who are present."""
+        """Form the next generation: plans are dropped, and made again for the present ranks."""
         self.observe()
         self.parked = parked
         self.policy.set_parked(parked)

@@ -159,7 +159,7 @@ def connect_team(
 def _require_nccl(comm: Communicator) -> None:
     if failure := comm.add_nccl():
         raise LaunchError(
-            f"NCCL did not connect the ranks ({failure}); NCCL_DEBUG=INFO tells more, and "
+            f"NCCL did not connect the ranks ({failure}); NCCL_DEBUG=INFO shows details, and "
             "backend='gloo' exchanges on the hosts"
         )
 
@@ -188,7 +188,7 @@ def _use_nccl(comm: Communicator, reason: str, obstacle: str, timeout_s: float) 
     if obstacle and comm.rank == 0:
         warn(
             f"{obstacle}; so ranks exchange by way of host memory, which is slower. "
-            "NCCL_DEBUG=INFO tells more, and backend='gloo' or 'cpu' does without NCCL"
+            "NCCL_DEBUG=INFO shows details, and backend='gloo' or 'cpu' does not use NCCL"
         )
 
 

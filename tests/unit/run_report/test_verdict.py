@@ -38,7 +38,7 @@ def test_a_verdict_in_one_line_and_its_three_answers() -> None:
     [
         (Estimate(speed=None, alone={0: 1.0, 1: 1.0}), "The run was too short"),
         (Estimate(speed=150.0, alone={0: 100.0, 1: 40.0}), "speeds changed during the run"),
-        (Estimate(speed=90.0, alone={0: 100.0}, unknown={1}), "The speed of rank 1 alone is not known"),
+        (Estimate(speed=90.0, alone={0: 100.0}, unknown={1}), "The speed of rank 1 alone is not"),
         (Estimate(speed=90.0), "The speed of each rank alone is not known"),
     ],
 )

@@ -314,7 +314,7 @@ def test_what_a_run_cannot_tell_is_refused():
     silent = events_of(team_at(100, 50), SYNC, 20)
     for window in silent[5:]:
         del window["ranks"][1]["micro_batches"]
-    with pytest.raises(ConfigError, match=r"r has 0 windows .* that say what each rank did"):
+    with pytest.raises(ConfigError, match=r"r has 0 windows .* with the work of each rank"):
         measured_team(silent, "r")
 
 
