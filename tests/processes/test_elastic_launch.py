@@ -174,7 +174,7 @@ def test_processes_that_cannot_be_started_end_no_team_that_can_do_without(sandbo
     next_line(running, "warning: the standby could not be started")
     os.kill(first["1"][0], signal.SIGKILL)
     line = next_line(running, "warning: worker ")
-    assert "The others continue; it is tried again in " in line
+    assert "The others continue; it is started again in " in line
     assert {*workers(sandbox, 1)} == {"1.3"}
     sandbox.open_gate(2)
     assert running.end().code == 0

@@ -282,7 +282,7 @@ class Transport(ABC):
 
     def add_nccl(self, timeout_s: float) -> None:
         """Send CUDA tensors over NCCL; raise RuntimeError or ValueError if that fails."""
-        raise AssertionError("NCCL joins processes")
+        raise AssertionError("NCCL connects only processes")
 
     def drop_nccl(self) -> None:
         """Undo ``add_nccl``."""
@@ -737,7 +737,7 @@ class Communicator(Closing, NotInherited):
             return ""
         if not self._transport.joins_processes:
             raise ConfigError(
-                f"backend is 'nccl', but ranks exchange over {self.backend!r}: NCCL joins processes"
+                f"backend is 'nccl', but ranks exchange over {self.backend!r}: NCCL connects only processes"
             )
         call = self._begin("add_nccl", what := "forming the NCCL group", timeout_s, "all")
         failure, group = "", self._transport.group

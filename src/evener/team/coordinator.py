@@ -1,11 +1,11 @@
-"""The coordinator of a team: it never trains, and decides who is in.
+"""The coordinator of a team: it never trains, and decides who is a member.
 
-It is a process of its own, or a thread: of a launcher, or of rank 0 of a fixed team that another
+It is a separate process, or a thread: of a launcher, or of rank 0 of a fixed team that another
 launcher has started.
 
-What it decides is in ``protocol/roster.py``. This is its edge: TCP connections, on each of which
-messages travel as lines of JSON. A message that is too long, damaged or of an unknown kind ends its
-connection and nothing else. Nothing is unpickled.
+Its decisions are in ``protocol/roster.py``. This module has the TCP connections, on which messages
+are lines of JSON. A message that is too long, damaged or of an unknown type ends only its
+connection. Nothing is unpickled.
 """
 
 import asyncio
@@ -46,24 +46,24 @@ _MOST_UNIDENTIFIED: Final = 256
 _MOST_PER_TICK: Final = 50
 #: Most bytes that a connection may send before it has proven that it knows the token.
 _MOST_HELLO_BYTES: Final = 4096
-#: A peer that does not read what it is sent is closed when so many bytes wait for it.
+#: Most bytes that wait for a peer that does not read; beyond it, its connection is closed.
 _MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
 _MOST_KEYS: Final = 100_000
 _MOST_STORE_BYTES: Final = 64 * 1024 * 1024
 _MOST_REFUSALS: Final = 50
-#: A script has a fixed team for each connection between its ranks that is open.
+#: Most fixed teams; a script has one for each open connection between its ranks.
 _MOST_TEAMS: Final = 1000
 _MOST_RANKS: Final = 9999
 
 
 def coordinate(options: CoordinatorOptions) -> int:
-    """Run a coordinator until this process is told to stop (SIGINT, SIGTERM); return 0.
+    """Run a coordinator until this process is asked to stop (SIGINT, SIGTERM); return 0.
 
     It prints its address as soon as workers can connect.
 
     Raises:
-        ConfigError: The coordinator would listen on other than loopback without a token, or its
-            ledger is in use, damaged or another team's.
+        ConfigError: The coordinator would listen on another address than loopback without a token,
+            or its ledger is in use, damaged or another team's.
         LaunchError: The port is in use or not allowed.
     """
 
@@ -71,8 +71,8 @@ def coordinate(options: CoordinatorOptions) -> int:
         coordinator = Coordinator(options, listen(options))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            # What is ignored stays so: workers still need a coordinator that a script has started
-            # in the background when Ctrl-C tells them to leave.
+            # Ignored signals stay ignored: workers still need a coordinator that a script has
+            # started in the background when they leave on Ctrl-C.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, coordinator.stop)
         least, most = options.least, options.most
@@ -86,18 +86,18 @@ def coordinate(options: CoordinatorOptions) -> int:
 
 @final
 class ServedTeam:
-    """A team: its roster, the connections of its workers, and what its members tell one another.
+    """A team: its roster, the connections of its workers, and its members' key-value store.
 
     Args:
-        roster: Decides who is in.
-        ledger: From which an elastic team continues; ``None`` for none.
+        roster: Decides who is a member.
+        ledger: File from which an elastic team continues; ``None`` for none.
     """
 
     def __init__(self, roster: Roster, ledger: Ledger | None = None) -> None:
         self.roster = roster
         self.store = KeyValues()
         self.workers: dict[str, ClientConnection] = {}
-        #: Workers that were refused, with the reason, until the main process has heard of them.
+        #: Refused workers with the reason, until they were sent to the main process.
         self._refused: deque[tuple[str, str]] = deque(maxlen=_MOST_REFUSALS)
         self._ledger = ledger
         if ledger is not None:
@@ -108,7 +108,7 @@ class ServedTeam:
     def send_orders(self) -> None:
         """Send what follows from the last events."""
         orders = self.roster.take()
-        self._keep_ledger()  # before anybody hears of a generation
+        self._keep_ledger()  # before a generation is announced
         for order in orders:
             if not order.to:
                 say(f"evener coordinator: {order.content['text']}")
@@ -121,11 +121,11 @@ class ServedTeam:
             self.store.give_up(why)
 
     def note_refused(self, member: str, why: str) -> None:
-        """Keep that a worker was refused, for the events of the run."""
+        """Record that a worker was refused, for the events of the run."""
         self._refused.append((member, why))
 
     def take_refused(self) -> list[tuple[str, str]]:
-        """Return who was refused since the last call, and why."""
+        """Return the workers that were refused since the last call, and why."""
         refused = [*self._refused]
         self._refused.clear()
         return refused
@@ -142,19 +142,19 @@ class ServedTeam:
                 self._ledger.write(entry)
 
     def tick(self, now_s: float) -> None:
-        """Note what is due."""
+        """Handle deadlines."""
         self.roster.tick(now_s)
         self.store.expire(now_s)
 
 
 @final
 class Coordinator:
-    """Decides who is in an elastic team, and in fixed ones, for as long as ``serve`` runs.
+    """Decides who is in an elastic team, and in fixed ones, while ``serve`` runs.
 
     Args:
         options: How it is started.
-        listening: A socket to listen on; its caller answers for who can reach it.
-        tick_s: How often it looks what is due. Fixed teams form by events alone.
+        listening: A listening socket; the caller is responsible for who can reach it.
+        tick_s: Seconds between checks of deadlines. Fixed teams form by events alone.
 
     Raises:
         ConfigError: The ledger is in use, damaged or another team's.
@@ -271,7 +271,7 @@ class Coordinator:
     # ── hosts of a fixed team ────────────────────────────────────────────────────────────────────
 
     def enter(self, client: "ClientConnection", node: Host) -> None:
-        """Take in a host of a fixed team; once all are here, tell each which ranks it starts."""
+        """Add a host of a fixed team; once all have connected, send each its ranks."""
         if why := self.nodes.arrive(client.name, node):
             client.send("refused_node", {"why": f"{why} (from {node.where})"})
             absent = self.nodes.missing
@@ -294,7 +294,7 @@ class Coordinator:
                 agent.send("missing", {"nodes": self.nodes.missing})
 
     def relay(self, source: "ClientConnection", content: Mapping[str, Any]) -> None:
-        """Tell all other agents."""
+        """Send a message to all other agents."""
         for agent in [*self._agents]:
             if agent is not source:
                 agent.send("relayed", {"content": content})
@@ -327,7 +327,7 @@ class Coordinator:
         self._is_end_sent = roster.run_has_ended
 
     def _take_in(self) -> None:
-        """Take in connections that wait at the port."""
+        """Accept connections that wait at the port."""
         loop = asyncio.get_running_loop()
         while self._num_taken < _MOST_PER_TICK:
             try:
@@ -336,7 +336,7 @@ class Coordinator:
                 if isinstance(error, BlockingIOError | ConnectionAbortedError):
                     return
                 if remedy := remedy_of_shortage(error):  # looked at again after the next tick
-                    self.refuse(f"cannot take in a connection ({error.strerror}); {remedy}")
+                    self.refuse(f"cannot accept a connection ({error.strerror}); {remedy}")
                 break
             self._num_taken += 1
             if len(self._unidentified) >= _MOST_UNIDENTIFIED:
@@ -400,7 +400,7 @@ class ClientConnection(asyncio.Protocol):
         with suppress(OSError):  # it has ended already
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             patience_s = self._coordinator.options.deadlines.host_lease_s
-            # The roster decides before the kernel does: it knows more, and says what has happened.
+            # The roster decides before the kernel, since it knows the cause.
             end_when_unreachable(connection, patience_s + 4.0)
         self._write(
             {
@@ -428,7 +428,7 @@ class ClientConnection(asyncio.Protocol):
                 self._reject(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that the other end has gone."""
+        """Note that the connection has ended."""
         del exc
         self._transport = None
         self._coordinator.forget(self)
@@ -437,11 +437,11 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def reached_at(self) -> str:
-        """The number at which the other end has reached this host."""
+        """The IP address at which the other end has reached this host."""
         return self._number("sockname")
 
     def _number(self, end: str) -> str:
-        # A socket that listens on all addresses gives those of IPv4 in the form of IPv6.
+        # A socket that listens on all addresses has IPv4 addresses in the form of IPv6.
         assert self._transport is not None
         return str(self._transport.get_extra_info(end)[0]).removeprefix("::ffff:")
 
@@ -458,11 +458,11 @@ class ClientConnection(asyncio.Protocol):
             self._coordinator.forget(self)
 
     def close(self) -> None:
-        """Close the connection when what was told has gone."""
+        """Close the connection after its messages were sent."""
         if self._transport is not None:
             self._transport.close()
 
-    # ── what is heard ────────────────────────────────────────────────────────────────────────────
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────
 
     def _write(self, message: Mapping[str, Any]) -> None:
         # asyncio prints a line for each write to a connection that ended and was not yet reported.
@@ -493,7 +493,7 @@ class ClientConnection(asyncio.Protocol):
         self._coordinator.send_orders_soon()
 
     def _prove(self, message: Any) -> None:
-        """Take in the hello, which is short: nobody makes this process keep or parse much."""
+        """Handle the hello, which is short, so that unknown clients cannot use much memory."""
         nonce = Fields(message).text("nonce")[:64]
         seal = Seal(self._coordinator.options.token, (self._nonce, nonce), FROM_COORDINATOR)
         try:
@@ -501,17 +501,17 @@ class ClientConnection(asyncio.Protocol):
             role, name = hello.text("role"), hello.text("member")
         except ValueError as error:
             why = (
-                "the token differs from the coordinator's, or one of both has none; give both the "
-                "same --token-file, or none"
+                "the token differs from the coordinator's, or only one of them has one; give both "
+                "the same --token-file, or none"
             )
             self._write({"type": "refused", "why": why})
             raise ValueError(f"it does not know the token ({error})") from None
         if role not in ("worker", "agent") or not 0 < len(name) <= 128:
-            raise ValueError(f"role {short(role)} or member {short(name)} is none")
+            raise ValueError(f"role {short(role)} or member {short(name)} is invalid")
         self._seal, self._role, self.name = seal, role, name
 
     def _introduce(self, now_s: float, fields: Fields) -> None:
-        """Take in what a worker or an agent tells of itself after the hello."""
+        """Handle the facts that a worker or an agent sends after the hello."""
         role, name, options = self._role, self.name, self._coordinator.options
         place = _read_place(fields.fields("fixed")) if "fixed" in fields else None
         if role == "worker":
@@ -555,10 +555,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _hear_worker(self, now_s: float, kind: str, fields: Fields) -> None:
         roster = self.team.roster
-        if self.has_left:  # its connection may outlast it, and must not make it a worker again
+        if self.has_left:  # messages that come later must not make it a worker again
             self.send("left", {})
         elif not roster.knows(self.member):
-            self.drop()  # it was taken for dead, and may come again
+            self.drop()  # it was considered lost, and may connect again
         elif kind == "beat":
             counter, phase = fields.whole("micro_batches"), fields.text("phase")
             sent = fields["at"]
@@ -619,7 +619,7 @@ class ClientConnection(asyncio.Protocol):
         elif kind == "beat":
             self.team.roster.attend(now_s, fields.texts("members"))
             living = self.team.roster.living
-            # A thousand hosts would be told a thousand names each, four times a second.
+            # Otherwise a thousand hosts would get a thousand names each, four times a second.
             news = {} if living == self._sent_living else {"workers": living}
             self._sent_living = living
             self.send("beaten", news)
@@ -634,7 +634,7 @@ def _read_place(fields: Fields) -> FixedPlace:
         fields.whole("world_size", least=1),
     )
     if not (len(team) <= 128 and rank < size <= _MOST_RANKS):
-        raise ValueError(f"rank {rank} of {size} in team {short(team)} is none")
+        raise ValueError(f"rank {rank} of {size} in team {short(team)} is invalid")
     return FixedPlace(team, rank, size)
 
 
@@ -650,7 +650,7 @@ class _AwaitedKey:
 
 
 class KeyValues:
-    """What members of the newest generation tell one another in order to connect."""
+    """Keys and values by which members of the newest generation connect."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -659,19 +659,19 @@ class KeyValues:
         self._waits: list[_AwaitedKey] = []
 
     def keep(self, generation: int) -> None:
-        """Drop what belongs to generations before this one."""
+        """Drop the keys of earlier generations."""
         if generation != self._generation:
             self._generation, self._num_bytes = generation, 0
             self._values.clear()
             self.give_up()
 
     def give_up(self, why: str = "") -> None:
-        """Answer those that wait for a key, as the generation is over."""
+        """Answer all that wait for a key: the generation is over."""
         over = "its generation is over"
         self._fail(lambda _: True, f"{over}: {why}" if why else over)
 
     def expire(self, now_s: float) -> None:
-        """Answer those that have waited for too long."""
+        """Answer all that have waited for too long."""
         self._fail(lambda one: now_s >= one.until_s, "no member has set it in time")
 
     def _fail(self, is_in_vain: Callable[[_AwaitedKey], bool], why: str) -> None:
@@ -719,8 +719,7 @@ class KeyValues:
         size = len(value) + len(key)
         if self._num_bytes + size > _MOST_STORE_BYTES or len(self._values) >= _MOST_KEYS:
             raise ValueError(
-                f"the store holds {len(self._values)} keys and {self._num_bytes} bytes, which is "
-                "as many as it keeps"
+                f"the store holds {len(self._values)} keys and {self._num_bytes} bytes, its limit"
             )
         self._values[key], self._num_bytes = value, self._num_bytes + size
         for waiting in [one for one in self._waits if one.key == key]:

@@ -381,7 +381,7 @@ def _early_end(records: Sequence[ProcessRecord]) -> str:
         return ""
     return (
         f"error: {' and '.join(gone)} ended with exit code 0 while others were at work; let every "
-        "rank go through the whole script. To stop early, decide by a number that is the same on "
+        "rank run the whole script. To stop early, decide by a number that is the same on "
         "every rank, such as ddp.weighted_mean(loss) after the epoch. To end after some steps, use "
         "ddp.loader(max_steps=...), as `break` does not reach a rank without a share of the "
         "window\n"

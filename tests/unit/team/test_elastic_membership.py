@@ -145,7 +145,7 @@ def test_members_do_without_nccl_where_one_has_no_gpu(
     with pair(ON_GPU, ON_CPU) as team:
         assert [comm.backend for comm in team.form()] == ["gloo", "gloo"]
     assert not nccl.formed
-    assert "rank 1 computes on the CPU, and NCCL joins GPUs only; so" in capsys.readouterr().err
+    assert "rank 1 computes on the CPU, and NCCL connects only GPUs; so" in capsys.readouterr().err
 
 
 def test_members_that_cannot_connect_say_so_and_give_up_after_timeout_s(

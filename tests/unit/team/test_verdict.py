@@ -108,7 +108,7 @@ def test_a_rank_that_ended_well_while_others_were_at_work_is_named_first():
     text = judge([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1), outcome(2)], None)[1]
     assert text.startswith(
         "error: rank 1 (pid 101) and rank 2 (pid 102) ended with exit code 0 while others were at "
-        "work; let every rank go through the whole script"
+        "work; let every rank run the whole script"
     )
     assert "ddp.weighted_mean" in text
     assert "ddp.loader(max_steps=...)" in text
