@@ -737,7 +737,8 @@ class Communicator(Closing, NotInherited):
             return ""
         if not self._transport.joins_processes:
             raise ConfigError(
-                f"backend is 'nccl', but ranks exchange over {self.backend!r}: NCCL connects only processes"
+                f"backend is 'nccl', but ranks exchange over {self.backend!r}: NCCL connects only "
+                "processes"
             )
         call = self._begin("add_nccl", what := "forming the NCCL group", timeout_s, "all")
         failure, group = "", self._transport.group

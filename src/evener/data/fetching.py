@@ -331,7 +331,7 @@ class Worker:
                 self._process.join(1.0)
                 raise DataError(
                     f"{self._process.name} (pid {self.pid}, exit code {self._process.exitcode}) "
-                    f"does not answer: {describe(error)}. Its own output above may say why. Where "
+                    f"does not answer: {describe(error)}. Its own output above may show why. Where "
                     "memory or /dev/shm is full, use fewer workers or smaller batches. "
                     f"{_PLAIN_DATA}"
                 ) from error

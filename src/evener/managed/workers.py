@@ -347,7 +347,7 @@ class ManagedAgent(Agent):
         for child in self._processes.all:
             has_left = child.has_ended and child.code == 0 and child.place != DONE
             if has_left and (child.report is None or child.report.is_exit):
-                child.desertion = "ended with exit code 0; its output above may say why"
+                child.desertion = "ended with exit code 0; its output above may show why"
             elif child in self._able and child.is_another_program:
                 child.desertion = ANOTHER_PROGRAM
                 child.kill()  # it would neither train nor learn of the end

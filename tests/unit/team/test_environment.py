@@ -157,7 +157,7 @@ def test_a_bad_variable_is_named_with_its_value(changes, named):
     ],
 )
 def test_half_a_description_is_an_error_and_not_a_run_alone(environ):
-    refused(lambda: place(environ), "only in part", "unset them to run alone")
+    refused(lambda: place(environ), "incompletely", "unset them to run alone")
 
 
 def test_machines_are_read_where_torchrun_reads_them():
