@@ -108,7 +108,7 @@ class CoordinatorLink(CoordinatorConnection):
     def await_number(self, timeout_s: float) -> bool:
         """Wait until this worker has a number, and the coordinator forms generations.
 
-        After its start the coordinator waits for members, so by then it knows the team's generation.
+        After its start the coordinator waits for members, so by then it knows the generation.
         """
 
         def is_known() -> bool:

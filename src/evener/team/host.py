@@ -1,4 +1,5 @@
 """Devices, process states and limits of this host. It does not import torch."""
+
 import errno
 import os
 import subprocess

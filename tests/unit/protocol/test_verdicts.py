@@ -256,7 +256,7 @@ ERRORS = {
     "samples that differ from the plan": (
         (row(), row(report=TWO._replace(samples=3))),
         ProtocolError,
-        "rank 1 computed 3 samples of window 3, planned were 2",
+        "rank 1 computed 3 samples of window 3, not the planned 2",
     ),
     "a bad weight": ((row(), row(report=TWO._replace(weight=-1.0))), UsageError, "weight=-1.0"),
     "different trainable parameters": (
