@@ -106,11 +106,11 @@ class SimulatedSync:
         length_s = last_s + meeting_s + exchange_s
         self.now_s += length_s
         self.windows += 1
-        reports = [
+        timed = [
             report._replace(elapsed_s=length_s if number in present else 0.0)
             for number, report in enumerate(reports)
         ]
-        self._unlearnt.append((reports, plan, meeting_s + exchange_s))
+        self._unlearnt.append((timed, plan, meeting_s + exchange_s))
         here = [number in present for number in range(len(self._ranks))]
         return SimulatedWindow(
             present=present,
