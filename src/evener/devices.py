@@ -59,7 +59,7 @@ class DeviceKind:
             the offset (pytorch/pytorch#168177).
         keeps_parameters: Whether ``module.to(device)`` leaves a module its ``Parameter`` objects.
         has_queue: Whether the host queues work on a device and runs ahead of it.
-        has_milestones: Whether events tell how far a device has come with its queue. Where they do
+        has_milestones: Whether events show how far a device has come with its queue. Where they do
             not, the host waits for the device whenever it matters.
     """
 
@@ -76,12 +76,12 @@ class DeviceKind:
         return torch.get_device_module(self.name)
 
     def describe(self, device: torch.device) -> tuple[str, int]:
-        """Return a device's name for people, and its memory in bytes; 0 where torch cannot tell."""
+        """Return a device's name for people, and its memory in bytes; 0 if torch does not know."""
         properties = self.module.get_device_properties(device)
         return str(properties.name), int(properties.total_memory)
 
     def free_bytes(self, device: torch.device) -> int:
-        """Return how much memory of a device is free; 0 where torch cannot tell."""
+        """Return how much memory of a device is free; 0 if torch does not know it."""
         return int(self.module.mem_get_info(device)[0])
 
     def count(self) -> int:
@@ -132,7 +132,7 @@ class DeviceKind:
         return "fp32"
 
     def architecture(self, device: torch.device) -> str:
-        """Return what kernels are compiled for, such as ``sm_61``; empty if torch cannot tell."""
+        """Return what kernels are compiled for, such as ``sm_61``; empty if torch does not know."""
         return ""
 
 
@@ -269,7 +269,7 @@ class OtherAccelerator(DeviceKind):
         return self.name, 0
 
     def free_bytes(self, device: torch.device) -> int:
-        """Return how much memory is free where the backend tells; not all of them do."""
+        """Return how much memory is free, if the backend can say; not all of them can."""
         with suppress(AttributeError):
             return super().free_bytes(device)
         return 0

@@ -204,7 +204,7 @@ def publish_folder(scratch: Path, final: Path) -> None:
         raise
     flush(final.parent)
     if replaced is not None:
-        with suppress(OSError):  # whoever tidies later removes what is left
+        with suppress(OSError):  # the next process that tidies removes what is left
             remove(replaced)
 
 

@@ -40,7 +40,7 @@ class BufferAverager:
 
     Each rank's buffers drift inside a window, because its layers see other samples. After a window
     every buffer becomes ``consensus + Σ weight · difference / Σ weight``. Differences are averaged,
-    not values, so that a buffer which nobody changed keeps its bits. Integer buffers (counters
+    not values, so that a buffer which no rank changed keeps its bits. Integer buffers (counters
     such as ``num_batches_tracked``) add their differences instead: a counter then reads what one
     process would have counted. Complex and empty buffers are left alone.
 

@@ -37,7 +37,7 @@ class Piece:
         has_flags: Whether it is the flags of its group, which are known after the last backward.
         due: Gradients that are still to come before it leaves.
         made: The point in a device's queue at which its gradients are there; ``None`` where they
-            are there when the host says so.
+            are there when the host reports it.
         leaves_s: When it leaves, on ``time.monotonic``, if this rank's slowness is emulated.
         ready: Set when it may leave.
         has_left: Whether that is so.
@@ -282,7 +282,7 @@ class OverlappedExchange:
         self._piece_of = [pieces[i] for i in range(len(pieces))]
 
     def _watch(self) -> None:
-        """Be told of the gradients of the parameters that are trained now."""
+        """Register hooks for the gradients of the parameters that are trained now."""
         self._close_hooks()
         self._trained = [parameter.requires_grad for parameter in self._flat.parameters]
         # A parameter and its hook must not keep one another alive.

@@ -196,7 +196,7 @@ def parse_address(address: object, name: str, *, may_bind: bool = False) -> tupl
         address: ``HOST``, ``HOST:PORT``, ``[IPv6]``, ``[IPv6]:PORT`` or an IPv6 address alone.
         name: What it is called, for errors.
         may_bind: Whether it may stand for every address of this host, as ``0.0.0.0`` does: one can
-            listen there, but nobody else can connect to it.
+            listen there, but no one else can connect to it.
 
     Returns:
         The host, without brackets, and the port where there is one.

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class WaitListener(ABC):
-    """Hears while a rank waits for others in a call, on the thread that waits.
+    """Is called while a rank waits for others in a call, on the thread that waits.
 
     It must neither raise nor take long: meanwhile the thread does not notice the arrival of the
     others.
@@ -53,11 +53,11 @@ class WaitListener(ABC):
 
     @abstractmethod
     def still_waits(self, comm: "Communicator", call: Call, waited_s: float) -> None:
-        """Hear that a call has waited for others for so many seconds; called repeatedly."""
+        """Note that a call has waited for others for so many seconds; called repeatedly."""
 
     @abstractmethod
     def wait_over(self, comm: "Communicator", *, succeeded: bool) -> None:
-        """Hear that the call of ``still_waits`` is over; ``succeeded`` if the others came."""
+        """Note that the call of ``still_waits`` is over; ``succeeded`` if the others came."""
 
 
 @final
@@ -118,7 +118,7 @@ class Wait:
         return self._comm._announce(self, call, note)
 
     def still_waits(self) -> None:
-        """Tell the listener, if there is one, that the call waits for others; cheap.
+        """Notify the listener, if there is one, that the call waits for others; cheap.
 
         Raises:
             CollectiveError: A peer is found lost of which the caller would not hear.
@@ -135,7 +135,7 @@ class Wait:
             comm._transport.look_for_losses(self)
 
     def end(self, *, succeeded: bool) -> None:
-        """Tell the listener, if it was told of the wait, that it is over."""
+        """Notify the listener, if it knows of the wait, that it is over."""
         if self._has_notified and self._comm._listener is not None:
             self._comm._listener.wait_over(self._comm, succeeded=succeeded)
 
@@ -272,7 +272,7 @@ class Transport(ABC):
         raise AssertionError("this transport has a board of its own kind")
 
     def look_for_losses(self, wait: Wait) -> None:
-        """Raise if a peer is lost of whom what is waited for does not hear."""
+        """Raise if a peer is lost and what is waited for would not notice."""
         return
 
     @property
@@ -293,7 +293,7 @@ class Transport(ABC):
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def expect_call(self) -> None:
-        """Hear that a call begins, before there is any work for it."""
+        """Note that a call begins, before there is any work for it."""
         return
 
     @abstractmethod
@@ -336,7 +336,7 @@ class Communicator(Closing, NotInherited):
             ``split`` renumbers its members, but people know a rank by its number in the team.
         backend: ``"shared"``, ``"hosts"``, ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one
             rank).
-        reason: Why it is that one, for people; set by whoever has chosen.
+        reason: Why it is that one, for people; set by the code that has chosen.
         timeout_s: Deadline of a call that names none.
         sent_bytes: Bytes of data that this rank has sent to the others so far, headers not
             included. Of a sum or a gathering that is what the exchange moves at least, as a ring
@@ -403,14 +403,14 @@ class Communicator(Closing, NotInherited):
 
     def explain_by(self, board: NoticeBoard) -> None:
         """Explain failures by the notices of another board from now on."""
-        assert self._transport is not None, "one rank waits for nobody"
+        assert self._transport is not None, "one rank waits for no other"
         self._transport.explain_by(board)
 
     @contextmanager
     def within(self, wait: Wait, call: Call) -> Iterator[None]:
         """Carry out calls in the block as parts of a call of another communicator.
 
-        Deadline, listener and end are those of that call, and other ranks are told its number.
+        Deadline, listener and end are those of that call, and other ranks receive its number.
         """
         self._whole = wait, call
         try:
@@ -564,7 +564,7 @@ class Communicator(Closing, NotInherited):
     ) -> bool:
         """Replace part ``r`` of ``flat`` on rank ``r`` by its sum over ranks.
 
-        Other ranks may read the other parts until the next collective: nobody may write to them
+        Other ranks may read the other parts until the next collective: no rank may write to them
         before. ``all_gather_parts`` then gives every rank what each owner has made of its part.
 
         Args:

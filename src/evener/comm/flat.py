@@ -98,7 +98,7 @@ class FlatBuffers:
         #: replace by ``p.grad.data = x``; ``_orders`` are the same places, and keep their strides.
         self._views: list[Tensor] = []
         self._orders: list[Tensor] = []
-        # Pointers tell whether a view still lies there: ``p.grad.data = x`` changes the memory
+        # Pointers show whether a view still lies there: ``p.grad.data = x`` changes the memory
         # behind a view that is the same Python object as before.
         self._view_ptrs: list[int] = []
         self._hooks: list[RemovableHandle] = []
@@ -539,7 +539,7 @@ def _move_fresh(
         if held[i] is None
         and (grad := parameter.grad) is not None
         and grad.layout is torch.strided
-        and grad.shape == views[i].shape  # else .data was replaced, which gather tells in words
+        and grad.shape == views[i].shape  # else .data was replaced, which gather reports
         and grad.data_ptr() != pointers[i]  # else it lies there, perhaps with other strides
     ]
     if found:

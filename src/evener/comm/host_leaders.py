@@ -42,7 +42,7 @@ class HostsTransport(Transport):
         between: Communicator | None,
         memory: SharedMemory | None,
     ) -> None:
-        """Adopt what ``connect_hosts`` has formed.
+        """Take over what ``connect_hosts`` has made.
 
         Args:
             beneath: Joins the same ranks; it belongs to this one, as all that follows does.
@@ -204,7 +204,7 @@ def connect_hosts(comm: Communicator, place: str | None = None) -> tuple[Communi
     Args:
         comm: Joins them, on one host or on several. It exchanges as before where no two ranks can
             share memory, or one of them cannot.
-        place: What tells this rank's host from others; that of this process by default.
+        place: What identifies this rank's host; that of this process by default.
 
     Returns:
         The communicator, and how ranks exchange, for people.
@@ -233,7 +233,7 @@ def _connect(
             if part is not None:
                 formed.callback(part.close)
                 if memory is None:
-                    # Without such files, ``share_memory`` says so.
+                    # Without such files, ``share_memory`` reports that.
                     with suppress(OSError, AttributeError):
                         memory = SharedMemory(comm.number)
                 else:

@@ -40,7 +40,7 @@ class SharedTransport(Transport):
     """
 
     def __init__(self, beneath: Transport, joined: Joined) -> None:
-        """Adopt the resources that ``share_memory`` has formed.
+        """Take over the resources that ``share_memory`` has made.
 
         Args:
             beneath: Joins the same ranks; it belongs to this one.
@@ -112,7 +112,7 @@ class SharedTransport(Transport):
         if known is None:
             self._collect(flat, range(len(self.numbers)), size, size, wait)
             return
-        # Written into the others' tensors, where nobody uses it.
+        # Written into the others' tensors, where it is not used.
         part = slice(size * self.rank, size * (self.rank + 1))
         for rank, other in enumerate(self._tensors(known, flat)):
             if rank != self.rank:

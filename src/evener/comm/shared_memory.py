@@ -36,7 +36,7 @@ NOWHERE = -1
 
 
 def create_file(name: str) -> int:
-    """Return the descriptor of a new file in memory, which nobody can make shorter.
+    """Return the descriptor of a new file in memory, which no process can make shorter.
 
     It has no path and ends with the last descriptor and mapping, so a crash leaves nothing behind,
     and the size of ``/dev/shm`` does not matter.

@@ -118,7 +118,7 @@ def close_server(port: int) -> None:
 
 
 def list_sockets() -> frozenset[str]:
-    """Return what tells apart the sockets that this process has open; see ``Wires.between``."""
+    """Return what identifies the sockets that this process has open; see ``Wires.between``."""
     return frozenset(_sockets().values())
 
 

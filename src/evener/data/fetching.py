@@ -4,7 +4,7 @@ The training loop plans ahead and submits what it will need. A fetcher loads it 
 thread, in a background thread, or in worker processes, as torch's ``DataLoader`` does.
 
 Randomness is derived, not stored: before each ``dataset[index]`` the generators that augmentation
-usually draws from are seeded from (seed, epoch, index). A sample is then the same whoever loads it,
+usually draws from are seeded from (seed, epoch, index). A sample is then the same anywhere,
 whatever was loaded before it, and after a resume. Data sets that draw nothing are not seeded; the
 first batch that draws is loaded once more, seeded.
 """
@@ -377,7 +377,7 @@ def _serve(recipe: Recipe, connection: Connection, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent is gone: nobody reads what it loads."""
+    """End this process when its parent is gone: no one reads what it loads."""
     while os.getppid() == parent:
         time.sleep(_ORPHAN_CHECK_S)
     os._exit(0)
@@ -407,7 +407,7 @@ def make_fetcher(
     """
     recipe = Recipe(dataset, collate_fn or default_collate, seed, type(dataset).__qualname__)
     if num_workers == 0 and prefetch in ("auto", "inline"):
-        # The process's generators move: whoever trains seeds them after loading.
+        # The process's generators move: training seeds them after loading.
         return PlainFetcher([], inline=recipe.batch)
     if num_workers == 0 and prefetch == "thread":
         # Nothing is seeded: threads share the process's generators with training.

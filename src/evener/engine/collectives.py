@@ -24,7 +24,7 @@ class Collectives:
 
     After the set-up of a team, all exchanges use this class, except those of a window or of a
     change of the team. Each has a number. If a rank is lost in it, the remaining ranks repeat it,
-    unless one of them has its result: then all adopt that. An exchange needs all ranks, so no rank
+    unless one of them has its result: then all take that. An exchange needs all ranks, so no rank
     is ahead of another by more than one exchange.
 
     A rank exchanges nothing at a point of the script that the others passed before it joined.
@@ -80,7 +80,7 @@ class Collectives:
 
         return self._repeat(exchange).answers
 
-    def hear_main(self, what: str, value: Any, *, timeout_s: float | None = None) -> Any:
+    def take_from_main(self, what: str, value: Any, *, timeout_s: float | None = None) -> Any:
         """Return the value of the main rank; all that are present call it together.
 
         Where that is lost meanwhile, the value of the next main rank.
@@ -104,7 +104,7 @@ class Collectives:
         result, rounds = None, self._rounds
         while result is None and not self._generations.is_alone:
             own = do() if rounds.is_main else None
-            result = self.hear_main(what, own, timeout_s=timeout_s)
+            result = self.take_from_main(what, own, timeout_s=timeout_s)
         return result
 
     def gather_rows(

@@ -1,4 +1,4 @@
-"""Commits: a window is known to be applied on all ranks, and functions are told of it."""
+"""Commits: a window is known to be applied on all ranks, and functions are called for it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -46,7 +46,7 @@ class Engine(ABC):
         rounds: Exchange rows; they hold the state of the team, as this rank knows it.
         run: What the team has applied and learnt.
         consensus: What all ranks have agreed on.
-        commits: Commit windows, and tell functions of it.
+        commits: Commit windows, and call functions that follow commits.
         generations: Change the team.
         collectives: Exchanges outside of windows.
         training: What this rank trains with, of which ``flat``, ``buffers`` and ``optimizers`` are
@@ -135,7 +135,7 @@ class Engine(ABC):
         """Derive what the model draws next, such as dropout, from a micro-batch's place.
 
         Args:
-            *place: What tells the micro-batch from all others, on the CPU's generator and on that
+            *place: What identifies the micro-batch, on the CPU's generator and on that
                 of each kind of device that the model lies on.
         """
         seed = derive_seed(*place)
@@ -226,7 +226,7 @@ class Engine(ABC):
         """
 
     def _agree_on_plan(self, plan: Plan | None, *, renew: bool) -> Round | None:
-        """Adopt the planner's plan; all ranks that are present call it together.
+        """Take the planner's plan; all ranks that are present call it together.
 
         Args:
             plan: That of the planner.
@@ -379,7 +379,7 @@ class Engine(ABC):
         """Carry out what follows from a round.
 
         The state follows when all is done: functions of ``on_commit`` see the window before, and
-        what they exchange may tell of a stop. A change of the generation belongs to the new state.
+        what they exchange may ask for a stop. A change of the generation belongs to the new state.
 
         Raises:
             GenerationChangedError: The team has changed meanwhile: the rest is void.
@@ -415,7 +415,7 @@ class Engine(ABC):
             # This rank may be left out here, too, if it is stopped meanwhile.
             self.generations.change()
         elif not rounds.committing and rounds.state.due_to_park != rounds.state.parked:
-            if rounds.state.applied:  # first tell those who have taken part in it
+            if rounds.state.applied:  # first notify those that have taken part in it
                 self._commit_applied()
             else:
                 self.generations.regroup()
@@ -429,7 +429,7 @@ class Engine(ABC):
         """Stop every rank: something is not finite on ``rank``."""
 
     def _agree_on_rates(self, rows: Mapping[int, Row]) -> None:
-        """Adopt the learning rates of the ranks that have a share, where this rank has none.
+        """Take the learning rates of the ranks that have a share, if this rank has none.
 
         A user may set them in the loop, whose body does not run on a rank without a share.
 

@@ -98,7 +98,7 @@ class Generations:
     then drops its state, and joins again like a new rank.
 
     A rank may be lost while functions of ``on_commit`` exchange something. Ranks that have not
-    heard of the commit then commit in the new generation, and their functions meet those of the
+    seen the commit then commit in the new generation, and their functions meet those of the
     others there. The rest of that round's actions is void (``GenerationChangedError``).
 
     A parked rank does not hold the current state, because the others train on. So if its generation
@@ -116,7 +116,7 @@ class Generations:
             rank has begun no epoch since.
         was_parked: Whether this rank has ever been parked.
         recall_s: Seconds that calling parked ranks back took last; 0 before the first time.
-        redo_s: Seconds from a change to the commit of its first window, while that is told.
+        redo_s: Seconds from a change to the commit of its first window, until that is reported.
     """
 
     def __init__(self, rounds: Rounds, run: RunState, windows: WindowRunner) -> None:
@@ -128,7 +128,7 @@ class Generations:
         self._are_planning = False
         #: Names of the ranks of the last generation that has begun.
         self._known = {} if is_joining else {r: self._team.names[r] for r in self._team.members}
-        #: Names of ranks that were told to leave in it.
+        #: Names of ranks that were asked to leave in it.
         self._leaving: set[str] = set()
         #: See ``MembershipChange``; of the generations since the newest change.
         self._detect_s = 0.0
@@ -280,7 +280,7 @@ class Generations:
         Raises:
             CollectiveError: A rank was lost meanwhile.
             LeftOutError: The team has continued without this rank.
-            KeyboardInterrupt: This rank has left, as it was told to.
+            KeyboardInterrupt: This rank has left, as it was asked to.
         """
         started_s = time.perf_counter()
         rounds, team, windows, run = self.rounds, self._team, self.windows, self._run
@@ -325,10 +325,10 @@ class Generations:
             self._presence = Presence.PRESENT if continues else Presence.ASIDE
 
     def _leave_team(self) -> NoReturn:
-        """Leave for good, as this rank was told to; the others continue without it.
+        """Leave for good, as this rank was asked to; the others continue without it.
 
         Raises:
-            KeyboardInterrupt: Always: what has told it takes effect now.
+            KeyboardInterrupt: Always: the request to stop takes effect now.
         """
         rounds, team = self.rounds, self._team
         if rounds.is_main:
@@ -366,8 +366,8 @@ class Generations:
     def _resume(self) -> bool:
         """Commit what is applied, and agree on new plans where all ranks plan windows.
 
-        Inside a commit it does nothing: functions of ``on_commit`` continue, and whoever has called
-        them resumes after them.
+        Inside a commit it does nothing: functions of ``on_commit`` continue, and the caller of
+        these functions resumes after them.
 
         Returns:
             Whether new plans were made.
@@ -432,7 +432,7 @@ class Generations:
         return len({one["plans"] for one in gathered}) == 1
 
     def _adopt_latest(self, gathered: Sequence[Mapping[str, Any]]) -> None:
-        """Adopt the result of the newest exchange outside of windows."""
+        """Take the result of the newest exchange outside of windows."""
         rounds, comm = self.rounds, self.rounds.comm
         numbers = [-1 if one["is_new"] else int(one["number"]) for one in gathered]
         if (newest := max(numbers)) < 0:  # no rank holds state: all start over
@@ -503,7 +503,7 @@ class Generations:
                 )
 
     def _report(self, formation: Formation, why: str, **known: Any) -> None:
-        """Tell functions of ``call_on_change``, and the terminal, of a change."""
+        """Report a change to functions of ``call_on_change``, and to the terminal."""
         names = dict(zip(formation.numbers, formation.members, strict=True))
         before, self._known = self._known, names
         leaving, self._leaving = self._leaving, set()

@@ -66,7 +66,7 @@ class OptimizerGuards:
     Args:
         flat: Knows the gradients.
         optimizers: Those of ``Ddp.setup``.
-        warn: Tells the user something.
+        warn: Shows the user a warning.
     """
 
     def __init__(

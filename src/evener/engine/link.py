@@ -30,7 +30,7 @@ def time_link(
 
     Args:
         comm: What is timed.
-        team: Tells which of its ranks are on this host.
+        team: Knows which of its ranks are on this host.
         device: Where this rank's gradients lie.
         feedback: Of gradients, which may be rounded on their way.
 

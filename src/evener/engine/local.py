@@ -75,7 +75,7 @@ class LocalEngine(Engine):
         way: The policy of the run.
         policy: Plans; only the planner's counts.
         training: What this rank trains with: the model is its working copy.
-        options: What the engine is told.
+        options: The options of the engine.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class LocalEngine(Engine):
     def _plan_next(
         self, comm: Communicator, state: State, found: Round, limit: int | None
     ) -> Plan | None:
-        """Let the planner plan with what it has just heard; return the plan.
+        """Let the planner plan with the reports it has just received; return the plan.
 
         A round of its own: a window of local steps is long, and a fresh plan is worth the
         millisecond.

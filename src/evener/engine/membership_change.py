@@ -16,7 +16,7 @@ class MembershipChange:
         why: The cause.
         members: Names of its ranks, in order.
         lost: Names of departed ranks, by number.
-        left: Names of ranks that have left as they were told to, by number.
+        left: Names of ranks that have left as they were asked to, by number.
         joined: Names of ranks that are new in it, by number.
         recovered: Names of ranks that have received the state, by number.
         source: Name of the rank that has sent it.
@@ -64,7 +64,7 @@ def _named(ranks: Mapping[int, str]) -> str:
 
 
 def describe_loss_of_state(window: int, *, is_script: bool) -> str:
-    """Return a line about a team in which nobody is left that holds its state.
+    """Return a line about a team in which no member is left that holds its state.
 
     Args:
         window: With which it continues.

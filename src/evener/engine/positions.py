@@ -65,7 +65,7 @@ class Positions:
             UsageError: This rank has not made that loader.
         """
         saved, current = state["positions"], state["current"]
-        # The other one tells nothing of loaders that it has yet to make.
+        # The other one says nothing of loaders that are yet to be made.
         self.restore([*saved, *self._known[len(saved) :]], allow_new_data=self._allows_new_data)
         if current is not None and current >= len(self._own):
             raise UsageError(

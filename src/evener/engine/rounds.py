@@ -51,7 +51,7 @@ class Round(NamedTuple):
 class CollectiveResult(NamedTuple):
     """The newest exchange outside of windows.
 
-    If a rank is lost in one, some of the others may have its result and others not. These adopt the
+    If a rank is lost in one, some of the others may have its result and others not. These take the
     result.
 
     Attributes:
@@ -134,7 +134,7 @@ class Rounds:
         self._wants_stop = True
 
     def wants_stop(self) -> bool:
-        """Return whether this rank was told to stop, by ``stop`` or by a signal."""
+        """Return whether this rank was asked to stop, by ``stop`` or by a signal."""
         return self._wants_stop or self.is_interrupted()
 
     def is_interrupted(self) -> bool:
@@ -221,7 +221,7 @@ class Rounds:
 
 
 def _gather_places(comm: Communicator, ranks: Iterable[int], what: str) -> dict[int, str]:
-    """Return what each rank does at which line of the user's code, where ranks can tell it."""
+    """Return what each rank does at which line of the user's code, if ranks know it."""
     place = here()
     own = f"{what} at {place}" if place else what
     timeout_s = min(_TELLING_S, comm.timeout_s)

@@ -22,8 +22,8 @@ class RunState:
     Attributes:
         progress: What the team has applied.
         applied: The window that this rank has applied and that is not known to be committed.
-        num_notified: Windows of whose commit this rank was told. Where a rank is lost in a commit,
-            those that have not heard of it commit in the next generation, and may send their state
+        num_notified: Windows of whose commit this rank knows. If a rank is lost in a commit,
+            those that do not know of it commit in the next generation, and may send their state
             to this one.
         cursor: Data position of the loader whose epoch was begun last.
         positions: Data positions of all loaders.

@@ -122,7 +122,7 @@ class WindowSpans:
         self._sync_s = self._wait_s + waited_s if waited_s else time.perf_counter()
 
     def apply(self) -> dict[str, Any]:
-        """End the window, which has been applied; return fields of the report that tell of it."""
+        """End the window, which has been applied; return the fields of the report about it."""
         now_s, before_s, sent_before = time.perf_counter(), self._applied_s, self._sent_bytes
         if self._finished is None:
             self.finish_work()

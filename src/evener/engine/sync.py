@@ -141,7 +141,7 @@ class SyncEngine(Engine):
         while True:
             state = self.rounds.state
             plans = [plan for plan in state.plans if isinstance(plan, WindowPlan)]
-            # A parked rank does not hear what functions of ``on_commit`` agree on: where these have
+            # A parked rank does not see what functions of ``on_commit`` agree on: if these have
             # stopped the team, there is one more window.
             stops = state.stopping and not state.parked
             if not state.is_working or stops or self._is_beyond(plans[0]):
@@ -207,7 +207,7 @@ class SyncEngine(Engine):
         """Choose how gradients travel, once the first window has shown how long backward takes."""
         rows, cost, overlap = found.rows.values(), self._exchange_cost, self._overlap
         if cost is None or any(not row.order for row in rows if row.report.samples):
-            return  # nothing is to be chosen, or a rank has computed nothing that tells
+            return  # nothing is to be chosen, or a rank has computed nothing that counts
         self._exchange_cost = None
         backward_s = min(row.backward_s for row in rows)
         cost = cost._replace(processor_part=max(row.slower for row in rows))
@@ -341,7 +341,7 @@ class SyncEngine(Engine):
         window, or have left the loop. It joins their rounds until the window is over.
 
         Args:
-            drop: This rank was told to stop in mid-window: no rank applies the window, it stays
+            drop: This rank was asked to stop in mid-window: no rank applies the window, it stays
                 uncommitted, and the run can resume from there later.
             redo: All ranks shall compute the window again.
 
@@ -641,7 +641,7 @@ class SyncEngine(Engine):
     def _can_run_ahead(self) -> bool:
         """Return whether the host need not wait for the numbers of this window.
 
-        Not with several ranks: they hear of one another's numbers before they exchange gradients.
+        Not with several ranks: they exchange these numbers before they exchange gradients.
         Nor where a window that is not finite has to be left out.
         """
         return (

@@ -127,7 +127,7 @@ class Team:
         self._report_waits()
 
     def watch_waits(self, windows_s: Sequence[float]) -> None:
-        """Let this rank tell the coordinator when it waits for long.
+        """Let this rank notify the coordinator when it waits for long.
 
         Args:
             windows_s: Seconds that the latest windows took, kept by the engine.

@@ -154,12 +154,12 @@ class Checkpointer:
         if self._ddp.is_main_process:
             with engine.team.in_phase("saving"):
                 own = [self._write_last(cursor_state), self.path and str(self.path)]
-        heard = engine.collectives.hear_main(
+        answer = engine.collectives.take_from_main(
             "writing the last checkpoint", own, timeout_s=self._retry_s + _WRITE_S
         )
-        if heard is None:
+        if answer is None:
             return engine.generations.is_alone
-        failure, path = heard
+        failure, path = answer
         self.path = path and Path(path)
         if failure:
             raise CheckpointError(failure)

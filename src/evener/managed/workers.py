@@ -122,10 +122,10 @@ class ProcessRun(Run):
 
     def abandon(self) -> bool:
         """Kill the workers; return whether they were still at work."""
-        unheard = not self.is_done
+        was_at_work = not self.is_done
         self._end_now()
         self.finish(None)
-        return unheard
+        return was_at_work
 
     @property
     def is_done(self) -> bool:
@@ -157,7 +157,7 @@ class ProcessRun(Run):
                     WORKER,
                     team,
                     self._requests,
-                    hear=self._messages.put,
+                    on_message=self._messages.put,
                     has_begun=self._note_start,
                     environ=worker_environment(),
                     handed={JOB_FD: self._job.fileno(), STATE_FD: self._state_file.fileno()},
@@ -224,7 +224,7 @@ class ManagedAgent(Agent):
         command: See ``Agent``.
         team: See ``Agent``.
         requests: See ``Agent``.
-        hear: Called with each message of a worker.
+        on_message: Called with each message of a worker.
         has_begun: Called when all have been started, and at each event after that.
         environ: See ``Agent``.
         handed: See ``Agent``.
@@ -239,7 +239,7 @@ class ManagedAgent(Agent):
         team: JoinedTeam,
         requests: Requests,
         *,
-        hear: Callable[[Message], object],
+        on_message: Callable[[Message], object],
         has_begun: Callable[[], object] = lambda: None,
         environ: Mapping[str, str] | None = None,
         handed: Mapping[str, int] | None = None,
@@ -248,7 +248,7 @@ class ManagedAgent(Agent):
         super().__init__(
             command, team, requests, environ=environ, handed=handed, max_failures=max_failures
         )
-        self._hear, self._tell_begun = hear, has_begun
+        self._on_message, self._on_begun = on_message, has_begun
         self._is_failing = self._is_leaving = self._has_state = False
         self._asked: Child | None = None  # for its state
         self._late: WorkerError | None = None
@@ -286,13 +286,13 @@ class ManagedAgent(Agent):
     # ── in both kinds of teams ───────────────────────────────────────────────────────────────────
 
     def _decide(self) -> None:
-        self._tell_begun()
+        self._on_begun()
         super()._decide()
 
     def _take(self, child: Child, message: Message) -> None:
         super()._take(child, message)
         self._has_state |= "state" in message
-        self._hear(message)
+        self._on_message(message)
         if "failure" in message and not self._is_fixed:  # other workers hold the model
             self._order("exit", [child])
 

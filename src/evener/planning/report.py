@@ -33,7 +33,7 @@ class Report(NamedTuple):
         buffers_changed: Whether a buffer of its model was written.
         loss_scale: Its own loss scale; 0 where it has none.
         limit: Largest micro-batch that fits into its memory; 0 while there was enough.
-        warmup_s: How much of ``compute_s`` tells nothing of the rank's speed: the first micro-batch
+        warmup_s: How much of ``compute_s`` does not show the rank's speed: the first micro-batch
             of each size includes one-time work (caches, autotuning, compiling).
         warmup_busy_s: And how much of ``busy_s``.
         warmup_micro_batches: How many of ``micro_batches`` these were.

@@ -134,7 +134,7 @@ class SyncPolicy(Policy):
     def _observe_exchange(self, num_ranks: int, seconds: float) -> None:
         """Learn from an exchange of so many ranks, which plans may no longer be for.
 
-        The first one of other ranks than before tells nothing: it sets up connections, and nothing
+        The first one of other ranks than before does not count: it sets up connections, and nothing
         of it was hidden, as gradients travel during backward once a window has shown their order.
         """
         is_first, self._num_exchanging = num_ranks != self._num_exchanging, num_ranks

@@ -178,7 +178,7 @@ class State(NamedTuple):
 
     @property
     def due_to_park(self) -> frozenset[int]:
-        """Return the ranks that the plan of this window parks; between epochs nobody is parked."""
+        """Return the ranks that the plan of this window parks; between epochs no rank is parked."""
         planned = self.planned_to_park if self.is_working else []
         return planned[0] if planned else frozenset()
 

@@ -205,14 +205,14 @@ def _presence(history: RunHistory, lane: int, *, is_running: bool | None) -> Pre
 def _waits(history: RunHistory, waits: Waits, order: Sequence[int], text: str) -> dict[str, Any]:
     table = history.table
     named = [one["text"] for one in history.incidents if one["type"].startswith("straggler")]
-    told = f" Named during the run: {'; '.join(named[:3])}." if named else ""
+    warned = f" Named during the run: {'; '.join(named[:3])}." if named else ""
     pairs_s = waits.pairs_s[np.ix_(order, order)]
     return {
         "ranks": [table.ranks[lane] for lane in order],
         "members": [table.members[lane] for lane in order],
         "seconds": [*map(numbers, pairs_s)] if len(order) <= MOST_PAIRED else None,
         "culprit": None if waits.culprit is None else table.ranks[waits.culprit],
-        "text": text + told,
+        "text": text + warned,
     }
 
 

@@ -646,10 +646,10 @@ class Agent:
         own = {member for _, member in self._workers.values()}
         announce_s = time.monotonic() + _FAREWELL_S
         is_announced = False
-        heard: list[signal.Signals] = []
+        signals: list[signal.Signals] = []
         while not self._why and self._stop_signal in (None, signal.SIGINT):
             others = sorted(self._connection.workers - own)
-            if not others or (is_announced and heard):
+            if not others or (is_announced and signals):
                 return
             if not is_announced and time.monotonic() >= announce_s:
                 is_announced = True
@@ -658,7 +658,7 @@ class Agent:
                     f"{', '.join(others)} until these have ended, too: press Ctrl-C to end it now"
                 )
             wait([self._requests.fileno()], _LOOK_S)
-            heard += self._requests.take()  # otherwise the next waits would return at once
+            signals += self._requests.take()  # otherwise the next waits would return at once
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 

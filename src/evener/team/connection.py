@@ -97,7 +97,7 @@ class CoordinatorConnection(Closing, NotInherited):
         self._why = "no answer"  # to the last attempt to connect
         self._beat_due_s = 0.0 if has_beats else inf
         self._has_beats = has_beats
-        self._heard_s = time.monotonic()
+        self._received_s = time.monotonic()
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         leave_behind_in_children(self)
@@ -125,7 +125,7 @@ class CoordinatorConnection(Closing, NotInherited):
 
         Each heartbeat has an answer. If it is late, the coordinator is stopped or unreachable.
         """
-        silent_s = time.monotonic() - self._heard_s if self._has_beats else 0.0
+        silent_s = time.monotonic() - self._received_s if self._has_beats else 0.0
         return silent_s if silent_s > self.deadlines.lease_s + _CONNECT_S else 0.0
 
     # ── for subclasses ───────────────────────────────────────────────────────────────────────────
@@ -143,7 +143,7 @@ class CoordinatorConnection(Closing, NotInherited):
         """Return a heartbeat; the lock is held."""
 
     @abstractmethod
-    def _hear(self, kind: str, fields: Fields) -> None:
+    def _handle(self, kind: str, fields: Fields) -> None:
         """Handle a message; the lock is held. Raise ValueError if it is invalid."""
 
     def _farewell(self) -> list[Message]:
@@ -321,7 +321,7 @@ class CoordinatorConnection(Closing, NotInherited):
     def _talk(self, channel: Channel, seal: Seal) -> None:
         """Send and receive until the connection ends."""
         self._beat_soon()
-        self._heard_s = time.monotonic()
+        self._received_s = time.monotonic()
         while not self._closed and not self.silent_s:
             now_s = time.monotonic()
             with self._changed:
@@ -339,13 +339,13 @@ class CoordinatorConnection(Closing, NotInherited):
             ready = wait([channel.fileno(), self._wake_end], left_s)
             if self._wake_end in ready:
                 self._wake_end.recv(4096)
-            heard = channel.receive()
-            self._heard_s = time.monotonic() if heard else self._heard_s
+            received = channel.receive()
+            self._received_s = time.monotonic() if received else self._received_s
             try:
                 with self._changed:
-                    for message in heard:
+                    for message in received:
                         fields = seal.open(message)
-                        self._hear(fields.text("type"), fields)
+                        self._handle(fields.text("type"), fields)
                     self._changed.notify_all()
             except ValueError:
                 return
@@ -479,7 +479,7 @@ class AgentConnection(CoordinatorConnection):
         if self._place is not None and not self._is_dismissed:
             self._relayed.append({"lost": f"node 0 ({self._host})"})
 
-    def _hear(self, kind: str, fields: Fields) -> None:
+    def _handle(self, kind: str, fields: Fields) -> None:
         if kind == "formed":
             self._held, self._run_has_ended = read_message(Formation, fields), False
         elif kind == "ended":

@@ -423,7 +423,7 @@ class ClientConnection(asyncio.Protocol):
                 return
             self._unread = rest
             try:
-                self._hear(bytes(line))
+                self._handle(bytes(line))
             except ValueError as error:
                 self._reject(str(error))
 
@@ -477,7 +477,7 @@ class ClientConnection(asyncio.Protocol):
         self._coordinator.refuse(f"closed the connection of {who}: {why}")
         self.drop()
 
-    def _hear(self, line: bytes) -> None:
+    def _handle(self, line: bytes) -> None:
         message = parse_json(line)
         if self._seal is None:
             self._prove(message)

@@ -410,7 +410,7 @@ class CoordinatorLink(CoordinatorConnection):
             "at": lease_clock.now_s(),
         }
 
-    def _hear(self, kind: str, fields: Fields) -> None:
+    def _handle(self, kind: str, fields: Fields) -> None:
         if kind == "beaten":
             self._generation, self._is_open = fields.whole("generation"), fields.flag("open")
             self._leads = fields.flag("leads")

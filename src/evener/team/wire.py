@@ -2,7 +2,7 @@
 
 A ``Channel`` connects a rank to its agent, and workers and agents to the coordinator. The token is
 never sent there. Both ends derive a key from it and from two nonces, one of each end. Each message
-has an HMAC under that key, of its direction, its number and its text. So without the token, nobody
+has an HMAC under that key, of its direction, its number and its text. So without the token, no one
 can connect, impersonate the coordinator, or replay a message. Messages are not encrypted. Nothing
 is unpickled.
 """

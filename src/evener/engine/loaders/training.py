@@ -123,7 +123,7 @@ class TrainingLoader(LikeDataLoader, ABC):
             batch: What is handed out.
             share: The micro-batches between two updates, of which it is one.
             samples: Its samples.
-            *place: What tells it from all others: dropout is drawn from that, not from a state.
+            *place: What identifies it: dropout is drawn from that, not from a state.
 
         Yields:
             The micro-batch.
