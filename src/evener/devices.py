@@ -48,7 +48,7 @@ class Milestone:
 class DeviceKind:
     """A kind of device, such as the CUDA GPUs of this host (ROCm's are CUDA devices to torch).
 
-    What kinds have in common is asked of torch's module for them (``torch.cuda``, ``torch.xpu``;
+    What kinds have in common is done by torch's module for them (``torch.cuda``, ``torch.xpu``;
     see ``torch.get_device_module``).
 
     Attributes:
@@ -76,7 +76,7 @@ class DeviceKind:
         return torch.get_device_module(self.name)
 
     def describe(self, device: torch.device) -> tuple[str, int]:
-        """Return a device's name for people, and its memory in bytes; 0 if torch does not know."""
+        """Return a device's name, and its memory in bytes; 0 if torch does not know."""
         properties = self.module.get_device_properties(device)
         return str(properties.name), int(properties.total_memory)
 
@@ -229,7 +229,7 @@ class Mps(DeviceKind):
     has_addresses = False
 
     def describe(self, device: torch.device) -> tuple[str, int]:
-        """As much memory as the system wants the GPU to take of the host's."""
+        """Return the name, and how much of the host's memory the system lets the GPU take."""
         return "Apple GPU", int(torch.mps.recommended_max_memory())
 
     def free_bytes(self, device: torch.device) -> int:
@@ -265,7 +265,7 @@ class OtherAccelerator(DeviceKind):
         self.name = name
 
     def describe(self, device: torch.device) -> tuple[str, int]:
-        """Return the backend's name; torch asks of no module to know more."""
+        """Return the backend's name; torch requires no more of a module."""
         return self.name, 0
 
     def free_bytes(self, device: torch.device) -> int:
@@ -283,7 +283,7 @@ class OtherAccelerator(DeviceKind):
         return False
 
     def seed(self, seed: int) -> None:
-        """Seed every device's generator: the one way that torch asks of a backend."""
+        """Seed every device's generator: the one way that torch requires of a backend."""
         self.module.manual_seed_all(seed)
 
     def free_cache(self) -> None:

@@ -216,8 +216,8 @@ class BufferAverager:
 
         Args:
             packed: From ``exchange``.
-            moved_on: Whether this rank has gone on since the snapshot. What it has changed stays,
-                and float buffers come half of the way to the average.
+            moved_on: Whether this rank has made steps since the snapshot. Its changes stay, and
+                float buffers come half of the way to the average.
         """
         buffers = self._buffers
         sums = torch.split(packed, [kind.agreed.numel() for kind in self._kinds])

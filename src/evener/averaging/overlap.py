@@ -40,7 +40,7 @@ class Piece:
             are there when the host reports it.
         leaves_s: When it leaves, on ``time.monotonic``, if this rank's slowness is emulated.
         ready: Set when it may leave.
-        has_left: Whether that is so.
+        has_left: Whether it has left.
     """
 
     group: FlatGroup
@@ -60,7 +60,7 @@ class OverlappedExchange:
     """Exchanges gradients in a thread of its own, while this rank's last backward is under way.
 
     In the first window with given ranks, nothing leaves: it is seen how many gradients each
-    parameter gets, in which order, and how long backward takes. Then ``cut`` says how large pieces
+    parameter gets, in which order, and how long backward takes. Then ``cut`` sets how large pieces
     are. A piece leaves as soon as its parameters have as many gradients as in the window before.
     Pieces leave in one order on all ranks. One rank may be far ahead of another: its pieces then
     wait for the other's. A gradient that comes after its piece has left is kept apart, and summed

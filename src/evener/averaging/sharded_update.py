@@ -129,7 +129,7 @@ class ShardedUpdate:
         flat: The parameters.
         optimizers: Those that step them.
         is_wanted: Whether to divide the update at all.
-        is_must: Whether the user has asked for it, so that a reason against it is an error.
+        is_required: Whether the user has asked for it, so that a reason against it is an error.
 
     Attributes:
         can_blame: Whether the last exchange has left what each rank has given to the others' parts,
@@ -142,12 +142,12 @@ class ShardedUpdate:
         optimizers: Sequence[Optimizer],
         *,
         is_wanted: bool,
-        is_must: bool,
+        is_required: bool,
     ) -> None:
         self._flat = flat
         self._optimizers = optimizers
         self._is_wanted = is_wanted
-        self._is_must = is_must
+        self._is_required = is_required
         #: The ranks among which the update is divided; ``None`` while it is not.
         self._comm: Communicator | None = None
         self._places: dict[Tensor, _Place] = {}
@@ -190,7 +190,7 @@ class ShardedUpdate:
         Raises:
             UsageError: The user wants the update divided.
         """
-        if hooked and self._is_must:
+        if hooked and self._is_required:
             raise UsageError(
                 f"an optimizer of rank {hooked[0]} has a hook on its step "
                 "(register_step_pre_hook, register_step_post_hook, or a function in place of "

@@ -22,7 +22,7 @@ from torch import Tensor
 from evener.closing import Closing
 from evener.comm.c10d import ABORT_S
 from evener.comm.calls import Call
-from evener.comm.forks import NotInherited, leave_behind_in_children
+from evener.comm.forks import NotInherited, close_in_children
 from evener.comm.messages import closed_message, first_line, mismatch_message, name_call
 from evener.comm.notices import NoticeBoard
 from evener.comm.rounding import packed_bytes
@@ -32,13 +32,13 @@ DEFAULT_TIMEOUT_S = 300.0
 _ORPHAN_S = 10.0  # how long a call may last after the script ended without closing its team
 _WAIT_S = 0.25  # a shorter wait for others is nothing to report
 _LENGTH = struct.Struct("=q")
-#: Payloads of so many bytes travel with their lengths, in a cell of any transport.
+#: Payloads of up to so many bytes travel with their lengths, in a cell of any transport.
 _SHORT_BYTES = 960
 # What each cell begins with: number of the call, bytes of payload, checksum of label, label.
 _HEADER = struct.Struct("=qqq88s")
-#: What cells of one rank are long at least, on any transport.
+#: The least length of a rank's cell, on any transport.
 CELL_BYTES: Final = 1088
-#: So many of the latest things are kept, see ``keep_latest``.
+#: How many of the latest values are kept, see ``keep_latest``.
 _MAX_KEPT: Final = 256
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class Wait:
         """Notify the listener, if there is one, that the call waits for others; cheap.
 
         Raises:
-            CollectiveError: A peer is found lost of which the caller would not hear.
+            CollectiveError: A peer is found lost, which the caller would not notice.
         """
         if self._whole is not None:
             self._whole.still_waits()
@@ -144,7 +144,7 @@ class Transport(ABC):
     """Moves bytes between the ranks of one communicator, which alone calls it.
 
     All that takes a ``Wait`` is collective. It raises a ``CollectiveError`` if it failed, or
-    ``Wait.left_s`` has passed. One thread calls these at a time; ``cut`` and ``leave_behind`` may
+    ``Wait.left_s`` has passed. One thread calls these at a time; ``cut`` and ``close_in_child`` may
     come meanwhile.
 
     Every rank has a *cell* of bytes, which ``swap`` copies to all others: small payloads travel
@@ -308,7 +308,7 @@ class Transport(ABC):
         """Release what peers may still query after a failure; called once, by ``close``."""
         return
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close the connections in a forked child; see ``NotInherited``."""
         return
 
@@ -333,10 +333,10 @@ class Communicator(Closing, NotInherited):
         rank: This rank, ``0 .. world_size - 1``.
         world_size: Number of ranks.
         numbers: The number of each rank in the team. Errors and ``missing`` use these numbers: a
-            ``split`` renumbers its members, but people know a rank by its number in the team.
+            ``split`` renumbers its members, but users know a rank by its number in the team.
         backend: ``"shared"``, ``"hosts"``, ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one
             rank).
-        reason: Why it is that one, for people; set by the code that has chosen.
+        reason: Why it is that one, as text; set by the code that has chosen.
         timeout_s: Deadline of a call that names none.
         sent_bytes: Bytes of data that this rank has sent to the others so far, headers not
             included. Of a sum or a gathering that is what the exchange moves at least, as a ring
@@ -384,7 +384,7 @@ class Communicator(Closing, NotInherited):
         #: The wait and the call of another communicator of which this one's calls are parts.
         self._whole: tuple[Wait, Call] | None = None
         if transport is not None and transport.joins_processes:
-            leave_behind_in_children(self)
+            close_in_children(self)
 
     def report_waits_to(self, listener: WaitListener) -> None:
         """Report long waits for others from now on, here and in later splits."""
@@ -603,7 +603,7 @@ class Communicator(Closing, NotInherited):
 
         Args:
             row: Python floats, carried as float64 bit for bit; as many on every rank.
-            what: What the rows say, for messages.
+            what: What the rows contain, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
 
         Returns:
@@ -636,7 +636,7 @@ class Communicator(Closing, NotInherited):
 
         Args:
             payload: Anything, also nothing.
-            what: What the payloads say, for messages.
+            what: What the payloads contain, for messages.
             timeout_s: Deadline of each of up to two exchanges; ``None`` takes the communicator's.
 
         Returns:
@@ -789,7 +789,7 @@ class Communicator(Closing, NotInherited):
                 self._transport.forget()
         self._end(CollectiveError(f"rank {self.number} has closed this communicator"))
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close the connections in a forked child; see ``NotInherited``."""
         if not self._closed and self._transport is not None:
             self._closed = True
@@ -798,7 +798,7 @@ class Communicator(Closing, NotInherited):
                 f"this process was forked from rank {self.rank}, which keeps the connections; call "
                 "collectives in the rank itself"
             )
-            self._transport.leave_behind()
+            self._transport.close_in_child()
 
     # ── one call ─────────────────────────────────────────────────────────────────────────────────
 

@@ -80,7 +80,7 @@ class HostsTransport(Transport):
         return self._inside.allocate(numel, dtype, device)
 
     def look_for_losses(self, wait: Wait) -> None:
-        """Look after ranks of other hosts; see the base class."""
+        """Watch ranks of other hosts; see the base class."""
         self._beneath.watch(wait)
 
     # ── operations ───────────────────────────────────────────────────────────────────────────────
@@ -193,9 +193,9 @@ class HostsTransport(Transport):
         """Release the store; see the base class."""
         self._beneath.forget()
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close connections in a forked child, where the parts close their own."""
-        self._beneath.leave_behind()
+        self._beneath.close_in_child()
 
 
 def connect_hosts(comm: Communicator, place: str | None = None) -> tuple[Communicator, str]:
@@ -207,7 +207,7 @@ def connect_hosts(comm: Communicator, place: str | None = None) -> tuple[Communi
         place: What identifies this rank's host; that of this process by default.
 
     Returns:
-        The communicator, and how ranks exchange, for people.
+        The communicator, and how ranks exchange, as text.
     """
     gathered = comm.all_gather_json(place or place_of_this_process(), what="where ranks run")
     return _connect(comm, dict(zip(comm.numbers, gathered, strict=True)), None)

@@ -44,7 +44,7 @@ class SharedTransport(Transport):
 
         Args:
             beneath: Joins the same ranks; it belongs to this one.
-            joined: What joins them beside it.
+            joined: What else joins them.
         """
         self._beneath = beneath
         self._pages, self._links, self._memory, spins = joined
@@ -76,7 +76,7 @@ class SharedTransport(Transport):
         return super().allocate(numel, dtype, device)
 
     def expect_call(self) -> None:
-        """Wake up who sleeps, if this rank comes last; see the base class."""
+        """Wake up the ranks that sleep, if this rank comes last; see the base class."""
         self._barrier.wake_early()
 
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
@@ -267,11 +267,11 @@ class SharedTransport(Transport):
         """Release the store; see the base class."""
         self._beneath.forget()
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close connections and memory in a forked child; see ``NotInherited``."""
         self._links.close()
-        self._memory.leave_behind()
-        self._beneath.leave_behind()
+        self._memory.close_in_child()
+        self._beneath.close_in_child()
 
 
 def share_memory(

@@ -24,7 +24,7 @@ class Spot:
 
     Attributes:
         rank: Its number in the team.
-        host: Name of its host, for people.
+        host: Name of its host, for messages.
         kernel: Names the running system: hosts and virtual machines have one each.
         network: Names its network namespace, in which Unix sockets are found; containers have
             their own.

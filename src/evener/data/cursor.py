@@ -219,7 +219,7 @@ class Cursor:
         return state.get("num_samples") == self.num_samples and state.get("seed") == self.seed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``; outstanding leases are dropped.
+        """Continue from ``state``; outstanding leases are dropped.
 
         Raises:
             CheckpointError: The state is for another data set or seed.

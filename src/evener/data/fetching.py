@@ -62,8 +62,8 @@ class Recipe:
         collate_fn: Makes one batch of a list of samples.
         seed: Seed of the run; with epoch and index it fixes the randomness of each sample.
         name: The data set's, for messages.
-        draws: Whether the data set or ``collate_fn`` was seen to draw random numbers.
-        watch: Notices that it does.
+        draws: Whether the data set or ``collate_fn`` has drawn random numbers.
+        watch: Detects that.
     """
 
     dataset: Any
@@ -346,7 +346,7 @@ class Worker:
         if self._in_use.acquire(timeout=1.0):
             self._connection.close()
         self._process.join()
-        # What it was killed over before its shared memory lost its name.
+        # Shared memory that still has a name because the process was killed.
         for segment in Path("/dev/shm").glob(f"torch_{self.pid}_*"):
             segment.unlink(missing_ok=True)
         self._process.close()

@@ -29,7 +29,7 @@ def sign(fetcher: Fetcher, num_samples: int) -> dict[str, Any]:
     facts; those that two workers both give are compared.
 
     Args:
-        fetcher: Reads the items. One that cannot be read is left out: training will say so.
+        fetcher: Reads the items. One that cannot be read is left out: training will report it.
         num_samples: Items of the data set.
     """
     facts: dict[str, Any] = {"data length": num_samples}

@@ -30,7 +30,7 @@ class Collectives:
     A rank exchanges nothing at a point of the script that the others passed before it joined.
 
     Args:
-        generations: Begin another generation where a rank is lost.
+        generations: Begin another generation if a rank is lost.
     """
 
     def __init__(self, generations: Generations) -> None:
@@ -51,7 +51,7 @@ class Collectives:
             timeout_s: Deadline; ``None`` for the communicator's.
 
         Returns:
-            Each rank's value, by rank and in rank order. Where a rank is lost meanwhile, those of
+            Each rank's value, by rank and in rank order. If a rank is lost meanwhile, those of
             the ranks that remain, or those of all.
 
         Raises:
@@ -83,7 +83,7 @@ class Collectives:
     def take_from_main(self, what: str, value: Any, *, timeout_s: float | None = None) -> Any:
         """Return the value of the main rank; all that are present call it together.
 
-        Where that is lost meanwhile, the value of the next main rank.
+        If that rank is lost meanwhile, the value of the next main rank.
         """
         answers = self.ask(what, value, timeout_s=timeout_s)
         return answers.get(self._rounds.state.planner, value)
@@ -91,15 +91,15 @@ class Collectives:
     def ask_main(self, what: str, do: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
         """Let the main rank do something; all ranks that are present call it together.
 
-        Where that is lost meanwhile, the next main rank does it.
+        If that rank is lost meanwhile, the next main rank does it.
 
         Args:
             what: What it does, in words.
             do: Does it, and returns a result in JSON other than ``None``.
-            timeout_s: So long the others wait.
+            timeout_s: How long the others wait.
 
         Returns:
-            The result; ``None`` where the team has continued without this rank.
+            The result; ``None`` if the team has continued without this rank.
         """
         result, rounds = None, self._rounds
         while result is None and not self._generations.is_alone:

@@ -33,7 +33,7 @@ class Commits:
         self._schedule = schedule
         self._observers: list[Callable[[WindowResult], None]] = []
         self._on_commit: list[Callable[[WindowResult], None]] = []
-        #: Windows of which it was not judged who was slow in them.
+        #: Windows for which slow ranks have not been looked for yet.
         self._unjudged: list[WindowResult] = []
         self._stragglers: tuple[Straggler, ...] = ()
         self.forget_speeds()
@@ -47,7 +47,7 @@ class Commits:
         self._observers.append(function)
 
     def forget_speeds(self) -> None:
-        """Forget how fast the ranks were: there may be other workers of the same numbers."""
+        """Forget how fast the ranks were: other workers may have their numbers now."""
         self._watch = StragglerWatch(self._rounds.team.world_size)
 
     def judge(self) -> None:
@@ -61,7 +61,7 @@ class Commits:
             # No rank waits any more for one that is parked or gone by now.
             found = tuple(one for one in judged if one.rank not in team.away)
             for one in found:
-                warn(_describe(one, team.people[one.rank]))
+                warn(_describe(one, team.member_by_rank[one.rank]))
             self._stragglers += found
         self._unjudged.clear()
 

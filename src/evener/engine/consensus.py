@@ -36,7 +36,7 @@ class Consensus(ABC):
 
     @abstractmethod
     def shown(self) -> AbstractContextManager[None]:
-        """Show it in the model, in a ``with`` block."""
+        """Show the consensus in the model, in a ``with`` block."""
 
     @abstractmethod
     def tensors(self, *, at_rest: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -53,18 +53,18 @@ class Consensus(ABC):
 
     @abstractmethod
     def accept(self) -> None:
-        """Take the present model for it, as after a load."""
+        """Make the present model the consensus, as after a load."""
 
     @abstractmethod
     def reset_model(self) -> None:
-        """Bring the model back to it, also where tensors of ``held`` have arrived."""
+        """Reset the model to the consensus, also after tensors of ``held`` have arrived."""
 
     def add_unfrozen(self) -> None:
         """Take in parameters that have become trainable."""
         self._flat.add_unfrozen()
 
     def digest(self, *, at_rest: bool = False) -> int:
-        """Return a hash of all of it, below 2**53; see ``tensors``."""
+        """Return a hash of the whole consensus, below 2**53; see ``tensors``."""
         if not at_rest:  # ranks that have not computed since parameters were unfrozen hold less
             self.add_unfrozen()
         return self.check.digest(*self.tensors(at_rest=at_rest))
@@ -85,7 +85,7 @@ class Consensus(ABC):
 
 @final
 class SyncConsensus(Consensus):
-    """That of SYNC: parameters are equal at all times.
+    """The consensus of SYNC: parameters are equal at all times.
 
     Buffers move on with this rank's part of the next window.
     """
@@ -106,7 +106,7 @@ class SyncConsensus(Consensus):
         yield from self._training.frozen()
 
     def accept(self) -> None:
-        """Take the buffers as they are for the agreed ones."""
+        """Make the present buffers the agreed ones."""
         self._buffers.reset()
 
     def reset_model(self) -> None:
@@ -327,7 +327,7 @@ class Replica(Consensus):
 
     @torch.no_grad()
     def accept(self) -> None:
-        """Take the model as it is for the consensus (after a load or a broadcast)."""
+        """Make the present model the consensus, after a load or a broadcast."""
         for group, agreed, *_ in self._groups():
             agreed.copy_(group.data)
         self._buffers.reset()

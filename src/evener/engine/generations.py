@@ -171,7 +171,7 @@ class Generations:
         self._on_change.append(function)
 
     def call_on_cold_restart(self, function: Callable[[], None]) -> None:
-        """Call ``function`` where no member of a new generation holds the team's state.
+        """Call ``function`` when no member of a new generation holds the team's state.
 
         All members call it together, for loading a checkpoint. Then the state of the first one
         goes to all.
@@ -206,7 +206,7 @@ class Generations:
             self.change()
 
     def step_in(self) -> None:
-        """Take part in what the others do from now on, where this rank has just joined."""
+        """Take part in what the others do from now on, if this rank has just joined."""
         if self.has_just_joined:
             self._presence = Presence.PRESENT
             self._team.step_in()
@@ -229,7 +229,7 @@ class Generations:
     # ── a change ─────────────────────────────────────────────────────────────────────────────────
 
     def keep(self, exchange: Callable[[], T]) -> T | bool:
-        """Exchange something; where a rank is lost in it, begin the next generation.
+        """Exchange something; if a rank is lost in it, begin the next generation.
 
         Between changes, this is the one place at which the loss of a rank is caught.
 
@@ -248,7 +248,7 @@ class Generations:
         of plans, otherwise when it begins the next one.
 
         Args:
-            error: How this rank has learnt of a loss; raised where the team cannot continue.
+            error: How this rank has learnt of a loss; raised if the team cannot continue.
                 ``None`` where members join or leave by agreement.
 
         Returns:
@@ -342,7 +342,7 @@ class Generations:
         """Become a rank that joins, because the team has continued without this one.
 
         Args:
-            left_out: How this rank has learnt of it; raised where it cannot join again.
+            left_out: How this rank has learnt of it; raised if it cannot join again.
         """
         rounds, run = self.rounds, self._run
         if run.cursor is None or rounds.committing:
@@ -406,7 +406,7 @@ class Generations:
             Whether all are about to do the same.
         """
         team, windows, latest = self._team, self.windows, self.rounds.latest
-        own = next(one for one in team.people if one.member == team.membership.member)
+        own = next(one for one in team.member_by_rank if one.member == team.membership.member)
         rows = latest.rows
         gathered = team.introduce(
             {
@@ -418,20 +418,20 @@ class Generations:
                 "rows": None if rows is None else [[*rows.shape], str(rows.dtype)],
             }
         )
-        before = {member.rank: member for member in team.people if member.host}
+        before = {member.rank: member for member in team.member_by_rank if member.host}
         team.meet([Member(**one["who"]) for one in gathered])
         # A launcher starts the next worker on the same device, which is as fast as before.
-        others = [r for r, old in before.items() if team.people[r].place != old.place]
+        others = [r for r, old in before.items() if team.member_by_rank[r].place != old.place]
         windows.policy.forget(others)
         self._run.limits.learn(dict.fromkeys(others, 0))
         windows.policy.set_micro_batch_sizes(self._run.limits.sizes)
         self._run.loss_scale.learn_ranks(team.fp16_ranks, team.rank)
         windows.options = replace(windows.options, unlike_devices=team.has_unlike_devices)
         self._are_planning = all(one["plans"] for one in gathered if not one["is_new"])
-        self._adopt_latest(gathered)
+        self._take_latest(gathered)
         return len({one["plans"] for one in gathered}) == 1
 
-    def _adopt_latest(self, gathered: Sequence[Mapping[str, Any]]) -> None:
+    def _take_latest(self, gathered: Sequence[Mapping[str, Any]]) -> None:
         """Take the result of the newest exchange outside of windows."""
         rounds, comm = self.rounds, self.rounds.comm
         numbers = [-1 if one["is_new"] else int(one["number"]) for one in gathered]
@@ -583,7 +583,7 @@ class Generations:
     def _go_back_to_parking(self) -> None:
         """Forget the windows that this rank has followed since it was parked: its model lacks them.
 
-        Only where the team is lost that has applied them does anything follow from that.
+        That matters only if the team is lost that has applied them.
         """
         if self.rounds.state.is_parked:
             self._run.applied = None

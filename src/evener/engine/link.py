@@ -45,8 +45,11 @@ def time_link(
             break
         numel *= 4
     byte_s = max(long_s - short_s, 0.0) / (4 * (numel - _SHORT))
-    people, own = [team.people[rank] for rank in comm.numbers], team.people[team.rank]
-    on_host = sum(one.host == own.host for one in people)
+    present, own = (
+        [team.member_by_rank[rank] for rank in comm.numbers],
+        team.member_by_rank[team.rank],
+    )
+    on_host = sum(one.host == own.host for one in present)
     # Ranks of a host share its cores, unless each is kept to cores of its own.
     cores = max(own.threads, _count_cores() / on_host)
     return ExchangeCost(byte_s, short_s), cores - processor_s / long_s

@@ -124,7 +124,7 @@ class LocalEngine(Engine):
         super()._begin()
 
     def _work(self) -> Iterator[Work]:
-        """Work this rank's queue off."""
+        """Yield the batches of this rank's queue, window by window."""
         while self.rounds.state.is_working:
             if self._may_go_on():
                 pieces = [self._own.popleft(), *islice(self._own, _AHEAD)]
@@ -292,7 +292,7 @@ class LocalEngine(Engine):
         a thread while the rank makes further local steps.
 
         Args:
-            state: This rank's, as it was when the window was over; its own row is said now.
+            state: This rank's, as it was when the window was over; its own row is made now.
             packed: The snapshot of buffers.
             limit: Local steps that the run may do, this window included; ``None`` for any number.
 
@@ -307,7 +307,7 @@ class LocalEngine(Engine):
         rows, decision = found.rows, found.decision
         if decision.error is not None:
             raise decision.error
-        # In ASYNC a window may be over on a rank before its loop has seen the number of the window.
+        # In ASYNC a window may end on a rank before its loop has seen the number of the window.
         unlike, was_unlike = unlike_parameters(rows), self._is_unlike
         self._is_unlike = unlike is not None
         if unlike is not None and (was_unlike or plan.blocking):
@@ -530,7 +530,7 @@ class LocalEngine(Engine):
             return self.training.own_states()
 
     def close_down(self) -> None:
-        """End an exchange that is under way, without waiting for anybody; idempotent."""
+        """End an exchange that is under way, without waiting for others; idempotent."""
         super().close_down()
         self._job.close()
 
@@ -538,7 +538,7 @@ class LocalEngine(Engine):
 def _is_full(steps: int, plan: LocalPlan) -> bool:
     """Return whether the outer optimizer steps after a window.
 
-    Short ones are the first and the last of an epoch: they say little of the direction.
+    Short ones are the first and the last of an epoch: they show little of the direction.
 
     Args:
         steps: Those of the slowest rank.

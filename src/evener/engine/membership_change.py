@@ -8,7 +8,7 @@ from evener.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:
-    """A change of an elastic team, for people.
+    """A change of an elastic team, as it is reported to the user.
 
     Attributes:
         generation: The one that begins.

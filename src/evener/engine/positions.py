@@ -23,7 +23,7 @@ class Positions:
         self._own.append(position)
 
     def states(self) -> list[Mapping[str, Any]]:
-        """Return them, in the order in which the loaders were made."""
+        """Return the positions, in the order in which the loaders were made."""
         return [position.state_dict() for position in self._own]
 
     def restore(self, states: Sequence[Mapping[str, Any]], *, allow_new_data: bool = False) -> None:
@@ -31,7 +31,7 @@ class Positions:
 
         Args:
             states: In the order in which the loaders are made.
-            allow_new_data: Begin with the first epoch where a state is of other data.
+            allow_new_data: Begin with the first epoch if a state is of other data.
 
         Raises:
             CheckpointError: A state is of other data.
@@ -47,7 +47,7 @@ class Positions:
                 position.load_state_dict(state)
 
     def state_dict(self, current: Cursor | None) -> dict[str, Any]:
-        """Return them, in JSON.
+        """Return the positions, in JSON.
 
         Args:
             current: Of the loader whose epoch was begun last, if windows of it are planned.

@@ -21,7 +21,7 @@ PARKED_TIMEOUT_S: Final = 7 * 24 * 3600.0
 
 _LATER: Final = {name: getattr(NOTHING, name) for name in LATE_FIELDS}
 
-#: Longest wait for what ranks say of themselves, once they have met in different calls.
+#: Longest wait for where each rank is, once they have met in different calls.
 _TELLING_S: Final = 10.0
 
 
@@ -55,8 +55,8 @@ class CollectiveResult(NamedTuple):
     result.
 
     Attributes:
-        number: How many there have been so far.
-        answers: What each rank said, by rank, in JSON.
+        number: The number of exchanges so far.
+        answers: The answer of each rank, by rank, in JSON.
         rows: The rows of tensors that were gathered, if any.
     """
 
@@ -75,12 +75,12 @@ class Rounds:
 
     Attributes:
         team: As given.
-        state: The state of the team, as this rank knows it. It alone says which ranks have left,
+        state: The state of the team, as this rank knows it. It alone records which ranks have left,
             rest or stop, and who is parked from the next exchange on.
         latest: The newest exchange outside of windows.
         is_asking: Whether this rank is in one.
-        committing: Whether the functions of ``on_commit`` are being called. Parked ranks are not
-            told of commits, so they are not in the rounds meanwhile.
+        committing: Whether the functions of ``on_commit`` are being called. Parked ranks take
+            no part in commits, so they are not in the rounds meanwhile.
     """
 
     def __init__(

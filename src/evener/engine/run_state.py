@@ -121,7 +121,7 @@ class RunState:
         """Return progress and what was learnt, in JSON; no model, no optimizers.
 
         Args:
-            policy: Its knowledge is saved, too.
+            policy: What it has learnt is saved, too.
             members: The ranks' names, which stay the same when ranks get new numbers.
         """
         return {

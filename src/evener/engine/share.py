@@ -147,8 +147,8 @@ class Losses:
     Attributes:
         is_summed: Whether they are sums over their units.
         weight: Their weight.
-        factors: By what each of them counts in the sum of losses: not by its weight where it is a
-            sum already.
+        factors: What each of them is multiplied by in the sum of losses: its weight, or 1 if it is
+            a sum already.
         values: The losses, shape ``()`` each; a device may still compute them.
     """
 

@@ -195,7 +195,7 @@ class SyncEngine(Engine):
     def _can_overlap(self) -> bool:
         """Return whether gradients of the ranks that are present could travel during backward."""
         team, wanted = self.team, self.options.overlap
-        kinds = {torch.device(team.people[rank].device).type for rank in team.members}
+        kinds = {torch.device(team.member_by_rank[rank].device).type for rank in team.members}
         # Inside a host most of an exchange is work for the cores that compute. On GPUs it has not
         # been measured.
         pays = kinds == {"cpu"} and team.comm.backend in _ACROSS_HOSTS

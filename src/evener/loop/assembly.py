@@ -123,7 +123,7 @@ class Assembly:
                 self.flat,
                 optimizers,
                 is_wanted=is_divided,
-                is_must=config.sharded_update == "on",
+                is_required=config.sharded_update == "on",
             )
             parts = (self.model, self.flat, self.buffers, optimizers)
             self.state = TrainingState(*parts, Schedule(optimizers, scheduler), self._sharded)
@@ -139,7 +139,7 @@ class Assembly:
         self._autocast = [AutocastForward(m, self.device, half) for m in models if half]
         self.engine.options.guards.claim(models)
         if self.engine.rounds.is_main and not config.quiet:
-            present = [self.team.people[rank] for rank in self.team.members]
+            present = [self.team.member_by_rank[rank] for rank in self.team.members]
             exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
             say("\n".join([*team_lines(present), exchange]))
 
@@ -183,7 +183,7 @@ class Assembly:
         """Return the members' names, in rank order."""
         if self.team.is_elastic:  # other members may get the same numbers
             return [f"number {rank}" for rank in range(self.team.world_size)]
-        return [member.member for member in self.team.people]
+        return [member.member for member in self.team.member_by_rank]
 
     def part_of(self, optimizer: Optimizer) -> int:
         """Return the number of one of the optimizers.
@@ -320,7 +320,7 @@ class Assembly:
 
     def _make_options(self) -> EngineOptions:
         config, team = self._config, self.team
-        own = team.people[team.rank]
+        own = team.member_by_rank[team.rank]
         return EngineOptions(
             max_grad_norm=config.max_grad_norm,
             non_finite=config.non_finite,

@@ -60,7 +60,7 @@ class EventStream:
         self._kept: deque[WindowResult] = deque(maxlen=_KEPT)
         self.parked: tuple[int, ...] = ()
         #: The ranks' names by number, in this generation and in the one before.
-        self._people: dict[int, dict[int, str]] = {}
+        self._names: dict[int, dict[int, str]] = {}
         self._facts: dict[str, Any] = {
             "t": time.time(),
             "window": 0,
@@ -96,7 +96,7 @@ class EventStream:
             self._sinks = self._sinks or Fanout(warn)
             self._sinks.add(open_sinks(sinks))
         if sinks and not self._makers:
-            self._people = {self._engine.rounds.state.generation: self._present()}
+            self._names = {self._engine.rounds.state.generation: self._present()}
             self._engine.commits.observe(self.window)
             self._engine.generations.call_on_change(self.change)
             self._team.call_on_handover(self._close_sinks)
@@ -143,7 +143,7 @@ class EventStream:
             new_data = facts.get("new_data", False)
             self.emit("run_resumed", t=t, window=facts["window"], path=str(path), new_data=new_data)
         self._emit(self._start())
-        for member in self._team.people:
+        for member in self._team.member_by_rank:
             self._emit_worker(member, t)
 
     def _emit_worker(self, member: Member, t: float) -> None:
@@ -166,7 +166,7 @@ class EventStream:
             self._kept.clear()  # this rank was parked, or out of the team
         self._kept.append(result)
         # In the middle of a change, ``change`` does it if this rank is the main process then.
-        if self._engine.rounds.is_main and self._engine.rounds.state.generation in self._people:
+        if self._engine.rounds.is_main and self._engine.rounds.state.generation in self._names:
             self._kept.clear()
             self._record(result)
 
@@ -181,9 +181,9 @@ class EventStream:
             piece = {**_pick(result, "start", "size"), "shares": shares}
             self.emit("plan", **place, **piece, reason=self._engine.policy.why(result.window))
         # A window may be recorded in a later generation, in which other members have the numbers.
-        people = self._people.get(result.generation) or self._present()
-        self._emit_decisions(result, people)
-        rows = [self._row(rank, name, result.ranks[rank]) for rank, name in people.items()]
+        names = self._names.get(result.generation) or self._present()
+        self._emit_decisions(result, names)
+        rows = [self._row(rank, name, result.ranks[rank]) for rank, name in names.items()]
         further: dict[str, Any] = {}
         if cadence is not None:  # local steps
             for row in rows:
@@ -208,7 +208,7 @@ class EventStream:
             **further,
         )
         for one in result.stragglers:
-            member = self._team.people[one.rank]
+            member = self._team.member_by_rank[one.rank]
             self.emit(
                 "straggler_over" if one.is_over else "straggler",
                 **_pick(one, "window", "since", "cause"),
@@ -216,7 +216,7 @@ class EventStream:
                 **_place(member),
             )
 
-    def _emit_decisions(self, result: WindowResult, people: Mapping[int, str]) -> None:
+    def _emit_decisions(self, result: WindowResult, names: Mapping[int, str]) -> None:
         """Record who is parked or called back with a window, and who was refused before it."""
         before, self.parked = self.parked, result.parked
         why = self._engine.why_parked or "the team is predicted to be faster without it"
@@ -224,8 +224,8 @@ class EventStream:
             ("parked", {*self.parked} - {*before}, why),
             ("recalled", {*before} - {*self.parked}, "the team tries again with it"),
         ):
-            for rank in sorted(ranks & people.keys()):
-                place = {"rank": rank, "member": people[rank], "window": result.window}
+            for rank in sorted(ranks & names.keys()):
+                place = {"rank": rank, "member": names[rank], "window": result.window}
                 self.emit(kind, **place, reason=reason)
         for member, reason in self._team.membership.take_refused():
             self.emit("join_refused", member=member, window=result.window, reason=reason)
@@ -245,8 +245,8 @@ class EventStream:
 
     def change(self, change: MembershipChange) -> None:
         """Record that the team has changed: lost and new members, and the time it took."""
-        *_, newest = self._people
-        self._people = {newest: self._people[newest], change.generation: self._present()}
+        *_, newest = self._names
+        self._names = {newest: self._names[newest], change.generation: self._present()}
         if not self._engine.rounds.is_main:
             return
         window = change.window
@@ -275,7 +275,7 @@ class EventStream:
         received = {**_pick(change, "source", "num_bytes"), "elapsed_s": change.recover_s}
         emit_each("recovered", change.recovered, **received)
         for rank in change.joined:
-            self._emit_worker(self._team.people[rank], time.time())
+            self._emit_worker(self._team.member_by_rank[rank], time.time())
         emit_each("worker_joined", change.joined, generation=change.generation)
         for result in again:
             self._record(result)

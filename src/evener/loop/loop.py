@@ -202,7 +202,7 @@ class Loop:
     @property
     def members(self) -> tuple[Member, ...]:
         """Return the member of each rank, or its last one in an elastic team; see ``devices``."""
-        return self.assembly.team.people
+        return self.assembly.team.member_by_rank
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import Final, final
 
 from evener.closing import Closing
 from evener.comm.addresses import end_when_unreachable, is_unknown_name, parse_address
-from evener.comm.forks import NotInherited, leave_behind_in_children
+from evener.comm.forks import NotInherited, close_in_children
 from evener.errors import CoordinatorLostError, EvenerError, LaunchError, TeamRefusedError
 from evener.parsing import Fields, whole
 from evener.protocol.formation import (
@@ -100,7 +100,7 @@ class CoordinatorConnection(Closing, NotInherited):
         self._received_s = time.monotonic()
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
-        leave_behind_in_children(self)
+        close_in_children(self)
         self._thread = threading.Thread(
             target=self._run, name="evener-coordinator-connection", daemon=True
         )
@@ -114,7 +114,7 @@ class CoordinatorConnection(Closing, NotInherited):
         self._nudge()
         self._thread.join(_CONNECT_S)
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close a forked child's copies of the sockets; see ``NotInherited``."""
         self._wake_end.close()
         self._wake.close()

@@ -32,7 +32,7 @@ from evener.comm.addresses import (
 from evener.comm.base import Communicator, check_timeout
 from evener.comm.c10d import TCPStore
 from evener.comm.existing import find_place
-from evener.comm.forks import NotInherited, leave_behind_in_children
+from evener.comm.forks import NotInherited, close_in_children
 from evener.comm.groups import form_groups
 from evener.comm.messages import first_line
 from evener.comm.network import MeetingPoint, own_address
@@ -340,7 +340,7 @@ class HostedCoordinator(Closing, NotInherited):
         self.where = Whereabouts(address, token, attempt_s=_OWN_HOST_S)
         self._key = meeting_key(environment)
         self.num_users = 0
-        leave_behind_in_children(self)
+        close_in_children(self)
 
     def close(self) -> None:
         """End one use."""
@@ -350,7 +350,7 @@ class HostedCoordinator(Closing, NotInherited):
                 del _hosted[self._key]
                 self._coordinator.close()
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close a forked child's copies of the sockets; see ``NotInherited``."""
         close_server(self._coordinator.port)
 

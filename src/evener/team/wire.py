@@ -24,7 +24,7 @@ from pathlib import Path
 from stat import S_IMODE
 from typing import Any, Final
 
-from evener.comm.forks import NotInherited, leave_behind_in_children
+from evener.comm.forks import NotInherited, close_in_children
 from evener.errors import ConfigError
 from evener.files import open_for_reading
 from evener.parsing import Fields, parse_json
@@ -85,7 +85,7 @@ class Channel(NotInherited):
         self._sending = threading.Lock()
         self._unread = bytearray()
         self._waiting: list[Message] = []
-        leave_behind_in_children(self)
+        close_in_children(self)
 
     def fileno(self) -> int:
         """Return the descriptor, to wait on."""
@@ -157,7 +157,7 @@ class Channel(NotInherited):
             wait([self.fileno()], left_s)
         return self._waiting.pop(0) if self._waiting else None
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close a forked child's copy; see ``NotInherited``."""
         self.close()
 
