@@ -80,7 +80,7 @@ def _count_by_torch(timeout_s: float = _PATIENCE_S) -> int:
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"torch did not answer within {timeout_s:g} s how many accelerators this host has: "
+            f"torch did not report within {timeout_s:g} s how many accelerators this host has: "
             "give the number of ranks (--nproc), or find why `import torch` hangs"
         ) from None
     # Libraries that torch imports may print lines, too.

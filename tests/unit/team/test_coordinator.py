@@ -172,7 +172,7 @@ def test_other_agents_hear_of_a_host_whose_connection_has_ended_without_a_farewe
         waiting = pool.submit(stays.enter, 0, 2, 1, 0, timeout_s=WAIT_S)
         goes.enter(1, 2, 1, 0, timeout_s=WAIT_S)
         waiting.result(WAIT_S)
-        monkeypatch.setattr(goes, "_say_farewell", list)
+        monkeypatch.setattr(goes, "_farewell", list)
         goes.close()
         heard: list[Any] = []
         until(lambda: heard.extend(stays.take_relayed()) or heard)
@@ -466,7 +466,7 @@ def test_a_run_that_has_ended_has_ended_for_a_coordinator_that_is_started_again(
     with (
         serving(most=1, ledger=ledger) as address,
         link(address, "late") as late,
-        pytest.raises(RunEndedError, match=r"start another coordinator \(with a ledger"),
+        pytest.raises(RunEndedError, match=r"start another coordinator \(with its own ledger"),
     ):
         late.next_generation(None)
 
