@@ -222,7 +222,7 @@ def test_a_line_without_a_text_is_named_or_left_out(
     with pytest.raises(DataError, match=rf"web\.jsonl:3: .*{why}.*data\.on_error: skip"):
         texts_of(files(path))
     assert texts_of(files(path, on_error="skip")) == ["one", "two"]
-    assert capsys.readouterr().err.count("left out") == 1
+    assert capsys.readouterr().err.count("skipped, like") == 1
     assert files(path).identity != files(path, on_error="skip").identity
 
 
