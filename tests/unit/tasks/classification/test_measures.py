@@ -1,6 +1,7 @@
 """What predictions are worth, and the model to compare with."""
 
 import pytest
+import sklearn  # noqa: F401  # sets environment variables for good, so before any test
 
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.metrics import Evaluation, EvaluationHistory
