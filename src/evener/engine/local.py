@@ -547,5 +547,3 @@ def _is_full(steps: int, plan: LocalPlan) -> bool:
         plan: The plan of the window.
     """
     return 2 * steps >= plan.anchor
-
-
