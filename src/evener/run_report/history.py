@@ -1,7 +1,6 @@
 """The history of a run, read from its events one by one. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 from evener.observe.events import Event
@@ -77,13 +76,7 @@ class RunHistory:
 
     def slowed(self, lane: int) -> float | None:
         """Return by which factor a rank is slowed on purpose; ``None`` if it is not."""
-        worker = self.workers.get(self.table.members[lane], {})
-        for told in (worker.get("emulated"), self.facts.get("emulated")):
-            # Older files tell it of all ranks with the start of the run.
-            own = told.get(str(self.table.ranks[lane])) if isinstance(told, Mapping) else told
-            if own is not None:
-                return float(own)
-        return None
+        return self.workers.get(self.table.members[lane], {}).get("emulated")
 
     def add(self, event: Event) -> None:
         """Take one event."""
