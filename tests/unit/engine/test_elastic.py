@@ -159,6 +159,8 @@ def test_a_rank_that_is_told_to_leave_finishes_its_window(
     assert isinstance(run.team.fate("w0").error, KeyboardInterrupt)
     assert [len(members) for members in run.members] == [3, 2]
     assert run.changes == [("worker_left", 0), ("reformed", None)]
+    handed_over = [line.endswith(". Rank 1 is the main process from now on") for line in run.told]
+    assert handed_over == [True, True], "each rank that stays; the main process prints its line"
     if policy == "sync":  # all had committed the leaver's last window: nothing is done again
         assert run.team.formations[1].receivers == ()
         left_at, done = run.team.formations[1].base, run.samples(0)
@@ -183,6 +185,7 @@ def test_events_tell_who_was_lost_and_who_joined() -> None:
         assert event["type"] != "healed" or event["num_bytes"] > 0
     *_, after_loss = (event for event in run.events if event["type"] == "reformed")
     assert after_loss["detect_s"] == run.team.deadlines.lease_s
+    assert not any("main process" in line for line in run.told), "rank 0 has stayed it"
 
 
 @pytest.mark.parametrize("host", ["the same", "another"])
