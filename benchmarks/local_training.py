@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evener.averaging.outer import OuterSGD
-from evener.comm.rounding import BLOCK, pack, packed_bytes, unpack
+from evener.comm.rounding import BLOCK, pack_sum, packed_bytes, unpack
 
 #: The batch of a rank's local step with this number: window, rank, step of the rank in the window.
 Batches = Callable[[int, int, int], Any]
@@ -259,7 +259,7 @@ class _Wire:
             scales = 1.5 * blocks.abs().mean(dim=1, keepdim=True)
             return ((blocks / scales.clamp(min=1e-30)).round().clamp(-1, 1) * scales).view(-1)
         packed = torch.empty(packed_bytes(values.numel(), self._bits), dtype=torch.uint8)
-        pack(values, self._bits, packed)
+        pack_sum(values, torch.zeros_like(values), [], self._bits, packed)
         found = torch.empty_like(values)
         unpack(packed, self._bits, found)
         return found
