@@ -172,12 +172,17 @@ class OuterStep:
             return self._waiting
         state, names = optimizer.state_dict()["state"], self._numbered()
         known = {names[number]: values for number, values in state.items()}
-        return {type(optimizer).__name__: self._waiting_here | known}
+        return {self.kind: self._waiting_here | known}
+
+    @property
+    def kind(self) -> str:
+        """Return the optimizer's class, below which ``state_dict`` has its state."""
+        return type(self._optimizer).__name__
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Continue from the state of ``state_dict``; what it lacks begins without any.
 
-        So does everything, if that was another class of optimizer.
+        So does everything, if that was another class of optimizer; see ``describe_loss``.
         """
         self._waiting = {kind: dict(by_name) for kind, by_name in state.items()}
         if self._optimizer is not None:
@@ -186,7 +191,7 @@ class OuterStep:
 
     @property
     def _waiting_here(self) -> dict[str, Any]:
-        return self._waiting.get(type(self._optimizer).__name__, {})
+        return self._waiting.get(self.kind, {})
 
     def _take_waiting(self) -> None:
         optimizer = self._optimizer
@@ -204,3 +209,30 @@ class OuterStep:
         names = {id(parameter): name for parameter, name in pairs}
         groups = self._optimizer.param_groups
         return [names[id(parameter)] for group in groups for parameter in group["params"]]
+
+
+def describe_loss(state: Mapping[str, Mapping[str, Any]], step: OuterStep | None) -> str:
+    """Return which state of outer optimizers does not continue; empty if all of it does.
+
+    Args:
+        state: Of ``OuterStep.state_dict``, in a checkpoint; empty from a run that averaged.
+        step: That of this run; ``None`` where it averages.
+    """
+    here = None if step is None else step.kind
+    parts = [
+        f"the checkpoint's state of the outer optimizer {_name(kind)} is dropped, as this run "
+        f"has outer={_name(here)}"
+        for kind, by_name in state.items()
+        if kind != here and by_name
+    ]
+    if here is not None and here not in state:
+        parts.append(
+            f"the outer optimizer {_name(here)} begins without state, such as momentum, as the "
+            "checkpoint holds none of it"
+        )
+    return "; ".join(parts)
+
+
+def _name(kind: str | None) -> str:
+    """Return how the option ``outer`` names an optimizer's class; ``None`` for averaging."""
+    return {None: "'average'", OuterSGD.__name__: "'nesterov'"}.get(kind, str(kind))

@@ -288,12 +288,39 @@ def test_a_checkpoint_without_momentum_ends_that_of_the_run(tmp_path: Path) -> N
         assert torch.equal(first, again)
 
 
-def test_another_class_of_optimizer_begins_without_state(tmp_path: Path) -> None:
-    """Otherwise Adam would miss what it keeps itself."""
-    adam = partial(torch.optim.Adam, lr=0.01)
-    run_team(2, lambda comm: train(comm, tmp_path / "own", 1, outer=FACTORY))
-    first, second = run_team(2, lambda comm: train(comm, tmp_path / "own", outer=adam))
+DROPPED = "the checkpoint's state of the outer optimizer {} is dropped, as this run has outer={}"
+BEGINS = (
+    "the outer optimizer {} begins without state, such as momentum, as the checkpoint holds none "
+    "of it"
+)
+ADAM = {"outer": partial(torch.optim.Adam, lr=0.01)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (NESTEROV, {}, DROPPED.format("'nesterov'", "'average'")),
+        ({}, NESTEROV, BEGINS.format("'nesterov'")),
+        # Otherwise Adam would miss what it keeps itself.
+        ({"outer": FACTORY}, ADAM, f"{DROPPED.format('SGD', 'Adam')}; {BEGINS.format('Adam')}"),
+        (NESTEROV, NESTEROV, ""),
+        ({}, {}, ""),
+    ],
+    ids=["to average", "from average", "to another class", "the same", "averages"],
+)
+def test_a_resume_with_another_outer_optimizer_says_once_what_is_lost(
+    before: dict[str, Any],
+    after: dict[str, Any],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "own"
+    run_team(2, lambda comm: train(comm, path, 1, **before))
+    assert not capsys.readouterr().err
+    first, second = run_team(2, lambda comm: train(comm, path, **after))
     assert torch.equal(first, second)
+    assert capsys.readouterr().err == (f"warning: {path}/step-6: {told}\n" if told else "")
 
 
 @pytest.mark.parametrize(
