@@ -103,6 +103,32 @@ def make_checked(make: OuterFactory, parameters: Sequence[Tensor]) -> Optimizer:
     return optimizer
 
 
+def copy_together(
+    optimizer: Optimizer, parameters: Sequence[Parameter]
+) -> tuple[Optimizer, list[Parameter]]:
+    """Return copies of an optimizer, of all that it keeps, and of the parameters that it steps.
+
+    Raises:
+        ConfigError: Something that the user's class keeps cannot be copied.
+    """
+    # Together: groups of the optimizer may hold the parameters in another order.
+    memo: dict[int, Any] = {}
+    mine, copies = copy.deepcopy((optimizer, list(parameters)), memo)
+    # torch copies state and groups alone, neither other attributes nor hooks.
+    for name in vars(optimizer).keys() - optimizer.__getstate__().keys():
+        value = vars(optimizer)[name]
+        try:
+            vars(mine)[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            kind = type(optimizer).__name__
+            raise ConfigError(
+                f"outer returned a {kind} whose attribute {name!r} cannot be copied ({error}): "
+                "policy 'async' steps a copy of the optimizer to foresee the average; remove the "
+                "attribute, or use policy 'cadence'"
+            ) from error
+    return mine, copies
+
+
 @final
 class OuterStep:
     """Steps named parameters with an outer optimizer.
@@ -153,13 +179,18 @@ class OuterStep:
             parameter.grad = None
 
     def ahead(self, differences: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return what ``step`` would make of the parameters; nothing is changed."""
-        # Together: groups of the optimizer may hold the parameters in another order.
-        mine, parameters = copy.deepcopy((self._optimizer, self._parameters))
-        assert mine is not None, "no parameters were added"
+        """Return what ``step`` would make of the parameters; nothing is changed.
+
+        A copy of the optimizer makes that step, with its hooks.
+
+        Raises:
+            ConfigError: See ``copy_together``.
+        """
+        assert self._optimizer is not None, "no parameters were added"
+        mine, parameters = copy_together(self._optimizer, self._parameters)
         for parameter, difference in zip(parameters, differences, strict=False):
             parameter.grad = difference
-        mine.step()
+        type(mine).step(mine)  # a scheduler's, in the instance, steps the original
         return [parameter.detach() for parameter in parameters]
 
     def state_dict(self) -> dict[str, dict[str, Any]]:

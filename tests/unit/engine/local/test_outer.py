@@ -1,5 +1,6 @@
 """The outer optimizer: its steps, and its state as a part of what ranks agree on."""
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import ConfigError, Ddp, DdpConfig
-from evener.averaging.outer import OuterSGD
+from evener.averaging.outer import OuterSGD, OuterStep
 from evener.comm.base import Communicator
 from evener.data.order import Permutation
 from helpers.clocks import RankClocks
@@ -321,6 +322,61 @@ def test_a_resume_with_another_outer_optimizer_says_once_what_is_lost(
     first, second = run_team(2, lambda comm: train(comm, path, **after))
     assert torch.equal(first, second)
     assert capsys.readouterr().err == (f"warning: {path}/step-6: {told}\n" if told else "")
+
+
+class Counts(torch.optim.SGD):
+    """Halves its rate with its second step, and limits differences to 0.01 by a hook."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters, lr=OUTER_LR)
+        self.num_steps = 0
+        self.seen: list[float] = []
+        self.register_step_pre_hook(lambda own, *_: own.limit())
+
+    def limit(self) -> None:
+        self.num_steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.clamp_(-0.01, 0.01)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen.append(self.num_steps)
+        self.param_groups[0]["lr"] = OUTER_LR / len(self.seen)
+        super().step()
+
+
+def test_what_a_class_keeps_beside_its_state_is_foreseen_and_not_changed() -> None:
+    step = OuterStep(Counts)
+    consensus = torch.zeros(3)
+    step.add(["weight"], [consensus])
+    for _ in range(3):
+        differences = [torch.tensor([1.0, -1.0, 0.001])]
+        (foreseen,) = step.ahead([differences[0].clone()])
+        (again,) = step.ahead([differences[0].clone()])
+        step.step(differences)
+        assert torch.equal(foreseen, again)
+        assert torch.equal(foreseen, consensus)
+    rate = OUTER_LR * (1 + 1 / 2 + 1 / 3)
+    torch.testing.assert_close(consensus, rate * torch.tensor([-0.01, 0.01, -0.001]))
+
+
+class Locks(torch.optim.SGD):
+    """Keeps what cannot be copied."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters, lr=OUTER_LR)
+        self.lock = threading.Lock()
+
+
+def test_async_refuses_an_outer_optimizer_that_cannot_be_copied() -> None:
+    def body(comm: Communicator, policy: str) -> None:
+        model = mlp(dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        setup(comm, model, optimizer, policy=policy, outer=Locks).close()
+
+    run_team(2, partial(body, policy="cadence"))
+    words = "outer returned a Locks whose attribute 'lock' cannot be copied.*use policy 'cadence'"
+    with pytest.raises(ConfigError, match=words):
+        run_team(2, partial(body, policy="async"))
 
 
 @pytest.mark.parametrize(
