@@ -67,7 +67,7 @@ POINTS = {
     "recovery, source": Point("before", "of the team's state", founders=2, recovery="source"),
     "recovery, receiver": Point("after", "of the team's state", founders=2, recovery="receiver"),
 }
-#: Every point, and each policy at least once; ``unit/engine/test_elastic_points.py`` has them all.
+#: Every point, and each policy at least once; ``unit/engine/test_elastic.py`` has more.
 CASES = (
     ("sync", "inside"),
     ("sync", "recovery, source"),

@@ -15,6 +15,7 @@ from torch import Tensor
 from evener.comm.base import (
     CELL_BYTES,
     Communicator,
+    Sum,
     Transport,
     Wait,
     keep_latest,
@@ -162,26 +163,18 @@ class GroupTransport(Transport):
         own = whole.chunk(len(self.numbers))[self.rank]
         self._run(wait, [call], [lambda group: [group._allgather_base(whole, own, how)]])
 
-    def sum_each(
-        self,
-        flats: Sequence[Tensor],
-        wait: Wait,
-        lost: Sequence[Tensor | None] = (),
-        bits: int = 16,
-    ) -> None:
-        """Sum tensors; see the base class."""
+    def sum_each(self, sums: Sequence[Sum], wait: Wait) -> None:
+        """Form sums; see the base class."""
         how = options(AllreduceOptions, wait.call.timeout_s + _GRACE_S)
         exact = []
-        for flat, call, rest in zip(flats, wait.calls, lost or [None] * len(flats), strict=True):
-            if rest is None:
-                exact.append((call, flat))
+        for one in sums:
+            if one.lost is None:
+                exact.append(one)
             else:
-                self._sum_rounded(flat, rest, bits, wait, call)
+                self._sum_rounded(one.flat, one.lost, one.bits, wait, one.call)
         if exact:
-            calls, tensors = zip(*exact, strict=True)
-            self._run_on(
-                wait, calls, tensors, lambda tensor, group: [group.allreduce([tensor], how)]
-            )
+            calls, flats = [one.call for one in exact], [one.flat for one in exact]
+            self._run_on(wait, calls, flats, lambda flat, group: [group.allreduce([flat], how)])
 
     @property
     def can_round(self) -> bool:

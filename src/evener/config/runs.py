@@ -115,8 +115,7 @@ class TaskConfig(Section):
     """The keys of all tasks that concern the computation.
 
     Attributes:
-        max_grad_norm: 2-norm that averaged gradients are clipped to; ``None`` does not clip. It is
-            also accepted in the section ``optimizer``, as in earlier versions.
+        max_grad_norm: 2-norm that averaged gradients are clipped to; ``None`` does not clip.
         micro_batch_size: Most samples of one forward and backward; ``"auto"`` is the equal share.
         seed: Seed of new weights, of the order of samples and of what is held out.
     """

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from pydantic import TypeAdapter
 
 from evener.data.cursor import Slice
 from evener.planning.report import RankRecord
@@ -150,12 +152,7 @@ def pack_applied(applied: Applied) -> dict[str, Any]:
 
 def unpack_applied(packed: Mapping[str, Any]) -> Applied:
     """Undo ``pack_applied``."""
-    result = dict(packed["result"])
-    cadence = result["cadence"]
-    result["progress"] = Progress(**result["progress"])
-    result["ranks"] = tuple(RankRecord(*record) for record in result["ranks"])
-    result["ranges"] = tuple((start, stop) for start, stop in result["ranges"])
-    result["parked"] = tuple(result["parked"])
-    result["cadence"] = None if cadence is None else CadenceRecord(**cadence)
-    leases = [Slice(**lease) for lease in packed["leases"]]
-    return Applied(WindowResult(**result), leases, packed["late_fields"])
+    return _APPLIED.validate_python(packed)
+
+
+_APPLIED: Final = TypeAdapter(Applied)

@@ -248,6 +248,7 @@ class EventStream:
         *_, newest = self._names
         self._names = {newest: self._names[newest], change.generation: self._present()}
         if not self._engine.rounds.is_main:
+            self._has_started = True  # a run that has changed its team has begun
             return
         window = change.window
         # Not windows before this rank was parked, or before the team went back to a checkpoint.

@@ -1,12 +1,11 @@
 """The history of a run, read from its events one by one. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 from evener.observe.events import Event
 from evener.observe.sentences import describe, steps_before
-from evener.observe.table import RunTable
+from evener.observe.table import VOIDING, RunTable
 from evener.observe.team_change import TeamChange
 
 MOST_LISTED: Final = 500
@@ -77,24 +76,18 @@ class RunHistory:
 
     def slowed(self, lane: int) -> float | None:
         """Return the factor by which a rank is slowed on purpose; ``None`` if it is not."""
-        worker = self.workers.get(self.table.members[lane], {})
-        for factor in (worker.get("emulated"), self.facts.get("emulated")):
-            # Older files have it for all ranks in ``run_started``.
-            own = factor.get(str(self.table.ranks[lane])) if isinstance(factor, Mapping) else factor
-            if own is not None:
-                return float(own)
-        return None
+        return self.workers.get(self.table.members[lane], {}).get("emulated")
 
     def add(self, event: Event) -> None:
         """Take one event."""
         self.table.add(event)
         kind = event["type"]
         self.counts[kind] += 1
+        if kind in VOIDING:  # the evaluations of void windows are void, too
+            self.evals = [one for one in self.evals if one["window"] <= event["window"]]
         match kind:
             case "run_resumed":
                 self._begin_session()
-                # Evaluations of void windows are void, too.
-                self._drop_evals(event["window"])
             case "run_started":
                 # A resume writes two events: first the void windows, then the team.
                 if self._newest_kind != "run_resumed":
@@ -102,7 +95,6 @@ class RunHistory:
                 self.facts = event
                 self.gone.clear()
             case "reformed":
-                self._drop_evals(event["window"])
                 known = {name: event[name] for name in _BACKEND if name in event}
                 self.facts = {**self.facts, **known}
             case "window":
@@ -131,7 +123,7 @@ class RunHistory:
             case "run_finished":
                 self.ending = event
         if kind in TeamChange.KINDS:
-            self._tell_change(event)
+            self._describe_change(event)
         elif kind in _INCIDENTS:
             self._tell(_INCIDENTS[kind], event, self._describe(event))
         if kind in _DECISIONS:
@@ -142,10 +134,7 @@ class RunHistory:
         self.sessions += 1
         self.ending = None
 
-    def _drop_evals(self, first: int) -> None:
-        self.evals = [one for one in self.evals if one["window"] <= first]
-
-    def _tell_change(self, event: Event) -> None:
+    def _describe_change(self, event: Event) -> None:
         """Describe all events of one change of the team in one sentence."""
         if self._change is None or not self._change.takes(event):
             if event["type"] == "window":

@@ -10,6 +10,7 @@ from evener.config.folders import EVENTS, SUMMARY, find_events
 from evener.errors import ConfigError
 from evener.files import read_json, write_pieces
 from evener.observe.following import EventFollower
+from evener.observe.numbers import wrapped
 from evener.run_report.chrome_trace import trace_events, trace_text
 from evener.run_report.document import figures
 from evener.run_report.history import RunHistory
@@ -72,8 +73,10 @@ def verdict_lines(document: dict[str, Any]) -> list[str]:
     """Return the most important lines of a report: three for one run, else one for each run."""
     runs = document["runs"]
     if len(runs) == 1:
-        return [*runs[0]["verdict"]["answers"].values()]
-    return [f"{run['name']}: {run['verdict']['text'] or run['run']['state']}" for run in runs]
+        found = [*runs[0]["verdict"]["answers"].values()]
+    else:
+        found = [f"{run['name']}: {run['verdict']['text'] or run['run']['state']}" for run in runs]
+    return [*map(wrapped, found)]
 
 
 def write_trace(run: Path, path: Path) -> None:
