@@ -308,7 +308,7 @@ def report(ddp: Ddp, metrics: Mapping[str, Any], *, checkpoint: bool = True) -> 
 
 
 def report_commits(ddp: Ddp, *, every: int, checkpoint: bool = True) -> None:
-    """Report every so many committed windows to Ray Train; all ranks call it before the first.
+    """Report to Ray Train after every ``every`` committed windows; all ranks call it at the start.
 
     The metrics are ``window``, ``epoch``, ``samples`` (of the run so far), ``loss`` and ``lr``.
 

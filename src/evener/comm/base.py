@@ -235,11 +235,11 @@ class Transport(ABC):
         return False
 
     def bytes_of_sum(self, num_bytes: int, *, bits: int) -> int:
-        """Return what this rank sends at least of a tensor of so many bytes that is summed.
+        """Return how many bytes this rank sends at least when a tensor is summed.
 
         Args:
             num_bytes: Those of the tensor.
-            bits: If below 32, a number of float32 is rounded to so many.
+            bits: If below 32, the bits to which a number of float32 is rounded.
         """
         rounds = bits < 32 and self.can_round
         size = packed_bytes(num_bytes // 4, bits) if rounds else num_bytes
@@ -911,7 +911,7 @@ class Communicator(Closing, NotInherited):
         self.sent_bytes += self.bytes_of_sum(flat.nbytes, bits=bits)
 
     def bytes_of_sum(self, num_bytes: int, *, bits: int) -> int:
-        """Return by how much ``sent_bytes`` rises when a tensor of so many bytes is summed."""
+        """Return by how much ``sent_bytes`` rises when a tensor of ``num_bytes`` is summed."""
         if self._transport is None:
             return 0
         return self._transport.bytes_of_sum(num_bytes, bits=bits)

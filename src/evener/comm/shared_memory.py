@@ -16,7 +16,7 @@ from evener.comm.forks import NotInherited, close_in_children
 if sys.platform == "linux":
     import fcntl
 
-#: Pages are reserved in steps of so many bytes: a signal makes Linux start a step again, so one
+#: Pages are reserved in steps of this size: a signal makes Linux start a step again, so one
 #: step must be shorter than the time between the signals of a profiler.
 _STEP_BYTES = 16 << 20
 #: Python's mmap has no name for it.

@@ -182,11 +182,11 @@ class TrainingOptions(LocalOptions):
             warning is printed.
         partition_ratios: Relative shares of the ranks, the same in every window; replaces planning
             altogether. A rank with 0 has no share.
-        verify_every: After every so many windows, at the end of an epoch, before a checkpoint and
-            on leaving, compare the parameters and averaged buffers of all ranks by hashes, and
-            raise ``ReplicasDifferError`` if they differ; 0 does not compare. In CADENCE and ASYNC
-            the consensus is compared, when the next window is exchanged or the epoch ends. If left
-            out, 0, and 1 in a ``DistributedTrainer``.
+        verify_every: Number of windows after which the parameters and averaged buffers of all ranks
+            are compared by hashes; also compared at the end of an epoch, before a checkpoint and on
+            leaving. ``ReplicasDifferError`` is raised if they differ; 0 does not compare. In
+            CADENCE and ASYNC the consensus is compared, when the next window is exchanged or the
+            epoch ends. If left out, 0, and 1 in a ``DistributedTrainer``.
         sharded_update: In SYNC, ``"on"`` divides the update among ranks: each updates its part of
             the parameters and keeps the optimizer state of that part only. ``"off"`` repeats the
             update on every rank; ``"auto"`` divides it if ranks exchange over shared memory or

@@ -16,7 +16,7 @@ from evener.errors import DataError
 
 #: Items that are read at most, beside the first and the last one.
 _NUM_DRAWN: Final = 6
-#: No further item is read after so many seconds.
+#: Seconds after which no further item is read.
 _READING_S: Final = 0.5
 
 

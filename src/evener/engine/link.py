@@ -16,7 +16,7 @@ _SHORT, _LONG = 2**10, 2**17
 _TIMES: Final = 3
 """Exchanges of each length, of which the best counts, after one that sets everything up."""
 
-#: A long exchange must take so many seconds, or a longer one is timed: it hardly shows its bytes.
+#: Seconds that a long exchange must take, or a longer one is timed: it hardly shows its bytes.
 _LEAST_S: Final = 0.015
 _MOST: Final = 2**21
 

@@ -49,8 +49,8 @@ class DdpBuilder:
         batch_size: Samples of one optimizer step: of all devices; without ``"sync"``, of each.
         micro_batch_size: Most samples of one forward and backward pass on one device.
         reduction: ``"sum"`` if the loss is a sum over its units instead, as in ``Ddp.backward``.
-        num_epochs: End the run after so many passes over the data.
-        num_steps: End the run after so many optimizer steps of all devices, also within an epoch.
+        num_epochs: Number of passes over the data after which the run ends.
+        num_steps: Number of optimizer steps after which the run ends, also within an epoch.
         devices: ``"auto"`` (every accelerator, else one CPU rank), a number, or a list of names.
         policy: When devices average, and what; see ``ApplyPolicy``. ``"sync"`` by default.
         backend: How devices exchange; see ``AverageBackend``. ``"auto"`` by default.

@@ -54,7 +54,7 @@ class Trial:
         return self._loss(self.elapsed_s, seconds)
 
     def loss_by_units(self, units: float) -> float:
-        """Return the mean loss of the last windows before so many units were committed."""
+        """Return the mean loss of the last windows before this number of units was committed."""
         return self._loss(self.units, units)
 
     def _loss(self, axis: Floats, end: float) -> float:

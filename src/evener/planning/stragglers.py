@@ -17,10 +17,10 @@ from evener.planning.policies import NOTEWORTHY_S
 from evener.planning.report import Report
 
 FACTOR: Final = 1.3
-"""A rank is slow in a window in which it needs so many times the expected seconds."""
+"""A rank is slow in a window if it needs this many times the expected seconds."""
 
 IN_A_ROW: Final = 3
-"""After so many slow windows in a row a rank is named, after as many others it has recovered."""
+"""Slow windows in a row after which a rank is named; after as many others it has recovered."""
 
 _PAST: Final = 15
 _LEAST_PAST: Final = 8

@@ -85,7 +85,7 @@ def team_of(table: RunTable, start: Event, run: str) -> TeamSpec:
     Args:
         table: Its windows.
         start: Its newest ``run_started``.
-        run: Its name, for people.
+        run: Its name, for messages.
 
     Raises:
         ConfigError: As ``measured_team``.

@@ -25,7 +25,7 @@ _SETTLING: Final = 1 / 3
 _MOST_STEPS: Final = 6000
 _LEAST_WINDOWS: Final = 6
 """Limits for very unequal ranks, which have thousands of local steps in a window: the simulation
-ends after so many steps, but not before so many windows."""
+ends after this number of steps, but not before this number of windows."""
 
 _MOST_APART: Final = 20_000
 """Most local steps of a rank beyond those of the slowest one. Beside a rank of a hundredth of the

@@ -280,7 +280,7 @@ class WorkerProcesses:
             handed: Descriptors that it inherits, by the variable that names each.
             rank: Its rank.
             is_first: It has the terminal; others have pipes, see ``carry_output``.
-            name: What people know it by; its rank by default.
+            name: What messages call it; its rank by default.
 
         Raises:
             LaunchError: It could not be started.

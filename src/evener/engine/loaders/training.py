@@ -160,10 +160,9 @@ class TeamLoader(TrainingLoader):
 
     Made by ``Ddp.loader``. All ranks iterate over the same epochs; each gets the micro-batches of
     its own share: in SYNC that of a window of ``batch_size`` samples, in CADENCE and ASYNC batches
-    of so many samples, each of which is a local step. A rank without work takes part in the
-    exchange of windows inside ``__next__``, so ranks may run different numbers of
-    loop iterations. In the first window every rank has work, unless that is predicted to lengthen
-    the epoch by more than 1 %.
+    of this size, each of which is a local step. A rank without work takes part in the exchange of
+    windows inside ``__next__``, so ranks may run different numbers of loop iterations. In the first
+    window every rank has work, unless that is predicted to lengthen the epoch by more than 1 %.
 
     Args:
         engine: Says what this rank is to compute.

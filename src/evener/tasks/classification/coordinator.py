@@ -79,8 +79,8 @@ class DataParallelCoordinator(Closing):
             ``["cuda:0", "cuda:1", "cpu"]``, one device, or a number of them.
         partition_ratios: Relative shares, instead of measured speeds.
         emulate_slow: By device number, the factor by which to slow it on purpose.
-        verify_every: After every so many batches, compare all replicas by hashes, and raise
-            ``ReplicasDifferError`` if they differ; 0 does not compare.
+        verify_every: Number of batches after which all replicas are compared by hashes;
+            ``ReplicasDifferError`` is raised if they differ. 0 does not compare.
         sinks: Receive the run's events; see ``Ddp.setup``. Closed by ``close``.
 
     Attributes:

@@ -35,9 +35,10 @@ class DistributedTrainer:
         trainer: The trainer of this rank.
         comm: This rank's end; closed with the trainer.
         config: This rank's place; that of ``comm`` if left out.
-        verify_every: After every so many updates, and after the last, compare weights and averaged
-            buffers of all ranks by hashes, and stop if they differ; 0 does not compare. It reads
-            them once and exchanges 16 bytes per rank. If left out, that of ``options``, or 1.
+        verify_every: Number of updates after which weights and averaged buffers of all ranks are
+            compared by hashes, and after the last update; training stops if they differ. 0 does not
+            compare. It reads them once and exchanges 16 bytes per rank. If left out, that of
+            ``options``, or 1.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``"auto"`` is the fast one of this rank's
             device. Ranks may differ.
         options: Further options; deadlines are those of ``comm``.
