@@ -161,6 +161,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--samples", type=int, default=4, help=f"of {SEQ_LEN} tokens, per rank and step"
     )
+    parser.add_argument(
+        "--sleep-ms",
+        type=float,
+        default=0.0,
+        help="of each layer in forward, twice in backward: computing that other load does not slow",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turn-s", type=float, default=2.0, help="length of a turn, about")
     parser.add_argument("--quick", action="store_true", help="2M over 200 Mbit/s; 3 rounds")
@@ -210,6 +216,7 @@ def measure(team: Team, arguments: argparse.Namespace) -> None:
         layers=layers,
         seq_len=SEQ_LEN,
         local_windows=2,
+        sleep_s=arguments.sleep_ms / 1e3,
     )
     equal = [arguments.samples] * len(speeds)
     whole = replace(setting, micro_batch_size=setting.batch_size)

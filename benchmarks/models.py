@@ -1,5 +1,8 @@
 """The models and the data of the benchmarks."""
 
+import time
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,11 +32,36 @@ class Block(nn.Module):
         return x_BTC + self.down(F.gelu(self.up(self.norm2(x_BTC))))
 
 
-class GPT(nn.Module):
-    """A small decoder; ``width=256, layers=4`` has 3.3 million parameters."""
+class _Sleep(torch.autograd.Function):
+    """Sleeps in forward, and twice as long in backward."""
 
-    def __init__(self, *, width: int, layers: int, seq_len: int) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sleep_s: float) -> Tensor:
+        """Return a view of ``x``."""
+        ctx.sleep_s = sleep_s
+        time.sleep(sleep_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient as it is."""
+        time.sleep(2 * ctx.sleep_s)
+        return grads[0], None
+
+
+class GPT(nn.Module):
+    """A small decoder; ``width=256, layers=4`` has 3.3 million parameters.
+
+    Args:
+        width: Of the residual stream.
+        layers: How many blocks there are.
+        seq_len: Tokens of a sequence.
+        sleep_s: How long each block sleeps in forward; twice that in backward.
+    """
+
+    def __init__(self, *, width: int, layers: int, seq_len: int, sleep_s: float = 0.0) -> None:
         super().__init__()
+        self.sleep_s = sleep_s
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.places = nn.Embedding(seq_len, width)
         self.blocks = nn.ModuleList(Block(width, max(1, width // 64)) for _ in range(layers))
@@ -46,6 +74,8 @@ class GPT(nn.Module):
         x = self.tokens(ids_BT) + self.places(places)
         for block in self.blocks:
             x = block(x)
+            if self.sleep_s:
+                x = _Sleep.apply(x, self.sleep_s)
         return self.head(self.norm(x))
 
 

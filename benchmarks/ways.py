@@ -51,6 +51,7 @@ class Setting:
         width: Width of the model.
         layers: Its blocks.
         seq_len: Tokens of a sample.
+        sleep_s: How long each block sleeps in forward; twice that in backward.
     """
 
     speeds: tuple[float, ...]
@@ -63,6 +64,7 @@ class Setting:
     width: int = 128
     layers: int = 4
     seq_len: int = 128
+    sleep_s: float = 0.0
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -96,7 +98,12 @@ class Way:
         self.rank, self.world_size = team.rank, team.world_size
         self.slowdown = Slowdown(setting.slow.get(self.rank, 1.0))
         self.data = Tokens(4096, setting.seq_len)
-        self.model = GPT(width=setting.width, layers=setting.layers, seq_len=setting.seq_len)
+        self.model = GPT(
+            width=setting.width,
+            layers=setting.layers,
+            seq_len=setting.seq_len,
+            sleep_s=setting.sleep_s,
+        )
         self.optimizer = self.make_optimizer()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
