@@ -36,7 +36,7 @@ class Piece:
         indices: Flat numbers of its parameters.
         has_flags: Whether it is the flags of its group, which are known after the last backward.
         due: Gradients that are still to come before it leaves.
-        made: The point in a device's queue at which its gradients are there; ``None`` where they
+        made: The point in a device's queue at which its gradients are there; ``None`` if they
             are there when the host reports it.
         leaves_s: When it leaves, on ``time.monotonic``, if this rank's slowness is emulated.
         ready: Set when it may leave.

@@ -29,7 +29,7 @@ class Bucket:
     """A part of a group's gradients that is exchanged by a call of its own.
 
     Attributes:
-        label: What it belongs to, such as ``"block 3"``; empty where no buckets were asked for.
+        label: What it belongs to, such as ``"block 3"``; empty if no buckets were asked for.
         number: Its place in the order of exchange, which is the same over all groups.
         start: First element in ``FlatGroup.grad``.
         stop: Last-plus-one element there. The last bucket of a group holds the flags, too.

@@ -50,7 +50,7 @@ class HostsTransport(Transport):
             places: By number of each rank, a text that is the same for ranks of one host.
             inside: Joins the ranks of this host; ``None`` for one.
             between: Joins the leaders, in the order of their hosts; ``None`` on another rank.
-            memory: Where this rank's tensors lie; ``None`` where it shares none.
+            memory: Where this rank's tensors lie; ``None`` if it shares none.
         """
         super().__init__("hosts", beneath.rank, beneath.numbers, [beneath.cells])
         self._beneath, self._places, self._memory = beneath, places, memory

@@ -278,7 +278,7 @@ def share_memory(
         memory: Where tensors lie already, of a communicator from which ``comm`` was split off.
 
     Returns:
-        The communicator, and why it exchanges as before; empty where it does not.
+        The communicator, and why it exchanges as before; empty if it does not.
     """
     offer = MemoryOffer(comm, memory)
     try:

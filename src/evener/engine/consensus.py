@@ -245,7 +245,7 @@ class Replica(Consensus):
 
         Args:
             comm: The ranks.
-            buffers: The snapshot of buffers, which becomes what was exchanged; ``None`` where no
+            buffers: The snapshot of buffers, which becomes what was exchanged; ``None`` if no
                 rank has written any.
             weight: What this rank's work counts; 0 leaves it out, whatever it holds.
             total: The same, summed over ranks; larger than 0.
@@ -282,7 +282,7 @@ class Replica(Consensus):
 
         Args:
             weight: Of the window over all ranks; 0 changes nothing.
-            differences: Of buffers, as exchanged; ``None`` where no rank has written any.
+            differences: Of buffers, as exchanged; ``None`` if no rank has written any.
             moved_on: Whether this rank has made steps since the snapshot.
             is_full: Whether the outer optimizer steps; a short window is averaged.
 

@@ -233,7 +233,7 @@ class Engine(ABC):
             renew: See ``exchange_plans``.
 
         Returns:
-            The round; ``None`` where the planner wishes that members change.
+            The round; ``None`` if the planner wishes that members change.
         """
         data = self.run.data(self.batch_size)
         found = self.meet(Purpose.PLAN, plan=plan, renew=renew, **data)

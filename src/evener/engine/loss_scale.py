@@ -35,7 +35,7 @@ class LossScale:
         is_used: Whether a rank computes in fp16.
         value: The scale that ranks have agreed on, a power of two.
         good_steps: Optimizer steps of the team without overflow since the scale was changed.
-        own: The scale of this rank's next local step; 0 where it computes in another precision.
+        own: The scale of this rank's next local step; 0 if it computes in another precision.
     """
 
     def __init__(self, fp16_ranks: Iterable[int], rank: int) -> None:

@@ -67,7 +67,7 @@ class MicroBatchLimits:
 
     @property
     def sizes(self) -> list[int | None]:
-        """Return the largest micro-batch by rank; ``None`` where nothing sets a limit."""
+        """Return the largest micro-batch by rank; ``None`` if nothing sets a limit."""
         limits = [[size for size in (self.base, limit) if size] for limit in self.known]
         return [min(sizes, default=None) for sizes in limits]
 

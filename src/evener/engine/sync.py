@@ -313,7 +313,7 @@ class SyncEngine(Engine):
         Without plans it closes a window of its own.
 
         Returns:
-            The update; ``None`` where it is dropped.
+            The update; ``None`` if it is dropped.
         """
         share = self.share
         if self.team.is_elastic:
@@ -369,7 +369,7 @@ class SyncEngine(Engine):
         return result
 
     def join_unplanned(self) -> WindowResult | None:
-        """Take part in a window without a plan, with nothing; ``None`` where no rank had data."""
+        """Take part in a window without a plan, with nothing; ``None`` if no rank had data."""
         generation = -1
         while generation != self.rounds.state.generation:
             generation = self.rounds.state.generation  # in another one it is computed again

@@ -110,7 +110,7 @@ class Planner:
             window: One of the last planned windows.
 
         Returns:
-            A clause; empty where nothing changed, or another rank has planned the window.
+            A clause; empty if nothing changed, or another rank has planned the window.
         """
         return dict(self._reasons).get(window, "")
 

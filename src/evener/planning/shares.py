@@ -25,7 +25,7 @@ def apportion(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
         ratios: Non-negative proportions, not all 0.
 
     Returns:
-        Whole shares that sum to ``total``; 0 where the ratio is 0.
+        Whole shares that sum to ``total``; 0 if the ratio is 0.
     """
     whole = math.fsum(ratios)
     exact = [total * ratio / whole for ratio in ratios]

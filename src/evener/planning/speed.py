@@ -93,7 +93,7 @@ class SpeedModel:
 
     @property
     def relative_error(self) -> float:
-        """Return the standard error of the cost, as a part of it; 0 where little is known."""
+        """Return the standard error of the cost, as a part of it; 0 if little is known."""
         return 0.0 if self.cost is None else relative_error(_ratios(self._recent, self.cost))
 
     def observe(

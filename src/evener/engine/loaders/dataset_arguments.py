@@ -48,7 +48,7 @@ _NOT_INITIALISED = (
 
 
 def fingerprint(indices: Indices) -> int:
-    """Return what ranks compare, below 2**53; 0 where the order cannot differ."""
+    """Return what ranks compare, below 2**53; 0 if the order cannot differ."""
     if not isinstance(indices, array):
         return 0
     return int.from_bytes(hashlib.blake2b(indices, digest_size=6).digest())
