@@ -71,7 +71,7 @@ class OverlappedExchange:
     gradients, and the host waits for nothing before ``judge``.
 
     What a round of rows leads to is not known while pieces leave. If any rank has begun, all take
-    part to the end, also where the window is not applied: see ``join`` and ``discard``.
+    part to the end, also if the window is not applied: see ``join`` and ``discard``.
 
     Args:
         flat: The ranks' buffers.

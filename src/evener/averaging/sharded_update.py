@@ -170,7 +170,7 @@ class ShardedUpdate:
     def divide(self, comm: Communicator) -> None:
         """Keep this rank's part of the state alone; all ranks of ``comm`` call it together.
 
-        Nothing is exchanged, as all hold the same state. Without effect where one rank is alone, or
+        Nothing is exchanged, as all hold the same state. Without effect if one rank is alone, or
         the buffers cannot be cut into equal parts: then each rank continues with the whole state.
         """
         is_possible = self._is_wanted and comm.world_size > 1

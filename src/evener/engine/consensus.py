@@ -139,7 +139,7 @@ class Replica(Consensus):
     consensus and brings the working copy up to date. The working copy then is the consensus plus
     the steps made since the snapshot, so no step is ever lost.
 
-    Differences are averaged, not values: where no rank has changed anything, +0 is subtracted,
+    Differences are averaged, not values: if no rank has changed anything, +0 is subtracted,
     which changes no bit. All ranks subtract the same sum from the same consensus, or make the same
     step of an outer optimizer. So it stays bit-identical on all of them, also on different kinds of
     devices.

@@ -86,7 +86,7 @@ class MicroBatchLimits:
         return self.known != before
 
     def state_dict(self, members: Sequence[str]) -> dict[str, int]:
-        """Return the limits by member, where there are any."""
+        """Return the limits by member, if there are any."""
         return {m: limit for m, limit in zip(members, self.known, strict=True) if limit}
 
     def load_state_dict(self, state: Mapping[str, int], members: Sequence[str], rank: int) -> None:

@@ -642,7 +642,7 @@ class SyncEngine(Engine):
         """Return whether the host need not wait for the numbers of this window.
 
         Not with several ranks: they exchange these numbers before they exchange gradients.
-        Nor where a window that is not finite has to be left out.
+        Nor if a window that is not finite has to be left out.
         """
         return (
             self.queue is not None

@@ -28,7 +28,7 @@ class Report(NamedTuple):
         overflows: How many it left out because fp16 overflowed.
         non_finite: 0 if everything is finite; k > 0 if the gradient of trainable parameter k - 1
             (in flat order) is not; -1 if the loss is not; -2 if the parameters are not.
-        own_norm: 2-norm of its own gradient; 0 without one, and where the update is divided among
+        own_norm: 2-norm of its own gradient; 0 without one, and if the update is divided among
             ranks, which then measure the mean alone.
         buffers_changed: Whether a buffer of its model was written.
         loss_scale: Its own loss scale; 0 if it has none.

@@ -42,7 +42,7 @@ class SyncPolicy(Policy):
         members: Member ids, by rank.
         micro_batch_sizes: Most samples in one forward and backward, by rank; ``None`` for a whole
             share in one.
-        avoid_ones: Give no rank a micro-batch of one sample where that can be avoided, for models
+        avoid_ones: Give no rank a micro-batch of one sample if that can be avoided, for models
             with batch statistics.
     """
 
@@ -239,7 +239,7 @@ class SyncPolicy(Policy):
         return self._exchanges_s[min(others, key=lambda n: abs(n - num_ranks))] if others else ()
 
     def _costs_without(self, away: frozenset[int]) -> Sequence[CostModel]:
-        """Return the costs where the others are present, which may divide the update."""
+        """Return the costs if the others are present, which may divide the update."""
         if not self._divides_updates:
             return self.costs
         parts = len(self.members) - len(away)
@@ -283,7 +283,7 @@ class SyncPolicy(Policy):
         return WindowPlan(window=window, epoch=epoch, start=start, size=size, shares=shares)
 
     def _steady_shares(self, size: int) -> tuple[tuple[int, ...], str]:
-        """Return the best shares, or those in use where the best are hardly better; and why."""
+        """Return the best shares, or those in use if the best are hardly better; and why."""
         reason, self._occasion = self._occasion, ""
         best, best_s = self._best_shares(size, self._away)
         held = self._in_use.setdefault(size, best)
@@ -320,7 +320,7 @@ class SyncPolicy(Policy):
 
         A rank that has work is parked only if the forecast without it is better by more than the
         measurements differ. One without work is parked unless windows would be longer without it:
-        where the update is divided, it still makes a part of that.
+        if the update is divided, it still makes a part of that.
 
         Ranks are named only after several windows in a row, so that noise parks no rank. A rank
         that never had work then gets some first: a calibration or a hint may be wrong. A rank that
@@ -401,7 +401,7 @@ class FixedShares(Policy):
     Args:
         members: Member ids, by rank.
         ratios: Proportions, by rank; 0 gives a rank nothing to do.
-        avoid_ones: Give no rank a micro-batch of one sample where that can be avoided.
+        avoid_ones: Give no rank a micro-batch of one sample if that can be avoided.
     """
 
     def __init__(

@@ -255,7 +255,7 @@ class LikeDataLoader:
         self.pin_memory = given.pin_memory
 
     def _received(self, pending: Pending) -> Any:
-        """Return a batch, in page-locked memory where the user's ``DataLoader`` asked for it."""
+        """Return a batch, in page-locked memory if the user's ``DataLoader`` asked for it."""
         batch = pending.result()
         return tree_map_only(Tensor, _pin, batch) if self.pin_memory else batch
 
