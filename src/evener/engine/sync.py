@@ -716,7 +716,7 @@ class SyncEngine(Engine):
         self._single_steps.clear()
         self.lookahead.drop()
         self.run.lease_applied()
-        self.lookahead.park_nobody()
+        self.lookahead.forget_parking()
 
     def use_team(self) -> None:
         """Use the ranks that are present from now on, in plans and in exchanges."""
