@@ -202,7 +202,7 @@ class SyncPolicy(Policy):
         """Derive from the speeds what each rank costs, all in one unit.
 
         A rank that was never measured costs what its hint says on the scale of the measured ranks.
-        Without a hint it counts as a middling one, so that it gets work and is measured.
+        Without a hint it counts as average, so that it gets work and is measured.
         """
         hints = [hint or 1.0 for hint in self._hints]
         measured = zip(self._speeds, hints, strict=True)
@@ -349,7 +349,7 @@ class SyncPolicy(Policy):
         ]
 
     def _with_trials(self, size: int, untried: Sequence[int]) -> tuple[int, ...]:
-        """Return shares in which some ranks get the least work there is, to be measured."""
+        """Return shares in which some ranks get the smallest possible work, to be measured."""
         least = min(2 if self._avoid_ones else 1, size)
         tried = untried[: size // least]
         for rank in tried:
