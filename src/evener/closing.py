@@ -9,7 +9,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> Any:
-        """Let go of what is held."""
+        """Release all resources."""
 
     def __enter__(self) -> Self:
         return self

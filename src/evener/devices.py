@@ -13,7 +13,7 @@ from torch import nn
 
 from evener.cgroups import read_group_limits
 
-#: Half precision that a device is good at; ``"fp32"`` where it is at none.
+#: Half precision that a device is good at; ``"fp32"`` if it is at none.
 Half = Literal["bf16", "fp16", "fp32"]
 
 _FAST_FP16: Final = (7, 0)
@@ -97,7 +97,7 @@ class DeviceKind:
         self.module.current_stream(device).synchronize()
 
     def mark(self, device: torch.device) -> Milestone:
-        """Mark what this thread's work on a device has come to; where it ``has_milestones``."""
+        """Mark what this thread's work on a device has come to; only if it ``has_milestones``."""
         event = self.module.Event(enable_timing=True)
         event.record(self.module.current_stream(device))
         return Milestone(event)
@@ -118,7 +118,7 @@ class DeviceKind:
         self.module.empty_cache()
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Lock host memory in place where that makes copies to and from devices faster."""
+        """Lock host memory in place if that makes copies to and from devices faster."""
 
     def unpin(self, memory: torch.Tensor) -> None:
         """Undo ``pin``, before the memory goes."""
@@ -178,7 +178,7 @@ class Cuda(DeviceKind):
     has_milestones = True
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Let the driver know the memory; where it refuses, copies are slower, and no more."""
+        """Let the driver know the memory; if it refuses, copies are slower, and no more."""
         library: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it so
         library.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
 
@@ -188,7 +188,7 @@ class Cuda(DeviceKind):
         library.cudaHostUnregister(memory.data_ptr())
 
     def half(self, device: torch.device) -> Half:
-        """bf16 where the card has it, else fp16 where it has tensor cores.
+        """bf16 if the card has it, else fp16 if it has tensor cores.
 
         Older cards, such as a GTX 1060, compute in fp16 more slowly than in fp32.
         """
@@ -216,7 +216,7 @@ class Xpu(DeviceKind):
         return bool(torch.xpu.get_device_capability(device).get("has_fp64"))
 
     def half(self, device: torch.device) -> Half:
-        """bf16 where the card does not merely emulate it."""
+        """bf16 if the card does not merely emulate it."""
         capability = torch.xpu.get_device_capability(device)
         return "bf16" if capability.get("has_bfloat16_conversions") else "fp32"
 
@@ -287,7 +287,7 @@ class OtherAccelerator(DeviceKind):
         self.module.manual_seed_all(seed)
 
     def free_cache(self) -> None:
-        """Give memory back where the backend offers that; not all of them do."""
+        """Give memory back if the backend offers that; not all of them do."""
         with suppress(AttributeError):
             self.module.empty_cache()
 
@@ -319,13 +319,13 @@ class DeviceQueue:
         self.has_milestones = self._kind.has_milestones
 
     def mark(self) -> Milestone:
-        """Mark what has been queued so far; where it ``has_milestones``."""
+        """Mark what has been queued so far; only if it ``has_milestones``."""
         return self._kind.mark(self._device)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Queue a copy into host memory; it has arrived at the next milestone.
 
-        That memory is page-locked where the kind of device has that, or the host would wait for the
+        That memory is page-locked if the kind of device has that, or the host would wait for the
         copy. Torch keeps it for the next one.
         """
         pinned = self._kind.pins_memory
@@ -368,7 +368,7 @@ def move(module: nn.Module, device: torch.device) -> None:
 
 
 def copied(module: nn.Module, device: torch.device, memo: Mapping[int, Any] | None = None) -> Any:
-    """Return a copy of a module on a device, without a second one where the module lies.
+    """Return a copy of a module on a device, without a second one if the module lies.
 
     Args:
         module: It stays as it is.

@@ -23,7 +23,7 @@ def is_users(file: str) -> bool:
 
 
 def here() -> str:
-    """Return the user's file and line that this call was made under; empty where there is none."""
+    """Return the user's file and line that this call was made under; empty if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back

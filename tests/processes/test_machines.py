@@ -122,7 +122,7 @@ def test_what_ends_one_machine_ends_the_other_at_once(sandboxes: list[Sandbox], 
     else:
         running[1].process.kill()
         assert running[0].process.stderr is not None
-        assert b"the connection to node 1 (127.0.0.1) broke" in running[0].process.stderr.readline()
+        assert b"the connection to node 1 (127.0.0.1) ended" in running[0].process.stderr.readline()
         sandboxes[0].open_gate(1)  # rank 0 notices it later, in its next exchange
     first, second = [each.end() for each in running]
     assert first.code == (130 if way == "Ctrl-C" else 1)

@@ -253,7 +253,7 @@ def _cut(flat: Tensor, buffers: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _move(agreed: Tensor, total: Tensor) -> None:
-    """Add an exchanged sum to the consensus; keep its bits where that is zero."""
+    """Add an exchanged sum to the consensus; keep its bits if that is zero."""
     if agreed.dtype == torch.bool:
         agreed.logical_xor_((total > 0).to(agreed.device))
     elif agreed.is_floating_point():

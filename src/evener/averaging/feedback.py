@@ -48,7 +48,7 @@ class ErrorFeedback:
         self._scale = scale
 
     def of(self, buffer: Tensor) -> Tensor | None:
-        """Return what was lost of a buffer, in its shape; ``None`` where nothing is rounded."""
+        """Return what was lost of a buffer, in its shape; ``None`` if nothing is rounded."""
         rounds = self.bits < 32 and self._comm is not None and self._comm.can_round
         if not rounds or buffer.dtype is not float32:
             return None

@@ -78,7 +78,7 @@ def norms_of(
 
 
 def root(norms: Iterable[Iterable[float]]) -> float:
-    """Return the 2-norm of all together; NaN where one of them is."""
+    """Return the 2-norm of all together; NaN if one of them is."""
     squares = 0.0
     for values in norms:
         for norm in values:

@@ -63,7 +63,7 @@ def make_outer(
     lr: float | None,
     momentum: float | None,
 ) -> OuterFactory | None:
-    """Return what makes the outer optimizer of a configuration; ``None`` where it only averages.
+    """Return what makes the outer optimizer of a configuration; ``None`` if it only averages.
 
     Args:
         outer: Its name, or what makes the user's own.
@@ -247,7 +247,7 @@ def describe_loss(state: Mapping[str, Mapping[str, Any]], step: OuterStep | None
 
     Args:
         state: Of ``OuterStep.state_dict``, in a checkpoint; empty from a run that averaged.
-        step: That of this run; ``None`` where it averages.
+        step: That of this run; ``None`` if it averages.
     """
     here = None if step is None else step.kind
     parts = [

@@ -36,7 +36,7 @@ class Piece:
         indices: Flat numbers of its parameters.
         has_flags: Whether it is the flags of its group, which are known after the last backward.
         due: Gradients that are still to come before it leaves.
-        made: The point in a device's queue at which its gradients are there; ``None`` where they
+        made: The point in a device's queue at which its gradients are there; ``None`` if they
             are there when the host reports it.
         leaves_s: When it leaves, on ``time.monotonic``, if this rank's slowness is emulated.
         ready: Set when it may leave.
@@ -71,7 +71,7 @@ class OverlappedExchange:
     gradients, and the host waits for nothing before ``judge``.
 
     What a round of rows leads to is not known while pieces leave. If any rank has begun, all take
-    part to the end, also where the window is not applied: see ``join`` and ``discard``.
+    part to the end, also if the window is not applied: see ``join`` and ``discard``.
 
     Args:
         flat: The ranks' buffers.

@@ -59,7 +59,7 @@ def sum_gradients(
         what: Names the exchange in errors.
 
     Returns:
-        The sums by name, ``None`` where no replica has a gradient; and whether all of them are
+        The sums by name, ``None`` if no replica has a gradient; and whether all of them are
         finite, with the same answer on every process.
     """
     by_dtype: dict[torch.dtype, list[str]] = {}
@@ -92,7 +92,7 @@ def sum_gradients(
 def hand_out(
     replicas: Sequence[Mapping[str, Parameter]], sums: Mapping[str, Tensor | None]
 ) -> None:
-    """Write sums to ``.grad`` of every replica; ``None`` where there is none."""
+    """Write sums to ``.grad`` of every replica; ``None`` if there is none."""
     for replica in replicas:
         for name, total in sums.items():
             parameter = replica[name]

@@ -57,7 +57,7 @@ _LOST: Final = (
 
 
 def why_replicated(optimizers: Sequence[Optimizer]) -> str:
-    """Return why the update of these optimizers cannot be divided; empty where it can."""
+    """Return why the update of these optimizers cannot be divided; empty if it can."""
     for number, optimizer in enumerate(optimizers):
         kind = type(optimizer)
         if kind not in ELEMENTWISE:
@@ -103,7 +103,7 @@ class _Place(NamedTuple):
         group: Its flat group.
         offset: Its first element there.
         where: The elements of this rank's piece there.
-        piece: Those elements; ``None`` where other ranks own all of the parameter.
+        piece: Those elements; ``None`` if other ranks own all of the parameter.
         grad: The piece's gradient.
     """
 
@@ -170,7 +170,7 @@ class ShardedUpdate:
     def divide(self, comm: Communicator) -> None:
         """Keep this rank's part of the state alone; all ranks of ``comm`` call it together.
 
-        Nothing is exchanged, as all hold the same state. Without effect where one rank is alone, or
+        Nothing is exchanged, as all hold the same state. Without effect if one rank is alone, or
         the buffers cannot be cut into equal parts: then each rank continues with the whole state.
         """
         is_possible = self._is_wanted and comm.world_size > 1
@@ -283,7 +283,7 @@ class ShardedUpdate:
             what: Names the exchange in errors.
 
         Returns:
-            Number of the rank and flat number of the parameter; ``None`` where the sum of finite
+            Number of the rank and flat number of the parameter; ``None`` if the sum of finite
             gradients has overflowed, or the exchange has left nothing to look at.
         """
         comm = self._comm

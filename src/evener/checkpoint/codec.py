@@ -22,7 +22,7 @@ def encode(value: Any, *, path: str, tensors: dict[str, torch.Tensor] | None = N
     Args:
         value: Tensors, numbers, strings, booleans, ``None``, and lists, tuples or dicts of these.
         path: Where the value sits, such as ``state.0``; names it in errors and names its tensors.
-        tensors: Receives the tensors that occur; ``None`` where none may occur.
+        tensors: Receives the tensors that occur; ``None`` if none may occur.
 
     Returns:
         What ``json.dumps(..., allow_nan=False)`` accepts. Floats keep all bits (Python writes the

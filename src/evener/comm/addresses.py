@@ -21,7 +21,7 @@ _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NON
 def is_loopback(host: str) -> bool:
     """Return whether a name or number stands for the host itself, whichever host uses it.
 
-    That holds for loopback numbers and for ``localhost``, also where that is ``::1`` alone. Another
+    That holds for loopback numbers and for ``localhost``, also if that is ``::1`` alone. Another
     name that leads to a loopback number here (many distributions map a host's own name to
     127.0.1.1) leads elsewhere on other hosts, so it does not count.
     """
@@ -199,7 +199,7 @@ def parse_address(address: object, name: str, *, may_bind: bool = False) -> tupl
             listen there, but no one else can connect to it.
 
     Returns:
-        The host, without brackets, and the port where there is one.
+        The host, without brackets, and the port if there is one.
 
     Raises:
         ConfigError: It is not text, not a host, stands for every address, or has an invalid port.

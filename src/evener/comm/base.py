@@ -459,7 +459,7 @@ class Communicator(Closing, NotInherited):
             tensor: Contiguous; same shape and dtype on every rank. Sums are formed in its dtype.
             what: What is summed, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
-            lost: Lets numbers travel between hosts in ``bits``, where the tensor is large. A tensor
+            lost: Lets numbers travel between hosts in ``bits``, if the tensor is large. A tensor
                 like ``tensor``, both float32. What this rank's rounding takes from this sum is
                 written there, after what it took from an earlier one was added to this. Finite
                 before and after. Given on all ranks that ``can_round``, or on none.
@@ -573,7 +573,7 @@ class Communicator(Closing, NotInherited):
         Args:
             flat: Contiguous; same size and dtype on every rank; cut into ``world_size`` equal
                 parts. Sums are formed in its dtype, with the bits that ``all_reduce`` would give
-                where the transport adds in rank order.
+                if the transport adds in rank order.
             what: What is summed, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
             have_met: All ranks have met in another call since any of them last wrote to ``flat``,

@@ -164,9 +164,9 @@ def _run_within(timeout_s: float, function: Callable[[], None]) -> None:
 
 
 def nccl_version() -> str:
-    """Return the version of NCCL (or RCCL) that ranks must share; empty where it is absent.
+    """Return the version of NCCL (or RCCL) that ranks must share; empty if it is absent.
 
-    Only to be asked where there is a GPU.
+    Only to be asked if there is a GPU.
     """
     if not is_nccl_available():
         return ""

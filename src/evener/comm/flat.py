@@ -295,7 +295,7 @@ class FlatBuffers:
     # ── gradients that leave before the window's last backward is over ───────────────────────────
 
     def complete(self, indices: Iterable[int]) -> list[int]:
-        """Put the gradients of some parameters into their places; zeros where there is none.
+        """Put the gradients of some parameters into their places; zeros if there is none.
 
         Returns:
             The parameters without a gradient.

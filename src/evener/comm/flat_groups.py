@@ -29,7 +29,7 @@ class Bucket:
     """A part of a group's gradients that is exchanged by a call of its own.
 
     Attributes:
-        label: What it belongs to, such as ``"block 3"``; empty where no buckets were asked for.
+        label: What it belongs to, such as ``"block 3"``; empty if no buckets were asked for.
         number: Its place in the order of exchange, which is the same over all groups.
         start: First element in ``FlatGroup.grad``.
         stop: Last-plus-one element there. The last bucket of a group holds the flags, too.
@@ -63,7 +63,7 @@ class FlatGroup:
         grad: ``(N + T,)``; what ranks exchange: the gradients, then the ``touched`` flags, then
             padding to a multiple of ``world_size``. Empty with one rank, which exchanges nothing.
         grad_values: ``(N,)``; the front of ``grad``: the gradients alone.
-        touched: ``(len(parameters),)``; part of ``grad``: 1 where this rank had a gradient; after
+        touched: ``(len(parameters),)``; part of ``grad``: 1 if this rank had a gradient; after
             an all_reduce, on how many ranks.
         buckets: What is exchanged at once; together, all of ``grad``.
     """
@@ -131,7 +131,7 @@ def build_group(
     for parameter in parameters:
         offsets.append(end)
         end = _round_up(end + parameter.numel(), unit)
-    # In equal parts also for those that remain when ranks are parked, where that costs little.
+    # In equal parts also for those that remain when ranks are parked, if that costs little.
     most = world_size if world_size > _MOST_PARTS else math.lcm(*range(1, world_size + 1))
     size = _round_up(end, most)
     total = _round_up(size + len(parameters), most)
@@ -200,7 +200,7 @@ def move_parameter(
 
 
 def view_like(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Return a view of ``buffer`` in the shape of ``like``, with its strides where it is dense."""
+    """Return a view of ``buffer`` in the shape of ``like``, with its strides if it is dense."""
     if is_dense(like):
         return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + offset)
     return buffer[offset : offset + like.numel()].view(like.shape)

@@ -105,7 +105,7 @@ class GroupTransport(Transport):
     is one exception: ranks are in larger exchanges of one kind at the same time, with different
     sizes that each has seen lately. Then Gloo aborts the process that receives too much.
 
-    CUDA and other device tensors on Gloo go through a host copy, pinned where that is faster. With
+    CUDA and other device tensors on Gloo go through a host copy, pinned if that is faster. With
     NCCL, calls still block the host until the result is there, so that every wait has a deadline.
     """
 
@@ -466,7 +466,7 @@ class GroupTransport(Transport):
             raise self._explain(wait, wait.call, first_line(error), Cause.LOST) from None
 
     def _check_wires(self) -> None:
-        """Raise ``RuntimeError`` where an operation continues long after a connection was closed.
+        """Raise ``RuntimeError`` if an operation continues long after a connection was closed.
 
         Gloo notices the end of a neighbour alone, and rarely not even that.
         """
@@ -476,7 +476,7 @@ class GroupTransport(Transport):
             raise RuntimeError("Connection closed by peer")
 
     def _wait(self, work: Work, wait: Wait) -> bool:
-        """Return whether ``work`` succeeded in time; raises ``RuntimeError`` where it failed."""
+        """Return whether ``work`` succeeded in time; raises ``RuntimeError`` if it failed."""
         try:
             while True:
                 left_s = wait.left_s

@@ -50,7 +50,7 @@ class HostsTransport(Transport):
             places: By number of each rank, a text that is the same for ranks of one host.
             inside: Joins the ranks of this host; ``None`` for one.
             between: Joins the leaders, in the order of their hosts; ``None`` on another rank.
-            memory: Where this rank's tensors lie; ``None`` where it shares none.
+            memory: Where this rank's tensors lie; ``None`` if it shares none.
         """
         super().__init__("hosts", beneath.rank, beneath.numbers, [beneath.cells])
         self._beneath, self._places, self._memory = beneath, places, memory
@@ -75,7 +75,7 @@ class HostsTransport(Transport):
         return self._beneath
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros in memory that this host shares, where it does; see the base class."""
+        """Return zeros in memory that this host shares, if it does; see the base class."""
         if self._inside is None:
             return super().allocate(numel, dtype, device)
         return self._inside.allocate(numel, dtype, device)
@@ -186,7 +186,7 @@ def connect_hosts(comm: Communicator, place: str | None = None) -> tuple[Communi
     """Make ranks of one host exchange through its memory; all ranks call it together.
 
     Args:
-        comm: Joins them, on one host or on several. It exchanges as before where no two ranks can
+        comm: Joins them, on one host or on several. It exchanges as before if no two ranks can
             share memory, or one of them cannot.
         place: What identifies this rank's host; that of this process by default.
 

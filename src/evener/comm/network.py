@@ -112,7 +112,7 @@ def _answers(place: tuple[str, int]) -> bool:
 def devices_at(host: str) -> tuple[ProcessGroupGloo.Device, ...]:
     """Return the network devices that listen at an address of this host.
 
-    ``GLOO_SOCKET_IFNAME`` (names, comma separated) takes precedence where it is set.
+    ``GLOO_SOCKET_IFNAME`` (names, comma separated) takes precedence if it is set.
 
     Args:
         host: Name or number at which peers reach this host.

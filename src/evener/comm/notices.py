@@ -55,7 +55,7 @@ class NoticeBoard(ABC):
 
     @abstractmethod
     def read(self) -> dict[int, Notice] | None:
-        """Return the notices by rank; ``None`` where nothing answers."""
+        """Return the notices by rank; ``None`` if nothing answers."""
 
     def share_loss(self, detail: str, *, is_known: bool) -> str:
         """Return how a peer was lost, in words for the error.
@@ -106,7 +106,7 @@ class NoticeBoard(ABC):
         return CollectiveTimeoutError(text, missing=missing)
 
     def _gather(self, rank: int) -> dict[int, Notice] | None:
-        """Wait a moment for the others' notices; ``None`` where the store does not answer."""
+        """Wait a moment for the others' notices; ``None`` if the store does not answer."""
         # The rank that hosts the coordinator looks for longer, because others query it until they
         # have finished.
         serves = self._host_rank == rank
@@ -140,7 +140,7 @@ class StoreNotices(NoticeBoard):
         self._ask(task)
 
     def read(self) -> dict[int, Notice] | None:
-        """Return the notices by rank; ``None`` where the store does not answer."""
+        """Return the notices by rank; ``None`` if the store does not answer."""
 
         def task() -> dict[int, Notice]:
             if not self._store.check(["any"]):

@@ -66,7 +66,7 @@ class SharedTransport(Transport):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros in shared memory; see ``Communicator.allocate``.
 
-        Elsewhere for other devices than the CPU, and where no more memory can be shared: then the
+        Elsewhere for other devices than the CPU, and if no more memory can be shared: then the
         tensor is copied on its way.
         """
         size = numel * dtype.itemsize
@@ -278,7 +278,7 @@ def share_memory(
         memory: Where tensors lie already, of a communicator from which ``comm`` was split off.
 
     Returns:
-        The communicator, and why it exchanges as before; empty where it does not.
+        The communicator, and why it exchanges as before; empty if it does not.
     """
     offer = MemoryOffer(comm, memory)
     try:

@@ -79,7 +79,7 @@ class Wires(NotInherited):
 
     @property
     def listening(self) -> list[tuple[str, int]]:
-        """Number and port of those at which torch listens for peers; empty where unknown."""
+        """Number and port of those at which torch listens for peers; empty if unknown."""
         return [place for fd in self._own() if (place := _listens_at(fd))]
 
     def cut(self) -> None:

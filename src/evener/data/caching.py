@@ -158,7 +158,7 @@ class DiskStore(ItemStore):
         return item._replace(leaves=[leaves[str(k)] for k in range(len(leaves))])
 
     def free(self, place: tuple[int, int, Item]) -> None:
-        """Take the pages that an item fills out of the file, where the system can do that."""
+        """Take the pages that an item fills out of the file, if the system can do that."""
         start, size, _ = place
         self._file.flush()
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -239,7 +239,7 @@ class Cache:
         return tree_unflatten(leaves, item.spec)
 
     def add(self, samples: Mapping[int, Any], fetch_again: Callable[[list[int]], Any]) -> None:
-        """Keep samples until ``forget``, and from then on where there is room.
+        """Keep samples until ``forget``, and from then on if there is room.
 
         Args:
             samples: By index.

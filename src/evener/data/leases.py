@@ -20,7 +20,7 @@ class LeaseBook:
         cursor: Where the team is in the epoch; its outstanding leases are released first.
         batch_size: Samples of a batch; fewer at the end of the epoch or of a gap.
         ranks: Their numbers.
-        avoid_ones: Make no batch of a single sample where it can go into the one before: layers
+        avoid_ones: Make no batch of a single sample if it can go into the one before: layers
             with batch statistics refuse it.
     """
 

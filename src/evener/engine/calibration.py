@@ -38,7 +38,7 @@ def time_slices(device: torch.device, dtype: torch.dtype, slowdown: Slowdown) ->
         slowdown: Stretches the slices of a rank that is emulated slower.
 
     Returns:
-        The speed; 0.0 where the clock did not move.
+        The speed; 0.0 if the clock did not move.
     """
     width = _WIDTH.get(device.type, _USUAL_WIDTH)
     left, right = (torch.full((width, width), 0.5**n, device=device, dtype=dtype) for n in (1, 2))

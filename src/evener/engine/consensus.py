@@ -139,7 +139,7 @@ class Replica(Consensus):
     consensus and brings the working copy up to date. The working copy then is the consensus plus
     the steps made since the snapshot, so no step is ever lost.
 
-    Differences are averaged, not values: where no rank has changed anything, +0 is subtracted,
+    Differences are averaged, not values: if no rank has changed anything, +0 is subtracted,
     which changes no bit. All ranks subtract the same sum from the same consensus, or make the same
     step of an outer optimizer. So it stays bit-identical on all of them, also on different kinds of
     devices.
@@ -245,7 +245,7 @@ class Replica(Consensus):
 
         Args:
             comm: The ranks.
-            buffers: The snapshot of buffers, which becomes what was exchanged; ``None`` where no
+            buffers: The snapshot of buffers, which becomes what was exchanged; ``None`` if no
                 rank has written any.
             weight: What this rank's work counts; 0 leaves it out, whatever it holds.
             total: The same, summed over ranks; larger than 0.
@@ -282,7 +282,7 @@ class Replica(Consensus):
 
         Args:
             weight: Of the window over all ranks; 0 changes nothing.
-            differences: Of buffers, as exchanged; ``None`` where no rank has written any.
+            differences: Of buffers, as exchanged; ``None`` if no rank has written any.
             moved_on: Whether this rank has made steps since the snapshot.
             is_full: Whether the outer optimizer steps; a short window is averaged.
 

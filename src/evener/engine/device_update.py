@@ -23,7 +23,7 @@ from evener.planning.report import LOSS
 class DeviceUpdate:
     """The update of one rank that a device makes while the host continues.
 
-    The host waits for the device where it reads loss or norm, and before the window is committed.
+    The host waits for the device before it reads loss or norm, and before the window is committed.
     If a number is not finite then, the update has been made all the same, and the team stops.
 
     Args:

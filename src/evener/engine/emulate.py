@@ -21,7 +21,7 @@ def parse_emulation(specs: Sequence[str], world_size: int | None = None) -> dict
 
     Args:
         specs: One text per option, such as ``"1:3"`` (rank 1 takes three times as long).
-        world_size: Ranks in the team; ``None`` where that is not known yet.
+        world_size: Ranks in the team; ``None`` if that is not known yet.
 
     Returns:
         Factor (>= 1) per rank named.

@@ -206,7 +206,7 @@ class Engine(ABC):
             self.is_planning = False
 
     def _calibrate(self) -> None:
-        """Learn how fast ranks are beside one another, where that is needed."""
+        """Learn how fast ranks are beside one another, if that is needed."""
         return
 
     @abstractmethod
@@ -233,7 +233,7 @@ class Engine(ABC):
             renew: See ``exchange_plans``.
 
         Returns:
-            The round; ``None`` where the planner wishes that members change.
+            The round; ``None`` if the planner wishes that members change.
         """
         data = self.run.data(self.batch_size)
         found = self.meet(Purpose.PLAN, plan=plan, renew=renew, **data)
@@ -460,7 +460,7 @@ class Engine(ABC):
             skipped: See ``WindowResult``, here and below.
             grad_norm: 2-norm of the averaged gradient.
             lr: The learning rate.
-            ranges: What was trained, where the plan does not say so.
+            ranges: What was trained, if the plan does not say so.
             cadence: How the plan of local steps was made.
         """
         start, size = ranges[0][0] if ranges else 0, sum(stop - start for start, stop in ranges)

@@ -15,7 +15,7 @@ from evener.engine.loss_scale import LossScale
 class EngineOptions:
     """Options of an engine; see ``DdpConfig`` for the meaning.
 
-    ``outer`` is ``None`` where differences are only averaged.
+    ``outer`` is ``None`` if differences are only averaged.
     """
 
     max_grad_norm: float | None

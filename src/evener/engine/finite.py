@@ -25,7 +25,7 @@ def non_finite_on(
         plan: The window that is not applied.
         names: Trainable parameters, in flat order.
         step: The optimizer step that it would have been.
-        loss_scale: That of fp16 on the rank; 0 where it computes in another precision.
+        loss_scale: That of fp16 on the rank; 0 if it computes in another precision.
     """
     name = names[code - 1] if code > 0 else None
     what = {LOSS: "the loss", PARAMETERS: "a parameter"}.get(code)

@@ -249,7 +249,7 @@ class Generations:
 
         Args:
             error: How this rank has learnt of a loss; raised if the team cannot continue.
-                ``None`` where members join or leave by agreement.
+                ``None`` if members join or leave by agreement.
 
         Returns:
             Whether new plans were made.

@@ -48,7 +48,7 @@ class Exchanged(NamedTuple):
         over: The plan of the window.
         found: Its round.
         next_plan: ``None`` when something was not finite.
-        differences: The exchanged buffers, where a rank has changed any.
+        differences: The exchanged buffers, if a rank has changed any.
     """
 
     over: LocalPlan

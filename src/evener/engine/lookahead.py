@@ -35,8 +35,8 @@ _HANDED_OVER = (
 )
 
 
-class Untold(NamedTuple):
-    """A decision to park ranks of which the user was not told yet, and when it took effect."""
+class PendingWarning(NamedTuple):
+    """A decision to park ranks that the user was not warned of yet, and when it took effect."""
 
     parking: Parking
     batch_size: int
@@ -53,7 +53,7 @@ class Lookahead:
         generations: Know the team.
         run: Holds the data position.
         policy: Divides the work.
-        guards: Tell the user of parked ranks.
+        guards: Warn the user of parked ranks.
 
     Attributes:
         stale_policy: The policy, which may not have learnt from the last windows.
@@ -85,7 +85,7 @@ class Lookahead:
         self._known_parked: frozenset[int] = frozenset()
         #: Plans in which all ranks get work, as those that were parked are tried again.
         self._num_trials = 0
-        self._untold: Untold | None = None
+        self._pending: PendingWarning | None = None
         #: Since when this rank costs more than it contributes, as a main process that stays.
         self._costs_since_s = math.inf
         self._team.call_on_handover(self._announce_handover)
@@ -208,12 +208,12 @@ class Lookahead:
             apart = self.policy.windows_apart(batch_size, self._generations.recall_s)
             self.recall_at = self._run.progress.window + apart
 
-    def park_nobody(self) -> None:
+    def forget_parking(self) -> None:
         """Forget who was to be parked, as the team has changed."""
         self._to_park, self._num_trials = frozenset(), 0
 
     def plan_without(self, ranks: frozenset[int]) -> None:
-        """Tell the policy who is parked in what it plans next, if that is news."""
+        """Give the policy the ranks that are parked in its next plans, if they have changed."""
         if ranks != self._known_parked:
             self._known_parked = ranks
             self.policy.set_parked(ranks)
@@ -257,23 +257,23 @@ class Lookahead:
         return found._replace(alone=others, after=after)
 
     def _note_parking(self, found: Parking, batch_size: int) -> None:
-        """Remember a decision, until it is told."""
-        untold = self._untold
-        if untold is not None and self._team.parked.issuperset(untold.parking.ranks):
-            alone = {**untold.parking.alone, **found.alone}  # tell both at once
-            both = found._replace(alone=alone, before=untold.parking.before)
-            self._untold = untold._replace(parking=both)
+        """Remember a decision, until the user is warned of it."""
+        pending = self._pending
+        if pending is not None and self._team.parked.issuperset(pending.parking.ranks):
+            alone = {**pending.parking.alone, **found.alone}  # one warning for both
+            both = found._replace(alone=alone, before=pending.parking.before)
+            self._pending = pending._replace(parking=both)
         else:
-            self._untold = Untold(found, batch_size, time.monotonic())
+            self._pending = PendingWarning(found, batch_size, time.monotonic())
 
     def _announce_parking(self) -> None:
         """Warn that ranks are parked, once their time without work is noteworthy."""
-        if self._untold is None:
+        if self._pending is None:
             return
-        parking, _, since_s = self._untold
+        parking, _, since_s = self._pending
         took_effect = self._team.parked.issuperset(parking.ranks)
         if took_effect and time.monotonic() - since_s >= NOTEWORTHY_S:
-            text, self._untold = _describe(self._untold), None
+            text, self._pending = _describe(self._pending), None
             whom = "it" if len(parking.ranks) == 1 else "them"
             self._guards.notice(
                 f"{text}. The team tries again with {whom} at window {self.recall_at}"
@@ -282,21 +282,21 @@ class Lookahead:
     def _announce_handover(self) -> None:
         """Warn at once that this rank, the main process until now, is parked.
 
-        A script that tells ranks apart by their numbers does less from now on.
+        A script that distinguishes ranks by their numbers does less from now on.
         """
-        untold, self._untold = self._untold, None
+        pending, self._pending = self._pending, None
         rank = self._team.rank
-        if untold is not None and rank in untold.parking.ranks:
+        if pending is not None and rank in pending.parking.ranks:
             new_main = self._rounds.state.regroup().planner
-            self._guards.notice(_HANDED_OVER.format(_describe(untold), new_main, rank))
+            self._guards.notice(_HANDED_OVER.format(_describe(pending), new_main, rank))
 
 
-def _describe(untold: Untold) -> str:
+def _describe(pending: PendingWarning) -> str:
     """Return that ranks are parked, with the forecasts that led to it."""
-    ranks = untold.parking.ranks
+    ranks = pending.parking.ranks
     are = "is" if len(ranks) == 1 else "are"
     named = " and ".join(f"rank {rank}" for rank in ranks)
-    return f"{named} {are} parked: {explain_parking(untold.parking, untold.batch_size)}"
+    return f"{named} {are} parked: {explain_parking(pending.parking, pending.batch_size)}"
 
 
 def explain_parking(parking: Parking, batch_size: int) -> str:

@@ -28,14 +28,14 @@ class LossScale:
 
     Args:
         fp16_ranks: Those whose gradients may overflow; without any, the scale is 1 for good.
-        rank: This rank, where it makes local steps.
+        rank: This rank, if it makes local steps.
 
     Attributes:
         fp16_ranks: As given.
         is_used: Whether a rank computes in fp16.
         value: The scale that ranks have agreed on, a power of two.
         good_steps: Optimizer steps of the team without overflow since the scale was changed.
-        own: The scale of this rank's next local step; 0 where it computes in another precision.
+        own: The scale of this rank's next local step; 0 if it computes in another precision.
     """
 
     def __init__(self, fp16_ranks: Iterable[int], rank: int) -> None:
@@ -100,7 +100,7 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, where this team needs a scale and that of ``state`` did, too."""
+        """Continue from ``state``, if this team needs a scale and that of ``state`` did, too."""
         if self.is_used and state.get("value", 0.0) > 1.0:
             self.value = float(state["value"])
             self.good_steps = int(state["good_steps"])

@@ -67,7 +67,7 @@ class MicroBatchLimits:
 
     @property
     def sizes(self) -> list[int | None]:
-        """Return the largest micro-batch by rank; ``None`` where nothing sets a limit."""
+        """Return the largest micro-batch by rank; ``None`` if nothing sets a limit."""
         limits = [[size for size in (self.base, limit) if size] for limit in self.known]
         return [min(sizes, default=None) for sizes in limits]
 
@@ -86,7 +86,7 @@ class MicroBatchLimits:
         return self.known != before
 
     def state_dict(self, members: Sequence[str]) -> dict[str, int]:
-        """Return the limits by member, where there are any."""
+        """Return the limits by member, if there are any."""
         return {m: limit for m, limit in zip(members, self.known, strict=True) if limit}
 
     def load_state_dict(self, state: Mapping[str, int], members: Sequence[str], rank: int) -> None:

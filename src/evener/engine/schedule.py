@@ -64,7 +64,7 @@ def _groups_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 
 def _differences(some: Rates, others: Rates) -> Iterator[tuple[int, float, float]]:
-    """Yield the number of a group, and both rates, where they differ by more than rounding."""
+    """Yield the number of a group, and both rates, if they differ by more than rounding."""
     for group, (one, other) in enumerate(zip(some, others, strict=False)):
         if not math.isclose(one, other, rel_tol=1e-6):
             yield group, one, other

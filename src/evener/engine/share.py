@@ -114,7 +114,7 @@ class WindowSpans:
         self._began_s, self._data_s = None, 0.0
 
     def begin_wait(self) -> None:
-        """Begin to wait for the other ranks; where that happens again, the last time counts."""
+        """Begin to wait for the other ranks; if that happens again, the last time counts."""
         self._wait_s = self._sync_s = time.perf_counter()
 
     def begin_sync(self, waited_s: float = 0.0) -> None:
@@ -200,7 +200,7 @@ class Share:
     Args:
         planned: Micro-batches of the share.
         scale: What weights are divided by before backward; see ``GradientAverager``. ``None``
-            takes the weight itself, where this one micro-batch is the whole window: then nothing is
+            takes the weight itself, if this one micro-batch is the whole window: then nothing is
             multiplied, and its gradient is used as it is.
         slowdown: Stretches compute on a rank that is emulated slower.
         queue: Of the device that the rank computes on, if it has one.
@@ -449,7 +449,7 @@ def check_reduction(reduction: object) -> None:
 
 
 def needs_plans() -> UsageError:
-    """Return the error of a window without a plan, where the policy needs one."""
+    """Return the error of a window without a plan, if the policy needs one."""
     return UsageError(
         "windows of local steps need ddp.loader over a map-style data set, whose samples can "
         "be queued for each rank; use one, or policy 'sync'"

@@ -313,7 +313,7 @@ class SyncEngine(Engine):
         Without plans it closes a window of its own.
 
         Returns:
-            The update; ``None`` where it is dropped.
+            The update; ``None`` if it is dropped.
         """
         share = self.share
         if self.team.is_elastic:
@@ -369,7 +369,7 @@ class SyncEngine(Engine):
         return result
 
     def join_unplanned(self) -> WindowResult | None:
-        """Take part in a window without a plan, with nothing; ``None`` where no rank had data."""
+        """Take part in a window without a plan, with nothing; ``None`` if no rank had data."""
         generation = -1
         while generation != self.rounds.state.generation:
             generation = self.rounds.state.generation  # in another one it is computed again
@@ -642,7 +642,7 @@ class SyncEngine(Engine):
         """Return whether the host need not wait for the numbers of this window.
 
         Not with several ranks: they exchange these numbers before they exchange gradients.
-        Nor where a window that is not finite has to be left out.
+        Nor if a window that is not finite has to be left out.
         """
         return (
             self.queue is not None
@@ -716,7 +716,7 @@ class SyncEngine(Engine):
         self._single_steps.clear()
         self.lookahead.drop()
         self.run.lease_applied()
-        self.lookahead.park_nobody()
+        self.lookahead.forget_parking()
 
     def use_team(self) -> None:
         """Use the ranks that are present from now on, in plans and in exchanges."""

@@ -75,9 +75,9 @@ class TrainingState:
         buffers: Keeps the model's buffers equal.
         optimizers: Those that step the parameters.
         schedule: Their learning rates.
-        sharded: Divides their state among ranks, where that is wanted.
+        sharded: Divides their state among ranks, if that is wanted.
         num_bytes: Tensors that ``send`` has sent last.
-        outer: Steps the consensus of CADENCE and ASYNC, where that is not only averaged.
+        outer: Steps the consensus of CADENCE and ASYNC, if that is not only averaged.
     """
 
     model: nn.Module

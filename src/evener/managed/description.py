@@ -100,7 +100,7 @@ class ManagedRun(DdpConfig):
     train_fn: _Function[TrainFn] = field(kw_only=False)
     config: InstanceOf[DdpConfig] | None = None
     dataset: _AsGiven[Data | None] = None
-    batch_size: _Count = None  # type: ignore[assignment]  # refused where it is left out
+    batch_size: _Count = None  # type: ignore[assignment]  # refused if it is left out
     micro_batch_size: MicroBatchSize = "auto"
     reduction: Literal["mean", "sum"] | None = None
     num_epochs: _Count | None = None

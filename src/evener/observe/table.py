@@ -129,7 +129,7 @@ class RunTable:
         return lanes
 
     def cells(self, name: str) -> Floats:
-        """Return a number of the parts by row and lane, 0 where a member had no part."""
+        """Return a number of the parts by row and lane, 0 if a member had no part."""
         parts = self.parts()
         found = np.zeros((len(self), len(self.members)))
         found[parts["row"].astype(np.intp), parts["lane"].astype(np.intp)] = parts[name]
@@ -248,7 +248,7 @@ def wait_parts(sums: Columns) -> Floats:
 
 
 def ratio(over: Floats, under: Floats) -> Floats:
-    """Return ``over / under``, NaN where ``under`` is 0."""
+    """Return ``over / under``, NaN if ``under`` is 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.where(under > 0, over / under, np.nan)
 

@@ -110,7 +110,7 @@ class Planner:
             window: One of the last planned windows.
 
         Returns:
-            A clause; empty where nothing changed, or another rank has planned the window.
+            A clause; empty if nothing changed, or another rank has planned the window.
         """
         return dict(self._reasons).get(window, "")
 
@@ -195,7 +195,7 @@ class Policy(Planner, ABC):
             size: Its samples over all ranks.
             work_for_all: By how many windows the epoch may be lengthened so that every rank that is
                 not parked gets at least a sample of this one (two with batch statistics). 0 gives
-                work only where it helps, ``inf`` always, where there are enough samples.
+                work only if it helps, ``inf`` always, if there are enough samples.
         """
 
     def set_parked(self, ranks: frozenset[int]) -> None:

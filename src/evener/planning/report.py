@@ -8,7 +8,7 @@ PARAMETERS: Final = -2
 
 
 class Report(NamedTuple):
-    """One rank's part of a window, whatever the policy; all zeros where it had none.
+    """One rank's part of a window, whatever the policy; all zeros if it had none.
 
     In a ``WindowResult``, where it is called ``RankRecord``, the last eleven (``LATE_FIELDS``) are
     about that window. They are 0 until it has been committed.
@@ -28,10 +28,10 @@ class Report(NamedTuple):
         overflows: How many it left out because fp16 overflowed.
         non_finite: 0 if everything is finite; k > 0 if the gradient of trainable parameter k - 1
             (in flat order) is not; -1 if the loss is not; -2 if the parameters are not.
-        own_norm: 2-norm of its own gradient; 0 without one, and where the update is divided among
+        own_norm: 2-norm of its own gradient; 0 without one, and if the update is divided among
             ranks, which then measure the mean alone.
         buffers_changed: Whether a buffer of its model was written.
-        loss_scale: Its own loss scale; 0 where it has none.
+        loss_scale: Its own loss scale; 0 if it has none.
         limit: Largest micro-batch that fits into its memory; 0 while there was enough.
         warmup_s: How much of ``compute_s`` does not show the rank's speed: the first micro-batch
             of each size includes one-time work (caches, autotuning, compiling).

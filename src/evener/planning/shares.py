@@ -25,7 +25,7 @@ def apportion(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
         ratios: Non-negative proportions, not all 0.
 
     Returns:
-        Whole shares that sum to ``total``; 0 where the ratio is 0.
+        Whole shares that sum to ``total``; 0 if the ratio is 0.
     """
     whole = math.fsum(ratios)
     exact = [total * ratio / whole for ratio in ratios]
@@ -143,7 +143,7 @@ def _by_deadline(
 def without_ones(
     shares: Sequence[int], micro_batch_sizes: Sequence[int | None], idle: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Move single samples so that no rank computes a micro-batch of one, where that is possible.
+    """Move single samples so that no rank computes a micro-batch of one, if that is possible.
 
     Layers with batch statistics cannot normalise one sample. Of two ranks with such a micro-batch,
     one gives a sample to the other. If one is left over, the largest share that can helps it.

@@ -16,8 +16,8 @@ _DEVIATIONS = 8.0  # far out in any distribution of window times: a named rank i
 def silence_deadline_s(windows_s: Sequence[float]) -> float:
     """Return after how many seconds, from the first arrival, a rank that does not come is named.
 
-    It is median + k·MAD of the windows, with a floor. It ends nothing: a rank may be busy with what
-    others do not do.
+    It is median + k·MAD of the windows, with a floor. It does not end the run: a rank may be busy
+    with what others do not do.
 
     Args:
         windows_s: Seconds that the latest windows took.

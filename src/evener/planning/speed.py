@@ -2,10 +2,10 @@
 
 That is ``window_s + fixed_s * micro_batches + per_sample_s * samples``.
 
-``window_s`` is the optimizer's update, which is timed by itself: every rank makes it in every
+``window_s`` is the update of the optimizer, timed separately: every rank makes it in every
 window, also one without samples. Measured seconds are compute only, never a wait for others. At
 one size of micro-batch the other two parts cannot be separated, and need not: all of it is then
-put on the samples, which predicts exactly at that size. Where two sizes were seen, the fixed part
+assigned to samples, which predicts exactly at that size. If two sizes were seen, the fixed part
 is fitted.
 
 Noise on real machines is one-sided and heavy-tailed, so everything here rests on medians: a single
@@ -28,7 +28,7 @@ _LASTING = 3
 """Windows in a row after which a change counts as real, not as noise."""
 
 _LEAST_SLOPE = 0.01
-"""Least part of a measured time that grows with the samples: a rank is never free of charge."""
+"""Least part of a measured time that grows with the samples: the cost of a sample is never 0."""
 
 _LEAST_SPREAD = 1.25
 """Two sizes differ if their micro-batches per sample differ by this factor."""
@@ -93,7 +93,7 @@ class SpeedModel:
 
     @property
     def relative_error(self) -> float:
-        """Return the standard error of the cost, as a part of it; 0 where little is known."""
+        """Return the relative standard error of the cost; 0 if little is known."""
         return 0.0 if self.cost is None else relative_error(_ratios(self._recent, self.cost))
 
     def observe(
@@ -135,7 +135,7 @@ class SpeedModel:
 
 
 def relative_error(times: Sequence[float]) -> float:
-    """Return the standard error of the median of some times, as a part of it; 0 below two."""
+    """Return the relative standard error of the median of some times; 0 below two."""
     middle = median(times) if len(times) > 1 else 0.0
     if middle <= 0.0:
         return 0.0

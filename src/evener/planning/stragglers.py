@@ -118,7 +118,7 @@ class StragglerWatch:
         for rank, record in timed.items():
             pace, ratio = self._paces[rank], ratios.get(rank, 0.0)
             others = [its for other, its in ratios.items() if other != rank]
-            # What slows the team as a whole is no rank's.
+            # What slows the whole team is not caused by one rank.
             factor = ratio / max(1.0, median(others or [1.0]))
             if factor >= FACTOR:
                 pace.since = pace.since if pace.slow else window

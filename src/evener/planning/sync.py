@@ -42,7 +42,7 @@ class SyncPolicy(Policy):
         members: Member ids, by rank.
         micro_batch_sizes: Most samples in one forward and backward, by rank; ``None`` for a whole
             share in one.
-        avoid_ones: Give no rank a micro-batch of one sample where that can be avoided, for models
+        avoid_ones: Give no rank a micro-batch of one sample if that can be avoided, for models
             with batch statistics.
     """
 
@@ -202,7 +202,7 @@ class SyncPolicy(Policy):
         """Derive from the speeds what each rank costs, all in one unit.
 
         A rank that was never measured costs what its hint says on the scale of the measured ranks.
-        Without a hint it counts as a middling one, so that it gets work and is measured.
+        Without a hint it counts as average, so that it gets work and is measured.
         """
         hints = [hint or 1.0 for hint in self._hints]
         measured = zip(self._speeds, hints, strict=True)
@@ -239,7 +239,7 @@ class SyncPolicy(Policy):
         return self._exchanges_s[min(others, key=lambda n: abs(n - num_ranks))] if others else ()
 
     def _costs_without(self, away: frozenset[int]) -> Sequence[CostModel]:
-        """Return the costs where the others are present, which may divide the update."""
+        """Return the costs if the others are present, which may divide the update."""
         if not self._divides_updates:
             return self.costs
         parts = len(self.members) - len(away)
@@ -283,7 +283,7 @@ class SyncPolicy(Policy):
         return WindowPlan(window=window, epoch=epoch, start=start, size=size, shares=shares)
 
     def _steady_shares(self, size: int) -> tuple[tuple[int, ...], str]:
-        """Return the best shares, or those in use where the best are hardly better; and why."""
+        """Return the best shares, or those in use if the best are hardly better; and why."""
         reason, self._occasion = self._occasion, ""
         best, best_s = self._best_shares(size, self._away)
         held = self._in_use.setdefault(size, best)
@@ -320,7 +320,7 @@ class SyncPolicy(Policy):
 
         A rank that has work is parked only if the forecast without it is better by more than the
         measurements differ. One without work is parked unless windows would be longer without it:
-        where the update is divided, it still makes a part of that.
+        if the update is divided, it still makes a part of that.
 
         Ranks are named only after several windows in a row, so that noise parks no rank. A rank
         that never had work then gets some first: a calibration or a hint may be wrong. A rank that
@@ -349,7 +349,7 @@ class SyncPolicy(Policy):
         ]
 
     def _with_trials(self, size: int, untried: Sequence[int]) -> tuple[int, ...]:
-        """Return shares in which some ranks get the least work there is, to be measured."""
+        """Return shares in which some ranks get the smallest possible work, to be measured."""
         least = min(2 if self._avoid_ones else 1, size)
         tried = untried[: size // least]
         for rank in tried:
@@ -401,7 +401,7 @@ class FixedShares(Policy):
     Args:
         members: Member ids, by rank.
         ratios: Proportions, by rank; 0 gives a rank nothing to do.
-        avoid_ones: Give no rank a micro-batch of one sample where that can be avoided.
+        avoid_ones: Give no rank a micro-batch of one sample if that can be avoided.
     """
 
     def __init__(

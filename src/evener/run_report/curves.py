@@ -178,7 +178,7 @@ def numbers(values: Floats) -> list[float | None]:
 
 
 def number(value: float | None) -> float | None:
-    """Return a number as JSON: six digits, whole where it is whole, null if it is not finite."""
+    """Return a number as JSON: six digits, whole if it is whole, null if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     if value == int(value) and abs(value) < 2**53:

@@ -48,7 +48,7 @@ _NOT_INITIALISED = (
 
 
 def fingerprint(indices: Indices) -> int:
-    """Return what ranks compare, below 2**53; 0 where the order cannot differ."""
+    """Return what ranks compare, below 2**53; 0 if the order cannot differ."""
     if not isinstance(indices, array):
         return 0
     return int.from_bytes(hashlib.blake2b(indices, digest_size=6).digest())
@@ -255,7 +255,7 @@ class LikeDataLoader:
         self.pin_memory = given.pin_memory
 
     def _received(self, pending: Pending) -> Any:
-        """Return a batch, in page-locked memory where the user's ``DataLoader`` asked for it."""
+        """Return a batch, in page-locked memory if the user's ``DataLoader`` asked for it."""
         batch = pending.result()
         return tree_map_only(Tensor, _pin, batch) if self.pin_memory else batch
 

@@ -81,7 +81,7 @@ class Gatherer:
         self._ended = self._engine.window, frozenset(ranks)
 
     def check_complete(self, averaged: Collection[int]) -> None:
-        """Warn where a rank was lost after an evaluation and before its results were averaged.
+        """Warn if a rank was lost after an evaluation and before its results were averaged.
 
         Args:
             averaged: Ranks whose results were averaged.
