@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from evener.comm.base import Communicator
 from helpers.clocks import RankClocks
-from helpers.loops import flatten
 from helpers.models import mlp, regression_data
 from helpers.source import ROOT
 from helpers.teams import run_team, setup
@@ -33,15 +32,6 @@ def local_training(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = mlp(dtype=torch.float64)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.02)
-
-
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return nn.functional.mse_loss(model(X[ids]), Y[ids])
-
-
 @pytest.mark.parametrize("late", [0, 1, 3])
 @pytest.mark.parametrize("outer", [{}, {"outer_lr": 0.7, "outer_momentum": 0.5}])
 def test_losses_are_those_of_two_ranks(
@@ -51,7 +41,8 @@ def test_losses_are_those_of_two_ranks(
 
     def body(comm: Communicator) -> tuple[list[Tensor], list[float], Tensor]:
         rank_clocks.start()
-        model, optimizer = make()
+        model = mlp(dtype=torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         options = {"anchor": STEPS, "max_anchor": STEPS, "max_batch_diff": 0, "speed_hint": (1, 1)}
         options |= {"outer": "nesterov", **outer} if outer else {}
         batches, losses = [], []
@@ -61,27 +52,29 @@ def test_losses_are_those_of_two_ranks(
                 torch.utils.data.TensorDataset(torch.arange(SIZE)), batch_size=BATCH
             ).epoch(0):
                 rank_clocks.spend(0.01)
-                loss = loss_of(model, ids)
+                loss = nn.functional.mse_loss(model(X[ids]), Y[ids])
                 ddp.backward(loss)
                 batches.append(ids)
                 losses.append(loss.item())
                 ddp.step()
-        return batches, losses, flatten(model)
+        return batches, losses, model(X).detach()
 
     ranks = run_team(2, body)
     assert all(len(losses) == STEPS * WINDOWS for _, losses, _ in ranks)
-    found = local_training.train(
-        local_training.Local(steps=STEPS, late=late / STEPS, base="eager", **outer),
-        make,
-        lambda window, rank, step: ranks[rank][0][STEPS * window + step],
-        loss_of,
-        2 * STEPS * WINDOWS,
-    )
-    expected = [
-        loss
-        for window in range(WINDOWS)
-        for _, losses, _ in ranks
-        for loss in losses[STEPS * window : STEPS * (window + 1)]
-    ]
-    assert found.losses == pytest.approx(expected, rel=1e-9)
-    torch.testing.assert_close(found.consensus, ranks[0][2], rtol=1e-9, atol=1e-12)
+    expected = [losses[step] for step in range(STEPS * WINDOWS) for _, losses, _ in ranks]
+    flat = local_training.FlatModel(mlp(dtype=torch.float64))
+
+    def loss_at(vector: Tensor, ids: Tensor) -> Tensor:
+        return nn.functional.mse_loss(flat(vector, X[ids]), Y[ids])
+
+    for gradients in (local_training.one_by_one(loss_at), local_training.stacked(loss_at)):
+        training = local_training.train(
+            local_training.Local(steps=STEPS, late=late / STEPS, **outer),
+            flat.vector,
+            lambda vector: torch.optim.AdamW([nn.Parameter(vector)], lr=0.02),
+            lambda window, rank, step: ranks[rank][0][STEPS * window + step],
+            2 * STEPS * WINDOWS,
+        )
+        (found,) = local_training.train_together([training], gradients)
+        assert found.losses == pytest.approx(expected, rel=1e-9)
+        torch.testing.assert_close(flat(found.consensus, X), ranks[0][2], rtol=1e-9, atol=1e-12)
