@@ -1,7 +1,8 @@
 """The simulation of ``benchmarks/convergence.py`` against the real engine: the same losses."""
 
-import importlib.util
+import importlib
 import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -21,22 +22,25 @@ X, Y = regression_data(SIZE, dtype=torch.float64)
 
 
 @pytest.fixture
-def local_training(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    path = ROOT / "benchmarks" / "local_training.py"
-    spec = importlib.util.spec_from_file_location("local_training", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "local_training", module)
-    spec.loader.exec_module(module)
-    return module
+def from_benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Yield what imports a module of the folder of benchmarks."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    yield importlib.import_module
+    for name in sys.modules.keys() - before:
+        if name in {"convergence", "convergence_report", "local_training"}:
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
 @pytest.mark.parametrize("outer", [{}, {"outer_lr": 0.7, "outer_momentum": 0.5}])
 def test_losses_are_those_of_two_ranks(
-    late: int, outer: dict[str, Any], rank_clocks: RankClocks, local_training: ModuleType
+    late: int,
+    outer: dict[str, Any],
+    rank_clocks: RankClocks,
+    from_benchmarks: Callable[[str], ModuleType],
 ) -> None:
+    local_training = from_benchmarks("local_training")
     rank_clocks.land_after(late)
 
     def body(comm: Communicator) -> tuple[list[Tensor], list[float], Tensor]:
@@ -78,3 +82,35 @@ def test_losses_are_those_of_two_ranks(
         (found,) = local_training.train_together([training], gradients)
         assert found.losses == pytest.approx(expected, rel=1e-9)
         torch.testing.assert_close(flat(found.consensus, X), ranks[0][2], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("how", "speeds", "seconds"),
+    [
+        # 100 steps of 1 s, and 100 times 8 Mbit at 8 Mbit/s: half of 250,000 float32, twice.
+        ({"ranks": 1, "steps": 1}, (1, 1), 100 * 1 / 2 + 100),
+        ({"ranks": 1, "steps": 1}, (1, 1 / 4), 100 * 1 / 1.25 + 100),
+        # 100 steps of half of the batch, and 10 MB.
+        ({}, (1, 1), 100 / 2 + 10),
+        # The exchange is hidden behind half of the time.
+        ({"late": 0.5}, (1, 1), 50),
+        ({"late": 0.1}, (1, 1), 10 / 0.1),
+    ],
+)
+def test_emulated_time(
+    how: dict[str, Any],
+    speeds: tuple[float, ...],
+    seconds: float,
+    from_benchmarks: Callable[[str], ModuleType],
+) -> None:
+    report, convergence = from_benchmarks("convergence_report"), from_benchmarks("convergence")
+    arm = convergence.Arm.of(how)
+    result = convergence.Result(
+        loss=1.0,
+        params=250_000,
+        windows=100,
+        fast_steps=100,
+        sent_bytes=10_000_000,
+        divergence=0.0,
+    )
+    assert report.emulated_s(arm, result, speeds, 8e6, 1.0) == pytest.approx(seconds)
