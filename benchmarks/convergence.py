@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from itertools import count, groupby, product
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,14 @@ class Task:
         raise NotImplementedError
 
 
+@cache
+def text_bytes() -> Tensor:
+    """Return the text that is held out, and then what is trained on."""
+    root, _ = stdlib_sources()
+    text = b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))
+    return torch.frombuffer(bytearray(text[: HELDOUT_BYTES + TRAIN_BYTES]), dtype=torch.uint8)
+
+
 class Text(Task):
     """Next bytes of the standard library's sources."""
 
@@ -92,10 +101,7 @@ class Text(Task):
         self, model: Callable[[int], nn.Module], seq_len: int, seed: int, stacks: bool = False
     ) -> None:
         self.stacks = stacks
-        root, _ = stdlib_sources()
-        files = sorted(p for p in root.glob("*.py"))
-        text = b"".join(p.read_bytes() for p in files)[: HELDOUT_BYTES + TRAIN_BYTES]
-        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        whole = text_bytes()
         self._heldout = whole[:HELDOUT_BYTES]
         self._train = whole[HELDOUT_BYTES : HELDOUT_BYTES + TRAIN_BYTES]
         self._seq_len = seq_len
