@@ -121,14 +121,16 @@ class LocalOptions:
         Literal["average", "nesterov"] | Callable[..., Any],
         asks_for("choose 'average' or 'nesterov', or give a function that makes an optimizer"),
     ] = "average"
-    outer_lr: AboveZero | None = None
+    outer_lr: Annotated[
+        AboveZero | Literal["auto"], asks_for("give a number above 0, or 'auto'")
+    ] = "auto"
     outer_momentum: Beta | None = None
 
     @model_validator(mode="after")
     def _outer_options_are_of_nesterov(self) -> Self:
         for name in ("outer_lr", "outer_momentum"):
             value = getattr(self, name)
-            if self.outer != "nesterov" and value is not None:
+            if self.outer != "nesterov" and value not in (None, "auto"):
                 raise ValueError(
                     f"{name} is {value!r}, but outer is {self.outer!r}, which has no such number; "
                     "leave it out, or set outer to 'nesterov'"

@@ -177,7 +177,8 @@ def test_the_step_is_that_of_torch() -> None:
         ({"outer": "adam"}, "outer is 'adam'.*'average' or 'nesterov'"),
         ({"outer_lr": 0.5}, "outer_lr is 0.5, but outer is 'average'.*set outer to 'nesterov'"),
         ({"outer": FACTORY, "outer_momentum": 0.5}, "outer_momentum is 0.5, but outer is"),
-        ({"outer": "nesterov", "outer_lr": 0.0}, "outer_lr is 0.0.*greater than 0"),
+        ({"outer": "nesterov", "outer_lr": 0.0}, "outer_lr is 0.0.*number above 0, or 'auto'"),
+        ({"outer": "nesterov", "outer_lr": "fast"}, "outer_lr is 'fast'.*above 0, or 'auto'"),
         ({"outer": "nesterov", "outer_momentum": 1.0}, "outer_momentum is 1.0.*less than 1"),
     ],
 )
