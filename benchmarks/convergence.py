@@ -421,6 +421,17 @@ def groups(arms: Iterable[Arm], most: int = 16) -> Iterator[list[Arm]]:
             yield group
 
 
+def train_missing(arms: Iterable[Arm], path: Path) -> None:
+    """Train the arms that a file of results lacks, and add them to it."""
+    for group in groups(dict.fromkeys(arms).keys() - read(path).keys()):
+        started_s = time.perf_counter()
+        results = run(group)
+        with path.open("a", encoding="utf-8") as file:
+            for arm, result in zip(group, results, strict=True):
+                file.write(json.dumps({**arm.facts, **asdict(result)}) + "\n")
+        print(f"{len(group)} trainings: {time.perf_counter() - started_s:.0f} s", flush=True)
+
+
 def main() -> None:
     """Train the arms of studies that the file lacks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -428,17 +439,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     arguments = parser.parse_args()
     for study in arguments.study:
-        missing = dict.fromkeys(STUDIES[study]).keys() - read(arguments.results).keys()
-        for group in groups(missing):
-            started_s = time.perf_counter()
-            rows = [
-                {**arm.facts, **asdict(result)}
-                for arm, result in zip(group, run(group), strict=True)
-            ]
-            with arguments.results.open("a", encoding="utf-8") as file:
-                file.writelines(f"{json.dumps(row)}\n" for row in rows)
-            took_s = time.perf_counter() - started_s
-            print(f"{study}: {len(rows)} trainings, {took_s:.0f} s", flush=True)
+        print(study)
+        train_missing(STUDIES[study], arguments.results)
 
 
 if __name__ == "__main__":

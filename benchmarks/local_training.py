@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from operator import truediv
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class Local:
         ranks: Ranks; one rank with ``steps=1`` is SYNC.
         steps: Local steps of the fastest rank in a window.
         speeds: Speed of each rank relative to the fastest one; all equal by default.
-        outer_lr: Learning rate of the outer optimizer.
+        outer_lr: Learning rate of the outer optimizer; or ``"auto"``.
         outer_momentum: Its Nesterov momentum; 0 and a rate of 1 average.
         late: ASYNC: part of the next window's steps after which an average lands; 0 for CADENCE.
         bits: Bits of a number on its way between ranks, with error feedback.
@@ -47,7 +47,7 @@ class Local:
     ranks: int = 2
     steps: int = 16
     speeds: tuple[float, ...] = ()
-    outer_lr: float = 1.0
+    outer_lr: float | Literal["auto"] = 1.0
     outer_momentum: float = 0.0
     late: float = 0.0
     bits: int = 32
@@ -187,10 +187,10 @@ def train(
         has_landed = how.late == 0 or windows == 1 or done >= total
         if not has_landed:
             for rank, mine in zip(ranks, own, strict=True):
-                (rank.base,) = outer.ahead([mine])
+                (rank.base,) = outer.ahead([mine], how.ranks)
                 rank.vector.copy_(rank.base)
         if 2 * min(counts) >= min(how.counts):
-            outer.step([average])
+            outer.step([average], how.ranks)
         else:
             consensus.sub_(average)  # evener steps after no short window
         if has_landed:

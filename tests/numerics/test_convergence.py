@@ -33,7 +33,7 @@ def from_benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str],
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
-@pytest.mark.parametrize("outer", [{}, {"outer_lr": 0.7, "outer_momentum": 0.5}])
+@pytest.mark.parametrize("outer", [{}, {"outer_lr": "auto", "outer_momentum": 0.5}])
 def test_losses_are_those_of_two_ranks(
     late: int,
     outer: dict[str, Any],

@@ -5,6 +5,7 @@ of a gradient. Plain averaging is a step with a learning rate of 1 and without m
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, final
@@ -19,9 +20,19 @@ from evener.errors import ConfigError
 OuterFactory = Callable[[Sequence[Tensor]], Optimizer]
 """Makes an optimizer of the parameters that it steps, as the classes of torch.optim do."""
 
-OUTER_LR: Final = 0.7
 OUTER_MOMENTUM: Final = 0.5
-"""Within the noise of the best for 16 and 64 local steps of two ranks; see docs/experiments.md."""
+
+
+def outer_lr(num_ranks: int) -> float:
+    """Return the learning rate of ``"auto"``, with a momentum of 0.5.
+
+    Steps of more ranks cancel each other out to a larger part, so that their average is shorter.
+    The rates are the best of those measured for 2 and 8 ranks; see docs/experiments.md.
+
+    Args:
+        num_ranks: Ranks that the average is of.
+    """
+    return 0.35 * math.sqrt(2 * num_ranks)
 
 
 class OuterSGD(Optimizer):
@@ -32,12 +43,21 @@ class OuterSGD(Optimizer):
 
     Args:
         params: What to step.
-        lr: Learning rate.
+        lr: Learning rate; ``"auto"`` is that of ``outer_lr``.
         momentum: Nesterov momentum; 0 keeps no state.
+
+    Attributes:
+        num_ranks: Ranks that the next step's average is of.
     """
 
+    num_ranks = 1
+
     def __init__(
-        self, params: Iterable[Tensor], *, lr: float = OUTER_LR, momentum: float = OUTER_MOMENTUM
+        self,
+        params: Iterable[Tensor],
+        *,
+        lr: float | Literal["auto"] = "auto",
+        momentum: float = OUTER_MOMENTUM,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
@@ -45,6 +65,7 @@ class OuterSGD(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
         """Make a step; a closure is not called."""
         for group in self.param_groups:
+            lr = outer_lr(self.num_ranks) if group["lr"] == "auto" else group["lr"]
             for parameter in group["params"]:
                 update = parameter.grad
                 if update is None:
@@ -55,29 +76,25 @@ class OuterSGD(Optimizer):
                         state["momentum_buffer"] = torch.zeros_like(parameter)
                     buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(update)
                     update = (buffer * group["momentum"]).add_(update)
-                parameter.sub_(update * group["lr"])
+                parameter.sub_(update * lr)
 
 
 def make_outer(
     outer: Literal["average", "nesterov"] | OuterFactory,
-    lr: float | None,
+    lr: float | Literal["auto"],
     momentum: float | None,
 ) -> OuterFactory | None:
     """Return what makes the outer optimizer of a configuration; ``None`` where it only averages.
 
     Args:
         outer: Its name, or what makes the user's own.
-        lr: Learning rate of ``"nesterov"``; ``None`` for the default.
+        lr: Learning rate of ``"nesterov"``.
         momentum: Its momentum; ``None`` for the default.
     """
     if outer == "average":
         return None
     if outer == "nesterov":
-        return partial(
-            OuterSGD,
-            lr=OUTER_LR if lr is None else lr,
-            momentum=OUTER_MOMENTUM if momentum is None else momentum,
-        )
+        return partial(OuterSGD, lr=lr, momentum=OUTER_MOMENTUM if momentum is None else momentum)
     return outer
 
 
@@ -137,29 +154,22 @@ class OuterStep:
         if self._waiting:
             self._take_waiting()
 
-    @torch.no_grad()
-    def step(self, differences: Sequence[Tensor | None]) -> None:
+    def step(self, differences: Sequence[Tensor | None], num_ranks: int) -> None:
         """Step the first parameters, one for each difference.
 
         Args:
             differences: Average differences, like the parameters; ``None`` leaves one as it is.
+            num_ranks: Ranks that they are the average of.
         """
-        optimizer = self._optimizer
-        assert optimizer is not None, "no parameters were added"
-        for parameter, difference in zip(self._parameters, differences, strict=False):
-            parameter.grad = difference
-        optimizer.step()
+        _step(self._optimizer, self._parameters, differences, num_ranks)
         for parameter in self._parameters:
             parameter.grad = None
 
-    def ahead(self, differences: Sequence[Tensor | None]) -> list[Tensor]:
+    def ahead(self, differences: Sequence[Tensor | None], num_ranks: int) -> list[Tensor]:
         """Return what ``step`` would make of the parameters; nothing is changed."""
         # Together: groups of the optimizer may hold the parameters in another order.
-        mine, parameters = copy.deepcopy((self._optimizer, self._parameters))
-        assert mine is not None, "no parameters were added"
-        for parameter, difference in zip(parameters, differences, strict=False):
-            parameter.grad = difference
-        mine.step()
+        optimizer, parameters = copy.deepcopy((self._optimizer, self._parameters))
+        _step(optimizer, parameters, differences, num_ranks)
         return [parameter.detach() for parameter in parameters]
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -204,3 +214,18 @@ class OuterStep:
         names = {id(parameter): name for parameter, name in pairs}
         groups = self._optimizer.param_groups
         return [names[id(parameter)] for group in groups for parameter in group["params"]]
+
+
+@torch.no_grad()
+def _step(
+    optimizer: Optimizer | None,
+    parameters: Sequence[Parameter],
+    differences: Sequence[Tensor | None],
+    num_ranks: int,
+) -> None:
+    assert optimizer is not None, "no parameters were added"
+    for parameter, difference in zip(parameters, differences, strict=False):
+        parameter.grad = difference
+    if isinstance(optimizer, OuterSGD):
+        optimizer.num_ranks = num_ranks
+    optimizer.step()

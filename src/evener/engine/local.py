@@ -265,7 +265,7 @@ class LocalEngine(Engine):
         assert plan is not None
         work = self._steps.next_window(plan.most[rounds.rank])
         if not plan.blocking and _is_full(work.steps, plan):
-            self._replica.run_ahead()
+            self._replica.run_ahead(sum(map(bool, plan.steps)))
         rates = self.training.schedule.agreed_rates
         said = rounds.say(
             Purpose.WINDOW,
@@ -407,7 +407,7 @@ class LocalEngine(Engine):
             weight,
             outcome.differences,
             moved_on=stale_steps > 0,
-            is_full=_is_full(min(counts), outcome.over),
+            outer_ranks=len(counts) if _is_full(min(counts), outcome.over) else 0,
         )
         if not math.isfinite(divergence):
             raise overflow(outcome.over, self.run.progress.steps + 1)

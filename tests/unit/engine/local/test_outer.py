@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import ConfigError, Ddp, DdpConfig
-from evener.averaging.outer import OuterSGD
+from evener.averaging.outer import OuterSGD, outer_lr
 from evener.comm.base import Communicator
 from evener.data.order import Permutation
 from helpers.clocks import RankClocks
@@ -69,6 +69,13 @@ def test_one_step_a_window_is_sgd_with_momentum(outer: dict[str, Any]) -> None:
     first, second = run_team(2, lambda comm: train(comm, **outer))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, in_one_process(2 * BATCH, 2 * BATCH), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_rate_follows_the_number_of_ranks(num_ranks: int) -> None:
+    given = {"outer": "nesterov", "outer_lr": outer_lr(num_ranks)}
+    auto, *_ = run_team(num_ranks, lambda comm: train(comm, outer="nesterov"))
+    assert torch.equal(auto, run_team(num_ranks, lambda comm: train(comm, **given))[0])
 
 
 @pytest.mark.parametrize("outer", [NESTEROV, {"outer": FACTORY}], ids=["nesterov", "factory"])
