@@ -249,8 +249,8 @@ def ways(speeds: tuple[float, ...]) -> dict[str, list[Arm]]:
 def time_panels(results: Results) -> list[Panel]:
     """Return the loss over emulated time, for each link and for equal and unequal ranks.
 
-    Each point is a training with a schedule of its own. Of ASYNC's, those are left out that another
-    one of no greater loss beats.
+    Each point is a training with a schedule of its own. A point is left out if another one of its
+    line is earlier and has no greater loss.
     """
     panels = []
     for speeds, ranks in (((1.0, 1.0), "equal ranks"), (THIRD, "speeds 1, 1/3")):
@@ -280,7 +280,7 @@ def byte_panel(results: Results) -> Panel:
             for arm in arms
             if arm in results
         ]
-    return Panel("CADENCE with 2 to 256 local steps, and SYNC (on the right)", "MB sent", lines)
+    return Panel("CADENCE, 256 to 2 steps; then SYNC", "MB sent", lines)
 
 
 def main() -> None:

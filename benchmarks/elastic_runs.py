@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import Self
 
 from elastic_logs import WorkerLog
-from runs import clean_environment, command_line
 
 WORKER = Path(__file__).with_name("elastic_worker.py")
 #: Longest wait for what has to come.
 PATIENCE_S = 120.0
 _LOOK_S = 0.01
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class ElasticTeam:
@@ -28,13 +29,15 @@ class ElasticTeam:
     """
 
     def __init__(self, folder: Path, workers: int, arguments: Sequence[object]) -> None:
+        launch = [sys.executable, "-P", "-m", "evener", "launch"]
         options = ["--elastic", f"1:{workers}", "--nproc", workers, "--max-failures", 10_000]
         script = [WORKER, "--log", folder, "--epochs", 1_000_000, *arguments]
         self.folder, self.workers = folder, workers
         self.output = (folder / "output.txt").open("w")
         self.process = subprocess.Popen(
-            [str(word) for word in (*command_line(), "launch", *options, *script)],
-            env=clean_environment(),
+            [str(word) for word in (*launch, *options, *script)],
+            # evener chooses the number of threads by itself.
+            env={k: v for k, v in os.environ.items() if k not in _THREADS},
             stdin=subprocess.DEVNULL,
             stdout=self.output,
             stderr=subprocess.STDOUT,

@@ -18,7 +18,7 @@ from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
 from evener.averaging.outer import OuterStep, make_outer
-from evener.comm.rounding import BLOCK, pack, packed_bytes, unpack
+from evener.comm.rounding import BLOCK, pack_sum, packed_bytes, unpack
 
 #: The batch of a rank's local step with this number: window, rank, step of the rank in the window.
 Batches = Callable[[int, int, int], Any]
@@ -290,7 +290,7 @@ class _Wire:
 
     def _round(self, values: Tensor) -> Tensor:
         packed = torch.empty(packed_bytes(values.numel(), self._bits), dtype=torch.uint8)
-        pack(values, self._bits, packed)
+        pack_sum(values, torch.zeros_like(values), [], self._bits, packed)
         found = torch.empty_like(values)
         unpack(packed, self._bits, found)
         return found

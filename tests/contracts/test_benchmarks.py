@@ -41,7 +41,6 @@ RUNS = {
     "simulate_scale": ("--ranks 2,16 --rounds 2", 8),
     "size": ("", 1),
     "trainer": ("--rounds 1 --steps 3 --width 16", 1),
-    "startup": ("--only help --rounds 1", 1),
 }
 
 

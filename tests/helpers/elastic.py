@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from evener.comm.base import Communicator, Transport, Wait
+from evener.comm.base import Communicator, Sum, Transport, Wait
 from evener.comm.calls import Call
 from evener.comm.threads import ThreadTeam, ThreadTransport
 from evener.errors import (
@@ -372,14 +372,8 @@ class MortalTransport(Transport):
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
         self._carry(call, lambda: self._inner._swap(cells, wait, call))
 
-    def sum_each(
-        self,
-        flats: Sequence[Tensor],
-        wait: Wait,
-        lost: Sequence[Tensor | None] = (),
-        bits: int = 16,
-    ) -> None:
-        self._carry(wait.call, lambda: self._inner.sum_each(flats, wait, lost, bits))
+    def sum_each(self, sums: Sequence[Sum], wait: Wait) -> None:
+        self._carry(wait.call, lambda: self._inner.sum_each(sums, wait))
 
     def copy(self, flat: Tensor, src: int, wait: Wait) -> None:
         self._carry(wait.call, lambda: self._inner.copy(flat, src, wait))

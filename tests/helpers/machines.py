@@ -87,7 +87,9 @@ class Machines:
             for device in ("lo", "eth0"):
                 self.run(number, "ip", "link", "set", device, "up")
             if self._rate is not None:
-                shape: Sequence[Any] = ("rate", self._rate, "burst", "32kb", "latency", "200ms")
+                # Room for two of the largest packets: those that do not fit would be cut into
+                # pieces of 1,500 bytes by the cores that compute, and not by a network card.
+                shape: Sequence[Any] = ("rate", self._rate, "burst", "128kb", "latency", "200ms")
                 self.run(number, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *shape)
 
 

@@ -122,27 +122,3 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
 def make_tokens() -> Tokens:
     return Tokens()
-
-
-def make_classifier() -> nn.Module:
-    """A small BERT for two classes; without dropout."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForSequenceClassification(config)
-
-
-def make_sentences(count: int, seed: int) -> list[dict[str, Tensor]]:
-    """Sentences of eight tokens, labelled by their first one."""
-    draw = torch.Generator().manual_seed(seed)
-    texts = torch.randint(40, (count, 8), generator=draw)
-    return [{"input_ids": text, "labels": (text[0] > 20).long()} for text in texts]

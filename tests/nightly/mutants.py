@@ -60,7 +60,16 @@ PACKAGES = {
             "tests/numerics/test_sums.py",
         ),
     ),
-    "comm": Package(15, ("tests/unit/comm", "tests/conformance", "tests/unit/engine/sync")),
+    "comm": Package(
+        15,
+        (
+            "tests/unit/comm",
+            "tests/conformance",
+            "tests/unit/engine/sync",
+            "tests/numerics/test_compatibility.py",
+            "tests/numerics/test_compatibility_state.py",
+        ),
+    ),
     "team": Package(
         15,
         (

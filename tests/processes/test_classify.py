@@ -103,7 +103,7 @@ def test_the_same_from_python_on_samples_in_memory(folder: Path) -> None:
     assert (folder / resumed["merged"]).is_dir()
 
 
-def test_a_run_on_two_unequal_ranks_leaves_an_adapter_and_a_report(folder: Path) -> None:
+def test_a_run_on_two_unequal_ranks_leaves_an_adapter(folder: Path) -> None:
     said = run(folder, configure(folder), "--emulate-slow", "1:2", nproc=2)
     result = RunFolder(folder / "runs" / "run")
     summary = result.summary
@@ -115,7 +115,6 @@ def test_a_run_on_two_unequal_ranks_leaves_an_adapter_and_a_report(folder: Path)
         assert 0 <= summary[key] <= 1
     assert sum(map(sum, summary["confusion"])) == summary["num_heldout"] == 20
     assert check_exactly_once(result.events, NUM_TRAIN, whole_epochs=2) == []
-    assert "<svg" in (result.path / "report.html").read_text()
     # The same on one rank: the same samples in the same windows, sums in another order.
     run(folder, "run.yaml", "--name", "alone")
     assert relative_difference(folder / "runs" / "alone", result.path, ADAPTER) <= 1e-4

@@ -67,7 +67,7 @@ POINTS = {
     "mid-heal, the donor": Point("before", "of the team's state", founders=2, healing="donor"),
     "mid-heal, the receiver": Point("after", "of the team's state", founders=2, healing="receiver"),
 }
-#: Every point, and each policy at least once; ``unit/engine/test_elastic_points.py`` has them all.
+#: Every point, and each policy at least once; ``unit/engine/test_elastic.py`` has more.
 CASES = (
     ("sync", "inside"),
     ("sync", "mid-heal, the donor"),

@@ -1,4 +1,4 @@
-"""Examples for SLURM, torchrun and SSH train, with stand-ins for the clusters' own programs."""
+"""Examples for SLURM and torchrun train, with stand-ins for the clusters' own programs."""
 
 import os
 import signal
@@ -18,14 +18,6 @@ from helpers.source import ROOT
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 HOST = f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}.1"
-#: Ctrl-C here reaches no command on another box, and none there ignores SIGINT.
-SSH = f"""#!{sys.executable} -S
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.setsid()
-os.chdir("boxes/" + sys.argv[1])
-os.execlp("bash", "bash", "-c", sys.argv[2])
-"""
 
 
 @pytest.fixture
@@ -36,7 +28,6 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     for name, text in {
         "evener": f'#!/bin/sh\nexec "{sys.executable}" -P -m evener "$@"\n',
         "scontrol": '#!/bin/sh\necho "$@" >>scontrol.log\n',
-        "ssh": SSH,
     }.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
@@ -86,24 +77,6 @@ def test_a_slurm_job_saves_at_the_time_limit_and_resumes(lab: Lab) -> None:
     assert len(run.of_type("run_resumed")) == 1
     assert check_exactly_once(run.events, NUM_SAMPLES) == []
     assert not list(lab.folder.glob(".token-*"))
-
-
-def test_boxes_train_together_and_leave_on_ctrl_c(lab: Lab) -> None:
-    lab.configure(epochs=9999)
-    (lab.folder / "runs").mkdir()
-    for box in ("big", "old"):
-        work = lab.folder / "boxes" / box / "work"
-        work.mkdir(parents=True)
-        for name in ("run.yaml", "corpus", "runs"):
-            (work / name).symlink_to(lab.folder / name)
-    running = lab.sandbox.start("bash", "examples/launch/ssh.sh", f"{HOST}:29600", "big:1", "old:1")
-    until_trained(lab, 2)
-    running.press_ctrl_c()
-    ended = running.end()
-    assert ended.code == 128 + signal.SIGTERM, ended.err
-    run = lab.path_of()
-    assert (run.events[-1]["type"], run.events[-1]["reason"]) == ("run_finished", "stopped")
-    assert run.checkpoints[-1].name == f"step-{run.events[-1]['window']}"
 
 
 def test_torchrun_restarts_all_ranks_which_resume(lab: Lab) -> None:

@@ -49,6 +49,10 @@ def test_a_slow_rank_0_is_parked_and_another_one_leads(sandbox: Sandbox) -> None
     slow = ("--emulate-slow", "0:50")
     ended = sandbox.evener("launch", "--nproc", 2, *slow, sandbox.script(SCRIPT)).end()
     assert ended.code == 0, ended.err
+    warnings = [line for line in ended.err.splitlines() if "warning: rank 0 is parked" in line]
+    assert len(warnings) == 1, ended.err
+    assert "Rank 1 is the main process from now on" in warnings[0]
+    assert "use ddp.is_main_process" in warnings[0]
     told = [line.split(" ", 2) for line in sandbox.mailbox.read(6)]
     lines = [f"window {window} is done" for window in (0, 20, 40)]
     assert ended.out.splitlines() == lines, "whichever rank is the main process"

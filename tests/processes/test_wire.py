@@ -1,6 +1,7 @@
 """Training whose gradients travel in few bits: near to exact training, the same on all ranks."""
 
 import hashlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,3 +59,33 @@ def test_replicas_are_equal_and_few_bytes_are_sent(
         return  # how many windows there are depends on speeds
     difference = (rounded[0][2] - exact[0][2]).norm() / exact[0][2].norm()
     assert difference < 1e-3
+
+
+def load_twice(rank: Rank, policy: str, folder: str) -> list[list[float]]:
+    """The model after an epoch from a checkpoint, and after the same one from it once more."""
+    torch.manual_seed(5)
+    model = torch.nn.Linear(64, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    samples = torch.randn(16 * WINDOWS, 64, generator=torch.Generator().manual_seed(3))
+    lockstep = {"anchor": 1, "max_anchor": 1, "max_batch_diff": 0}
+    options = {"partition_ratios": [1, 1]} if policy == "sync" else lockstep
+    config = DdpConfig(wire="bfloat16", overlap="off", quiet=True, **options)
+    ends = []
+    with Ddp.setup(
+        model, optimizer, devices="cpu", backend="gloo", policy=policy, config=config
+    ) as ddp:
+        loader = ddp.loader(samples, batch_size=16)
+        ddp.save(folder)
+        for _ in range(2):
+            ddp.load(folder)
+            for x in loader.epoch(0):
+                ddp.backward(model(x).square().sum(1).mean())
+                ddp.step()
+            ends.append(model.weight.flatten().tolist())
+    return ends
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_load_forgets_what_rounding_took_before(policy: str, tmp_path: Path) -> None:
+    for first, again in run_ranks(load_twice, 2, policy, str(tmp_path / "saved")):
+        assert first == again

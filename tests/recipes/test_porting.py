@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.forking import Zygote
 from helpers.markdown import Block, blocks
 from helpers.ports import free_port
 from helpers.ranks import Rank, run_ranks
@@ -29,12 +28,6 @@ PORTING = ROOT / "docs" / "porting.md"
 DIFFS = {
     block.note[1].partition(",")[0]: block
     for block in blocks(PORTING.read_text())
-    if block.note[0] == "port"
-}
-#: Scripts in the shape of Accelerate's own examples.
-EXAMPLES = {
-    block.note[1]: block
-    for block in blocks(Path(__file__).with_name("accelerate_examples.md").read_text())
     if block.note[0] == "port"
 }
 TOLERANCE = 2e-5
@@ -101,7 +94,7 @@ def run_after_unevenly(rank: Rank, script: str, folder: str) -> dict[str, Tensor
 
 def compare(name: str, folder: Path, *, world_size_before: int) -> None:
     """Both sides, the new one with default options, and with shares 5:2:1."""
-    before, after = sides((DIFFS | EXAMPLES)[name])
+    before, after = sides(DIFFS[name])
     expected = run_ranks(run_before, world_size_before, before, str(folder), free_port())[0]
     theirs = torch.cat([t.flatten() for t in expected.values()])
     for world_size, run in [(2, run_after), (3, run_after_unevenly)]:
@@ -128,13 +121,6 @@ def test_a_script_for_one_device_and_its_port_end_alike(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["accelerate", "trainer"])
 def test_a_port_from_a_library_ends_as_the_library_does(name: str, tmp_path: Path) -> None:
-    compare(name, tmp_path, world_size_before=1)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_a_port_of_an_example_of_accelerate_ends_as_it_does(name: str, tmp_path: Path) -> None:
-    Zygote.get().preload("transformers", "transformers.models.bert", "accelerate")
     compare(name, tmp_path, world_size_before=1)
 
 

@@ -34,7 +34,11 @@ class ErrorFeedback:
         """Exchange over ``comm`` from now on; begin without anything if it is another one."""
         if comm is not self._comm:
             self._comm = comm
-            self._lost.clear()
+            self.clear()
+
+    def clear(self) -> None:
+        """Begin without anything, as with other parameters; all ranks must do it alike."""
+        self._lost.clear()
 
     def rescale(self, scale: float) -> None:
         """Follow numbers that are divided by another power of two from now on."""

@@ -120,6 +120,32 @@ def make_checked(make: OuterFactory, parameters: Sequence[Tensor]) -> Optimizer:
     return optimizer
 
 
+def copy_together(
+    optimizer: Optimizer, parameters: Sequence[Parameter]
+) -> tuple[Optimizer, list[Parameter]]:
+    """Return copies of an optimizer, of all that it keeps, and of the parameters that it steps.
+
+    Raises:
+        ConfigError: Something that the user's class keeps cannot be copied.
+    """
+    # Together: groups of the optimizer may hold the parameters in another order.
+    memo: dict[int, Any] = {}
+    mine, copies = copy.deepcopy((optimizer, list(parameters)), memo)
+    # torch copies state and groups alone, neither other attributes nor hooks.
+    for name in vars(optimizer).keys() - optimizer.__getstate__().keys():
+        value = vars(optimizer)[name]
+        try:
+            vars(mine)[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            kind = type(optimizer).__name__
+            raise ConfigError(
+                f"outer returned a {kind} whose attribute {name!r} cannot be copied ({error}): "
+                "policy 'async' steps a copy of the optimizer to foresee the average; remove the "
+                "attribute, or use policy 'cadence'"
+            ) from error
+    return mine, copies
+
+
 @final
 class OuterStep:
     """Steps named parameters with an outer optimizer.
@@ -154,6 +180,7 @@ class OuterStep:
         if self._waiting:
             self._take_waiting()
 
+    @torch.no_grad()
     def step(self, differences: Sequence[Tensor | None], num_ranks: int) -> None:
         """Step the first parameters, one for each difference.
 
@@ -161,15 +188,24 @@ class OuterStep:
             differences: Average differences, like the parameters; ``None`` leaves one as it is.
             num_ranks: Ranks that they are the average of.
         """
-        _step(self._optimizer, self._parameters, differences, num_ranks)
+        assert self._optimizer is not None, "no parameters were added"
+        _prepare(self._optimizer, self._parameters, differences, num_ranks)
+        self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
 
     def ahead(self, differences: Sequence[Tensor | None], num_ranks: int) -> list[Tensor]:
-        """Return what ``step`` would make of the parameters; nothing is changed."""
-        # Together: groups of the optimizer may hold the parameters in another order.
-        optimizer, parameters = copy.deepcopy((self._optimizer, self._parameters))
-        _step(optimizer, parameters, differences, num_ranks)
+        """Return what ``step`` would make of the parameters; nothing is changed.
+
+        A copy of the optimizer makes that step, with its hooks.
+
+        Raises:
+            ConfigError: See ``copy_together``.
+        """
+        assert self._optimizer is not None, "no parameters were added"
+        mine, parameters = copy_together(self._optimizer, self._parameters)
+        _prepare(mine, parameters, differences, num_ranks)
+        type(mine).step(mine)  # a scheduler's, in the instance, steps the original
         return [parameter.detach() for parameter in parameters]
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -182,12 +218,17 @@ class OuterStep:
             return self._waiting
         state, names = optimizer.state_dict()["state"], self._numbered()
         known = {names[number]: values for number, values in state.items()}
-        return {type(optimizer).__name__: self._waiting_here | known}
+        return {self.kind: self._waiting_here | known}
+
+    @property
+    def kind(self) -> str:
+        """Return the optimizer's class, below which ``state_dict`` has its state."""
+        return type(self._optimizer).__name__
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Continue from the state of ``state_dict``; what it lacks begins without any.
 
-        So does everything, if that was another class of optimizer.
+        So does everything, if that was another class of optimizer; see ``describe_loss``.
         """
         self._waiting = {kind: dict(by_name) for kind, by_name in state.items()}
         if self._optimizer is not None:
@@ -196,7 +237,7 @@ class OuterStep:
 
     @property
     def _waiting_here(self) -> dict[str, Any]:
-        return self._waiting.get(type(self._optimizer).__name__, {})
+        return self._waiting.get(self.kind, {})
 
     def _take_waiting(self) -> None:
         optimizer = self._optimizer
@@ -216,16 +257,41 @@ class OuterStep:
         return [names[id(parameter)] for group in groups for parameter in group["params"]]
 
 
-@torch.no_grad()
-def _step(
-    optimizer: Optimizer | None,
+def describe_loss(state: Mapping[str, Mapping[str, Any]], step: OuterStep | None) -> str:
+    """Return which state of outer optimizers does not continue; empty if all of it does.
+
+    Args:
+        state: Of ``OuterStep.state_dict``, in a checkpoint; empty from a run that averaged.
+        step: That of this run; ``None`` where it averages.
+    """
+    here = None if step is None else step.kind
+    parts = [
+        f"the checkpoint's state of the outer optimizer {_name(kind)} is dropped, as this run "
+        f"has outer={_name(here)}"
+        for kind, by_name in state.items()
+        if kind != here and by_name
+    ]
+    if here is not None and here not in state:
+        parts.append(
+            f"the outer optimizer {_name(here)} begins without state, such as momentum, as the "
+            "checkpoint holds none of it"
+        )
+    return "; ".join(parts)
+
+
+def _name(kind: str | None) -> str:
+    """Return how the option ``outer`` names an optimizer's class; ``None`` for averaging."""
+    return {None: "'average'", OuterSGD.__name__: "'nesterov'"}.get(kind, str(kind))
+
+
+def _prepare(
+    optimizer: Optimizer,
     parameters: Sequence[Parameter],
     differences: Sequence[Tensor | None],
     num_ranks: int,
 ) -> None:
-    assert optimizer is not None, "no parameters were added"
+    """Give an optimizer the differences that it steps on, and how many ranks made them."""
     for parameter, difference in zip(parameters, differences, strict=False):
         parameter.grad = difference
     if isinstance(optimizer, OuterSGD):
         optimizer.num_ranks = num_ranks
-    optimizer.step()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import reduce
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -140,6 +140,22 @@ class Wait:
             self._comm._listener.wait_over(self._comm, succeeded=succeeded)
 
 
+class Sum(NamedTuple):
+    """A sum over ranks that a transport is to form, where ``flat`` lies.
+
+    Attributes:
+        call: In which it is asked for.
+        flat: This rank's tensor, not empty.
+        lost: As in ``all_reduce``; only where ``can_round``.
+        bits: As in ``all_reduce``.
+    """
+
+    call: Call
+    flat: Tensor
+    lost: Tensor | None = None
+    bits: int = 32
+
+
 class Transport(ABC):
     """Moves bytes between the ranks of one communicator, which alone calls it.
 
@@ -210,21 +226,8 @@ class Transport(ABC):
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None: ...
 
     @abstractmethod
-    def sum_each(
-        self,
-        flats: Sequence[Tensor],
-        wait: Wait,
-        lost: Sequence[Tensor | None] = (),
-        bits: int = 16,
-    ) -> None:
-        """Sum tensors, none of them empty, each in the call of ``wait`` of the same place.
-
-        Args:
-            flats: The tensors.
-            wait: What is under way.
-            lost: As in ``all_reduce``, for each tensor; only where ``can_round``.
-            bits: As in ``all_reduce``.
-        """
+    def sum_each(self, sums: Sequence[Sum], wait: Wait) -> None:
+        """Form sums, each in the call of ``wait`` of the same place."""
 
     @property
     def can_round(self) -> bool:
@@ -244,7 +247,7 @@ class Transport(ABC):
 
     def sum_parts(self, flat: Tensor, wait: Wait) -> bool:
         """Sum ``flat``, at least this rank's part; return whether that left the others."""
-        self.sum_each([flat], wait)
+        self.sum_each([Sum(wait.call, flat)], wait)
         return False
 
     @abstractmethod
@@ -480,22 +483,22 @@ class Communicator(Closing, NotInherited):
             lost: That of each, as for ``all_reduce``; none by default.
             bits: As for ``all_reduce``.
         """
-        flats, calls, rests = [], [], []
+        sums = []
         for (what, tensor), rest in zip(tensors, lost or [None] * len(tensors), strict=True):
             flat = _real(_flat(tensor, what))
             call = self._begin("all_reduce", what, timeout_s, _size_of(flat))
             if flat.numel():
-                flats.append(flat)
-                calls.append(call)
-                rests.append(rest if self.can_round else None)
-                self._count_sum(flat, bits=32 if rests[-1] is None else bits)
-        if self._transport is None or not calls:
+                is_rounded = rest is not None and self.can_round
+                sums.append(Sum(call, flat, rest, bits) if is_rounded else Sum(call, flat))
+                self._count_sum(flat, bits=sums[-1].bits)
+        if self._transport is None or not sums:
             return
-        with self._under_way(*calls) as wait:
+        flats = [one.flat for one in sums]
+        with self._under_way(*(one.call for one in sums)) as wait:
             if len(flats) == 1 and flats[0].nbytes <= self._transport.payload_bytes:
                 self._sum_by_cells(flats[0], wait)
             else:
-                self._mover(flats).sum_each(flats, wait, rests, bits)
+                self._mover(flats).sum_each(sums, wait)
 
     def broadcast(
         self, tensor: Tensor, src: int, *, what: str, timeout_s: float | None = None

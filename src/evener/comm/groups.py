@@ -15,6 +15,7 @@ from torch import Tensor
 from evener.comm.base import (
     CELL_BYTES,
     Communicator,
+    Sum,
     Transport,
     Wait,
     keep_latest,
@@ -39,7 +40,7 @@ from evener.comm.forks import never_destroy
 from evener.comm.messages import closed_message, first_line, lost_message
 from evener.comm.network import MeetingPoint
 from evener.comm.notices import Notice, NoticeBoard, StoreNotices
-from evener.comm.rounding import BLOCK, pack, packed_bytes, unpack
+from evener.comm.rounding import BLOCK, pack_sum, packed_bytes, unpack
 from evener.comm.wires import Wires, list_sockets
 from evener.devices import kind_of
 from evener.errors import CollectiveError, PeerLostError
@@ -139,7 +140,7 @@ class GroupTransport(Transport):
         #: has been forgotten is announced again.
         self._announced: dict[tuple[object, ...], object] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._packed, self._wide = torch.empty(0, dtype=torch.uint8), torch.empty(0)
+        self._packed = torch.empty(0, dtype=torch.uint8)
         meeting.hold()
 
     def start(self, comm: Communicator) -> None:
@@ -162,26 +163,18 @@ class GroupTransport(Transport):
         own = whole.chunk(len(self.numbers))[self.rank]
         self._run(wait, [call], [lambda group: [group._allgather_base(whole, own, how)]])
 
-    def sum_each(
-        self,
-        flats: Sequence[Tensor],
-        wait: Wait,
-        lost: Sequence[Tensor | None] = (),
-        bits: int = 16,
-    ) -> None:
-        """Sum tensors; see the base class."""
+    def sum_each(self, sums: Sequence[Sum], wait: Wait) -> None:
+        """Form sums; see the base class."""
         how = options(AllreduceOptions, wait.call.timeout_s + _GRACE_S)
         exact = []
-        for flat, call, rest in zip(flats, wait.calls, lost or [None] * len(flats), strict=True):
-            if rest is None:
-                exact.append((call, flat))
+        for one in sums:
+            if one.lost is None:
+                exact.append(one)
             else:
-                self._sum_rounded(flat, rest, bits, wait, call)
+                self._sum_rounded(one.flat, one.lost, one.bits, wait, one.call)
         if exact:
-            calls, tensors = zip(*exact, strict=True)
-            self._run_on(
-                wait, calls, tensors, lambda tensor, group: [group.allreduce([tensor], how)]
-            )
+            calls, flats = [one.call for one in exact], [one.flat for one in exact]
+            self._run_on(wait, calls, flats, lambda flat, group: [group.allreduce([flat], how)])
 
     @property
     def can_round(self) -> bool:
@@ -194,49 +187,31 @@ class GroupTransport(Transport):
         Each rank adds up one part in float32, of which all others send it theirs, and gives the
         rounded sum to all. So no sum is formed in few bits, and each number is rounded twice.
         """
-        num_ranks, numel = len(self.numbers), flat.numel()
-        size = -(-numel // (num_ranks * BLOCK)) * BLOCK
-        flat.add_(lost)
-        both, parts = self._memory_of_parts(num_ranks, size, bits, flat.device)
-        wide = parts.view(-1)
-        wide[:numel] = flat
-        wide[numel:] = 0.0
-        for part, row in zip(parts, both[0], strict=True):
-            pack(part, bits, row)
-            unpack(row, bits, part)
-        torch.sub(flat, wide[:numel], out=lost)
-        self._swap_parts(both, wait, call)
-        own = slice(self.rank * size, (self.rank + 1) * size)
-        total, part = flat[own], parts[self.rank]
-        for rank, row in enumerate(both[1]):
+        num_ranks = len(self.numbers)
+        size = -(-flat.numel() // (num_ranks * BLOCK)) * BLOCK
+        both = self._memory_for(2 * num_ranks * packed_bytes(size, bits), flat.device)
+        both = both.view(2, num_ranks, -1)
+        # Fewer than ranks, if there is little.
+        parts, losses = torch.split(flat, size), torch.split(lost, size)
+        for rank, (part, loss) in enumerate(zip(parts, losses, strict=True)):
             if rank != self.rank:
-                unpack(row, bits, part)
-                total.add_(part[: total.numel()])
-        part[: total.numel()] = total
-        part[total.numel() :] = 0.0
-        pack(part, bits, both[0][self.rank])
-        unpack(both[0][self.rank], bits, part)
-        torch.sub(total, part[: total.numel()], out=lost[own])
+                pack_sum(part, loss, [], bits, both[0][rank])
+        self._swap_parts(both, wait, call)
+        if self.rank < len(parts):
+            others = [row for rank, row in enumerate(both[1]) if rank != self.rank]
+            pack_sum(parts[self.rank], losses[self.rank], others, bits, both[0][self.rank])
         self._gather(both[0].view(-1), wait, call)
-        for part, row in zip(parts, both[0], strict=True):
+        for part, row in zip(parts, both[0], strict=False):
             unpack(row, bits, part)
-        flat.copy_(wide[:numel])
-        lost.nan_to_num_(0.0, 0.0, 0.0)  # of numbers that are not finite, or not in bfloat16
 
-    def _memory_of_parts(
-        self, num_ranks: int, size: int, bits: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return memory for packed parts, sent and received, and for one set of parts in float32.
+    def _memory_for(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Return memory for packed parts, sent and received.
 
         It is kept: new memory takes longer than a sum.
         """
-        length = packed_bytes(size, bits)
-        if self._wide.numel() < num_ranks * size or self._wide.device != device:
-            self._wide = torch.zeros(num_ranks * size, device=device)
-        if self._packed.numel() < 2 * num_ranks * length or self._packed.device != device:
-            self._packed = torch.zeros(2 * num_ranks * length, dtype=torch.uint8, device=device)
-        packed = self._packed[: 2 * num_ranks * length].view(2, num_ranks, length)
-        return packed, self._wide[: num_ranks * size].view(num_ranks, size)
+        if self._packed.numel() < num_bytes or self._packed.device != device:
+            self._packed = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return self._packed[:num_bytes]
 
     def _swap_parts(self, both: Tensor, wait: Wait, call: Call) -> None:
         """Send row ``r`` of the first half to rank ``r``; get its own from it in the second."""
@@ -427,7 +402,7 @@ class GroupTransport(Transport):
     def cut(self) -> None:
         """End the groups, also during another thread's operation; see the base class."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._packed, self._wide = torch.empty(0, dtype=torch.uint8), torch.empty(0)
+        self._packed = torch.empty(0, dtype=torch.uint8)
         groups = [self._gloo]
         self._gloo = None
         if self._busy:

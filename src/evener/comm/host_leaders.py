@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain
 from typing import final
 
 import torch
 from torch import Tensor
 
 from evener.comm.background import BackgroundJob
-from evener.comm.base import Communicator, Transport, Wait
+from evener.comm.base import Communicator, Sum, Transport, Wait
 from evener.comm.calls import Call
 from evener.comm.groups import GroupTransport
 from evener.comm.messages import name_ranks
@@ -92,51 +93,34 @@ class HostsTransport(Transport):
         """Return what travels inside the host, and between hosts if this rank is a leader."""
         return sum(part.bytes_of_sum(num_bytes, bits=bits) for part in self._parts)
 
-    def sum_each(
-        self,
-        flats: Sequence[Tensor],
-        wait: Wait,
-        lost: Sequence[Tensor | None] = (),
-        bits: int = 16,
-    ) -> None:
-        """Sum tensors; see the base class."""
+    def sum_each(self, sums: Sequence[Sum], wait: Wait) -> None:
+        """Form sums; see the base class."""
         self._beneath.begin_watch()
-        chunks = [
-            (call, chunk, None if rest is None else rest[start : start + chunk.numel()])
-            for flat, call, rest in zip(flats, wait.calls, lost or [None] * len(flats), strict=True)
-            for start, chunk in _chunks_of(flat)
-        ]
         under_way = None
-        for chunk in [*chunks, None]:
+        for chunk in [*chain.from_iterable(map(_chunks_of, sums)), None]:
             if chunk is not None:
-                self._sum_inside(wait, *chunk[:2])
+                self._sum_inside(wait, chunk)
             if under_way is not None and self._between is not None:
                 self._job.wait()
             if chunk is not None and self._between is not None:
-                self._start(self._between, wait, *chunk, bits=bits)
+                self._start(self._between, wait, chunk)
             if under_way is not None:
-                self._spread(wait, *under_way[:2])
+                self._spread(wait, under_way.call, under_way.flat)
             under_way = chunk
 
-    def _sum_inside(self, wait: Wait, call: Call, chunk: Tensor) -> None:
+    def _sum_inside(self, wait: Wait, chunk: Sum) -> None:
+        call = chunk.call
         if self._inside is not None:
             with self._inside.within(wait, call):
-                self._inside.all_reduce(chunk, what=call.what, timeout_s=call.timeout_s)
+                self._inside.all_reduce(chunk.flat, what=call.what, timeout_s=call.timeout_s)
 
-    def _start(
-        self,
-        between: Communicator,
-        wait: Wait,
-        call: Call,
-        chunk: Tensor,
-        lost: Tensor | None,
-        *,
-        bits: int,
-    ) -> None:
+    def _start(self, between: Communicator, wait: Wait, chunk: Sum) -> None:
+        call, flat, lost, bits = chunk
+
         def exchange() -> None:
             with between.within(wait, call):
                 between.all_reduce(
-                    chunk, what=call.what, timeout_s=call.timeout_s, lost=lost, bits=bits
+                    flat, what=call.what, timeout_s=call.timeout_s, lost=lost, bits=bits
                 )
 
         self._job.start(exchange)
@@ -263,11 +247,13 @@ def _connect(
     )
 
 
-def _chunks_of(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Return the first element of each chunk of a tensor, and the chunk."""
-    step = _CHUNK_BYTES // flat.element_size()
-    for start in range(0, flat.numel(), step):
-        yield start, flat[start : start + step]
+def _chunks_of(whole: Sum) -> Iterator[Sum]:
+    """Return the sums of the chunks of a tensor."""
+    step = _CHUNK_BYTES // whole.flat.element_size()
+    for start in range(0, whole.flat.numel(), step):
+        part = slice(start, start + step)
+        lost = None if whole.lost is None else whole.lost[part]
+        yield whole._replace(flat=whole.flat[part], lost=lost)
 
 
 def _hosts_of(numbers: Sequence[int], places: Mapping[int, str]) -> list[list[int]]:

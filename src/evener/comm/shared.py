@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from evener.comm.base import Communicator, Transport, Wait, keep_latest
+from evener.comm.base import Communicator, Sum, Transport, Wait, keep_latest
 from evener.comm.calls import Call
 from evener.comm.notices import NoticeBoard
 from evener.comm.shared_barrier import STAGE_BYTES, Barrier
@@ -82,17 +82,11 @@ class SharedTransport(Transport):
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
         self._barrier.meet(wait, call)
 
-    def sum_each(
-        self,
-        flats: Sequence[Tensor],
-        wait: Wait,
-        lost: Sequence[Tensor | None] = (),
-        bits: int = 16,
-    ) -> None:
-        """Sum tensors; see the base class."""
+    def sum_each(self, sums: Sequence[Sum], wait: Wait) -> None:
+        """Form sums; see the base class."""
         is_open = False
-        for flat, call in zip(flats, wait.calls, strict=True):
-            is_open = self._sum(flat, wait, call)
+        for one in sums:
+            is_open = self._sum(one.flat, wait, one.call)
         if is_open:  # the next call's announcement is a barrier, too
             self._barrier.meet(wait, wait.calls[-1])
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from evener.comm.base import CELL_BYTES, DEFAULT_TIMEOUT_S, Communicator, Transport, Wait
+from evener.comm.base import CELL_BYTES, DEFAULT_TIMEOUT_S, Communicator, Sum, Transport, Wait
 from evener.comm.calls import Call
 from evener.comm.messages import closed_message, late_message, lost_message, timeout_message
 from evener.devices import kind_of
@@ -152,17 +152,11 @@ class ThreadTransport(Transport):
         for cell, content in zip(cells, told, strict=True):
             cell[:] = content
 
-    def sum_each(
-        self,
-        flats: Sequence[Tensor],
-        wait: Wait,
-        lost: Sequence[Tensor | None] = (),
-        bits: int = 16,
-    ) -> None:
-        """Sum tensors; see the base class."""
-        for flat, call in zip(flats, wait.calls, strict=True):
-            wait.announce(call)
-            self._exchange(flat, wait, flat, _sum)
+    def sum_each(self, sums: Sequence[Sum], wait: Wait) -> None:
+        """Form sums; see the base class."""
+        for one in sums:
+            wait.announce(one.call)
+            self._exchange(one.flat, wait, one.flat, _sum)
 
     def copy(self, flat: Tensor, src: int, wait: Wait) -> None:
         """Copy from one rank; see the base class."""

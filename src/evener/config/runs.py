@@ -115,8 +115,7 @@ class TaskConfig(Section):
     """What all tasks let the user say of their computation.
 
     Attributes:
-        max_grad_norm: 2-norm that averaged gradients are clipped to; ``None`` does not clip. It may
-            stand in the section ``optimizer``, too, as it did in earlier versions.
+        max_grad_norm: 2-norm that averaged gradients are clipped to; ``None`` does not clip.
         micro_batch_size: Most samples of one forward and backward; ``"auto"`` is the equal share.
         seed: Seed of new weights, of the order of samples and of what is held out.
     """

@@ -102,7 +102,8 @@ class LocalOptions:
             such as a class of ``torch.optim``. Its state is part of checkpoints; another class of
             optimizer begins without any. Windows with fewer than half of the anchor's steps are
             averaged.
-        outer_lr: Learning rate of ``"nesterov"``; 0.7 if left out.
+        outer_lr: Learning rate of ``"nesterov"``; ``"auto"`` rises with the number of ranks that an
+            average is of: 0.7 for two, 1.4 for eight.
         outer_momentum: Momentum of ``"nesterov"``; 0.5 if left out.
     """
 

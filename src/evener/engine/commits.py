@@ -8,11 +8,10 @@ from evener.engine.results import WindowResult
 from evener.engine.rounds import Rounds
 from evener.engine.run_state import RunState
 from evener.engine.schedule import Schedule
-from evener.observe.numbers import human_duration
+from evener.observe.sentences import describe
 from evener.planning.report import TOLD_LATER
 from evener.planning.stragglers import Straggler, StragglerWatch
 from evener.protocol.row import Row
-from evener.team.members import Member
 from evener.team.terminal import warn
 
 
@@ -61,7 +60,10 @@ class Commits:
             # No rank waits any more for one that is parked or gone by now.
             found = tuple(one for one in judged if one.rank not in team.away)
             for one in found:
-                warn(_describe(one, team.people[one.rank]))
+                kind = "straggler_over" if one.is_over else "straggler"
+                person = team.people[one.rank]
+                place = f"{person.host}, {person.device}, {person.device_name}"
+                warn(str(describe({"type": kind, **one._asdict(), "member": place})))
             self._stragglers += found
         self._unjudged.clear()
 
@@ -116,19 +118,3 @@ class Commits:
             self._rounds.committing = False
         if is_local:
             self._schedule.accept()  # set in a callback, which runs on every rank
-
-
-def _describe(one: Straggler, member: Member) -> str:
-    """Return a sentence about a rank that has become slow, or has stopped being slow."""
-    name = f"rank {one.rank} ({member.host}, {member.device}, {member.device_name})"
-    cost = f"windows would have ended {human_duration(one.delay_s)} sooner without that"
-    if one.is_over:
-        return (
-            f"{name} is not a straggler any more: it was slow from window {one.since} to "
-            f"{one.window}; {cost}"
-        )
-    return (
-        f"straggler: {name} is {one.factor:.1f} times slower than its own past "
-        f"({human_duration(one.compute_s)} instead of {human_duration(one.expected_s)} in window "
-        f"{one.window}), since window {one.since}: {one.cause}. So far {cost}"
-    )

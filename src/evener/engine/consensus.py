@@ -334,6 +334,7 @@ class Replica(Consensus):
         for group, agreed, *_ in self._groups():
             agreed.copy_(group.data)
         self._buffers.reset()
+        self._feedback.clear()
 
     def tensors(self, *, at_rest: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return the consensus; where not at rest, what no thread writes to meanwhile."""

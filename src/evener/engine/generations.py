@@ -519,6 +519,7 @@ class Generations:
             joined={rank: name for rank, name in names.items() if rank not in stayed},
             healed={rank: name for rank, name in names.items() if name in formation.receivers},
             donor=formation.donor,
+            new_main=formation.numbers[0] if next(iter(before), None) in gone else None,
             detect_s=self._detect_s,
             **known,
         )

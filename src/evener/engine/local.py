@@ -6,7 +6,7 @@ Ranks average their differences from the consensus.
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from typing import Final, NamedTuple, NoReturn, final
@@ -16,7 +16,7 @@ from torch import Tensor
 from evener.averaging.weights import power_of_two_near
 from evener.comm.background import BackgroundJob
 from evener.comm.base import Communicator
-from evener.data.cursor import Slice
+from evener.data.cursor import RangeSet, Slice
 from evener.data.leases import LeaseBook
 from evener.engine.consensus import Replica
 from evener.engine.engine import Engine
@@ -423,13 +423,15 @@ class LocalEngine(Engine):
             for rank, row in found.rows.items()
             for piece in self._leases.retire(rank, row.report.steps, row.report.samples)
         ]
-        over, ranges = outcome.over, merged(retired)
+        over, ranges = outcome.over, RangeSet()
+        for piece in retired:
+            ranges.add(piece.start, piece.stop)
         self.result = self._result_of(
             found,
             over,
             lr=self._steps.lr,
             skipped=weight == 0,
-            ranges=ranges,
+            ranges=tuple((start, stop) for start, stop in ranges.to_list()),
             cadence=CadenceRecord(
                 anchor=over.anchor, window_s=over.window_s, guard=over.verdict.value
             ),
@@ -545,14 +547,3 @@ def _is_full(steps: int, plan: LocalPlan) -> bool:
         plan: The plan of the window.
     """
     return 2 * steps >= plan.anchor
-
-
-def merged(pieces: Sequence[Slice]) -> tuple[tuple[int, int], ...]:
-    """Return ranges of positions sorted, with adjacent ones merged."""
-    ranges: list[tuple[int, int]] = []
-    for piece in sorted(pieces, key=lambda p: p.start):
-        if ranges and ranges[-1][1] == piece.start:
-            ranges[-1] = (ranges[-1][0], piece.stop)
-        else:
-            ranges.append((piece.start, piece.stop))
-    return tuple(ranges)

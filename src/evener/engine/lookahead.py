@@ -28,11 +28,18 @@ _MAIN_STAYS = (
     "elastic team. If you end it by Ctrl-C (SIGINT), the next rank becomes the main process"
 )
 
+_HANDED_OVER = (
+    "{}. Rank {} is the main process from now on. Code that logs or saves where ddp.rank == {} "
+    "misses the windows in which that rank is parked: use ddp.is_main_process there, and read it "
+    "each time"
+)
+
 
 class Untold(NamedTuple):
     """A decision to park ranks of which the user was not told yet, and when it took effect."""
 
     parking: Parking
+    batch_size: int
     since_s: float
 
 
@@ -81,6 +88,7 @@ class Lookahead:
         self._untold: Untold | None = None
         #: Since when this rank costs more than it contributes, as a main process that stays.
         self._costs_since_s = math.inf
+        self._team.call_on_handover(self._tell_handover)
 
     # ── what is learnt ───────────────────────────────────────────────────────────────────────────
 
@@ -221,9 +229,9 @@ class Lookahead:
             # state.
             self._to_park = frozenset()
             return
-        self._tell_parking(batch_size)
+        self._tell_parking()
         if (found := self._find_misfits(batch_size)) is not None:
-            self._note_parking(found)
+            self._note_parking(found, batch_size)
             self.why_parked = explain_parking(found, batch_size)
             self._to_park = parked.union(found.ranks)
         elif parked and self._run.progress.window >= self.recall_at:
@@ -248,7 +256,7 @@ class Lookahead:
             return None
         return found._replace(alone=others, after=after)
 
-    def _note_parking(self, found: Parking) -> None:
+    def _note_parking(self, found: Parking, batch_size: int) -> None:
         """Remember a decision, until it is told."""
         untold = self._untold
         if untold is not None and self._team.parked.issuperset(untold.parking.ranks):
@@ -256,38 +264,48 @@ class Lookahead:
             both = found._replace(alone=alone, before=untold.parking.before)
             self._untold = untold._replace(parking=both)
         else:
-            self._untold = Untold(found, time.monotonic())
+            self._untold = Untold(found, batch_size, time.monotonic())
 
-    def _tell_parking(self, batch_size: int) -> None:
+    def _tell_parking(self) -> None:
         """Warn that ranks are parked, once their time without work is noteworthy."""
         if self._untold is None:
             return
-        parking, since_s = self._untold
+        parking, _, since_s = self._untold
         took_effect = self._team.parked.issuperset(parking.ranks)
         if took_effect and time.monotonic() - since_s >= NOTEWORTHY_S:
-            self._untold = None
-            self._guards.notice(_describe(parking, batch_size, self.recall_at))
+            text, self._untold = _describe(self._untold), None
+            whom = "it" if len(parking.ranks) == 1 else "them"
+            self._guards.notice(
+                f"{text}. The team tries again with {whom} at window {self.recall_at}"
+            )
+
+    def _tell_handover(self) -> None:
+        """Warn at once that this rank, the main process until now, is parked.
+
+        A script that tells ranks apart by their numbers does less from now on.
+        """
+        untold, self._untold = self._untold, None
+        rank = self._team.rank
+        if untold is not None and rank in untold.parking.ranks:
+            new_main = self._rounds.state.regroup().planner
+            self._guards.notice(_HANDED_OVER.format(_describe(untold), new_main, rank))
 
 
-def _describe(parking: Parking, batch_size: int, recall_at: int) -> str:
-    """Return the warning that ranks are parked, with the forecasts that led to it.
+def _describe(untold: Untold) -> str:
+    """Return that ranks are parked, with the forecasts that led to it."""
+    ranks = untold.parking.ranks
+    are = "is" if len(ranks) == 1 else "are"
+    named = " and ".join(f"rank {rank}" for rank in ranks)
+    return f"{named} {are} parked: {explain_parking(untold.parking, untold.batch_size)}"
+
+
+def explain_parking(parking: Parking, batch_size: int) -> str:
+    """Return the forecasts that led to parking ranks.
 
     Args:
         parking: The decision.
         batch_size: Samples of a window.
-        recall_at: The window at which they are tried again.
     """
-    ranks = parking.ranks
-    whom, are = ("it", "is") if len(ranks) == 1 else ("them", "are")
-    return (
-        f"{' and '.join(f'rank {rank}' for rank in ranks)} {are} parked: "
-        f"{explain_parking(parking, batch_size)}. The team tries again with {whom} at window "
-        f"{recall_at}"
-    )
-
-
-def explain_parking(parking: Parking, batch_size: int) -> str:
-    """Return the forecasts that led to parking ranks; see ``_describe``."""
     ranks, before, after = parking.ranks, parking.before, parking.after
     whom = "it" if len(ranks) == 1 else "them"
     text = ", ".join(

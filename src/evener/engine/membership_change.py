@@ -20,6 +20,7 @@ class MembershipChange:
         joined: Names of ranks that are new in it, by number.
         healed: Names of ranks that have received the state, by number.
         donor: Name of the rank that has sent it.
+        new_main: Number of the rank that has become the main process; ``None`` if none has.
         num_bytes: Its size.
         detect_s: Seconds from the last heartbeat of a lost rank to the end of its generation; it
             sends a few in a second. 0 if it is not known, as for a rank that ended by an error: it
@@ -37,6 +38,7 @@ class MembershipChange:
     joined: Mapping[int, str]
     healed: Mapping[int, str]
     donor: str
+    new_main: int | None
     num_bytes: int
     detect_s: float
     reform_s: float
@@ -52,10 +54,12 @@ class MembershipChange:
         times += f"re-formed in {self.reform_s:.2f} s"
         if self.healed:
             times += f", state sent in {self.heal_s:.2f} s"
+        changes = self.new_main is not None
+        main = f". Rank {self.new_main} is the main process from now on" if changes else ""
         return (
             f"generation {self.generation} begins with window {self.window}: "
             f"{', '.join(said) or self.why}; {len(self.members)} "
-            f"{'rank' if len(self.members) == 1 else 'ranks'}, {times}"
+            f"{'rank' if len(self.members) == 1 else 'ranks'}, {times}{main}"
         )
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from pydantic import TypeAdapter
 
 from evener.data.cursor import Slice
 from evener.planning.report import RankRecord
@@ -150,12 +152,7 @@ def pack_applied(applied: Applied) -> dict[str, Any]:
 
 def unpack_applied(packed: Mapping[str, Any]) -> Applied:
     """Undo ``pack_applied``."""
-    told = dict(packed["result"])
-    cadence = told["cadence"]
-    told["progress"] = Progress(**told["progress"])
-    told["ranks"] = tuple(RankRecord(*record) for record in told["ranks"])
-    told["ranges"] = tuple((start, stop) for start, stop in told["ranges"])
-    told["parked"] = tuple(told["parked"])
-    told["cadence"] = None if cadence is None else CadenceRecord(**cadence)
-    leases = [Slice(**lease) for lease in packed["leases"]]
-    return Applied(WindowResult(**told), leases, packed["told"])
+    return _APPLIED.validate_python(packed)
+
+
+_APPLIED: Final = TypeAdapter(Applied)

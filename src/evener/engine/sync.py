@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NoReturn, final
@@ -740,6 +740,11 @@ class SyncEngine(Engine):
         self._overlap.close()
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
+
+    def load_state_dict(self, state: Mapping[str, Any], members: Sequence[str]) -> None:
+        """Continue from a saved state; see ``Engine``."""
+        super().load_state_dict(state, members)
+        self._overlap.feedback.clear()
 
     def prepare_save(self) -> None:
         """Gather optimizer states on the rank that saves; all ranks call it together."""

@@ -62,7 +62,6 @@ def unpack(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Traini
         LookupError: The document lacks something.
         CheckpointError: It names a tensor that is not there.
     """
-    document = {"outer": {}, **document}  # written before there were outer optimizers
     return TrainingContent(*(decode(document[k], tensors=tensors) for k in TrainingContent._fields))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from evener.averaging.outer import make_checked
+from evener.averaging.outer import copy_together, make_checked
 from evener.config.settings import DdpConfig
 from evener.errors import ConfigError
 from evener.loop.arguments import Schedulers, several
@@ -48,7 +48,8 @@ def describe_training(
     """Return what ``check_consistency`` compares, in the order in which it is compared.
 
     Raises:
-        ConfigError: What makes the outer optimizer does not make one.
+        ConfigError: What makes the outer optimizer does not make one, or not one that ASYNC can
+            use.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parts = {
@@ -65,7 +66,10 @@ def describe_training(
     }
     if callable(config.outer):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        parts["optimizer_outer"] = _describe(make_checked(config.outer, trained))
+        outer = make_checked(config.outer, trained)
+        if policy is ApplyPolicy.ASYNC:
+            copy_together(outer, trained)  # later, it would fail in the midst of training
+        parts["optimizer_outer"] = _describe(outer)
     return {**describe_versions(), **dict(_flatten("", parts, names))}
 
 

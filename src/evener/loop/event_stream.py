@@ -248,6 +248,7 @@ class EventStream:
         *_, newest = self._people
         self._people = {newest: self._people[newest], change.generation: self._present()}
         if not self._engine.rounds.is_main:
+            self._has_started = True  # a run that has changed its team has begun
             return
         window = change.window
         # Not those of a rank that was parked since, or of a team that has gone back to a

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from evener.averaging.outer import describe_loss
 from evener.averaging.sharded_update import ELEMENTWISE
 from evener.checkpoint import Snapshot, copy_to_cpu, encode_document, find_newest, open_checkpoint
 from evener.engine.training_state import TrainingContent, unpack
@@ -124,6 +125,8 @@ def find_state(assembly: Assembly, path: Path) -> SavedState:
 def restore(assembly: Assembly, saved: SavedState) -> None:
     """Load a checkpoint's state, which fits, into this rank; all ranks load the same one.
 
+    A warning says what of the outer optimizer does not continue.
+
     Raises:
         CheckpointError: A registered object refuses its state; the model is as it was.
     """
@@ -132,6 +135,8 @@ def restore(assembly: Assembly, saved: SavedState) -> None:
         for name, tensor in assembly.model.state_dict().items():
             tensor.copy_(saved.model[name])
     assembly.engine.load_state_dict(saved.engine, assembly.names)
+    if lost := describe_loss(saved.training.outer, assembly.state.outer):
+        assembly.engine.options.guards.notice(f"{saved.path}: {lost}")
 
 
 def _differences(saved: SavedState, assembly: Assembly) -> Iterator[str]:

@@ -15,7 +15,6 @@ from evener.observe.table import Floats, RunTable
 _TAIL = 0.2
 # Losses nearer than this (relative), or than rounds of one combination differ, count as equal.
 _NOISE = 0.005
-_MAX_POINTS = 200
 
 _LOCAL_LOSSES = (
     "in cadence and async these are losses of each rank's own copy, and held-out ones of the mean"
@@ -108,7 +107,6 @@ class Candidate:
         loss_by_units: After the units that every trial has done.
         spread: Largest difference of ``loss_by_time`` between rounds.
         heldout_loss: The last one, where the configuration evaluates.
-        curve: (seconds, units, loss) of the first round, thinned.
     """
 
     policy: str
@@ -119,7 +117,6 @@ class Candidate:
     loss_by_units: float
     spread: float
     heldout_loss: float | None
-    curve: Sequence[tuple[float, float, float]]
 
     @property
     def name(self) -> str:
@@ -212,21 +209,15 @@ def table(comparison: Comparison) -> str:
 def _candidate(trials: Sequence[Trial], seconds: float, units: float) -> Candidate:
     by_time = [t.loss_by_time(seconds) for t in trials]
     heldout = [t.heldout_loss for t in trials if t.heldout_loss is not None]
-    first = trials[0]
-    step = -(-len(first.units) // _MAX_POINTS)
-    points = list(
-        zip(first.elapsed_s.tolist(), first.units.tolist(), first.losses.tolist(), strict=True)
-    )
     return Candidate(
-        policy=first.policy,
-        backend=first.backend,
+        policy=trials[0].policy,
+        backend=trials[0].backend,
         rounds=len(trials),
         speed=statistics.median(t.speed for t in trials),
         loss_by_time=statistics.median(by_time),
         loss_by_units=statistics.median(t.loss_by_units(units) for t in trials),
         spread=max(by_time) - min(by_time),
         heldout_loss=statistics.median(heldout) if heldout else None,
-        curve=points[::step],
     )
 
 

@@ -108,15 +108,21 @@ def added(with_it: float | None, without: float | None) -> float | None:
     return with_it / without - 1.0 if with_it is not None and without else None
 
 
-def contribution(estimate: Estimate, rank: int) -> str:
-    """Return what a rank adds, for people."""
+def contribution(estimate: Estimate, rank: int, *, be: str = "") -> str:
+    """Return what a rank adds, for people.
+
+    Args:
+        estimate: The speeds.
+        rank: The rank.
+        be: ``"is "`` in a sentence.
+    """
     if rank in estimate.parked:
-        return "parked"
+        return f"{be}parked"
     part = estimate.adds(rank)
     if part is None:
         return "–"
     if part >= NEGLIGIBLE:
         return f"adds {part:.0%}"
     if estimate.has_equal(rank):
-        return "as fast as any other"
+        return f"{be}as fast as any other"
     return "adds nothing" if part > -NEGLIGIBLE else f"slows the team by {-part:.0%}"

@@ -80,7 +80,7 @@ class _EventFields(TypedDict, total=False):
     unit: str
     num_samples: Whole
     total_windows: Whole | None
-    emulated: Number | dict[str, Number]  # older files have all ranks in ``run_started``
+    emulated: Number
     rank: Whole | None
     member: str
     donor: str

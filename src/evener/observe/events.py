@@ -23,11 +23,11 @@ Amount = Annotated[float, Field(ge=0, le=1e150)]
 
 #: The fields of each type of event besides ``t`` and ``type``.
 FIELDS: Final = {
-    # A run begins with ``window``, also one that resumes. ``members`` are in rank order. ``policy``
-    # is such as ``sync`` and ``backend`` such as ``gloo``; ``unit`` is what a weight counts, such
-    # as ``tokens``; ``num_samples`` are those of an epoch, ``total_windows`` may be null. The
-    # further field ``params`` counts what is trained, and ``backend_reason`` says why the backend
-    # is not the one asked for.
+    # A run begins with ``window``, also one that resumes; earlier events of it and of later windows
+    # are void. ``members`` are in rank order. ``policy`` is such as ``sync`` and ``backend`` such
+    # as ``gloo``; ``unit`` is what a weight counts, such as ``tokens``; ``num_samples`` are those
+    # of an epoch, ``total_windows`` may be null. The further field ``params`` counts what is
+    # trained, and ``backend_reason`` says why the backend is not the one asked for.
     "run_started": "run window members policy backend unit num_samples total_windows",
     # A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``. The
     # further field ``emulated`` is the factor by which it is slowed on purpose, if it is.
@@ -68,8 +68,8 @@ FIELDS: Final = {
     "recalled": "rank member window reason",
     # The coordinator has refused a worker, which is not in the team, before ``window``.
     "join_refused": "member window reason",
-    # The run resumes with ``window`` from the checkpoint ``path``; earlier events of it and of
-    # later windows are void. With ``new_data`` it continues with other data, from its epoch 0.
+    # The run resumes with ``window`` from the checkpoint ``path``. With ``new_data`` it continues
+    # with other data, from its epoch 0. ``run_started`` follows.
     "run_resumed": "window path new_data",
     # The team formed again and continues with ``window``; earlier events from there on are void.
     # Further fields: ``backend`` and ``backend_reason``, as of ``run_started``; and in seconds,

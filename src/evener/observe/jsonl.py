@@ -30,9 +30,10 @@ class JsonlSink(Sink):
     ``events_dropped`` says how many. In a long run, neighbouring windows share an event
     (``thinning``), except across a checkpoint.
 
-    A file that is removed meanwhile is created again. A line that was torn by a killed process or a
-    full disk is ended before the next one begins. Numbers that are not finite become ``null``, for
-    readers that know strict JSON only.
+    If the file holds an earlier run, and this one does not resume, a warning says so: its windows
+    are void then. A file that is removed meanwhile is created again. A line that was torn by a
+    killed process or a full disk is ended before the next one begins. Numbers that are not finite
+    become ``null``, for readers that know strict JSON only.
     """
 
     continues = True
@@ -50,8 +51,8 @@ class JsonlSink(Sink):
             path: The file, such as ``runs/first/events.jsonl``. Several ranks must not write
                 one file: give ``Ddp.setup`` ``sinks=[lambda: JsonlSink(path)]``, which makes the
                 sink on the main process alone.
-            on_warning: Called once, when an event cannot be written; the team that the sink is
-                given to prints it, unless this is given.
+            on_warning: Called when the file holds an earlier run, and once when an event cannot be
+                written; the team that the sink is given to prints it, unless this is given.
             full_windows: So many windows have an event of their own.
 
         Raises:
@@ -67,6 +68,7 @@ class JsonlSink(Sink):
             raise ConfigError(
                 f"event file {path} cannot be opened: {error}; choose a folder that is writable"
             ) from error
+        self._may_follow_a_run = os.fstat(self._file).st_size > 0  # until its first event
         self._row: Event | None = None  # windows that share an event, not written yet
         self._plan: Event | None = None  # the newest one that came after them
         self._waiting: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
@@ -79,6 +81,12 @@ class JsonlSink(Sink):
 
     def emit(self, event: Event) -> None:
         """Append one event; report a full disk once, and do not raise."""
+        if self._may_follow_a_run and event["type"] == "run_started":
+            self._tell(
+                f"{self._path} holds an earlier run. Reports show the windows of the new one, and "
+                "the time of both; give each run a file of its own, or continue one by ddp.load"
+            )
+        self._may_follow_a_run = False
         if self._closed:
             self._warn("it is closed")
         elif self._waiting.qsize() >= MOST_WAITING:
@@ -179,8 +187,12 @@ class JsonlSink(Sink):
         if self._has_warned or self.on_warning is None:
             return
         self._has_warned = True
-        with suppress(Exception):  # a warning that fails must not end the thread that writes
-            self.on_warning(
-                f"events are missing from {self._path}: {cause}; training continues, "
-                "but reports will have gaps: free disk space there"
-            )
+        self._tell(
+            f"events are missing from {self._path}: {cause}; training continues, "
+            "but reports will have gaps: free disk space there"
+        )
+
+    def _tell(self, text: str) -> None:
+        if self.on_warning is not None:
+            with suppress(Exception):  # a warning that fails must not end the thread that writes
+                self.on_warning(text)

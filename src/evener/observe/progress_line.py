@@ -135,8 +135,8 @@ class ProgressSink(Sink):
         most = max(1, _width(self._stream) - 1)
         table = RunTable.of(self._recent)
         # Drop the least important parts first; shares and waits matter more than the bar.
-        for options in ({"bar": self._bar}, {}, {"brief": True}):
-            line = progress_line(table, self._start, **options)
+        for bar, brief in ((self._bar, 0), ("", 0), ("", 1), ("", 2), ("", 3)):
+            line = progress_line(table, self._start, bar=bar, brief=brief)
             if cell_len(line) <= most:
                 break
         self._write(chop_cells(line, most)[0])
@@ -156,14 +156,15 @@ class ProgressSink(Sink):
         self._shown = False
 
 
-def progress_line(table: RunTable, start: Event, *, bar: str = "", brief: bool = False) -> str:
+def progress_line(table: RunTable, start: Event, *, bar: str = "", brief: int = 0) -> str:
     """Return the line; an empty one without windows.
 
     Args:
         table: The windows, at least the newest ``SPEED_WINDOWS``.
         start: The newest ``run_started``.
         bar: Show a bar of these two signs, for what is done and for what is left.
-        brief: Say as little as a narrow terminal has room for.
+        brief: How much a narrow terminal has no room for: from 1 on the ranks' names and a second
+            speed, from 2 on the time that is left, from 3 on also the loss.
     """
     if not len(table):
         return ""
@@ -179,7 +180,7 @@ def progress_line(table: RunTable, start: Event, *, bar: str = "", brief: bool =
         done = min(1.0, step / total)
         full, empty = int(done * _BAR_WIDTH) * bar[0], _BAR_WIDTH * bar[1]
         parts.append(f"{full}{empty[len(full) :]} {int(done * 100)}%")
-    if losses:  # windows without weight have none
+    if losses and brief < 3:  # windows without weight have none
         parts.append(f"loss {_smoothed(losses):.4g}")
     # Speed is measured from the oldest of these commits to the newest.
     seconds = float(rows["end_s"][-1] - rows["end_s"][0])
@@ -188,10 +189,10 @@ def progress_line(table: RunTable, start: Event, *, bar: str = "", brief: bool =
             parts.append(f"{human_count(rows['weight'][1:].sum() / seconds)} {unit}/s")
         if unit == "samples" or not brief:
             parts.append(f"{human_count(rows['samples'][1:].sum() / seconds)} samples/s")
-        if total is not None and total > step:
+        if total is not None and total > step and brief < 2:
             left_s = (total - step) * seconds / max(1.0, float(steps[-1] - steps[0]))
             parts.append(f"ETA {human_duration(left_s)}")
-    return "  ".join(parts) + _ranks(table, counted, brief=brief)
+    return "  ".join(parts) + _ranks(table, counted, brief=brief > 0)
 
 
 def _smoothed(losses: list[float]) -> float:

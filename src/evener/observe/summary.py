@@ -10,7 +10,7 @@ from evener.errors import EvenerError, UsageError
 from evener.files import write_file
 from evener.observe.estimate import Estimate, contribution
 from evener.observe.event_lines import strict_json
-from evener.observe.numbers import human_count, human_duration
+from evener.observe.numbers import human_count, human_duration, wrapped
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -174,7 +174,7 @@ def closing_lines(summary: RunSummary, program: str = "evener") -> list[str]:
         summary: The run.
         program: How the user reaches ``evener``.
     """
-    lines = [*summary.verdict]
+    lines = [*map(wrapped, summary.verdict)]
     for rank, factor in sorted(summary.emulated.items()):
         lines.append(f"Rank {rank} is emulated {factor:g}× slower.")
     if summary.gone_weight > 0:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from evener.observe.events import SPANS, Event, mean_loss
 
-VOIDING: Final = ("run_resumed", "reformed")
+VOIDING: Final = ("run_started", "run_resumed", "reformed")
 """Types of events that make earlier ``window`` events void, from their own ``window`` on."""
 
 WARM_UP_WINDOWS: Final = 3

@@ -34,7 +34,6 @@ class Waits:
         delay_s: Seconds by which windows would have ended sooner if it had arrived with the last of
             the others.
         shared_windows: Windows with at least two ranks at work.
-        wait_s: Seconds for which all ranks together waited, also for what none of them causes.
         team_s: Seconds of all ranks together: for data, at work, waiting and exchanging.
     """
 
@@ -42,7 +41,6 @@ class Waits:
     windows_last: Floats
     delay_s: Floats
     shared_windows: int
-    wait_s: float
     team_s: float
 
     @classmethod
@@ -67,7 +65,6 @@ class Waits:
             windows_last=add_up(last, windows, lanes),
             delay_s=add_up(last, wait_s[shared + 1] - wait_s[shared], lanes),
             shared_windows=int(windows.sum()),
-            wait_s=float(parts["wait_s"].sum()),
             team_s=team_s,
         )
 
@@ -86,13 +83,14 @@ class Waits:
         return int(np.argmax(self.waited_for_s)) if stands_out else None
 
 
-def describe_waits(waits: Waits, names: Sequence[str], whole_s: float) -> str:
+def describe_waits(waits: Waits, names: Sequence[str], whole_s: float, *, waiting: float) -> str:
     """Return who waits for whom, for people.
 
     Args:
         waits: By lane.
         names: Of the ranks, by lane.
         whole_s: Seconds of all windows.
+        waiting: Part of the ranks' time in which they waited, also for what none of them causes.
     """
     lost_s = float(waits.waited_for_s.sum())
     if len(names) == 1:
@@ -103,17 +101,16 @@ def describe_waits(waits: Waits, names: Sequence[str], whole_s: float) -> str:
         return "No rank keeps another one waiting for a noteworthy part of the time."
     lane = waits.culprit
     if lane is None:
-        part = waits.wait_s / waits.team_s
-        return f"Ranks wait {part:.1%} of their time for one another; none of them stands out."
-    waiting = [name for name, s in zip(names, waits.pairs_s[:, lane], strict=True) if s > 0]
-    who = f"{waiting[0]} waits" if len(waiting) == 1 else "The others wait"
+        return f"Ranks wait {waiting:.1%} of their time for one another; none of them stands out."
+    others = [name for name, s in zip(names, waits.pairs_s[:, lane], strict=True) if s > 0]
+    who = f"{others[0]} waits" if len(others) == 1 else "The others wait"
     waited_s, delay_s = float(waits.waited_for_s[lane]), float(waits.delay_s[lane])
     text = (
         f"{who[0].upper()}{who[1:]} for {names[lane]}: {human_duration(waited_s)}, "
         f"{waited_s / waits.team_s:.1%} of the ranks' time. It came last in "
         f"{waits.windows_last[lane]:,.0f} of {waits.shared_windows:,} windows"
     )
-    if len(waiting) > 1 and whole_s > 0:
+    if len(others) > 1 and whole_s > 0:
         text += (
             f"; had it come with the next one, the run would have ended {human_duration(delay_s)} "
             f"sooner ({delay_s / whole_s:.1%})"

@@ -64,7 +64,7 @@ def figures(
     verdict = judge(history, waits, predict)
     ranks = _ranks(history, order, verdict.estimate, waits, is_running=is_running)
     most = MOST_NUMBERS // divisor // (3 * (4 + 2 * len(order)))
-    parked = [lane for lane in order if _is_parked(history, table.members[lane])]
+    parked = [lane for lane, row in zip(order, ranks, strict=True) if row["parked"]]
     return {
         "name": name,
         "notes": list(notes),
@@ -152,8 +152,16 @@ def _ranks(
     waited = wait_parts(sums)
     rows = []
     present = frozenset(table.present)
+    newest = table.newest or {}
+    at_work = {row["rank"]: row["member"] for row in newest.get("ranks", ())}
+    parked = {at_work.get(rank) for rank in newest.get("parked", ())}
     for lane in order:
         member, rank = table.members[lane], table.ranks[lane]
+        presence: Presence = "parked" if member in parked else "here"
+        if history.ending is not None or is_running is False:
+            presence = "ended"
+        elif member in history.gone:
+            presence = "replaced" if at_work.get(rank, member) != member else "gone"
         worker = history.workers.get(member, {})
         own = {name: number(float(sums[name][lane])) for name in SUMS}
         rows.append(
@@ -163,8 +171,8 @@ def _ranks(
                 "host": worker.get("host", ""),
                 "device": worker.get("device", ""),
                 "emulated": number(history.slowed(lane)),
-                "parked": _is_parked(history, member),
-                "presence": _presence(history, lane, is_running=is_running),
+                "parked": member in parked,
+                "presence": presence,
                 "why_gone": history.gone.get(member, (None,))[0],
                 **own,
                 "sent_bytes": own["sent_bytes"] or None,
@@ -179,27 +187,6 @@ def _ranks(
             }
         )
     return rows
-
-
-def _newest_rows(history: RunHistory) -> list[Any]:
-    newest = history.table.newest
-    return newest["ranks"] if newest else []
-
-
-def _is_parked(history: RunHistory, member: str) -> bool:
-    newest = history.table.newest or {}
-    parked = newest.get("parked", ())
-    return any(row["member"] == member and row["rank"] in parked for row in _newest_rows(history))
-
-
-def _presence(history: RunHistory, lane: int, *, is_running: bool | None) -> Presence:
-    member, rank = history.table.members[lane], history.table.ranks[lane]
-    if history.ending is not None or is_running is False:
-        return "ended"
-    if member in history.gone:
-        at_work = {row["rank"]: row["member"] for row in _newest_rows(history)}
-        return "replaced" if at_work.get(rank, member) != member else "gone"
-    return "parked" if _is_parked(history, member) else "here"
 
 
 def _waits(history: RunHistory, waits: Waits, order: Sequence[int], text: str) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """The history of a run, read from its events one by one. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 from evener.observe.events import Event
 from evener.observe.sentences import describe, steps_before
-from evener.observe.table import RunTable
+from evener.observe.table import VOIDING, RunTable
 from evener.observe.team_change import TeamChange
 
 MOST_LISTED: Final = 500
@@ -77,24 +76,18 @@ class RunHistory:
 
     def slowed(self, lane: int) -> float | None:
         """Return by which factor a rank is slowed on purpose; ``None`` if it is not."""
-        worker = self.workers.get(self.table.members[lane], {})
-        for told in (worker.get("emulated"), self.facts.get("emulated")):
-            # Older files tell it of all ranks with the start of the run.
-            own = told.get(str(self.table.ranks[lane])) if isinstance(told, Mapping) else told
-            if own is not None:
-                return float(own)
-        return None
+        return self.workers.get(self.table.members[lane], {}).get("emulated")
 
     def add(self, event: Event) -> None:
         """Take one event."""
         self.table.add(event)
         kind = event["type"]
         self.counts[kind] += 1
+        if kind in VOIDING:  # the evaluations of void windows are void, too
+            self.evals = [one for one in self.evals if one["window"] <= event["window"]]
         match kind:
             case "run_resumed":
                 self._begin_session()
-                # Evaluations of windows that are void are void, too.
-                self._drop_evals(event["window"])
             case "run_started":
                 # A resume writes two events: first the void windows, then the team.
                 if self._newest_kind != "run_resumed":
@@ -102,7 +95,6 @@ class RunHistory:
                 self.facts = event
                 self.gone.clear()
             case "reformed":
-                self._drop_evals(event["window"])
                 known = {name: event[name] for name in _BACKEND if name in event}
                 self.facts = {**self.facts, **known}
             case "window":
@@ -141,9 +133,6 @@ class RunHistory:
     def _begin_session(self) -> None:
         self.sessions += 1
         self.ending = None
-
-    def _drop_evals(self, first: int) -> None:
-        self.evals = [one for one in self.evals if one["window"] <= first]
 
     def _tell_change(self, event: Event) -> None:
         """Tell all events of one change of the team as one sentence."""

@@ -130,11 +130,7 @@ class RunVerdict:
         if len(others) > _MOST_NAMED:
             alone = self.estimate.alone
             others = [min(others, key=lambda rank: alone.get(rank, 0.0))]
-        told = [f"rank {rank} {contribution(self.estimate, rank)}" for rank in others]
-        return [
-            text.replace(" parked", " is parked").replace(" as fast", " is as fast")
-            for text in told
-        ]
+        return [f"rank {rank} {contribution(self.estimate, rank, be='is ')}" for rank in others]
 
 
 def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -> RunVerdict:
@@ -166,7 +162,9 @@ def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -
         estimate=estimate,
         names=names,
         lost_waiting=parts.get("wait"),
-        waits=describe_waits(waits, every, float(rows["length_s"].sum())),
+        waits=describe_waits(
+            waits, every, float(rows["length_s"].sum()), waiting=parts.get("wait", 0.0)
+        ),
         advice=tuple(advise_run(facts, predict)),
         speeds_changed=any(has_changed(one.changed) for one in ranks),
     )

@@ -10,6 +10,7 @@ from evener.config.folders import EVENTS, SUMMARY, find_events
 from evener.errors import ConfigError
 from evener.files import read_json, write_pieces
 from evener.observe.following import EventFollower
+from evener.observe.numbers import wrapped
 from evener.run_report.chrome_trace import trace_events, trace_text
 from evener.run_report.document import figures
 from evener.run_report.history import RunHistory
@@ -69,11 +70,13 @@ def write_page(document: dict[str, Any], runs: Sequence[Path], path: Path | None
 
 
 def verdict_lines(document: dict[str, Any]) -> list[str]:
-    """Return the lines of a report that matter most: of one run three, of several one for each."""
+    """Return what matters most of a report: of one run three answers, of several one for each."""
     runs = document["runs"]
     if len(runs) == 1:
-        return [*runs[0]["verdict"]["answers"].values()]
-    return [f"{run['name']}: {run['verdict']['text'] or run['run']['state']}" for run in runs]
+        found = [*runs[0]["verdict"]["answers"].values()]
+    else:
+        found = [f"{run['name']}: {run['verdict']['text'] or run['run']['state']}" for run in runs]
+    return [*map(wrapped, found)]
 
 
 def write_trace(run: Path, path: Path) -> None:

@@ -1,5 +1,6 @@
 """Ranks, links and windows in virtual time. Pure: times are numbers."""
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from statistics import fmean
@@ -25,19 +26,34 @@ class Noise(NamedTuple):
     factors: tuple[float, ...]
     ends_s: tuple[float, ...]
 
-    def factor(self, at_s: float) -> float:
-        """Return the factor of a computation that begins at a moment."""
-        return self.factors[bisect_right(self.ends_s, at_s % self.ends_s[-1])]
+    def lengthen(self, plain_s: float, at_s: float) -> float:
+        """Return the seconds of a computation that begins at a moment.
+
+        A disturbance slows what is computed while it lasts, and nothing afterwards: otherwise a
+        long one would slow a team for longer than it has slowed the run.
+
+        Args:
+            plain_s: Seconds that the computation takes undisturbed.
+            at_s: The moment.
+        """
+        at_s %= self.ends_s[-1]
+        window, done_s = bisect_right(self.ends_s, at_s), 0.0
+        while plain_s * self.factors[window] > (left_s := self.ends_s[window] - at_s):
+            done_s += left_s
+            plain_s -= left_s / self.factors[window]
+            window = (window + 1) % len(self.ends_s)
+            at_s = self.ends_s[window - 1] if window else 0.0
+        return done_s + plain_s * self.factors[window]
 
 
-UNDISTURBED = Noise((1.0,), (1.0,))
+UNDISTURBED = Noise((1.0,), (math.inf,))
 
 
 @dataclass
 class SimulatedRank:
     """The compute time of a rank.
 
-    Subclasses may return other times; the simulation only calls ``share`` and ``step``.
+    Subclasses may lengthen times otherwise; the simulation only calls ``share`` and ``step``.
 
     Attributes:
         cost: Seconds of compute; ``window_s`` is the optimizer's update.
@@ -60,9 +76,9 @@ class SimulatedRank:
         usual = self.cost.scaled(fmean(self.noise.factors))
         return self.alone_factor * batch_size / usual.seconds(batch_size, self.micro_batch_size)
 
-    def factor(self, at_s: float) -> float:
-        """Return the factor of the computed time of a share or step that begins at a moment."""
-        return self.noise.factor(at_s)
+    def lengthen(self, plain_s: float, at_s: float) -> float:
+        """Return the seconds of a computation that begins at a moment; see ``Noise``."""
+        return self.noise.lengthen(plain_s, at_s)
 
     def share(self, samples: int, at_s: float, update_parts: int = 1) -> Report:
         """Return what the rank reports of its share of a window of SYNC.
@@ -73,16 +89,15 @@ class SimulatedRank:
             update_parts: Into how many parts ranks have divided the update.
         """
         micro_batches = num_micro_batches(samples, self.micro_batch_size)
-        factor = self.factor(at_s)
-        update_s = self.cost.window_s / update_parts * factor
-        compute_s = self.cost.seconds(samples, self.micro_batch_size) - self.cost.window_s
-        compute_s = compute_s * factor + update_s
+        update_s = self.cost.window_s / update_parts
+        plain_s = self.cost.seconds(samples, self.micro_batch_size) - self.cost.window_s + update_s
+        compute_s = self.lengthen(plain_s, at_s)
         return Report(
             weight=float(samples),
             samples=samples,
             micro_batches=micro_batches,
             compute_s=compute_s,
-            update_s=update_s,
+            update_s=update_s * (compute_s / plain_s if plain_s else 1.0),
             update_parts=update_parts,
             busy_s=compute_s + micro_batches * self.overhead_s,
         )

@@ -33,17 +33,13 @@ class Worth:
     Attributes:
         rank: The rank.
         name: For people.
-        policy: The policy under which that holds.
-        samples_per_s: Throughput of the team with it.
-        without: The same of the team without it.
+        without: Throughput of the team without it, under the best policy.
         gain: By which part the rank raises the throughput; below 0 if it lowers it.
         verdict: Whether the rank is worth having, in a sentence.
     """
 
     rank: int
     name: str
-    policy: ApplyPolicy
-    samples_per_s: float
     without: float
     gain: float
     verdict: str
@@ -120,8 +116,6 @@ def _worth(rank: int, name: str, whole: TeamPrediction, without: float) -> Worth
     return Worth(
         rank=rank,
         name=name,
-        policy=whole.policy,
-        samples_per_s=samples_per_s,
         without=without,
         gain=gain,
         verdict=f"{kind if gain > -NOTEWORTHY else 'leave it out'}: {verdict}",

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
@@ -222,10 +222,6 @@ def _write_page(
     """Write the page of the first round's runs side by side."""
     trials = [folder / "trials" / f"{policy}-{backend}-1" for policy, backend in combinations]
     if runs := [run for run in trials if (run / EVENTS).exists()]:
-        bench = strict_json(replace(comparison, candidates=()))
-        bench["candidates"] = [
-            {name: value for name, value in strict_json(one).items() if name != "curve"}
-            for one in comparison.candidates
-        ]
-        page = write_page({**report(runs), "bench": bench}, runs, folder / "bench.html")
+        document = {**report(runs), "bench": strict_json(comparison)}
+        page = write_page(document, runs, folder / "bench.html")
         say(f"page: {page}")

@@ -1,7 +1,5 @@
 """The one-rank leaf, and what all leaves word alike."""
 
-import math
-
 import pytest
 import torch
 
@@ -10,19 +8,6 @@ from evener.comm.base import (
 )
 from evener.comm.messages import lost_message, mismatch_message, timeout_message
 from evener.errors import CollectiveError, ConfigError
-
-
-def test_one_rank_keeps_what_it_has() -> None:
-    with Communicator() as comm:
-        assert (comm.rank, comm.world_size, comm.backend) == (0, 1, "none")
-        tensor = torch.tensor([1.5, math.nan, -0.0])
-        before = tensor.clone()
-        comm.all_reduce(tensor, what="x")
-        comm.broadcast(tensor, 0, what="x")
-        comm.all_gather_parts(tensor, what="x")
-        assert torch.equal(tensor.view(torch.int32), before.view(torch.int32))
-        assert comm.all_gather_rows((1, 2.5), what="x") == [[1.0, 2.5]]
-        assert comm.all_gather_bytes(b"abc", what="x") == [b"abc"]
 
 
 def test_one_rank_is_as_strict_as_many() -> None:
@@ -42,15 +27,6 @@ def test_one_rank_is_as_strict_as_many() -> None:
     ):
         with pytest.raises(CollectiveError, match=r"sum.*: rank 0 has closed this communicator"):
             call()
-
-
-def test_a_split_of_one_rank_outlives_the_whole() -> None:
-    comm = Communicator(timeout_s=7.0)
-    part = comm.split([0], name="part")
-    comm.close()
-    assert part is not None
-    assert part.timeout_s == 7.0
-    part.barrier(what="x")
 
 
 def test_messages_name_who_and_what() -> None:

@@ -1,10 +1,11 @@
 """Numbers in few bits: within half a step of the scale of their block, whatever they are."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.comm.rounding import BLOCK, pack, packed_bytes, unpack
+from evener.comm.rounding import BLOCK, pack_sum, packed_bytes, unpack
 
 numbers = st.lists(
     st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False),
@@ -14,21 +15,41 @@ numbers = st.lists(
 
 
 def round_trip(values: torch.Tensor, bits: int) -> torch.Tensor:
+    return sum_up(values, torch.zeros_like(values), [], bits)[0]
+
+
+def sum_up(
+    values: torch.Tensor, lost: torch.Tensor, others: list[torch.Tensor], bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what arrives of a sum, and its bytes."""
     packed = torch.empty(packed_bytes(values.numel(), bits), dtype=torch.uint8)
-    pack(values, bits, packed)
+    pack_sum(values.clone(), lost, others, bits, packed)
     found = torch.full_like(values, torch.nan)
     unpack(packed, bits, found)
-    return found
+    return found, packed
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("numel", [1, BLOCK + 1, 3_000 * BLOCK + 5])
+def test_nothing_is_lost_for_good_of_a_sum(numel: int, bits: int) -> None:
+    """Whatever does not arrive is kept for the next time, of short sums and of long ones."""
+    own, theirs, before = torch.randn(3, numel)
+    lost, theirs_lost = before.clone(), torch.zeros(numel)
+    arrived, packed = sum_up(theirs, theirs_lost, [], bits)
+    torch.testing.assert_close(arrived + theirs_lost, theirs)
+    found, _ = sum_up(own, lost, [packed], bits)
+    torch.testing.assert_close(found + lost, own + before + arrived)
+    assert lost.abs().max() < 2.0 ** {16: -4, 8: -3, 4: 1}[bits]
 
 
 @given(numbers, st.sampled_from([8, 4]))
 def test_each_number_is_within_half_a_step(given_numbers: list[float], bits: int) -> None:
-    values = torch.zeros(-(-len(given_numbers) // BLOCK) * BLOCK)
-    values[: len(given_numbers)] = torch.tensor(given_numbers)
-    found, blocks = round_trip(values, bits), values.view(-1, BLOCK)
-    steps = blocks.abs().amax(dim=1, keepdim=True) / (2 ** (bits - 1) - 1)
-    assert ((found.view(-1, BLOCK) - blocks).abs() <= steps * 0.500001 + 1e-37).all()
-    assert not found[len(given_numbers) :].any(), "zeros stay zeros"
+    values = torch.tensor(given_numbers)
+    found = round_trip(values, bits)
+    for arrived, block in zip(found.split(BLOCK), values.split(BLOCK), strict=True):
+        step = block.abs().max() / (2 ** (bits - 1) - 1)
+        assert ((arrived - block).abs() <= step * 0.500001 + 1e-37).all()
+        assert not arrived[block == 0].any(), "zeros stay zeros"
 
 
 @given(st.integers(-7, 7), st.sampled_from([8, 4]))

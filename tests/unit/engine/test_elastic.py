@@ -24,6 +24,7 @@ from evener.loop.epochs import EpochLoop
 from helpers.clocks import RankClocks
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.elastic_runs import DATA, Run, begin, loss_of, state_of, train_epochs
+from helpers.sinks import Kept
 
 # Rounds of rows in the order of a run in SYNC: 0, 1 calibrate; 2, 3 plan; 4 to 7 close the windows
 # of an epoch; 8 ends it. Local steps: 0 plans; then two for each window.
@@ -159,6 +160,8 @@ def test_a_rank_that_is_told_to_leave_finishes_its_window(
     assert isinstance(run.team.fate("w0").error, KeyboardInterrupt)
     assert [len(members) for members in run.members] == [3, 2]
     assert run.changes == [("worker_left", 0), ("reformed", None)]
+    handed_over = [line.endswith(". Rank 1 is the main process from now on") for line in run.told]
+    assert handed_over == [True, True], "each rank that stays; the main process prints its line"
     if policy == "sync":  # all had committed the leaver's last window: nothing is done again
         assert run.team.formations[1].receivers == ()
         left_at, done = run.team.formations[1].base, run.samples(0)
@@ -183,6 +186,18 @@ def test_events_tell_who_was_lost_and_who_joined() -> None:
         assert event["type"] != "healed" or event["num_bytes"] > 0
     *_, after_loss = (event for event in run.events if event["type"] == "reformed")
     assert after_loss["detect_s"] == run.team.deadlines.lease_s
+    assert not any("main process" in line for line in run.told), "rank 0 has stayed it"
+
+
+def test_a_main_process_that_has_just_joined_continues_the_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second start would make all windows before it void."""
+    monkeypatch.setattr(Kept, "continues", True)
+    # The joiner's first window is 4.
+    run = Run(1, [Kill("w0", "gradients of window 4")], joins_after=1)
+    assert run.members == [("w0",), ("w0", "j"), ("j",)]
+    assert [event["type"] for event in run.events].count("run_started") == 1
 
 
 @pytest.mark.parametrize("host", ["the same", "another"])

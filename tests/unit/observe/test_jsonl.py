@@ -10,6 +10,7 @@ import pytest
 from evener.errors import EvenerError
 from evener.observe.following import read_events
 from evener.observe.jsonl import MOST_WAITING, JsonlSink
+from helpers.event_cases import committed_window, started
 from helpers.limits import PATIENCE_S
 
 
@@ -102,6 +103,19 @@ def test_full_disk_warns_once_never_raises_and_recovers(
     assert len(warnings) == 1
     assert str(path) in warnings[0]
     assert "training continues" in warnings[0]
+
+
+def test_a_second_run_in_a_file_is_told_and_a_resume_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    resumed = event(0, type="run_resumed", window=3, path="saved", new_data=False)
+    told: list[list[str]] = []
+    for events in ([started()], [started()], [resumed, started(window=3)], [committed_window(3)]):
+        told.append([])
+        with JsonlSink(path, on_warning=told[-1].append) as sink:
+            for one in events:
+                sink.emit(one)
+    assert [len(warnings) for warnings in told] == [0, 1, 0, 0]
+    assert told[1][0].startswith(f"{path} holds an earlier run")
 
 
 def test_an_event_that_is_no_json_costs_itself_alone(tmp_path: Path) -> None:

@@ -196,7 +196,9 @@ def test_after_the_end_nothing_stands_below_what_is_said() -> None:
             "step 3/9  loss 2  100 tokens/s  10 samples/s  ETA 6.0 s"
             "  | rank 0: 60% wait 20%  | rank 1: 40% wait 0%",
         ),
-        (30, "step 3/9  loss 2  100 tokens/"),
+        (40, "step 3/9  100 tokens/s  | share 60/40% "),
+        (60, "step 3/9  loss 2  100 tokens/s  | share 60/40% wait 20/0%"),
+        (55, "step 3/9  100 tokens/s  | share 60/40% wait 20/0%"),
         (80, "step 3/9  loss 2  100 tokens/s  ETA 6.0 s  | share 60/40% wait 20/0%"),
     ],
 )

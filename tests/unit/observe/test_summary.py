@@ -99,6 +99,13 @@ def test_each_fact_is_said_once() -> None:
     assert title.strip() == told
 
 
+def test_a_long_answer_is_wrapped_between_words() -> None:
+    long = "Leave out rank 1 (cuda:1, a device with a very long name): " + "it slows the team. " * 4
+    *lines, _, _ = closing_lines(make((1000.0, 600.0), 1500.0, verdict=(long.strip(), "Short.")))
+    assert all(len(line) <= 80 for text in lines for line in text.splitlines())
+    assert " ".join(" ".join(lines).split()) == f"{long}Short."
+
+
 def test_the_table_of_an_elastic_team_tells_of_those_at_its_end() -> None:
     # Rank 1 of three numbers is gone; it did a quarter of the work.
     ranks = tuple(

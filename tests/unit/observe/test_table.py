@@ -56,12 +56,21 @@ def test_a_row_begins_where_the_one_before_or_an_evaluation_ended() -> None:
 
 
 def test_a_resume_drops_windows_that_are_void_and_the_time_between_sessions() -> None:
-    events = [started(), *windows(0, 4, t=1.0), resumed(1000.0, 2), started(t=1000.0)]
+    events = [started(), *windows(0, 4, t=1.0), resumed(1000.0, 2), started(t=1000.0, window=2)]
     table = RunTable.of([*events, committed_window(2, t=1005.0)])
     assert rows(table, "window") == [0, 1, 2]
     assert (rows(table, "begin_s"), rows(table, "end_s")) == ([0, 1, 4], [1, 2, 9])
     assert (table.void_windows, table.elapsed_s) == (2, 9)
     assert sums(table, "samples") == {"a": 18, "b": 12}
+
+
+def test_a_second_run_in_the_same_events_replaces_the_windows_of_the_first() -> None:
+    first = [started(), *windows(0, 8)]
+    table = RunTable.of([*first, started(t=100.0), *windows(0, 6, t=102.0, step_s=2.0)])
+    assert rows(table, "window") == [0, 1, 2, 3, 4, 5]
+    assert sums(table, "samples") == {"a": 36, "b": 24}
+    assert table.void_windows == 8
+    assert measure(table).speed == 50.0, "of the new one alone: 10 samples of 10 tokens in 2 s"
 
 
 def test_a_team_that_forms_again_drops_windows_and_not_their_time() -> None:

@@ -39,8 +39,8 @@ class Noisy(SimulatedRank):
         super().__init__(cost, size)
         self.scale, self.random = noise, source
 
-    def factor(self, at_s: float) -> float:
-        return 1.0 + self.scale * self.random.expovariate(1.0)
+    def lengthen(self, plain_s: float, at_s: float) -> float:
+        return plain_s * (1.0 + self.scale * self.random.expovariate(1.0))
 
 
 class Ranks:

@@ -24,8 +24,8 @@ class Disturbed(SimulatedRank):
         super().__init__(cost, size)
         self.scale, self.random = noise, source
 
-    def factor(self, at_s):
-        return 1.0 + self.random.uniform(-self.scale, self.scale)
+    def lengthen(self, plain_s, at_s):
+        return plain_s * (1.0 + self.random.uniform(-self.scale, self.scale))
 
 
 class Team:

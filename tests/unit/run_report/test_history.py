@@ -47,13 +47,12 @@ def test_what_is_said_of_members_and_of_the_end_is_kept():
     assert not found.has_summary
 
 
-def test_a_rank_that_is_slowed_on_purpose_is_known_also_from_older_files():
+def test_a_rank_that_is_slowed_on_purpose_is_known():
     place = {"t": 0.0, "pid": 7, "host": "box", "device": "cpu"}
     slow = make_event("worker_started", rank=1, member="b", emulated=2.0, **place)
-    for start, worker in ((started(), [slow]), (started(emulated={"1": 2.0}), [])):
-        events = [from_line(to_line(one)) for one in (start, *worker, committed_window(0))]
-        found = taken(*events)
-        assert [found.slowed(lane) for lane in (0, 1)] == [None, 2.0]
+    events = [from_line(to_line(one)) for one in (started(), slow, committed_window(0))]
+    found = taken(*events)
+    assert [found.slowed(lane) for lane in (0, 1)] == [None, 2.0]
 
 
 def test_evaluations_of_a_state_that_is_void_are_dropped():

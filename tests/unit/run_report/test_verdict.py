@@ -77,14 +77,14 @@ def test_a_rank_is_named_only_if_enough_windows_tell(windows: int, said: str) ->
     run = MadeRun({"a": 100.0, "b": 50.0})
     run.train(windows, (16, 16))
     table = RunTable.of(run.events)
-    assert said in describe_waits(Waits.of(table), ["rank 0 (a)", "rank 1 (b)"], 1.0)
+    assert said in describe_waits(Waits.of(table), ["rank 0 (a)", "rank 1 (b)"], 1.0, waiting=0.5)
 
 
 def test_one_rank_waits_for_no_other() -> None:
     run = MadeRun({"a": 100.0})
     run.train(8, (16,))
     waits = Waits.of(RunTable.of(run.events))
-    assert describe_waits(waits, ["rank 0 (a)"], 1.0) == "One rank waits for no other."
+    assert describe_waits(waits, ["rank 0 (a)"], 1.0, waiting=0.0) == "One rank waits for no other."
 
 
 def test_of_many_ranks_the_slowest_is_named_and_parked_ones_are_said_to_be() -> None:

@@ -74,7 +74,8 @@ def test_a_page_is_made_and_named(capsys):
     made("runs/first")
     said = capsys.readouterr()
     assert said.err == "report.html\n"
-    worth, waits, change = said.out.splitlines()
+    assert max(map(len, said.out.splitlines())) <= 80
+    worth, waits, change = said.out.replace("\n  ", " ").splitlines()
     assert worth == "The team does 1.17× rank 0 alone, 77% of all ranks together: rank 1 adds 17%."
     assert waits.startswith("Rank 0 (a) waits for rank 1 (b): 1.0 s, 10.0% of the ranks' time.")
     assert change.startswith("10 samples can be split 7/3 at best, which loses 5.9% to waiting.")

@@ -261,9 +261,12 @@ def test_a_run_that_hides_its_exchange_predicts_other_teams(never_hidden):
 
 @pytest.mark.parametrize("told_by", [SYNC, CADENCE])
 def test_a_disturbance_lasts_as_long_as_it_did(told_by):
-    """Steps that were disturbed each by itself would cancel out within a window."""
+    """Steps that were disturbed each by itself would cancel out within a window.
+
+    A run tells only of disturbances that last for longer than its windows.
+    """
     team = team_at(90, 30, batch_size=4, anchor=3, max_anchor=3, micro_batch_size=4)
-    slow = replace(team.ranks[1], noise=Noise((1.0, 1.5), (0.8, 2.0)))
+    slow = replace(team.ranks[1], noise=Noise((1.0, 1.5), (2.0, 5.0)))
     team = replace(team, ranks=(team.ranks[0], slow), batch_size=48)
     read = measured_team(events_of(team, told_by, 60), "r")
     read = replace(read, local_batch_size=4, anchor=3, max_anchor=3)

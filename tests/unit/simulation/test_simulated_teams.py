@@ -57,11 +57,21 @@ def test_ranks_wait_for_what_backward_does_not_hide():
 def test_a_share_takes_what_its_parts_take():
     noise = Noise((1.0, 2.0), (3.0, 5.0))  # seconds 0 to 3, 3 to 5, and so on from 5
     rank = SimulatedRank(CostModel(0.1, 0.01, 0.5), 4, overhead_s=0.001, noise=noise)
-    usual, slow = rank.share(10, 7.9), rank.share(10, 3.0, update_parts=2)
+    usual, slow = rank.share(10, 6.0), rank.share(10, 3.0, update_parts=2)
     assert usual.compute_s == pytest.approx(3 * 0.1 + 10 * 0.01 + 0.5)
     assert usual.busy_s == pytest.approx(usual.compute_s + 3 * 0.001)
     assert slow.compute_s == pytest.approx(2 * (3 * 0.1 + 10 * 0.01 + 0.25))
     assert (slow.update_s, slow.update_parts) == (pytest.approx(0.5), 2)
+
+
+@pytest.mark.parametrize("plain_s", [0.3, 1.5, 7.0, 40.0])
+def test_a_disturbance_ends_when_it_has_ended(plain_s):
+    """One second's work takes ten of every nineteen seconds, however it is cut into steps."""
+    noise = Noise((1.0, 10.0), (9.0, 19.0))
+    rank, now_s, count = SimulatedRank(CostModel(0.0, plain_s), noise=noise), 0.0, 0
+    while now_s < 1900:
+        now_s, count = now_s + rank.step(1, now_s).compute_s, count + 1
+    assert now_s == pytest.approx(count * plain_s * 1.9, rel=0.01)
 
 
 def test_sync_divides_a_batch_by_speed():

@@ -22,11 +22,10 @@ from evener.errors import (
     ConfigError,
     CoordinatorLostError,
     LaunchError,
-    LeftOutError,
     RunEndedError,
     TeamRefusedError,
 )
-from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
+from evener.protocol.formation import Deadlines, Formation, Standing
 from evener.protocol.roster import Roster
 from evener.team import coordinator as coordinator_module
 from evener.team import elastic
@@ -128,29 +127,6 @@ def test_a_team_forms_loses_a_member_and_takes_in_another() -> None:
             assert formation.members == ("a", "c")
             assert (formation.base, formation.donor, formation.receivers) == (7, "a", ("c",))
             until(lambda: a.generation == formation.generation)
-
-
-def test_a_supervisor_tells_of_deaths_and_stops_and_the_continued_worker_is_left_out() -> None:
-    with (
-        serving(most=3) as address,
-        AgentConnection(address, token=TOKEN) as supervisor,
-        team_of(address, "a", "b", "c") as (a, b, c),
-    ):
-        supervisor.tell("c", ProcessState.GONE, "killed by SIGKILL")
-        until(lambda: a.why_over(1))
-        assert a.why_over(1) == "c is lost: killed by SIGKILL"
-        form([a, b], [standing(2), standing(2)])
-        supervisor.tell("b", ProcessState.STOPPED)
-        until(lambda: a.why_over(2))
-        assert "stopped for 0.2 s (stopped_s)" in a.why_over(2)
-        form([a], [standing(3)])
-        supervisor.tell("b", ProcessState.CONTINUED)
-        with pytest.raises(LeftOutError, match=r"was in generation 2.* to generation 3"):
-            b.next_generation(standing(2))
-        assert not b.await_lease(0.0)
-        until(lambda: not a.wants_change)
-        assert take_in(a, b, applied=4).members == ("a", "b")
-        c.close()
 
 
 def test_an_agent_that_has_closed_its_connection_has_said_farewell() -> None:
@@ -435,25 +411,6 @@ def test_a_coordinator_with_a_ledger_continues_though_no_member_has_come_back(
             assert (formation.generation, formation.members) == (2, ("d",))
             assert not formation.has_state
     assert json.loads(ledger.read_text())["formation"]["generation"] == 2
-
-
-def test_a_coordinator_with_a_ledger_waits_for_the_members_that_live(tmp_path: Path) -> None:
-    ledger = tmp_path / "ledger.json"
-    with ExitStack() as stack:
-        with serving(most=3, ledger=ledger) as address:
-            a, b, c = (stack.enter_context(link(address, member)) for member in "abc")
-            form([a, b, c], [None, None, None])
-        port = int(address.rpartition(":")[2])
-        pool = stack.enter_context(ThreadPoolExecutor(1))
-        with serving(most=3, port=port, deadlines=AGAIN, ledger=ledger):
-            until(lambda: all(one.await_lease(0.2) for one in (a, b, c)))
-            d = stack.enter_context(link(address, "d"))
-            joining = pool.submit(d.next_generation, None)
-            time.sleep(3 * DEADLINES.lease_s)
-            assert (a.generation, a.why_over(1), joining.done()) == (1, "", False)
-            c.leave()
-            assert form([a, b], [standing(3), standing(3)])[0].members == ("a", "b", "d")
-            assert joining.result(WAIT_S).generation == 2
 
 
 def test_a_run_that_has_ended_has_ended_for_a_coordinator_that_is_started_again(

@@ -305,12 +305,14 @@ const page = (() => {
     if (!run.confusion) return [];
     const { labels, counts } = run.confusion;
     if (labels.length > MOST_CLASSES) return paragraph(`The matrix of ${whole(labels.length)} classes is in summary.json.`);
+    const sum = (values) => values.reduce((a, b) => a + b, 0);
     const rows = counts.map((row, i) => {
-      const total = row.reduce((a, b) => a + b, 0) || 1;
-      return [labels[i], ...row.map((n) => heat(whole(n), n / total))];
+      const total = sum(row) || 1;
+      const f1 = 2 * row[i] / ((sum(row) + sum(counts.map((other) => other[i]))) || 1);
+      return [labels[i], ...row.map((n) => heat(whole(n), n / total)), percent(row[i] / total), f1.toFixed(3)];
     });
     const caption = "Confusion matrix: held-out samples by true class (rows) and predicted class";
-    return [table("Confusion matrix", ["true class", ...labels], rows, caption)];
+    return [table("Confusion matrix", ["true class", ...labels, "found", "F1"], rows, caption)];
   }
 
   function versions(run) {

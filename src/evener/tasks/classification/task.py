@@ -17,7 +17,6 @@ from evener.tasks.classification.head import fit_head
 from evener.tasks.classification.labelled_data import load_data
 from evener.tasks.classification.metrics import Evaluation, EvaluationHistory, Kind
 from evener.tasks.classification.pipeline import Batch, ClassifyPipeline
-from evener.tasks.classification.report_files import write_report
 from evener.tasks.classification.samples import Pair
 from evener.tasks.job import Job, Task
 from evener.tasks.optimization import WarmupCosine, apply_settings, make_optimizer
@@ -48,7 +47,7 @@ class TextClassifier(Task):
     """
 
     prefetch = "thread"
-    results = ("adapter", "merged", "report.html")
+    results = ("adapter", "merged")
     lengths = "epochs, max_steps or eval.patience"
     made_from = MappingProxyType(
         {
@@ -250,12 +249,10 @@ class TextClassifier(Task):
         }
 
     def write_results(self, job: Job, figures: Mapping[str, Any], *, stopped: bool) -> None:
-        """Save the best adapter, alone and merged, and write the report."""
-        best = self._history.result
-        if best is not None:
+        """Save the best adapter, alone and merged."""
+        if self._history.result is not None:
             self._show(self._best)
             self._pipeline.save(job.folder)
-            write_report(job.folder, self.in_words(figures), best, self._data.labels.names)
 
     def in_words(self, figures: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the figures for people, in the order in which they are compared."""

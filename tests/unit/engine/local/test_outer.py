@@ -1,5 +1,6 @@
 """The outer optimizer: its steps, and its state as a part of what ranks agree on."""
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import ConfigError, Ddp, DdpConfig
-from evener.averaging.outer import OuterSGD, outer_lr
+from evener.averaging.outer import OuterSGD, OuterStep, outer_lr
 from evener.comm.base import Communicator
 from evener.data.order import Permutation
 from helpers.clocks import RankClocks
@@ -296,12 +297,94 @@ def test_a_checkpoint_without_momentum_ends_that_of_the_run(tmp_path: Path) -> N
         assert torch.equal(first, again)
 
 
-def test_another_class_of_optimizer_begins_without_state(tmp_path: Path) -> None:
-    """Otherwise Adam would miss what it keeps itself."""
-    adam = partial(torch.optim.Adam, lr=0.01)
-    run_team(2, lambda comm: train(comm, tmp_path / "own", 1, outer=FACTORY))
-    first, second = run_team(2, lambda comm: train(comm, tmp_path / "own", outer=adam))
+DROPPED = "the checkpoint's state of the outer optimizer {} is dropped, as this run has outer={}"
+BEGINS = (
+    "the outer optimizer {} begins without state, such as momentum, as the checkpoint holds none "
+    "of it"
+)
+ADAM = {"outer": partial(torch.optim.Adam, lr=0.01)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (NESTEROV, {}, DROPPED.format("'nesterov'", "'average'")),
+        ({}, NESTEROV, BEGINS.format("'nesterov'")),
+        # Otherwise Adam would miss what it keeps itself.
+        ({"outer": FACTORY}, ADAM, f"{DROPPED.format('SGD', 'Adam')}; {BEGINS.format('Adam')}"),
+        (NESTEROV, NESTEROV, ""),
+        ({}, {}, ""),
+    ],
+    ids=["to average", "from average", "to another class", "the same", "averages"],
+)
+def test_a_resume_with_another_outer_optimizer_says_once_what_is_lost(
+    before: dict[str, Any],
+    after: dict[str, Any],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "own"
+    run_team(2, lambda comm: train(comm, path, 1, **before))
+    assert not capsys.readouterr().err
+    first, second = run_team(2, lambda comm: train(comm, path, **after))
     assert torch.equal(first, second)
+    assert capsys.readouterr().err == (f"warning: {path}/step-6: {told}\n" if told else "")
+
+
+class Counts(torch.optim.SGD):
+    """Halves its rate with its second step, and limits differences to 0.01 by a hook."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters, lr=OUTER_LR)
+        self.num_steps = 0
+        self.seen: list[float] = []
+        self.register_step_pre_hook(lambda own, *_: own.limit())
+
+    def limit(self) -> None:
+        self.num_steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.clamp_(-0.01, 0.01)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen.append(self.num_steps)
+        self.param_groups[0]["lr"] = OUTER_LR / len(self.seen)
+        super().step()
+
+
+def test_what_a_class_keeps_beside_its_state_is_foreseen_and_not_changed() -> None:
+    step = OuterStep(Counts)
+    consensus = torch.zeros(3)
+    step.add(["weight"], [consensus])
+    for _ in range(3):
+        differences = [torch.tensor([1.0, -1.0, 0.001])]
+        (foreseen,) = step.ahead([differences[0].clone()], 1)
+        (again,) = step.ahead([differences[0].clone()], 1)
+        step.step(differences, 1)
+        assert torch.equal(foreseen, again)
+        assert torch.equal(foreseen, consensus)
+    rate = OUTER_LR * (1 + 1 / 2 + 1 / 3)
+    torch.testing.assert_close(consensus, rate * torch.tensor([-0.01, 0.01, -0.001]))
+
+
+class Locks(torch.optim.SGD):
+    """Keeps what cannot be copied."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters, lr=OUTER_LR)
+        self.lock = threading.Lock()
+
+
+def test_async_refuses_an_outer_optimizer_that_cannot_be_copied() -> None:
+    def body(comm: Communicator, policy: str) -> None:
+        model = mlp(dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        setup(comm, model, optimizer, policy=policy, outer=Locks).close()
+
+    run_team(2, partial(body, policy="cadence"))
+    words = "outer returned a Locks whose attribute 'lock' cannot be copied.*use policy 'cadence'"
+    with pytest.raises(ConfigError, match=words):
+        run_team(2, partial(body, policy="async"))
 
 
 @pytest.mark.parametrize(

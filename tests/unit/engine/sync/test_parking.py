@@ -63,16 +63,27 @@ def test_the_rank_that_plans_is_parked_while_another_one_is_already() -> None:
             wanted = {2: {2: 1.0}, 6: {0: 1.0}}.get(self.asked) if main == 0 else None
             return wanted and Parking(wanted, Forecast(1.0, 0.5, 0.1), Forecast(0.5, 0.0, 0.1))
 
-    def body(comm: Communicator) -> tuple[list[int], bool, list[float]]:
+    def body(comm: Communicator) -> tuple[list[int], bool, list[float], list[str]]:
+        told: list[str] = []
         with begin(comm) as ddp:
+            ddp.assembly.engine.options.guards.notice = told.append  # type: ignore[method-assign]
             ddp.assembly.engine.lookahead.stale_policy = ParksTwice(ddp, [], apart=10)
             seen = train(ddp, ddp.loader(Numbered(SAMPLES), batch_size=6))
-            return seen, ddp.is_main_process, flatten(ddp.assembly.model).tolist()
+            return seen, ddp.is_main_process, flatten(ddp.assembly.model).tolist(), told
 
-    samples, leads, weights = zip(*run_team(3, body), strict=True)
+    samples, leads, weights, told = zip(*run_team(3, body), strict=True)
     assert Counter(chain(*samples)) == EACH_ONCE
     assert len(samples[1]) > max(len(samples[0]), len(samples[2]))
     assert leads == (False, True, False)
+    assert told[1:] == ([], [])
+    # Both are told at once, as rank 0 plans no more when this has become noteworthy.
+    assert told[0] == [
+        "rank 2 and rank 0 are parked: rank 2 alone does 1 samples/s, rank 0 alone does 1 "
+        "samples/s; the team is predicted to do 6 samples/s with them (a window takes 1e+03 ms, of "
+        "which the exchange 500 ms) and 12 without. Rank 1 is the main process from now on. Code "
+        "that logs or saves where ddp.rank == 0 misses the windows in which that rank is parked: "
+        "use ddp.is_main_process there, and read it each time"
+    ]
     assert weights[0] == weights[1] == weights[2]
 
 

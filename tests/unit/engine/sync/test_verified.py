@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
-from evener.errors import ConfigError, ReplicasDifferError
+from evener.errors import ReplicasDifferError
 from helpers.loops import flatten
 from helpers.models import mlp, regression_data, seeded
 from helpers.teams import run_team, setup
 
 X, Y = regression_data(24)
-BUCKETS = [("inner", ["0.bias", "2.weight"]), ("first", ["0.weight"])]
 
 
 def train(
@@ -153,22 +152,3 @@ def test_a_buffer_that_is_written_without_a_mark_halts_all_ranks(name: str) -> N
         return caught.value.parameter
 
     assert run_team(3, program) == [name] * 3
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_buckets_change_no_result(max_norm: float | None) -> None:
-    plain = run_team(3, lambda comm: train(comm, [], max_grad_norm=max_norm))
-    options = {"max_grad_norm": max_norm, "gradient_buckets": BUCKETS, "verify_every": 1}
-    cut = run_team(3, lambda comm: train(comm, [], **options))
-    for vector in cut:
-        assert torch.equal(vector, cut[0])
-        # Clipping sums squares in the order of the buffers.
-        torch.testing.assert_close(vector, plain[0], rtol=1e-5 if max_norm else 0, atol=0)
-
-
-def test_a_bucket_of_another_model_is_refused() -> None:
-    def program(comm: Communicator) -> None:
-        with pytest.raises(ConfigError, match=r"'head' names the parameter 'head\.weight'"):
-            train(comm, [], gradient_buckets=[("head", ["head.weight"])])
-
-    run_team(2, program)
