@@ -24,15 +24,16 @@ OUTER_MOMENTUM: Final = 0.5
 
 
 def outer_lr(num_ranks: int) -> float:
-    """Return the learning rate of ``"auto"``, with a momentum of 0.5.
+    """Return the learning rate of ``"auto"``: 0.5, 0.7 and 1 for 1, 2 and 4 or more ranks.
 
-    Steps of more ranks cancel each other out to a larger part, so that their average is shorter.
-    The rates are the best of those measured for 2 and 8 ranks; see docs/experiments.md.
+    It is for a momentum of 0.5, and the best of those measured, see docs/experiments.md. Steps of
+    more ranks cancel each other out to a larger part, so that their average is shorter. Roots are
+    rounded exactly: all ranks compute the same bits.
 
     Args:
         num_ranks: Ranks that the average is of.
     """
-    return 0.35 * math.sqrt(2 * num_ranks)
+    return min(1.0, 0.5 * math.sqrt(num_ranks))
 
 
 class OuterSGD(Optimizer):

@@ -102,8 +102,8 @@ class LocalOptions:
             such as a class of ``torch.optim``. Its state is part of checkpoints; another class of
             optimizer begins without any. Windows with fewer than half of the anchor's steps are
             averaged.
-        outer_lr: Learning rate of ``"nesterov"``; ``"auto"`` rises with the number of ranks that an
-            average is of: 0.7 for two, 1.4 for eight.
+        outer_lr: Learning rate of ``"nesterov"``; ``"auto"`` goes by the number of ranks that an
+            average is of: 0.5 for one, 0.7 for two, 1 for four or more.
         outer_momentum: Momentum of ``"nesterov"``; 0.5 if left out.
     """
 
