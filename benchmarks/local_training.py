@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
-from evener.averaging.outer import OuterStep, make_outer
+from evener.averaging.outer import Averaged, OuterStep, make_outer
 from evener.comm.rounding import BLOCK, pack_sum, packed_bytes, unpack
 
 #: The batch of a rank's local step with this number: window, rank, step of the rank in the window.
@@ -152,6 +152,7 @@ def train(
     assert make is not None
     outer = OuterStep(make)
     outer.add(["all"], [consensus])
+    averaged = Averaged(how.ranks, min(how.counts))
     wire = _Wire(how.bits, consensus.numel(), how.ranks)
     losses: list[float] = []
     done = windows = 0
@@ -187,10 +188,10 @@ def train(
         has_landed = how.late == 0 or windows == 1 or done >= total
         if not has_landed:
             for rank, mine in zip(ranks, own, strict=True):
-                (rank.base,) = outer.ahead([mine], how.ranks)
+                (rank.base,) = outer.ahead([mine], averaged)
                 rank.vector.copy_(rank.base)
         if 2 * min(counts) >= min(how.counts):
-            outer.step([average], how.ranks)
+            outer.step([average], averaged)
         else:
             consensus.sub_(average)  # evener steps after no short window
         if has_landed:

@@ -5,10 +5,9 @@ of a gradient. Plain averaging is a step with a learning rate of 1 and without m
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -23,17 +22,27 @@ OuterFactory = Callable[[Sequence[Tensor]], Optimizer]
 OUTER_MOMENTUM: Final = 0.5
 
 
-def outer_lr(num_ranks: int) -> float:
-    """Return the learning rate of ``"auto"``: 0.5, 0.7 and 1 for 1, 2 and 4 or more ranks.
+class Averaged(NamedTuple):
+    """What an average is of; all ranks know it alike.
 
-    It is for a momentum of 0.5, and the best of those measured, see docs/experiments.md. Steps of
-    more ranks cancel each other out to a larger part, so that their average is shorter. Roots are
-    rounded exactly: all ranks compute the same bits.
-
-    Args:
-        num_ranks: Ranks that the average is of.
+    Attributes:
+        num_ranks: Ranks that made steps.
+        steps: Local steps of the slowest rank that were planned: the anchor.
     """
-    return min(1.0, 0.5 * math.sqrt(num_ranks))
+
+    num_ranks: int
+    steps: int
+
+
+def outer_lr(averaged: Averaged) -> float:
+    """Return the learning rate of ``"auto"``: 0.7, or 1 for many ranks or steps.
+
+    Steps of more ranks cancel each other out to a larger part, so that their average is shorter,
+    and few windows leave momentum little time. With momentum 0.5, 0.7 was the best rate for 2 and 4
+    ranks with 16 steps, and 1 for 8 ranks and for 256 steps (docs/experiments.md). The limits lie
+    between.
+    """
+    return 1.0 if averaged.num_ranks > 5 or averaged.steps > 128 else 0.7
 
 
 class OuterSGD(Optimizer):
@@ -48,10 +57,10 @@ class OuterSGD(Optimizer):
         momentum: Nesterov momentum; 0 keeps no state.
 
     Attributes:
-        num_ranks: Ranks that the next step's average is of.
+        averaged: What the next step's average is of.
     """
 
-    num_ranks = 1
+    averaged = Averaged(num_ranks=1, steps=1)
 
     def __init__(
         self,
@@ -66,7 +75,7 @@ class OuterSGD(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
         """Make a step; a closure is not called."""
         for group in self.param_groups:
-            lr = outer_lr(self.num_ranks) if group["lr"] == "auto" else group["lr"]
+            lr = outer_lr(self.averaged) if group["lr"] == "auto" else group["lr"]
             for parameter in group["params"]:
                 update = parameter.grad
                 if update is None:
@@ -182,20 +191,20 @@ class OuterStep:
             self._take_waiting()
 
     @torch.no_grad()
-    def step(self, differences: Sequence[Tensor | None], num_ranks: int) -> None:
+    def step(self, differences: Sequence[Tensor | None], averaged: Averaged) -> None:
         """Step the first parameters, one for each difference.
 
         Args:
             differences: Average differences, like the parameters; ``None`` leaves one as it is.
-            num_ranks: Ranks that they are the average of.
+            averaged: What they are the average of.
         """
         assert self._optimizer is not None, "no parameters were added"
-        _prepare(self._optimizer, self._parameters, differences, num_ranks)
+        _prepare(self._optimizer, self._parameters, differences, averaged)
         self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
 
-    def ahead(self, differences: Sequence[Tensor | None], num_ranks: int) -> list[Tensor]:
+    def ahead(self, differences: Sequence[Tensor | None], averaged: Averaged) -> list[Tensor]:
         """Return what ``step`` would make of the parameters; nothing is changed.
 
         A copy of the optimizer makes that step, with its hooks.
@@ -205,7 +214,7 @@ class OuterStep:
         """
         assert self._optimizer is not None, "no parameters were added"
         mine, parameters = copy_together(self._optimizer, self._parameters)
-        _prepare(mine, parameters, differences, num_ranks)
+        _prepare(mine, parameters, differences, averaged)
         type(mine).step(mine)  # a scheduler's, in the instance, steps the original
         return [parameter.detach() for parameter in parameters]
 
@@ -289,10 +298,10 @@ def _prepare(
     optimizer: Optimizer,
     parameters: Sequence[Parameter],
     differences: Sequence[Tensor | None],
-    num_ranks: int,
+    averaged: Averaged,
 ) -> None:
-    """Give an optimizer the differences that it steps on, and how many ranks made them."""
+    """Give an optimizer the differences that it steps on, and what they are the average of."""
     for parameter, difference in zip(parameters, differences, strict=False):
         parameter.grad = difference
     if isinstance(optimizer, OuterSGD):
-        optimizer.num_ranks = num_ranks
+        optimizer.averaged = averaged

@@ -102,8 +102,8 @@ class LocalOptions:
             such as a class of ``torch.optim``. Its state is part of checkpoints; another class of
             optimizer begins without any. Windows with fewer than half of the anchor's steps are
             averaged.
-        outer_lr: Learning rate of ``"nesterov"``; ``"auto"`` goes by the number of ranks that an
-            average is of: 0.5 for one, 0.7 for two, 1 for four or more.
+        outer_lr: Learning rate of ``"nesterov"``; ``"auto"`` is 1 with more than 5 ranks or an
+            anchor above 128, else 0.7, by measurement.
         outer_momentum: Momentum of ``"nesterov"``; 0.5 if left out.
     """
 

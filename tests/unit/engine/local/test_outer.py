@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import ConfigError, Ddp, DdpConfig
-from evener.averaging.outer import OuterSGD, OuterStep, outer_lr
+from evener.averaging.outer import Averaged, OuterSGD, OuterStep, outer_lr
 from evener.comm.base import Communicator
 from evener.data.order import Permutation
 from helpers.clocks import RankClocks
@@ -72,11 +72,16 @@ def test_one_step_a_window_is_sgd_with_momentum(outer: dict[str, Any]) -> None:
     torch.testing.assert_close(first, in_one_process(2 * BATCH, 2 * BATCH), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_the_rate_follows_the_number_of_ranks(num_ranks: int) -> None:
-    given = {"outer": "nesterov", "outer_lr": outer_lr(num_ranks)}
-    auto, *_ = run_team(num_ranks, lambda comm: train(comm, outer="nesterov"))
-    assert torch.equal(auto, run_team(num_ranks, lambda comm: train(comm, **given))[0])
+def test_the_rate_follows_ranks_and_steps() -> None:
+    few, many_ranks, many_steps = map(
+        outer_lr, (Averaged(2, 16), Averaged(8, 16), Averaged(2, 256))
+    )
+    assert few < ranks == steps
+    for num_ranks in (2, 6):
+        given = {"outer": "nesterov", "outer_lr": outer_lr(Averaged(num_ranks, 1))}
+        auto = run_team(num_ranks, lambda comm: train(comm, outer="nesterov"))
+        assert torch.equal(auto[0], run_team(num_ranks, partial(train, **given))[0])
+        assert all(torch.equal(auto[0], other) for other in auto)
 
 
 @pytest.mark.parametrize("outer", [NESTEROV, {"outer": FACTORY}], ids=["nesterov", "factory"])
@@ -358,9 +363,9 @@ def test_what_a_class_keeps_beside_its_state_is_foreseen_and_not_changed() -> No
     step.add(["weight"], [consensus])
     for _ in range(3):
         differences = [torch.tensor([1.0, -1.0, 0.001])]
-        (foreseen,) = step.ahead([differences[0].clone()], 1)
-        (again,) = step.ahead([differences[0].clone()], 1)
-        step.step(differences, 1)
+        (foreseen,) = step.ahead([differences[0].clone()], Averaged(2, 1))
+        (again,) = step.ahead([differences[0].clone()], Averaged(2, 1))
+        step.step(differences, Averaged(2, 1))
         assert torch.equal(foreseen, again)
         assert torch.equal(foreseen, consensus)
     rate = OUTER_LR * (1 + 1 / 2 + 1 / 3)
