@@ -73,9 +73,7 @@ def test_one_step_a_window_is_sgd_with_momentum(outer: dict[str, Any]) -> None:
 
 
 def test_the_rate_follows_ranks_and_steps() -> None:
-    few, many_ranks, many_steps = map(
-        outer_lr, (Averaged(2, 16), Averaged(8, 16), Averaged(2, 256))
-    )
+    few, ranks, steps = (outer_lr(Averaged(*of)) for of in ((2, 16), (8, 16), (2, 256)))
     assert few < ranks == steps
     for num_ranks in (2, 6):
         given = {"outer": "nesterov", "outer_lr": outer_lr(Averaged(num_ranks, 1))}
