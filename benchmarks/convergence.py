@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from itertools import count, groupby, product
 from pathlib import Path
@@ -354,43 +354,50 @@ def grid(outer: Sequence[tuple[float, float]] = (AVERAGE,), **axes: Sequence[Any
 
 
 #: Outer optimizers around the best: learning rate and momentum.
-OUTERS = (AVERAGE, (0.5, 0.5), (0.7, 0.5), (1.0, 0.5), (0.2, 0.9), (0.4, 0.9), (0.7, 0.9))
+OUTERS = (AVERAGE, (0.5, 0.5), (0.7, 0.5), (1.0, 0.5), (1.4, 0.5), (0.4, 0.9))
 RATES = (0.005, 0.0025, 0.01)
+#: SYNC, CADENCE, ASYNC, and CADENCE with an outer optimizer.
+WAYS = [
+    *grid(ranks=[1], steps=[1]),
+    *grid(steps=[4, 16, 64]),
+    *grid(late=[0.25]),
+    *grid([(0.7, 0.5)]),
+]
 STUDIES = {
     "sync": [
         *grid(ranks=[1], steps=[1], lr=RATES, length=[1.0, 4.0]),
-        *grid(ranks=[1], steps=[1], seed=SEEDS[1:], length=[1.0, 4.0]),
+        *grid(ranks=[1], steps=[1], seed=SEEDS, length=[1.0, 4.0]),
     ],
     "frontier": [
         *grid(ranks=[2, 4, 8], steps=[4, 16, 64, 256], seed=SEEDS),
-        *grid(ranks=[2, 4, 8], steps=[4, 16, 64, 256], lr=RATES[1:]),
-        *grid(steps=[2, 8, 32]),
+        *grid(lr=RATES),
+        *grid(steps=[2, 8, 32], seed=SEEDS),
         *grid(whole=[True], lr=RATES),
     ],
-    "outer": grid(OUTERS, ranks=[1, 2, 4, 8], steps=[16, 64, 256], length=[4.0]),
+    "outer": [
+        *grid(OUTERS, ranks=[2, 4, 8], steps=[16, 64, 256], length=[4.0]),
+        *grid([AVERAGE, (0.7, 0.5), (1.0, 0.5)], ranks=[2, 8], seed=SEEDS, length=[4.0]),
+        *grid([AVERAGE, (0.7, 0.5), (1.0, 0.5)], ranks=[2, 8], lr=[0.01], length=[4.0]),
+    ],
+    "one": grid(
+        [AVERAGE, (0.3, 0.5), (0.5, 0.5), (0.7, 0.5), (0.4, 0.9)], ranks=[1], steps=[4, 16, 64]
+    ),
     "async": grid([AVERAGE, (0.5, 0.5), (0.7, 0.5)], late=[0.25, 1.0], seed=SEEDS),
-    "wire": grid(steps=[16, 64], bits=[8, 4], seed=SEEDS),
+    "wire": grid(steps=[16, 64], bits=[8, 4]),
     "speeds": grid(speeds=[THIRD], steps=[16, 48], seed=SEEDS),
     "lengths": [
-        *grid(ranks=[1], steps=[1], length=[0.125, 0.25, 0.5, 0.75]),
+        *grid(ranks=[1], steps=[1], length=[0.125, 0.25, 0.5, 0.75, 1.0]),
         *grid(steps=[16, 64], speeds=[(), THIRD], length=[0.25, 0.5, 1.0]),
         *grid(late=[0.25, 1.0], speeds=[(), THIRD], length=[0.25, 0.5, 1.0]),
     ],
     "tasks": [
-        *grid(ranks=[1], steps=[1], task=["rnn", "cnn"], lr=[0.01, 0.003]),
-        *grid(steps=[4, 16, 64], task=["rnn", "cnn"], lr=[0.01, 0.003]),
-        *grid([(0.7, 0.5)], task=["rnn", "cnn"], lr=[0.01, 0.003]),
-        *grid(late=[0.25], task=["rnn", "cnn"], lr=[0.01, 0.003]),
+        replace(arm, task=task, lr=lr)
+        for task in ("rnn", "cnn")
+        for lr in (0.01, 0.003)
+        for arm in WAYS
     ],
-    "larger": [
-        arm
-        for task in ("llama-1M", "llama-5M")
-        for arm in (
-            *grid(ranks=[1], steps=[1], task=[task], lr=[0.0025, 0.005]),
-            *grid(steps=[16, 64], task=[task], lr=[0.0025, 0.005]),
-            *grid(late=[0.25], task=[task], lr=[0.0025, 0.005]),
-        )
-    ],
+    "larger": [replace(arm, task="llama-1M", lr=0.0025, length=0.5) for arm in WAYS],
+    "largest": [replace(arm, task="llama-5M", lr=0.0025, length=0.25) for arm in WAYS],
 }
 
 

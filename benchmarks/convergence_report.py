@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from convergence import RESULTS, SEEDS, STUDIES, SYNC, THIRD, Arm, Result, read
+from convergence import RATES, RESULTS, SEEDS, STUDIES, SYNC, THIRD, Arm, Result, read
 from local_training import Local
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
@@ -114,15 +114,25 @@ def study_table(arms: Iterable[Arm], results: Results) -> str:
     return table(["way", "loss", "against SYNC", "lr", "averages", "MB sent", "divergence"], rows)
 
 
+def gain(arm: Arm, results: Results) -> str:
+    """Return the loss against plain averages at the same learning rate, for each seed."""
+    parts = []
+    for one in (replace(arm, seed=seed) for seed in SEEDS):
+        average = replace(one, how=replace(one.how, outer_lr=1.0, outer_momentum=0.0))
+        if one in results and average in results:
+            parts.append(f"{100 * (results[one].loss / results[average].loss - 1):+.1f}")
+    return f"{', '.join(parts)} %" if parts else ""
+
+
 def matrix(
     arms: Iterable[Arm],
-    results: Results,
     row_of: Callable[[Local], Any],
     column_of: Callable[[Local], Any],
+    cell_of: Callable[[Arm], str],
 ) -> str:
-    """Return the excess of arms by two of their properties."""
-    cells = {(row_of(arm.how), column_of(arm.how)): cell(arm, results) for arm in arms}
-    rows, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
+    """Return a cell for each arm, by two properties of its way of training."""
+    cells = {(row_of(arm.how), column_of(arm.how)): cell_of(arm) for arm in arms}
+    rows, columns = (sorted({key[axis] for key in cells}) for axis in (0, 1))
     lines = [[str(row), *(cells.get((row, column), "") for column in columns)] for row in rows]
     return table(["", *map(str, columns)], lines)
 
@@ -291,17 +301,21 @@ def main() -> None:
     results = read(arguments.results)
     for study, arms in STUDIES.items():
         print(f"**{study}**\n\n{study_table(arms, results)}")
-    for length in (1.0, 4.0):
-        arms = [one for one in results if one == Arm(how=one.how, length=length, lr=one.lr)]
-        arms = [one for one in arms if not (one.how.late or one.how.speeds or one.how.bits < 32)]
-        arms.sort(key=lambda one: (one.how.ranks, one.how.steps))
+    by_ranks = matrix(
+        [arm for arm in STUDIES["frontier"] if not arm.whole],
+        lambda how: how.ranks,
+        lambda how: how.steps,
+        lambda arm: cell(arm, results),
+    )
+    print(f"**Loss against SYNC by ranks and steps**\n\n{by_ranks}")
+    for lr in RATES:
         by_outer = matrix(
-            arms,
-            results,
+            [arm for arm in STUDIES["outer"] if arm.lr == lr],
             lambda how: (how.outer_lr, how.outer_momentum),
             lambda how: (how.ranks, how.steps),
+            lambda arm: gain(arm, results),
         )
-        print(f"**Outer optimizers by ranks and steps, length {length:g}**\n\n{by_outer}")
+        print(f"**Loss against averages, learning rate {lr:g}**\n\n{by_outer}")
     print(f"**Emulated time**\n\n{times(results)}")
     (IMAGES / "loss-by-time.svg").write_text(
         svg("Held-out loss over emulated time", time_panels(results), 3), encoding="utf-8"
