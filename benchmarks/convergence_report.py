@@ -293,6 +293,14 @@ def byte_panel(results: Results) -> Panel:
     return Panel("CADENCE, 256 to 2 steps; then SYNC", "MB sent", lines)
 
 
+def pictures(results: Results) -> dict[str, str]:
+    """Return the pictures of the manual by the name of their file."""
+    return {
+        "loss-by-time.svg": svg("Held-out loss over emulated time", time_panels(results), 3),
+        "loss-by-bytes.svg": svg("Held-out loss over bytes", [byte_panel(results)], 1),
+    }
+
+
 def main() -> None:
     """Print tables and write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -317,12 +325,8 @@ def main() -> None:
         )
         print(f"**Loss against averages, learning rate {lr:g}**\n\n{by_outer}")
     print(f"**Emulated time**\n\n{times(results)}")
-    (IMAGES / "loss-by-time.svg").write_text(
-        svg("Held-out loss over emulated time", time_panels(results), 3), encoding="utf-8"
-    )
-    (IMAGES / "loss-by-bytes.svg").write_text(
-        svg("Held-out loss over bytes", [byte_panel(results)], 1), encoding="utf-8"
-    )
+    for file, picture in pictures(results).items():
+        (IMAGES / file).write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -114,3 +114,12 @@ def test_emulated_time(
         divergence=0.0,
     )
     assert report.emulated_s(arm, result, speeds, 8e6, 1.0) == pytest.approx(seconds)
+
+
+def test_the_pictures_are_those_of_the_results(
+    from_benchmarks: Callable[[str], ModuleType],
+) -> None:
+    report, convergence = from_benchmarks("convergence_report"), from_benchmarks("convergence")
+    for name, picture in report.pictures(convergence.read(convergence.RESULTS)).items():
+        told = "run python benchmarks/convergence_report.py"
+        assert (report.IMAGES / name).read_text(encoding="utf-8") == picture, told
