@@ -1,5 +1,6 @@
 """Advice from predictions: which policy to choose, and which devices are worth adding. Pure."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -95,7 +96,7 @@ def needed(prediction: TeamPrediction) -> float:
     if prediction.policy is ApplyPolicy.SYNC:
         return 1.0
     num_equal = 1.0 / sum(share**2 for share in prediction.shares)
-    return num_equal**0.3 * (1.1 if prediction.policy is ApplyPolicy.ASYNC else 1.0)
+    return math.pow(num_equal, 0.3) * (1.1 if prediction.policy is ApplyPolicy.ASYNC else 1.0)
 
 
 def best_policy(predictions: Predictions) -> ApplyPolicy:
