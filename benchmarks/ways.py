@@ -440,7 +440,8 @@ class Comparison:
 
 def _describe(way: Evener) -> dict[str, Any]:
     """Return what a way of evener lost, and what its windows were."""
-    lost = [lost_time(way.inner(turn)) for turn in way.turns[1:]]
+    # Of a turn in which this rank was parked, another one has the events.
+    lost = [lost_time(way.inner(turn)) for turn in way.turns[1:] if turn]
     windows = [window for turn in way.turns[1:] for window in turn]
     anchors = [window["anchor"] for window in windows if "anchor" in window]
     return {

@@ -79,7 +79,7 @@ def main() -> None:
         run_config=RunConfig(
             name="rings",
             storage_path=str(out.resolve()),
-            failure_config=FailureConfig(max_failures=5),  # so many workers are replaced
+            failure_config=FailureConfig(max_failures=5),  # how many workers are replaced
         ),
     )
     result = trainer.fit()

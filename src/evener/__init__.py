@@ -1,8 +1,7 @@
 """Data-parallel PyTorch training on unequal devices.
 
-Each device works at its own speed, and the result is that of one device. ``import evener``
-loads next to nothing: a public name brings in its module, and torch with it, when it is
-first used.
+Each device works at its own speed, and the result is that of one device. ``import evener`` does not
+import torch: the module of a public name is imported when the name is first used.
 """
 
 from importlib import import_module

@@ -5,10 +5,10 @@ import sys
 
 
 def main() -> int:
-    """Run the command line; Ctrl-C waits until it has been imported and can take it.
+    """Run the command line; Ctrl-C is held back until ``evener.cli`` is imported and handles it.
 
     Returns:
-        As ``evener.cli.main``.
+        The exit code; see ``evener.cli.main``.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # `run_child` lets it through
     from evener.cli import main as run_command_line

@@ -93,10 +93,10 @@ app = typer.Typer(
 # -P: a file in the current folder must not shadow a module of the library.
 _PYTHON: Final = (sys.executable, "-P", "-m")
 
-#: Set by a launcher for the dashboard that ends with it: the launcher's process number.
+#: Set by a launcher for its dashboard: the launcher's process id; the dashboard ends with it.
 DASHBOARD_OF: Final = "EVENER_DASHBOARD_OF"
 
-#: So long a dashboard gets to end with the run, in seconds.
+#: Longest time for a dashboard to end after the run, in seconds.
 _DASHBOARD_END_S: Final = 5.0
 
 #: Longest of the deadlines that users may choose, in seconds.
@@ -154,12 +154,12 @@ def _options(
 def _command(
     purpose: str, example: str, **settings: Any
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Make a command of a function that returns the exit code; `run_child` reports its errors.
+    """Make a command from a function that returns the exit code; `run_child` reports its errors.
 
     A parameter ``options`` is a class of ``config.options``, whose fields are the command's.
 
     Args:
-        purpose: Its group in ``evener --help``.
+        purpose: The group in ``evener --help``.
         example: A command line, without ``evener``, for its own ``--help``.
         **settings: For ``Typer.command``.
     """
@@ -205,12 +205,12 @@ def _parameters_of(kind: type[Any]) -> Iterator[Parameter]:
 
 
 def _split(texts: Sequence[str]) -> list[str]:
-    """Return the names in texts that have commas between them."""
+    """Return the names in texts, in which commas separate them."""
     return [name for text in texts for part in text.split(",") if (name := part.strip())]
 
 
 def _show(text: str) -> None:
-    """Print text with names from a file of events, which may hold what a terminal would obey."""
+    """Print text with names from an event file, which may contain control characters."""
     encoding = sys.stdout.encoding or "utf-8"  # an old one lacks signs such as "×"
     shown = "\n".join(map(printable, text.split("\n")))
     answer(shown.encode(encoding, "replace").decode(encoding))
@@ -285,19 +285,19 @@ def classify(context: typer.Context, options: ClassifyOptions) -> int:
             )
         _check_emulation(options, nproc)
         if find_demo_base(options.out) is None:
-            if checked.devices not in ("auto", "cpu"):  # else it would be said after that training
+            if checked.devices not in ("auto", "cpu"):  # otherwise only after that training
                 from evener.team.placement import check_devices
 
                 check_devices(checked.devices)
             if not options.quiet:
-                print("there is no base model yet: pretraining the demo's first", file=sys.stderr)
+                print("there is no base model yet: pretraining the demo first", file=sys.stderr)
             demo = ["pretrain", "--demo", "--out", str(options.out)]
             demo += ["--quiet"] if options.quiet else []
             if code := launch_here([*_PYTHON, "evener", *demo], LaunchPlan(nproc=DEMO_NPROC)):
                 return code
         base = find_demo_base(options.out)
         if base is None:
-            raise ConfigError("the demo has left no checkpoint; name a base model with model.path")
+            raise ConfigError("the demo wrote no checkpoint; name a base model with model.path")
         arguments = [*arguments, "--set", f"model.path={json.dumps(str(base))}"]
     return _launch_task(options, nproc, checked.timeout_s, arguments)
 
@@ -312,7 +312,7 @@ def report(
     trace: Annotated[Path | None, Option(help="Write a Chrome trace, for Perfetto.")] = None,
     numbers: Json = False,
 ) -> int:
-    """Write an HTML report of runs, which needs no server and no network."""
+    """Write an HTML report of runs; it needs no server and no network."""
     from evener.run_report.writing import report, verdict_lines, write_page, write_trace
 
     if trace is not None:
@@ -344,7 +344,7 @@ def doctor(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> int:
-    """Find problems of this machine, of another one and of the link that stop or slow runs."""
+    """Find problems of this machine, of another one and of their link that stop or slow runs."""
     from evener.doctor.diagnosis import diagnose
     from evener.team.wire import read_team_token, read_token
 
@@ -366,7 +366,7 @@ def dashboard(
     token_file: TokenFile = None,
 ) -> int:
     """Show runs in the browser, during and after training."""
-    from evener.dashboard.shelf import Shelf
+    from evener.dashboard.run_index import RunIndex
     from evener.team.wire import read_token
 
     try:
@@ -377,15 +377,15 @@ def dashboard(
         ) from error
     if parent := os.environ.pop(DASHBOARD_OF, None):
         die_with(int(parent))
-    serve(Shelf.at(folder), bind, read_token(token_file))
+    serve(RunIndex.at(folder), bind, read_token(token_file))
     return 0
 
 
 @_command(_CHECK, "plan --speeds 10,4 --params 35e6 --bandwidth 1")
 def plan(options: PlanOptions) -> int:
     """Predict a team's speed under each policy, and which devices are worth adding."""
+    from evener.simulation.advice_text import document, text
     from evener.simulation.question import answer_plan
-    from evener.simulation.telling import document, text
 
     advice = answer_plan(options)
     if options.numbers:
@@ -427,7 +427,7 @@ def launch(
         return launch_here(command, plan)
 
 
-# The address comes before our options, so the program's own options have to pass through.
+# The address comes before our options, so options after the program belong to the program.
 @_command(
     _RUN,
     "join 192.168.1.10:29600 --token-file token train.py",
@@ -484,7 +484,7 @@ def coordinator(
     ] = DEFAULT_TIMEOUT_S,
     host_lease_s: Annotated[
         float,
-        Option(min=Deadlines().lease_s, max=_MOST_S, help="A machine silent for so long is lost."),
+        Option(min=Deadlines().lease_s, max=_MOST_S, help="A machine is lost after such silence."),
     ] = Deadlines().host_lease_s,
     patience_s: Annotated[
         float,
@@ -520,14 +520,14 @@ def coordinator(
 def _plan(
     options: LaunchOptions, nodes: Nodes | None, program: Sequence[str], nproc: int | None = None
 ) -> "LaunchPlan":
-    """Return what the user said about workers, for the launcher.
+    """Return the user's options about workers, for the launcher.
 
     Args:
-        options: Those of the command.
+        options: The options of the command.
         nodes: The machines of the run.
         program: What workers run.
-        nproc: Ranks of this host in a team of several, or a fixed one; by default, what the user
-            said.
+        nproc: Ranks of this host in a team of several hosts, or in a fixed one; by default, as the
+            user asked.
     """
     from evener.team.launch import LaunchPlan
 
@@ -540,7 +540,7 @@ def _plan(
     return LaunchPlan(
         elastic=options.elastic or "",
         nodes=nodes,
-        # On one machine an elastic team begins with as many as it may have.
+        # On one machine an elastic team begins with the most workers that it may have.
         nproc=options.nproc
         if is_elastic and nodes is None
         else nproc or _count_ranks(options.nproc),
@@ -566,7 +566,7 @@ def _launch_task(
 
 
 def _with_machines(options: _Launch) -> _Launch:
-    """Return the options with the machines that the environment names, unless the user has."""
+    """Return the options with the environment's machines, unless the user names machines."""
     if options.nnodes is not None:
         return options
     named = read_machines(os.environ)
@@ -595,8 +595,8 @@ def _become_rank(options: TaskOptions, place: DistributedTrainConfig) -> None:
         _refuse_launch_options(options, place)
     with loading_libraries():
         apply_threads(place)
-    # On its way out Python would look through all of torch for garbage: up to three seconds, of the
-    # five that a rank has when it is told to stop.
+    # At exit Python's garbage collector would traverse all of torch: up to three seconds, of the
+    # five that a rank has to stop.
     atexit.register(gc.freeze)
 
 
@@ -605,7 +605,7 @@ def _refuse_launch_options(options: LaunchOptions, place: DistributedTrainConfig
         option, value = f"--{name.replace('_', '-')}", getattr(options, name)
         if value not in (None, False):
             raise ConfigError(
-                f"{option} is {value}, but {place.launched_by} has started this process as rank "
+                f"{option} is {value}, but {place.launched_by} started this process as rank "
                 f"{place.rank} of {place.world_size} already; leave {option} out"
             )
 
@@ -614,7 +614,7 @@ def _refuse_launch_options(options: LaunchOptions, place: DistributedTrainConfig
 def _with_dashboard(folder: Path, options: LaunchOptions, nodes: Nodes | None) -> Iterator[None]:
     """Serve a dashboard of the runs in a folder during the block, if it is wanted.
 
-    Of several machines the first one serves it: rank 0 writes the events there.
+    With several machines, the first one serves it, since rank 0 writes the events there.
     """
     if not options.dashboard or (nodes is not None and nodes.number):
         yield
@@ -631,7 +631,7 @@ def _with_dashboard(folder: Path, options: LaunchOptions, nodes: Nodes | None) -
         [*_PYTHON, "evener", "dashboard", str(folder)],
         env={**os.environ, DASHBOARD_OF: str(os.getpid())},
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in the terminal is for the run, which takes a while to end
+        start_new_session=True,  # Ctrl-C in the terminal stops the run, which takes a while to end
     )
     try:
         yield
@@ -639,4 +639,4 @@ def _with_dashboard(folder: Path, options: LaunchOptions, nodes: Nodes | None) -
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_DASHBOARD_END_S)
-        process.kill()  # as where a disk that it reads does not answer; else it has ended
+        process.kill()  # it may hang, for example on a disk that does not answer

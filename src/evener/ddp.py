@@ -6,7 +6,7 @@ from evener.manual import wrap
 
 
 class Ddp(Loop):
-    """A rank's place in the team: ``Ddp.setup`` for a loop of one's own, or evener's, or by hand.
+    """A rank of the team: ``setup`` for your own loop, ``builder`` for evener's, ``wrap`` by hand.
 
     Attributes:
         rank: Number of this rank, from 0.

@@ -48,7 +48,7 @@ class Milestone:
 class DeviceKind:
     """A kind of device, such as the CUDA GPUs of this host (ROCm's are CUDA devices to torch).
 
-    What kinds have in common is asked of torch's module for them (``torch.cuda``, ``torch.xpu``;
+    What kinds have in common is done by torch's module for them (``torch.cuda``, ``torch.xpu``;
     see ``torch.get_device_module``).
 
     Attributes:
@@ -59,7 +59,7 @@ class DeviceKind:
             the offset (pytorch/pytorch#168177).
         keeps_parameters: Whether ``module.to(device)`` leaves a module its ``Parameter`` objects.
         has_queue: Whether the host queues work on a device and runs ahead of it.
-        has_milestones: Whether events tell how far a device has come with its queue. Where they do
+        has_milestones: Whether events show how far a device has come with its queue. Where they do
             not, the host waits for the device whenever it matters.
     """
 
@@ -76,12 +76,12 @@ class DeviceKind:
         return torch.get_device_module(self.name)
 
     def describe(self, device: torch.device) -> tuple[str, int]:
-        """Return a device's name for people, and its memory in bytes; 0 where torch cannot tell."""
+        """Return a device's name, and its memory in bytes; 0 if torch does not know."""
         properties = self.module.get_device_properties(device)
         return str(properties.name), int(properties.total_memory)
 
     def free_bytes(self, device: torch.device) -> int:
-        """Return how much memory of a device is free; 0 where torch cannot tell."""
+        """Return how much memory of a device is free; 0 if torch does not know it."""
         return int(self.module.mem_get_info(device)[0])
 
     def count(self) -> int:
@@ -132,7 +132,7 @@ class DeviceKind:
         return "fp32"
 
     def architecture(self, device: torch.device) -> str:
-        """Return what kernels are compiled for, such as ``sm_61``; empty if torch cannot tell."""
+        """Return what kernels are compiled for, such as ``sm_61``; empty if torch does not know."""
         return ""
 
 
@@ -229,7 +229,7 @@ class Mps(DeviceKind):
     has_addresses = False
 
     def describe(self, device: torch.device) -> tuple[str, int]:
-        """As much memory as the system wants the GPU to take of the host's."""
+        """Return the name, and how much of the host's memory the system lets the GPU take."""
         return "Apple GPU", int(torch.mps.recommended_max_memory())
 
     def free_bytes(self, device: torch.device) -> int:
@@ -265,11 +265,11 @@ class OtherAccelerator(DeviceKind):
         self.name = name
 
     def describe(self, device: torch.device) -> tuple[str, int]:
-        """Return the backend's name; torch asks of no module to know more."""
+        """Return the backend's name; torch requires no more of a module."""
         return self.name, 0
 
     def free_bytes(self, device: torch.device) -> int:
-        """Return how much memory is free where the backend tells; not all of them do."""
+        """Return how much memory is free, if the backend can say; not all of them can."""
         with suppress(AttributeError):
             return super().free_bytes(device)
         return 0
@@ -283,7 +283,7 @@ class OtherAccelerator(DeviceKind):
         return False
 
     def seed(self, seed: int) -> None:
-        """Seed every device's generator: the one way that torch asks of a backend."""
+        """Seed every device's generator: the one way that torch requires of a backend."""
         self.module.manual_seed_all(seed)
 
     def free_cache(self) -> None:

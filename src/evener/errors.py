@@ -54,7 +54,7 @@ class ReplicasDifferError(UserError, RuntimeError):
     """Ranks hold different state where all should hold the same; raised on every rank.
 
     Attributes:
-        rank: The first rank on which it is not what most ranks have.
+        rank: The first rank whose state differs from that of most ranks.
         parameter: Name of the first such parameter or buffer, in the order of the model.
         window: The window that was applied last, counted over the whole run; -1 before the first.
     """
@@ -110,7 +110,7 @@ class LeftOutError(EvenerError):
 
 
 class CoordinatorLostError(EvenerError):
-    """The coordinator of an elastic team did not answer for as long as workers wait for it."""
+    """The coordinator of an elastic team did not answer within ``patience_s``."""
 
 
 class WorkerError(EvenerError):
@@ -120,7 +120,7 @@ class WorkerError(EvenerError):
         rank: The rank that failed first.
         kind: Class name of what it raised; ``None`` when its process was killed without a message.
         state: The model as the surviving ranks hold it, a ``TrainedState``; ``None`` when no rank
-            survived, or none had got so far as to have one.
+            survived, or none had built it yet.
     """
 
     def __init__(self, message: str, *, rank: int, kind: str | None, state: object) -> None:

@@ -66,7 +66,7 @@ def explaining(what: str, remedy: str, kind: type[Exception]) -> Iterator[None]:
     """Raise an error of ``kind`` in place of an ``OSError``, such as of a folder without access.
 
     Args:
-        what: What is read in the block, for people.
+        what: What is read in the block, for messages.
         remedy: What to do.
         kind: Class of the error.
     """
@@ -119,9 +119,9 @@ def hash_file(path: Path, kind: str | Callable[[], Any]) -> str:
 
 
 def lock(descriptor: int, *, is_shared: bool = False) -> bool:
-    """Lock a file for as long as it is open; return whether no other process keeps that away.
+    """Lock a file for as long as it is open; return whether no other process holds the lock.
 
-    Where the system or the file system knows no locks, nothing does.
+    Where the system or the file system knows no locks, the result is true.
     """
     try:
         import fcntl
@@ -204,7 +204,7 @@ def publish_folder(scratch: Path, final: Path) -> None:
         raise
     flush(final.parent)
     if replaced is not None:
-        with suppress(OSError):  # whoever tidies later removes what is left
+        with suppress(OSError):  # the next process that tidies removes what is left
             remove(replaced)
 
 

@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on unequal devices: ``from evener.hf import Trainer``.
 
-The loop over micro-batches is evener's, all else is the Trainer's own: arguments, collators,
-``compute_loss``, callbacks, logs, evaluation and checkpoints. evener reaches it at four places:
+The loop over micro-batches is evener's. Everything else is the Trainer's: arguments, collators,
+``compute_loss``, callbacks, logs, evaluation and checkpoints. They meet at four places:
 
 - ``TrainingArguments`` finds one process (Accelerate starts no process group), with this rank's
   device and number. The Trainer then computes as on one device, and only the main process writes.
@@ -56,7 +56,7 @@ except ImportError as error:
     ) from error
 
 if not hasattr(transformers.Trainer, "_run_epoch"):
-    # It would train by its own loop, on each rank for itself.
+    # Otherwise each rank would train by the Trainer's loop, independently of the others.
     raise ImportError(
         "evener.hf takes the place of Trainer._run_epoch, which transformers "
         f"{transformers.__version__} does not have: pip install 'transformers>=5.23,<6'"
@@ -64,7 +64,7 @@ if not hasattr(transformers.Trainer, "_run_epoch"):
 
 __all__ = ["Trainer", "TrainerMixin"]
 
-#: By these Accelerate recognises a team, for which it would make a process group of its own.
+#: With these variables Accelerate would initialise a process group.
 _TEAM: Final = (
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -119,21 +119,21 @@ transformers.TrainingArguments._setup_devices = _make_setup_devices(
 )
 
 
-# ── what cannot hold ─────────────────────────────────────────────────────────────────────────────
+# ── refused options ──────────────────────────────────────────────────────────────────────────────
 
 
 _WHOLE: Final = "each rank of evener holds the whole model on one device; leave it out"
-#: Options that mean something else, or nothing, in a team of unequal ranks: cause and remedy.
+#: Options that would have another effect, or none, in a team of unequal ranks: cause and remedy.
 _REFUSED: Final = {
     "deepspeed": _WHOLE,
     "fsdp": _WHOLE,
     "parallelism_config": _WHOLE,
     "device_map": _WHOLE,
     "auto_find_batch_size": "one rank would start over with another batch size, and the others "
-    "would not; set per_device_train_batch_size to what the smallest device holds",
+    "would not; set per_device_train_batch_size to fit the smallest device",
     "train_sampling_strategy": "it packs batches for equal ranks; use 'random'",
     "split_batches": "evener's loader splits batches, by speed; leave it and dispatch_batches out",
-    "eval_use_gather_object": "ranks unpickle nothing from one another; leave it out, and return "
+    "eval_use_gather_object": "ranks never unpickle data of other ranks; leave it out, and return "
     "tensors from prediction_step",
     "optim": "it updates parameters during backward, before gradients are averaged; use another "
     "optimizer, such as adamw_torch",
@@ -215,7 +215,7 @@ def _concatenated(parts: Sequence[Any]) -> Any:
 
 
 class _TrainerState:
-    """Brings the Trainer's state to a rank that was parked."""
+    """Passes the Trainer's state to a rank that was parked."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -228,7 +228,7 @@ class _TrainerState:
 
 
 class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
-    """Makes a subclass of ``transformers.Trainer`` train on evener's team; name it first.
+    """Makes a subclass of ``transformers.Trainer`` train on evener's team; list it first.
 
     For example ``class MyTrainer(TrainerMixin, trl.SFTTrainer): pass``. The arguments are those of
     the Trainer. ``evener.hf.Trainer`` is ``transformers.Trainer`` with it.
@@ -238,7 +238,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         ddp_config: Further options of the team. Set it on the class, or before ``train``.
 
     Raises:
-        ConfigError: An option cannot hold on unequal ranks.
+        ConfigError: An option is not possible on unequal ranks.
     """
 
     ddp: Any = None  # a Ddp
@@ -259,7 +259,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         if place.launched_by == "alone":
             devices = devices_of_host(_devices(self.args), count_accelerators())
             start_all_ranks(devices, optional=True, quiet=self.ddp_config.quiet)
-        # So the Trainer counts steps as one process whose batches have samples for all ranks.
+        # So the Trainer counts steps like one process whose batches have samples for all ranks.
         self._train_batch_size *= place.world_size
         self._world_size = place.world_size
         self._weight: float | None = None
@@ -274,7 +274,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         super().create_accelerator_and_postprocess()
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the Trainer's sampler; groups by length do not depend on the number of ranks."""
+        """Return the Trainer's sampler; groups by length are the same for any number of ranks."""
         sampler = super()._get_train_sampler(*args, **kwargs)
         if isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= self._world_size
@@ -325,7 +325,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         return ddp
 
     def _make_loader(self, dataloader: DataLoader[Any]) -> Any:
-        """Return evener's loader in the place of the Trainer's, at the position of ``state``."""
+        """Return evener's loader in place of the Trainer's, at the position of ``state``."""
         args, batches = self.args, dataloader.batch_sampler
         sampler: Any = getattr(batches, "sampler", None) or dataloader.sampler
         count = len(sampler)
@@ -386,7 +386,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         self.control = handler.on_pre_optimizer_step(self.args, self.state, self.control)
 
     def _after_step(self, result: WindowResult) -> None:
-        """Do what the Trainer does after an optimizer step; on every rank that is not parked."""
+        """Update the Trainer after an optimizer step; on every rank that is not parked."""
         ddp, state, handler = self.ddp, self.state, self.callback_handler
         if ddp.is_main_process != self.args.should_save and not self.args.save_on_each_node:
             self._follow_main()
@@ -405,13 +405,13 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
             self._sum("stopping (TrainerControl.should_training_stop)")
 
     def _follow_main(self) -> None:
-        """Let another rank write and log where the main process is parked."""
+        """Let another rank write and log if the main process is parked."""
         is_main, state = self.ddp.is_main_process, PartialState()
         state.process_index = 0 if is_main else max(self.ddp.rank, 1)
         self.state.is_world_process_zero = is_main
 
     def _report(self, *, is_end: bool = False) -> None:
-        """Log, evaluate and save where that is due; all ranks call it together."""
+        """Log, evaluate and save if that is due; all ranks call it together."""
         if is_end or self.control.should_log or self.control.should_save:
             flos, tokens = self._sum("counting operations", self._own_flos, self._own_tokens)
             self.current_flos += flos
@@ -427,9 +427,9 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
         self.state.num_input_tokens_seen = before
 
     def _sum(self, what: str, *values: int) -> list[int]:
-        """Return the sums over ranks; all that are present call it together."""
-        told = self.ddp.assembly.engine.collectives.ask(what, values)
-        return [sum(column) for column in zip(*told.values(), strict=True)]
+        """Return the sums over ranks; all present ranks call it together."""
+        gathered = self.ddp.assembly.engine.collectives.ask(what, values)
+        return [sum(column) for column in zip(*gathered.values(), strict=True)]
 
     # ── evaluation ───────────────────────────────────────────────────────────────────────────────
 
@@ -452,11 +452,11 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
             return dataloader
         size, workers = max(team, _EVALUATED_BATCHES), args.dataloader_num_workers
         loader = self.ddp.eval_loader(whole, batch_size=size, collate_fn=list, num_workers=workers)
-        loader.dataset = dataloader.dataset  # of which the Trainer wants to know the length
+        loader.dataset = dataloader.dataset  # the Trainer reads its length
         return loader
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate, in a team each rank its part; all ranks then have the rows of all."""
+        """Evaluate, in a team each rank its part; then every rank has the rows of all."""
         if not isinstance(dataloader, EvaluationLoader) or self.ddp is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         ddp, step, num_rows = self.ddp, self.prediction_step, 0
@@ -500,9 +500,9 @@ class TrainerMixin(_Base):  # type: ignore[misc]  # any Trainer
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save; the ranks that write do so first, and all ranks continue when it is on disk."""
+        """Save; ranks that write do so first, then all continue."""
         written = "writing the Trainer's checkpoint"
-        # It may be divided among ranks, which have to gather it together.
+        # Optimizer state may be divided among ranks, which must gather it together.
         whole, kept = self.optimizer.state_dict(), self.optimizer.__dict__.get("state_dict")
         self.optimizer.__dict__["state_dict"] = lambda: whole
         try:

@@ -1,4 +1,4 @@
-"""``Ddp.wrap`` and ``Replicas``: averaging by hand, for loops that no window fits."""
+"""``Ddp.wrap`` and ``Replicas``: averaging by hand, for loops that windows do not fit."""
 
 import atexit
 import hashlib
@@ -19,7 +19,7 @@ from evener.errors import CollectiveMismatchError, ConfigError, NonFiniteGradien
 from evener.loop.consistency import check_consistency, describe_versions
 from evener.parsing import short
 from evener.team.backends import connect_team
-from evener.team.child import apply_threads, tell
+from evener.team.child import apply_threads, notify_supervisor
 from evener.team.environment import DistributedTrainConfig
 from evener.team.members import Member, describe_self, hardware_summary
 from evener.team.placement import deal_devices, devices_of_host
@@ -31,10 +31,10 @@ _Named = Mapping[str, Tensor]
 
 @dataclass(eq=False, slots=True)
 class _Line:
-    """A connection, which the last of the ``Replicas`` that use it closes.
+    """A connection that several ``Replicas`` share; the last one closes it.
 
-    One for all replicas of a process (a GAN wraps two networks): the port of the team serves one
-    connection at a time, and ranks that are in different calls then find out at once. A
+    All replicas of a process share one (a GAN wraps two networks): the port of the team serves one
+    connection at a time, and calls that differ between ranks are then detected at once. A
     communicator that the user gives is not shared.
     """
 
@@ -43,18 +43,18 @@ class _Line:
     num_users: int = 0
 
     def release(self) -> None:
-        """End a use; the last one closes the connection."""
+        """End one use; the last one closes the connection."""
         self.num_users -= 1
         if not self.num_users:
             self.close()
 
     def close(self) -> None:
-        """Close the connection, whoever uses it."""
+        """Close the connection, also if it is in use."""
         self.comm.close()
         for environment in [place for place, line in _lines.items() if line is self]:
             del _lines[environment]
             atexit.unregister(self.close)
-            tell(place=LEFT)
+            notify_supervisor(place=LEFT)
 
 
 _lines: Final[dict[DistributedTrainConfig, _Line]] = {}
@@ -67,14 +67,14 @@ def _connect(
     timeout_s: float,
     communicator: Communicator | None,
 ) -> _Line:
-    """Connect, or share the connection that is there already; see ``wrap``."""
+    """Connect, or share the existing connection; see ``wrap``."""
     line = _lines.get(environment) if communicator is None else None
     if line is None:
         comm, _ = connect_team(environment, backend, "by hand", device, timeout_s, communicator)
         line = _Line(comm, backend)
         if communicator is None:
             _lines[environment] = line
-            # Many scripts never close, and process groups that outlive the interpreter abort.
+            # Many scripts never call close(), and a process group aborts if it outlives Python.
             atexit.register(line.close)
     elif line.backend != backend:
         raise ConfigError(
@@ -87,17 +87,17 @@ def _connect(
 
 @final
 class Replicas(Closing):
-    """Replicas of one model: some in this process, perhaps more in other processes.
+    """Replicas of one model, in this process and perhaps in others; made by ``Ddp.wrap``.
 
-    Made by ``Ddp.wrap``. The loop, the optimizers and the order of things stay the user's; this
-    class only makes replicas agree, and only when it is told to. Every method that exchanges is
-    called by all processes together, in the same order, from one thread at a time: this holds over
-    all ``Replicas`` of a process, which share one connection.
+    The user writes the loop and steps the optimizers; this class only makes replicas equal, in the
+    calls of its methods. All processes call a method that exchanges together, in the same order,
+    from one thread at a time. This holds over all ``Replicas`` of a process, because they share a
+    connection.
 
-    Models may change between calls (grow, freeze parameters, gain a layer), as long as all
-    replicas change alike. ``Ddp.wrap`` compares them and names the first difference. After that
-    each call carries a digest of its tensors' layout: where processes differ in it, all of them
-    raise ``CollectiveMismatchError``, with nothing changed, and the connection has ended.
+    Models may change between calls (grow, freeze parameters, gain a layer), if all replicas change
+    in the same way. ``Ddp.wrap`` compares them and names the first difference. After that each call
+    compares a digest of its tensors' layout: if processes differ in it, all raise
+    ``CollectiveMismatchError``, nothing is changed, and the connection is closed.
 
     Attributes:
         models: This process's replicas.
@@ -105,7 +105,7 @@ class Replicas(Closing):
         rank: Number of this process.
         world_size: Replicas over all processes.
         first: Number of this process's first replica among all of them.
-        members: All replicas, as their processes describe them.
+        members: The ``Member`` of each replica.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class Replicas(Closing):
         return self.rank == 0
 
     def sync_params(self) -> None:
-        """Copy parameters, frozen ones too, and buffers of replica 0 over those of all others.
+        """Copy parameters (frozen ones too) and buffers of replica 0 to all others.
 
-        Call it once before training, since ``Ddp.wrap`` leaves values alone; again after a model
-        has grown by layers with random weights.
+        Call it once before training, since ``Ddp.wrap`` does not change values; and again after a
+        model has grown by layers with random weights.
 
         Raises:
             ConfigError: Replicas of this process differ in names, shapes or dtypes.
@@ -147,9 +147,9 @@ class Replicas(Closing):
         self._copy([_tensors(model) for model in self.models], "sync_params")
 
     def sync_buffers(self) -> None:
-        """Copy the buffers of replica 0 (BatchNorm's statistics, ...) over those of all others.
+        """Copy the buffers of replica 0 (BatchNorm's statistics, ...) to all others.
 
-        Besides ``sync_params`` nothing touches buffers: until then each replica keeps its own.
+        Only this and ``sync_params`` change buffers: otherwise each replica keeps its own.
 
         Raises:
             ConfigError: Replicas of this process differ in names, shapes or dtypes.
@@ -166,13 +166,13 @@ class Replicas(Closing):
         self._average("all_reduce_gradients", [1.0] * len(self.models))
 
     def weighted_all_reduce_gradients(self, batch_counts: Sequence[float]) -> None:
-        """Replace every replica's gradients by their mean, weighted by the work behind them.
+        """Replace every replica's gradients by their mean, weighted by counts.
 
         The gradient of replica r counts n_r / Σ n, the sum over all replicas of all processes. With
         the loss of each replica a mean over its n_r samples, this is the gradient of the mean
-        over all samples. A parameter without a gradient on some replica counts there as zero, with
-        the weight; without one on every replica it keeps ``grad = None``, and optimizers skip it.
-        Frozen parameters are left alone. Half precision is added up in float32.
+        over all samples. A missing gradient of a replica counts as zero, with the replica's weight.
+        If all are missing, the parameter keeps ``grad = None``, and optimizers skip it. Frozen
+        parameters are ignored. Half precision is summed in float32.
 
         Args:
             batch_counts: Samples (or steps, tokens) behind each gradient of this process's
@@ -182,10 +182,9 @@ class Replicas(Closing):
                 ignored.
 
         Raises:
-            ConfigError: Neither one count for each replica here nor for each of all, a negative
-                one, replicas of this process that differ; on every process where counts are 0 on
-                all. Gradients are unchanged.
-            CollectiveMismatchError: Lists of all, or replicas, differ between processes.
+            ConfigError: The number of counts is wrong, a count is negative, or replicas of this
+                process differ; on every process, if all counts are 0. Gradients are unchanged.
+            CollectiveMismatchError: Lists of all counts, or replicas, differ between processes.
             NonFiniteGradientError: On every process, with gradients unchanged; not with
                 ``non_finite="propagate"``.
         """
@@ -204,7 +203,7 @@ class Replicas(Closing):
             Σ weight · value / Σ weight in float64.
 
         Raises:
-            ConfigError: Not one value for each replica, or bad weights; on every process.
+            ConfigError: The number of values is wrong, or weights are invalid; on every process.
         """
         weights = [1.0] * len(self.models) if weights is None else weights
         own = self._numbers("values", values), self._numbers("weights", weights, are_weights=True)
@@ -251,12 +250,12 @@ class Replicas(Closing):
         counts: str = "",
         row: Sequence[float] = (),
     ) -> list[list[float]]:
-        """Exchange a row before any tensor; its label tells layouts and counts apart.
+        """Exchange a row before any tensor; its label contains a digest of layout and counts.
 
         Args:
             what: The call.
-            replicas: What it is about.
-            counts: Those of all replicas, where they are given.
+            replicas: The tensors of each replica.
+            counts: Counts of all replicas, if they are given.
             row: Numbers for the others.
 
         Returns:
@@ -270,8 +269,8 @@ class Replicas(Closing):
             return self._comm.all_gather_rows(row, what=label)
         except CollectiveMismatchError as error:
             error.add_note(
-                "evener: replicas must have the same tensors, frozen alike, and must change "
-                f"alike; here: {short(layouts[0])}"
+                "evener: replicas must have the same tensors, the same ones frozen, and must "
+                f"change in the same way; here: {short(layouts[0])}"
             )
             raise
 
@@ -287,7 +286,7 @@ class Replicas(Closing):
         sizes = [len(self.models), self.world_size if of_all else len(self.models)]
         try:
             numbers = [float(value) for value in values]
-        except (TypeError, ValueError):  # a bare number, perhaps
+        except (TypeError, ValueError):  # for example a single number
             numbers = []
         if len(numbers) not in sizes:
             all_of_them = f" or for each of all {sizes[1]}" if sizes[1] > sizes[0] else ""
@@ -304,7 +303,7 @@ class Replicas(Closing):
         if total == 0:
             raise ConfigError(
                 f"{name} are 0 on all {self.world_size} replicas, so there is no mean; leave the "
-                "call out on every process when nobody has done any work"
+                "call out on every process if no replica has done any work"
             )
         return total
 
@@ -328,7 +327,7 @@ class Replicas(Closing):
             text = (
                 f"the gradient of {name!r} on replica {replica} (rank {rank}) holds an inf or a "
                 "NaN, so nothing was averaged; lower the learning rate, or wrap with "
-                "non_finite='propagate' where a GradScaler shall see it"
+                "non_finite='propagate' if a GradScaler has to see it"
             )
         number = self._num_averages
         return NonFiniteGradientError(
@@ -347,18 +346,18 @@ def wrap(
     environment: DistributedTrainConfig | None = None,
     communicator: Communicator | None = None,
 ) -> Replicas:
-    """Take replicas of one model, for loops that average by hand (GAN, RL, growing models).
+    """Wrap replicas of one model, for loops that average by hand (GAN, RL, growing models).
 
-    All processes call it together, each with as many replicas as it likes: one process alone with
-    a model for each device, one model in each process under ``evener launch``, torchrun or SLURM,
-    or both at once. Models move to their devices; values are left alone (``sync_params`` makes them
-    equal). A GAN wraps its networks one after the other.
+    All processes call it together, each with any number of replicas: a single process with a model
+    for each device, one model in each process under ``evener launch``, torchrun or SLURM, or both.
+    Models move to their devices; values are not changed (``sync_params`` makes them equal). A GAN
+    wraps its networks one after the other.
 
     Args:
         models: Replicas of one architecture, or the one of this process.
         devices: A device for each model (a number is one of this host's accelerator), one for all,
-            or ``"auto"``: accelerators as far as there are any, else the CPU. A kind of device,
-            such as ``"cuda"``, deals out those of this host.
+            or ``"auto"``: accelerators if there are any, else the CPU. A kind of device, such as
+            ``"cuda"``, distributes those of this host.
         backend: ``"auto"``, ``"gloo"``, ``"cpu"`` or ``"nccl"``; see ``AverageBackend``. The same
             in every call of a script.
         non_finite: ``"raise"`` refuses gradients with an inf or a NaN on every process;
@@ -366,7 +365,7 @@ def wrap(
         timeout_s: Longest wait for another process; that of the first call counts for all.
         quiet: Do not print the devices to stderr.
         environment: This process's place, instead of the process environment.
-        communicator: What joins the processes, instead of connecting to them; closed by ``close``.
+        communicator: Connects the processes, instead of a new connection; closed by ``close``.
 
     Returns:
         The replicas of this process.
@@ -402,7 +401,7 @@ def wrap(
 
 
 def _check_models(models: Sequence[nn.Module]) -> None:
-    """Refuse what cannot be replicas."""
+    """Refuse models that cannot be replicas."""
     if not models:
         raise ConfigError("models is empty; give one model for each device of this process")
     owner: dict[int, tuple[int, str]] = {}
@@ -427,12 +426,12 @@ def place(
 
     Args:
         models: The replicas.
-        devices: ``"auto"`` (accelerators in turn, this host's processes one after the other, as far
-            as there are any), a kind of accelerator, one device for all, or one for each.
+        devices: ``"auto"`` (an accelerator for each process of this host in order, if there are
+            any), a kind of accelerator, one device for all, or one for each.
         environment: This process's place on its host.
 
     Raises:
-        ConfigError: A device is unknown or not there, or there are not as many as models.
+        ConfigError: A device is unknown or missing, or the number of devices is wrong.
     """
     names = deal_devices(devices, environment, len(models))
     if not names:
@@ -446,7 +445,7 @@ def place(
     return tuple(map(torch.device, names))
 
 
-# ── what replicas have in common ─────────────────────────────────────────────────────────────────
+# ── comparing replicas ───────────────────────────────────────────────────────────────────────────
 
 
 def _introduce(
@@ -472,7 +471,7 @@ def _tensors(model: nn.Module) -> _Named:
 
 
 def _layout(named: _Named) -> dict[str, str]:
-    """Return shapes and dtypes in words, sorted by name."""
+    """Return shapes and dtypes as text, sorted by name."""
     return {
         name: f"{list(named[name].shape)} {str(named[name].dtype).removeprefix('torch.')}"
         for name in sorted(named)

@@ -1,4 +1,4 @@
-"""How values show themselves where a notebook displays them. Pure."""
+"""HTML for values that a notebook displays. Pure."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,7 +10,7 @@ def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object
     Args:
         caption: Its title.
         head: Names of the columns.
-        rows: Cells by row; what they hold is shown as text.
+        rows: Cells by row, shown as text.
     """
     columns = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(

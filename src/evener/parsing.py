@@ -1,4 +1,4 @@
-"""Values from JSON that somebody else may have written or damaged: checked where they are read.
+"""Values from JSON that another program may have written or damaged: checked when they are read.
 
 Everything here raises ``ValueError`` with the key, the value and what was expected. The caller
 knows the file and the remedy, and says both. Pure: no I/O.

@@ -1,10 +1,10 @@
 """Teams on Ray Train: a backend for its trainers, and reports of what the team has committed.
 
-It needs the extra ``evener[ray]``, and Linux. ``EvenerConfig`` tells Ray's workers where their team
-meets, so that the function they run holds the same calls as any other script.
+It needs the extra ``evener[ray]``, and Linux. ``EvenerConfig`` passes the address of the team's
+coordinator to Ray's workers, so their function makes the same calls as any other script.
 
-An elastic team is one of Ray's *replica groups*, each of one worker: Ray replaces the worker that
-died, and leaves the others alone.
+An elastic team consists of Ray's *replica groups*, each of one worker: Ray replaces a worker that
+died, and does not restart the others.
 """
 
 import os
@@ -37,20 +37,20 @@ except ImportError as error:
     ) from error
 
 _NAMESPACE: Final = "evener"
-#: The first generation waits so long for a further worker. Ray starts them together, on nodes of
+#: Longest wait of the first generation for a further worker. Ray starts them together, on nodes of
 #: unequal speed; without the last of them, nothing could be reported.
 _GATHER_S: Final = 5.0
 _REPORTING: Final = "reporting to Ray Train (evener.ray.report)"
-#: Begins the ids of members that ``join_actor`` has started: Ray Train knows nothing of them.
+#: Prefix of the ids of members that ``join_actor`` has started, which Ray Train does not know.
 _EXTRA: Final = "extra/"
 
 
 class _TeamAddress(NamedTuple):
-    """Where a team meets.
+    """The address of a team's coordinator, and the team's limits.
 
     Attributes:
         address: ``HOST:PORT`` of its coordinator.
-        token: What its members must know.
+        token: The token that its members must know.
         least: Fewest members.
         most: Most members.
         is_elastic: Whether members may join and leave.
@@ -63,8 +63,8 @@ class _TeamAddress(NamedTuple):
     is_elastic: bool
 
     def enter(self, rank: int, member: str) -> None:
-        """Describe this process's place in its environment, as evener's launcher does."""
-        # A file in memory: it ends with the process, however that ends.
+        """Set this process's place in its environment, as evener's launcher does."""
+        # A file in memory is always deleted with the process.
         token_file = os.memfd_create("evener-token")
         os.fchmod(token_file, 0o600)
         os.write(token_file, self.token.encode())
@@ -72,7 +72,7 @@ class _TeamAddress(NamedTuple):
         os.environ |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.most),
-            # Ray shows each worker its own devices alone, numbered from 0.
+            # In each worker, only its own devices are visible, numbered from 0.
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": host,
@@ -87,7 +87,7 @@ class _TeamAddress(NamedTuple):
 
 
 class _CoordinatorActor:
-    """Runs the coordinator of a team; one that Ray starts again hears from the workers."""
+    """Runs the coordinator of a team; if Ray restarts it, the workers report to it."""
 
     def __init__(self, team: _TeamAddress) -> None:
         self._team = team
@@ -103,7 +103,7 @@ class _CoordinatorActor:
         self._thread = CoordinatorThread(options, listen(options))
 
     def team(self) -> _TeamAddress:
-        """Return where its team meets."""
+        """Return the address of its team."""
         return self._team
 
 
@@ -119,7 +119,7 @@ class EvenerConfig(BackendConfig):  # type: ignore[misc]  # of a library without
             while the others continue. ``None`` is a fixed team, which Ray restarts as a whole.
         max_workers: Most workers of an elastic team, those of ``join_actor`` included; by default
             the workers of the trainer.
-        name: By which ``join_actor`` finds an elastic team; unique in the Ray cluster.
+        name: Name by which ``join_actor`` finds an elastic team; unique in the Ray cluster.
 
     Raises:
         ConfigError: A value does not fit the others.
@@ -128,7 +128,7 @@ class EvenerConfig(BackendConfig):  # type: ignore[misc]  # of a library without
     min_workers: int | None = None
     max_workers: int | None = None
     name: str = ""
-    #: ``TorchTrainer`` sets one of torch's backends where this is empty.
+    #: If this is empty, ``TorchTrainer`` sets one of torch's backends.
     backend: ClassVar[str] = "evener"
 
     def __post_init__(self) -> None:
@@ -140,12 +140,12 @@ class EvenerConfig(BackendConfig):  # type: ignore[misc]  # of a library without
 
     @property
     def backend_cls(self) -> type["_FixedBackend"]:
-        """Return what prepares the workers; Ray makes one in its controller."""
+        """Return the class that prepares the workers; Ray instantiates it in its controller."""
         return _FixedBackend if self.min_workers is None else _ElasticBackend
 
     @property
     def train_func_context(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return what surrounds the user's function; a worker that comes too late does not fail."""
+        """Return the context of the user's function: a worker that comes too late does not fail."""
         return partial(suppress, RunEndedError)
 
 
@@ -157,9 +157,9 @@ class _FixedBackend(Backend):  # type: ignore[misc]  # as above
         self._team: _TeamAddress | None = None
 
     def on_start(self, worker_group: Any, backend_config: EvenerConfig) -> None:
-        """Tell workers where their team meets; Ray calls it before they run the user's function."""
+        """Send workers the team's address; Ray calls it before they run the user's function."""
         world_size = worker_group.execute_single(0, _world_size)
-        if len(worker_group) == world_size:  # else a worker replaces another one
+        if len(worker_group) == world_size:  # otherwise a worker replaces another one
             if self._coordinator is not None:
                 ray.kill(self._coordinator)
             self._team = _choose_address(backend_config, world_size)
@@ -168,7 +168,7 @@ class _FixedBackend(Backend):  # type: ignore[misc]  # as above
 
 
 class _ElasticBackend(_FixedBackend):
-    """Has Ray replace single workers."""
+    """Lets Ray replace single workers."""
 
     has_replica_groups = True
 
@@ -179,18 +179,18 @@ def _choose_address(config: EvenerConfig, world_size: int) -> _TeamAddress:
     if not 1 <= least <= world_size <= most:
         raise ConfigError(
             f"the trainer has {world_size} workers, but min_workers is {least} and max_workers is "
-            f"{most}: its number must be in between, and at least one"
+            f"{most}: give a number of workers in between, and at least one"
         )
     host = ray.util.get_node_ip_address()
-    with bind(host, 0) as free:  # the actor takes it, each time that it starts
+    with bind(host, 0) as free:  # the actor listens on this port each time it starts
         address = join_address(host, free.getsockname()[1])
     token = secrets.token_hex(16)
     return _TeamAddress(address, token, least, most, config.min_workers is not None)
 
 
 def _start_coordinator(team: _TeamAddress, name: str) -> Any:
-    """Start the coordinator on this node; it ends with the only reference, which the caller has."""
-    # A killed actor keeps its name for a moment, so each team's has a name of its own.
+    """Start the coordinator on this node; it ends with the returned reference."""
+    # A killed actor keeps its name for a moment, so the actor of each team has another name.
     unique = f"{name}/{secrets.token_hex(4)}"
     named = {"name": unique, "namespace": _NAMESPACE} if name else {}
     node = ray.get_runtime_context().get_node_id()
@@ -210,7 +210,7 @@ def _take_place(team: _TeamAddress) -> None:
     team.enter(rank, f"ray/{rank}/{ray.get_runtime_context().get_actor_id()}")
 
 
-# ── workers of which Ray Train knows nothing ─────────────────────────────────────────────────────
+# ── workers that Ray Train does not know ─────────────────────────────────────────────────────────
 
 
 class _ExtraWorker:
@@ -234,7 +234,7 @@ def join_actor(
     Args:
         train_func: The function that the trainer's workers run.
         config: Its argument; ``None`` calls it without one.
-        name: That of the team's ``EvenerConfig``.
+        name: Name in the team's ``EvenerConfig``.
         **options: Options of the actor, such as ``num_cpus`` (1 if left out), ``label_selector``,
             and ``max_restarts``.
 
@@ -249,16 +249,16 @@ def join_actor(
     found = [one for one in ours if one.rpartition("/")[0] == name]
     if len(found) != 1:
         raise ConfigError(
-            f"{len(found)} elastic teams named {name!r} are running in this Ray cluster, and one "
-            f"was expected: give EvenerConfig(min_workers=..., name={name!r}) to one trainer, and "
-            "wait until it runs"
+            f"{len(found)} elastic teams named {name!r} are running in this Ray cluster, not one: "
+            f"give EvenerConfig(min_workers=..., name={name!r}) to one trainer, and wait until it "
+            "runs"
         )
     team = ray.get(ray.get_actor(found[0], namespace=_NAMESPACE).team.remote())
     actor = ray.remote(_ExtraWorker).options(**{"num_cpus": 1, **options}).remote()
     return actor.run.remote(team, train_func, config)
 
 
-# ── what Ray Train hears of a run ────────────────────────────────────────────────────────────────
+# ── reports to Ray Train ─────────────────────────────────────────────────────────────────────────
 
 
 def load_checkpoint(ddp: Ddp) -> bool:
@@ -281,9 +281,8 @@ def load_checkpoint(ddp: Ddp) -> bool:
 def report(ddp: Ddp, metrics: Mapping[str, Any], *, checkpoint: bool = True) -> bool:
     """Report to Ray Train, with a checkpoint of the team; all ranks call it together.
 
-    Ray waits until each of its workers has reported. So nothing is reported while one of them takes
-    no part: one that is lost and not replaced yet and, in a function of ``ddp.on_commit``, one that
-    is parked.
+    Ray waits until each of its workers has reported. So nothing is reported while a worker is lost
+    and not replaced yet or, in a function of ``ddp.on_commit``, parked.
 
     Args:
         ddp: The rank's place in the team.
@@ -295,11 +294,11 @@ def report(ddp: Ddp, metrics: Mapping[str, Any], *, checkpoint: bool = True) -> 
     """
     is_workers = _is_worker_of_ray()
     with tempfile.TemporaryDirectory(prefix="evener-") as folder:
-        saved = Path(folder, "checkpoint")  # is there on the main process alone
+        saved = Path(folder, "checkpoint")  # exists only on the main process
         if checkpoint:
             ddp.save(saved)
-        # Ray's barrier would keep this rank until a lost worker is replaced, and the new worker
-        # waits for this rank in order to join. So ranks find out first who is there.
+        # Ray's barrier would block this rank until a lost worker is replaced, and the new worker
+        # would wait for this rank in order to join. So ranks first check that all are present.
         answers = ddp.assembly.engine.collectives.ask(_REPORTING, is_workers)
         if not is_workers or sum(answers.values()) < _world_size():
             return False
@@ -309,14 +308,14 @@ def report(ddp: Ddp, metrics: Mapping[str, Any], *, checkpoint: bool = True) -> 
 
 
 def report_commits(ddp: Ddp, *, every: int, checkpoint: bool = True) -> None:
-    """Report every so many committed windows to Ray Train; all ranks call it before the first.
+    """Report to Ray Train after every ``every`` committed windows; all ranks call it at the start.
 
     The metrics are ``window``, ``epoch``, ``samples`` (of the run so far), ``loss`` and ``lr``.
 
     Args:
         ddp: The rank's place in the team.
-        every: Windows from one report to the next. Ray takes a report about every two seconds, and
-            those that come sooner wait.
+        every: Windows from one report to the next. Ray accepts a report about every two seconds;
+            earlier ones wait.
         checkpoint: See ``report``.
     """
 

@@ -1,4 +1,4 @@
-"""Read YAML files: numbers as people write them, and every mistake with file and line."""
+"""Read YAML files: numbers as users write them, and every mistake with file and line."""
 
 import re
 from collections.abc import Hashable
@@ -11,7 +11,7 @@ from evener.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads ``3e-4`` as text, where people mean the number; keys may be given once."""
+    """YAML 1.1 reads ``3e-4`` as text, but users mean the number; keys may be given once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Return a mapping of the file; refuse one with a key that is given twice."""

@@ -179,8 +179,8 @@ def test_arguments_in_another_order() -> None:
             Ddp.setup(*arguments, devices="cpu", quiet=True)
         assert "Ddp.setup(model, torch.optim.AdamW(model.parameters())" in str(caught.value)
     for functions, words in (
-        ((MODEL, torch.optim.SGD), "model_fn is a Linear that is made already"),
-        ((make_model, OPTIMIZER), "optim_fn is a SGD that is made already"),
+        ((MODEL, torch.optim.SGD), "model_fn is a Linear; give a function"),
+        ((make_model, OPTIMIZER), "optim_fn is a SGD; give a function"),
     ):
         builder = Ddp.builder(*functions, print, dataset=[1], batch_size=1, num_epochs=1)
         with pytest.raises(ConfigError, match=words):

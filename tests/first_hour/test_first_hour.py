@@ -204,7 +204,7 @@ def test_input_is_asked_for_by_the_first_rank_alone(sandbox: Sandbox) -> None:
     assert ended.code == 1
     assert ended.err.count("EOFError: EOF when reading a line") == 1
     assert "only the first rank that a launcher starts has its standard input" in ended.err
-    assert "take the value from an argument or an environment variable" in ended.err
+    assert "read the value from an argument or an environment variable" in ended.err
 
 
 HABITS = {

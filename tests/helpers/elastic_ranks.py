@@ -7,7 +7,7 @@ The points, and where they are in a window:
     inside              it waits in the exchange for a rank that has not come yet
     after               the exchange has ended for all, and nothing is updated
     before publishing   the window is applied here, and the others do not know it yet
-    mid-heal            state is sent, by the donor or to the receiver
+    mid-recovery        state is sent, by the source or to the receiver
     ==================  ==========================================================================
 """
 

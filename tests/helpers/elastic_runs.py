@@ -197,7 +197,7 @@ class Run:
     @property
     def changes(self) -> list[tuple[str, int | None]]:
         """Events of changes of the team, with the ranks that they name."""
-        kinds = ("worker_lost", "worker_left", "reformed", "healed", "worker_joined")
+        kinds = ("worker_lost", "worker_left", "reformed", "recovered", "worker_joined")
         return [(e["type"], e.get("rank")) for e in self.events if e["type"] in kinds]
 
     def samples(self, rank: int) -> list[int]:

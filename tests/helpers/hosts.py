@@ -33,7 +33,7 @@ HEALTHY = HostFacts(
 
 GOOD_LINK = MeasuredLink(
     backend="nccl",
-    reason="chosen because every rank has a GPU",
+    reason="chosen because every rank has its own GPU, all of one vendor",
     row_s=0.0002,
     bytes_per_s_there=1.1e8,
     bytes_per_s_here=1.1e8,

@@ -91,7 +91,7 @@ class MadeRun:
         team = {"generation": self.generation, "members": [*self.speeds]}
         self.events += [
             make_event("worker_lost", **at, rank=rank, member=lost, reason="it was killed"),
-            make_event("reformed", **at, **team, detect_s=1.0, reform_s=0.2, heal_s=0.3),
+            make_event("reformed", **at, **team, detect_s=1.0, reform_s=0.2, recover_s=0.3),
             make_event("worker_joined", **at, rank=rank, member=joins, generation=self.generation),
         ]
 

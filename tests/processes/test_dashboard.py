@@ -18,7 +18,7 @@ from helpers.launched import Sandbox
 from helpers.limits import PATIENCE_S
 
 #: It holds a run folder as a rank does, tells of signals, and ends.
-HOLDER = """
+OWNER = """
 import sys
 from pathlib import Path
 from evener.config.folders import FolderLock
@@ -116,36 +116,36 @@ def test_a_run_is_asked_to_stop_as_by_ctrl_c(served: Served, sandbox: Sandbox, r
     token = {"authorization": f"Bearer {served.token}"}
     status, _, answer = served.request("/runs/good/stop", "POST", **token)
     assert status == 409
-    assert "press Ctrl-C where the run was started" in answer["error"]
+    assert "press Ctrl-C in the terminal in which the run was started" in answer["error"]
     assert served.request("/runs/absent/stop", "POST", **token)[0] == 404
-    holder = sandbox.start(sys.executable, sandbox.script(HOLDER), runs / "good")
+    owner = sandbox.start(sys.executable, sandbox.script(OWNER), runs / "good")
     assert sandbox.mailbox.read(1) == ["0 ready"]
     documents = served.documents("good")
     assert next(found for found in documents if found["is_running"])
     status, _, answer = served.request("/runs/good/stop", "POST", **token)
-    assert (status, answer["said"].split(" to ")[0]) == (
+    assert (status, answer["message"].split(" to ")[0]) == (
         200,
-        f"asked process {holder.process.pid}",
+        f"asked process {owner.process.pid}",
     )
     assert sandbox.mailbox.read(1) == [f"0 {signal.SIGTERM.name}"]
-    assert holder.end().code == 0
+    assert owner.end().code == 0
     assert next(found for found in documents if not found["is_running"])
 
 
 def test_who_locks_a_folder_cannot_have_others_signalled(
     served: Served, sandbox: Sandbox, runs: Path
 ) -> None:
-    script = sandbox.script(HOLDER)
+    script = sandbox.script(OWNER)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
         named = {**sandbox.environ, "EVENER_PARENT_PID": str(other.pid)}
-        holder = subprocess.Popen([sys.executable, str(script), str(runs / "good")], env=named)
+        owner = subprocess.Popen([sys.executable, str(script), str(runs / "good")], env=named)
         assert sandbox.mailbox.read(1) == ["0 ready"]
         token = {"authorization": f"Bearer {served.token}"}
         status, _, answer = served.request("/runs/good/stop", "POST", **token)
-        assert (status, other.poll(), holder.poll()) == (409, None, None)
+        assert (status, other.poll(), owner.poll()) == (409, None, None)
         assert f"names process '{other.pid}' as its launcher" in answer["error"]
-        holder.terminate()
-        holder.wait(PATIENCE_S)
+        owner.terminate()
+        owner.wait(PATIENCE_S)
     assert sandbox.mailbox.read(1) == [f"0 {signal.SIGTERM.name}"]
 
 

@@ -79,7 +79,7 @@ def meet_in_group(rank: Rank, address: str) -> tuple[int, int, int]:
     ):
         trainer.train_batch(own_batch(0, rank.rank))
         found = (trainer.step, trainer.dist_config.local_rank, trainer.world_size)
-        assert "NCCL joins GPUs only" in trainer.trainer.ddp.assembly.comm.reason
+        assert "NCCL connects only GPUs" in trainer.trainer.ddp.assembly.comm.reason
     dist.destroy_process_group()
     return found
 

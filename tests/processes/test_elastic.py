@@ -43,7 +43,7 @@ class Point:
         what: Part of the words for the exchange; the policy says which, if that is empty.
         skip: How many such exchanges pass first.
         founders: Members of the first generation.
-        healing: Who dies while another one joins at the third window: the donor of the state, or
+        recovery: Who dies while another one joins at the third window: the source of the state, or
             its receiver; empty where nobody joins.
     """
 
@@ -51,12 +51,12 @@ class Point:
     what: str = ""
     skip: int = 0
     founders: int = 3
-    healing: str = ""
+    recovery: str = ""
 
     @property
     def limits(self) -> tuple[int, int]:
         """Fewest and most members: the first generation has exactly the founders."""
-        return (self.founders, self.founders + 1) if self.healing else (1, self.founders)
+        return (self.founders, self.founders + 1) if self.recovery else (1, self.founders)
 
 
 POINTS = {
@@ -64,15 +64,15 @@ POINTS = {
     # Rounds of rows: SYNC calibrates and plans in four, and has one for each window. Local steps
     # are planned in one, and each window has two.
     "before publishing": Point("before", "a round", skip=7),
-    "mid-heal, the donor": Point("before", "of the team's state", founders=2, healing="donor"),
-    "mid-heal, the receiver": Point("after", "of the team's state", founders=2, healing="receiver"),
+    "recovery, source": Point("before", "of the team's state", founders=2, recovery="source"),
+    "recovery, receiver": Point("after", "of the team's state", founders=2, recovery="receiver"),
 }
 #: Every point, and each policy at least once; ``unit/engine/test_elastic.py`` has more.
 CASES = (
     ("sync", "inside"),
-    ("sync", "mid-heal, the donor"),
+    ("sync", "recovery, source"),
     ("cadence", "before publishing"),
-    ("cadence", "mid-heal, the receiver"),
+    ("cadence", "recovery, receiver"),
     ("async", "inside"),
 )
 
@@ -81,10 +81,10 @@ def die_somewhere(rank: Rank, address: str, name: str, policy: str) -> tuple[Any
     pids, point = rank.receive(), POINTS[name]
     joins = rank.rank >= point.founders
     what = point.what or ("gradients" if policy == "sync" else "parameters") + " of window 2"
-    if point.healing:
+    if point.recovery:
         if joins:
             rank.receive()  # the team has begun
-        if joins and point.healing == "receiver":
+        if joins and point.recovery == "receiver":
             die_at(point.when, what)
     elif rank.rank == 1:
         die_at(point.when, what, point.skip)
@@ -96,8 +96,8 @@ def die_somewhere(rank: Rank, address: str, name: str, policy: str) -> tuple[Any
     ddp, model = set_up(rank, address, f"{least}:{most}", policy)
 
     def commit(result: WindowResult) -> None:
-        if point.healing and not joins and result.window == 1:
-            if point.healing == "donor" and ddp.is_main_process:
+        if point.recovery and not joins and result.window == 1:
+            if point.recovery == "source" and ddp.is_main_process:
                 die_at(point.when, what)
             if rank.rank == 0:
                 rank.send("begun")
@@ -111,15 +111,15 @@ def die_somewhere(rank: Rank, address: str, name: str, policy: str) -> tuple[Any
 @pytest.mark.parametrize(("policy", "name"), CASES)
 def test_a_process_dies_at_a_named_point(name: str, policy: str) -> None:
     point = POINTS[name]
-    size = point.founders + bool(point.healing)
-    deadlines = Deadlines(gather_s=0.1) if point.healing else DEADLINES
+    size = point.founders + bool(point.recovery)
+    deadlines = Deadlines(gather_s=0.1) if point.recovery else DEADLINES
     with (
         serving(*point.limits, deadlines) as address,
         RankTeam(die_somewhere, size, address, name, policy) as team,
     ):
         for rank in range(size):
             team.send(rank, team.pids)
-        if point.healing:
+        if point.recovery:
             assert team.receive(0) == "begun"
             team.send(point.founders, "join")
         outcomes = team.wait()
@@ -159,10 +159,10 @@ def test_a_stopped_worker_is_left_out_and_joins_again_when_it_continues() -> Non
         RankTeam(stop_in_mid_run, 3, address) as team,
     ):
         wait_until(lambda: len(team.pids) == 3 and is_stopped(team.pids[1]))
-        supervisor.tell("w1", ProcessState.STOPPED)
+        supervisor.report_state("w1", ProcessState.STOPPED)
         assert team.receive(0) == "the others have gone on"
         team.send_signal(1, signal.SIGCONT)
-        supervisor.tell("w1", ProcessState.CONTINUED)
+        supervisor.report_state("w1", ProcessState.CONTINUED)
         (windows, state), (some, own), others = all_returned(team.wait())
     assert others == (windows, state)
     assert windows == WINDOWS

@@ -14,9 +14,9 @@ from helpers.limits import PATIENCE_S, wait_until
 
 # The launcher takes a worker that says this for one that is in the team.
 JOINED = """\
-from evener.team.child import tell as tell_launcher
-tell_launcher(place="joining")
-tell_launcher(place="joined")
+from evener.team.child import notify_supervisor
+notify_supervisor(place="joining")
+notify_supervisor(place="joined")
 MEMBER = os.environ["EVENER_MEMBER"].partition("/")[2]
 tell(f"{MEMBER} {os.getpid()} {'json.tool' in sys.modules}")
 """
@@ -174,7 +174,7 @@ def test_processes_that_cannot_be_started_end_no_team_that_can_do_without(sandbo
     next_line(running, "warning: the standby could not be started")
     os.kill(first["1"][0], signal.SIGKILL)
     line = next_line(running, "warning: worker ")
-    assert "The others continue; it is tried again in " in line
+    assert "The others continue; it is started again in " in line
     assert {*workers(sandbox, 1)} == {"1.3"}
     sandbox.open_gate(2)
     assert running.end().code == 0

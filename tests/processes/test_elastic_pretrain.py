@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from evener.dashboard.holders import find_holder
+from evener.dashboard.lock_owner import find_lock_owner
 from evener.protocol.formation import Deadlines
 from evener.run_report.writing import report
 from helpers.coordinators import serving
@@ -49,7 +49,7 @@ def test_a_late_worker_takes_the_run_over_from_those_that_are_killed(
         team.send(1, "begin")
         wait_until(lambda: run.of_type("worker_joined"))
         os.kill(pids[0], signal.SIGKILL)
-        wait_until(lambda: find_holder(run.path) == pids[1])
+        wait_until(lambda: find_lock_owner(run.path) == pids[1])
         team.send(2, "begin")
         wait_until(lambda: len(run.of_type("worker_joined")) == 2)
         os.kill(pids[1], signal.SIGKILL)

@@ -19,9 +19,9 @@ STOPPED = 128 + signal.SIGTERM
 NETWORK = f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}"
 #: Stays in the team until it is told to leave. It needs no torch: what pods do is the agent's.
 WORKER = """\
-from evener.team.child import tell as tell_launcher
-tell_launcher(place="joining")
-tell_launcher(place="joined")
+from evener.team.child import notify_supervisor
+notify_supervisor(place="joining")
+notify_supervisor(place="joined")
 try:
     tell("joined")
     wait_forever()

@@ -196,7 +196,7 @@ def test_a_rank_that_leaves_others_waiting_ends_the_team_and_is_named(sandbox):
     }
     said = {
         "exits": "ended with exit code 0 while rank 0 waited for it in Ddp.setup",
-        "execs": "has become another program (exec), while the other ranks count on it",
+        "execs": "has become another program (exec), while the other ranks wait for it",
         "exits in its loop": "`break` does not reach a rank without a share of the window",
     }
     scripts = {way: sandbox.script(text, name=f"{way}.py") for way, text in ways.items()}

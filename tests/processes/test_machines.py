@@ -131,7 +131,7 @@ def test_what_ends_one_machine_ends_the_other_at_once(sandboxes: list[Sandbox], 
     said = {
         "Ctrl-C": "SIGINT on another machine",
         "failure": "the run failed on another machine, which has rank 1",
-        "power cut": "error: the connection to node 1 (127.0.0.1) broke off at ",
+        "power cut": "error: the connection to node 1 (127.0.0.1) ended at ",
     }
     assert said[way] in first.err
     assert ("Traceback" in second.err) == (way == "failure")
@@ -266,4 +266,4 @@ def test_a_cable_that_is_cut_ends_the_run_on_both_machines(labs: list[Lab]) -> N
     for node, each in enumerate(ended):
         assert (each.code, "Traceback" in each.err) == (1, False)
         other = f"node {1 - node} ({ADDRESSES[1 - node]})"
-        assert f"\nerror: the connection to {other} broke off at " in each.err
+        assert f"\nerror: the connection to {other} ended at " in each.err

@@ -90,5 +90,5 @@ def test_a_host_that_is_cut_off_for_longer_than_the_lease_joins_again(hosts: Hos
     for ended in [agent.end() for agent in agents]:
         assert ended.code == 0, ended.err
     coordinator.signal(signal.SIGTERM)
-    assert "is lost: neither it nor its launcher has been heard of" in coordinator.end().err
+    assert "is lost: neither it nor its launcher has sent a heartbeat" in coordinator.end().err
     check(hosts.journals)

@@ -42,7 +42,7 @@ def test_auto_falls_back_loudly_and_the_events_tell(lab: Lab) -> None:
     assert started["backend_reason"].startswith(f"chosen because {failed}")
     # Loudly, and once: though it was told to be quiet.
     assert re.search(f"warning: {failed}", outcomes[0].output)
-    assert "NCCL_DEBUG=INFO tells more, and backend='gloo'" in outcomes[0].output
+    assert "NCCL_DEBUG=INFO shows details, and backend='gloo'" in outcomes[0].output
     assert "warning" not in outcomes[1].output
 
 

@@ -177,7 +177,7 @@ def test_under_torchrun_the_team_is_settled(monkeypatch, capsys, arguments, opti
     Path("train.py").touch()
     assert cli.main([arguments[0], option, "2", *arguments[1:]]) == 2
     assert capsys.readouterr().err == (
-        f"error: {option} is 2, but torchrun has started this process as rank 1 of 2 already; "
+        f"error: {option} is 2, but torchrun started this process as rank 1 of 2 already; "
         f"leave {option} out\n"
     )
 

@@ -40,7 +40,7 @@ class BufferAverager:
 
     Each rank's buffers drift inside a window, because its layers see other samples. After a window
     every buffer becomes ``consensus + Σ weight · difference / Σ weight``. Differences are averaged,
-    not values, so that a buffer which nobody changed keeps its bits. Integer buffers (counters
+    not values, so that a buffer which no rank changed keeps its bits. Integer buffers (counters
     such as ``num_batches_tracked``) add their differences instead: a counter then reads what one
     process would have counted. Complex and empty buffers are left alone.
 
@@ -216,8 +216,8 @@ class BufferAverager:
 
         Args:
             packed: From ``exchange``.
-            moved_on: Whether this rank has gone on since the snapshot. What it has changed stays,
-                and float buffers come half of the way to the average.
+            moved_on: Whether this rank has made steps since the snapshot. Its changes stay, and
+                float buffers come half of the way to the average.
         """
         buffers = self._buffers
         sums = torch.split(packed, [kind.agreed.numel() for kind in self._kinds])

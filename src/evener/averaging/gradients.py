@@ -87,7 +87,7 @@ class GradientAverager:
         Returns:
             Flat number of the first parameter whose gradient holds an inf or a NaN, if any.
         """
-        # One pass tells both: with one rank this norm is the one that average returns.
+        # One pass yields both: with one rank this norm is the one that average returns.
         self.own_norm = root(norms)
         if self._overlap.has_begun:
             return self._overlap.judge(norms)

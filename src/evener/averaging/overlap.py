@@ -37,10 +37,10 @@ class Piece:
         has_flags: Whether it is the flags of its group, which are known after the last backward.
         due: Gradients that are still to come before it leaves.
         made: The point in a device's queue at which its gradients are there; ``None`` where they
-            are there when the host says so.
+            are there when the host reports it.
         leaves_s: When it leaves, on ``time.monotonic``, if this rank's slowness is emulated.
         ready: Set when it may leave.
-        has_left: Whether that is so.
+        has_left: Whether it has left.
     """
 
     group: FlatGroup
@@ -60,7 +60,7 @@ class OverlappedExchange:
     """Exchanges gradients in a thread of its own, while this rank's last backward is under way.
 
     In the first window with given ranks, nothing leaves: it is seen how many gradients each
-    parameter gets, in which order, and how long backward takes. Then ``cut`` says how large pieces
+    parameter gets, in which order, and how long backward takes. Then ``cut`` sets how large pieces
     are. A piece leaves as soon as its parameters have as many gradients as in the window before.
     Pieces leave in one order on all ranks. One rank may be far ahead of another: its pieces then
     wait for the other's. A gradient that comes after its piece has left is kept apart, and summed
@@ -234,7 +234,7 @@ class OverlappedExchange:
         return None
 
     def _count_anew(self) -> None:
-        self._flat.adopt()
+        self._flat.add_unfrozen()
         parameters = self._flat.parameters
         if len(parameters) != len(self._piece_of):
             self._cut_anew()
@@ -282,7 +282,7 @@ class OverlappedExchange:
         self._piece_of = [pieces[i] for i in range(len(pieces))]
 
     def _watch(self) -> None:
-        """Be told of the gradients of the parameters that are trained now."""
+        """Register hooks for the gradients of the parameters that are trained now."""
         self._close_hooks()
         self._trained = [parameter.requires_grad for parameter in self._flat.parameters]
         # A parameter and its hook must not keep one another alive.

@@ -129,7 +129,7 @@ class ShardedUpdate:
         flat: The parameters.
         optimizers: Those that step them.
         is_wanted: Whether to divide the update at all.
-        is_must: Whether the user has asked for it, so that a reason against it is an error.
+        is_required: Whether the user has asked for it, so that a reason against it is an error.
 
     Attributes:
         can_blame: Whether the last exchange has left what each rank has given to the others' parts,
@@ -142,12 +142,12 @@ class ShardedUpdate:
         optimizers: Sequence[Optimizer],
         *,
         is_wanted: bool,
-        is_must: bool,
+        is_required: bool,
     ) -> None:
         self._flat = flat
         self._optimizers = optimizers
         self._is_wanted = is_wanted
-        self._is_must = is_must
+        self._is_required = is_required
         #: The ranks among which the update is divided; ``None`` while it is not.
         self._comm: Communicator | None = None
         self._places: dict[Tensor, _Place] = {}
@@ -190,7 +190,7 @@ class ShardedUpdate:
         Raises:
             UsageError: The user wants the update divided.
         """
-        if hooked and self._is_must:
+        if hooked and self._is_required:
             raise UsageError(
                 f"an optimizer of rank {hooked[0]} has a hook on its step "
                 "(register_step_pre_hook, register_step_post_hook, or a function in place of "
@@ -407,12 +407,12 @@ class ShardedUpdate:
         by_element = ELEMENTWISE[type(optimizer)]
         pieces = {place.piece: place for place in self._places.values() if place.piece is not None}
         rest = {key: state for key, state in own.items() if key not in pieces}
-        told = [
+        described = [
             (place.number, {name: _describe(v, name in by_element) for name, v in state.items()})
             for piece, place in pieces.items()
             if (state := own.get(piece)) is not None
         ]
-        notes = comm.all_gather_json(told, what="index of optimizer state")
+        notes = comm.all_gather_json(described, what="index of optimizer state")
         # All ranks that own pieces of a parameter say the same of it.
         index: dict[int, dict[str, Any]] = dict(chain.from_iterable(notes))
         whole: _States = dict(rest)
@@ -460,10 +460,10 @@ def _describe(value: Any, is_element: bool) -> Any:
     return [value.tolist(), str(value.dtype).removeprefix("torch."), value.device.type]
 
 
-def _read(told: Any, device: torch.device) -> Any:
+def _read(packed: Any, device: torch.device) -> Any:
     """Undo ``_describe`` of a number; what is kept for each element follows."""
-    if not isinstance(told, list):
-        return told
-    number, dtype, kind = told
+    if not isinstance(packed, list):
+        return packed
+    number, dtype, kind = packed
     where = "cpu" if kind == "cpu" else device
     return torch.tensor(number, dtype=getattr(torch, dtype), device=where)

@@ -21,7 +21,7 @@ def copy_to_cpu(
 
     Args:
         mapping: Tensors of any device, dtype and shape; also views.
-        into: An earlier result that nobody reads any more, such as the tensors of the snapshot
+        into: An earlier result that is no longer read, such as the tensors of the snapshot
             that was written before. Tensors that fit are overwritten.
 
     Returns:

@@ -128,11 +128,11 @@ def write_checkpoint(
 
 
 def fence_writers(folder: Path) -> None:
-    """Let checkpoints come to nothing that other processes have begun to write to a folder.
+    """Make checkpoints fail that other processes have begun to write to a folder.
 
-    Whoever takes over from another writer calls it first. That one may only be stopped, and may
-    wake up at any time, also between its last look and its rename. Its unfinished folder has
-    another name by then, so that the rename fails. If it makes one later, its ``check`` fails.
+    A process that takes over from another writer calls it first. That writer may only be stopped,
+    and may wake up at any time, also between its last check and its rename. Its unfinished folder
+    has another name by then, so that the rename fails. If it makes one later, its ``check`` fails.
     """
     with suppress(OSError):
         for path in list(folder.iterdir()):

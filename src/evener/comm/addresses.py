@@ -99,13 +99,13 @@ def is_own(host: str) -> bool:
 
 
 def open_port(host: str, port: int, *, program: str, is_guarded: bool) -> socket.socket:
-    """Return a TCP socket that listens on a host: on loopback alone, unless visitors need a token.
+    """Return a TCP socket that listens on a host: only on loopback unless clients need a token.
 
     Args:
         host: Name or number; see ``bind``.
         port: 0 takes one that is free.
         program: What listens, for messages.
-        is_guarded: Whether visitors must know a token.
+        is_guarded: Whether clients must know a token.
 
     Raises:
         ConfigError: The program would listen on other than loopback without a token.
@@ -196,7 +196,7 @@ def parse_address(address: object, name: str, *, may_bind: bool = False) -> tupl
         address: ``HOST``, ``HOST:PORT``, ``[IPv6]``, ``[IPv6]:PORT`` or an IPv6 address alone.
         name: What it is called, for errors.
         may_bind: Whether it may stand for every address of this host, as ``0.0.0.0`` does: one can
-            listen there, but nobody else can connect to it.
+            listen there, but no one else can connect to it.
 
     Returns:
         The host, without brackets, and the port where there is one.

@@ -17,8 +17,8 @@ class BackgroundJob(Generic[T]):
 
     In the background, each job has its own thread, which is not a daemon. So no thread waits for
     work if a script ends without closing its team, and none is killed inside a collective while the
-    interpreter shuts down. Each has its own future: a job that ``close`` has given up gives its
-    result to nobody.
+    interpreter shuts down. Each has its own future: the result of a job that ``close`` has given up
+    is dropped.
 
     Args:
         thread_name: Name of the threads; empty to run jobs inside ``wait``.
@@ -62,7 +62,7 @@ class BackgroundJob(Generic[T]):
             del future  # or the traceback would hold this frame, and this frame the error
 
     def close(self) -> None:
-        """Wait for a job that is under way, which has been told to end, and forget it."""
+        """Wait for a job that is under way, which has been asked to end, and forget it."""
         self._run = None
         if self._thread is not None:
             self._thread.join(_LIMIT_S)

@@ -22,7 +22,7 @@ from torch import Tensor
 from evener.closing import Closing
 from evener.comm.c10d import ABORT_S
 from evener.comm.calls import Call
-from evener.comm.forks import NotInherited, leave_behind_in_children
+from evener.comm.forks import NotInherited, close_in_children
 from evener.comm.messages import closed_message, first_line, mismatch_message, name_call
 from evener.comm.notices import NoticeBoard
 from evener.comm.rounding import packed_bytes
@@ -32,20 +32,20 @@ DEFAULT_TIMEOUT_S = 300.0
 _ORPHAN_S = 10.0  # how long a call may last after the script ended without closing its team
 _WAIT_S = 0.25  # a shorter wait for others is nothing to report
 _LENGTH = struct.Struct("=q")
-#: Payloads of so many bytes travel with their lengths, in a cell of any transport.
+#: Payloads of up to so many bytes travel with their lengths, in a cell of any transport.
 _SHORT_BYTES = 960
 # What each cell begins with: number of the call, bytes of payload, checksum of label, label.
 _HEADER = struct.Struct("=qqq88s")
-#: What cells of one rank are long at least, on any transport.
+#: The least length of a rank's cell, on any transport.
 CELL_BYTES: Final = 1088
-#: So many of the latest things are kept, see ``keep_latest``.
+#: How many of the latest values are kept, see ``keep_latest``.
 _MAX_KEPT: Final = 256
 
 T = TypeVar("T")
 
 
 class WaitListener(ABC):
-    """Hears while a rank waits for others in a call, on the thread that waits.
+    """Is called while a rank waits for others in a call, on the thread that waits.
 
     It must neither raise nor take long: meanwhile the thread does not notice the arrival of the
     others.
@@ -53,11 +53,11 @@ class WaitListener(ABC):
 
     @abstractmethod
     def still_waits(self, comm: "Communicator", call: Call, waited_s: float) -> None:
-        """Hear that a call has waited for others for so many seconds; called repeatedly."""
+        """Note that a call has waited for others for so many seconds; called repeatedly."""
 
     @abstractmethod
     def wait_over(self, comm: "Communicator", *, succeeded: bool) -> None:
-        """Hear that the call of ``still_waits`` is over; ``succeeded`` if the others came."""
+        """Note that the call of ``still_waits`` is over; ``succeeded`` if the others came."""
 
 
 @final
@@ -76,10 +76,10 @@ class Wait:
         self.calls, self.call = calls, calls[0]
         self._comm = comm
         self._whole = None if comm._whole is None else comm._whole[0]
-        self._telling = threading.Lock()
+        self._notifying = threading.Lock()
         self._started = time.monotonic()
         self._deadline = self._started + self.call.timeout_s
-        self._has_told = False
+        self._has_notified = False
 
     @property
     def waited_s(self) -> float:
@@ -118,25 +118,25 @@ class Wait:
         return self._comm._announce(self, call, note)
 
     def still_waits(self) -> None:
-        """Tell the listener, if there is one, that the call waits for others; cheap.
+        """Notify the listener, if there is one, that the call waits for others; cheap.
 
         Raises:
-            CollectiveError: A peer is found lost of which the caller would not hear.
+            CollectiveError: A peer is found lost, which the caller would not notice.
         """
         if self._whole is not None:
             self._whole.still_waits()
             return
         waited_s, comm = self.waited_s, self._comm
-        with self._telling:  # threads may carry out parts of the call
+        with self._notifying:  # threads may carry out parts of the call
             if comm._listener is not None and waited_s >= _WAIT_S:
-                self._has_told = True
+                self._has_notified = True
                 comm._listener.still_waits(comm, self.call, waited_s)
         if comm._transport is not None:
             comm._transport.look_for_losses(self)
 
     def end(self, *, succeeded: bool) -> None:
-        """Tell the listener, if it was told of the wait, that it is over."""
-        if self._has_told and self._comm._listener is not None:
+        """Notify the listener, if it knows of the wait, that it is over."""
+        if self._has_notified and self._comm._listener is not None:
             self._comm._listener.wait_over(self._comm, succeeded=succeeded)
 
 
@@ -160,7 +160,7 @@ class Transport(ABC):
     """Moves bytes between the ranks of one communicator, which alone calls it.
 
     All that takes a ``Wait`` is collective. It raises a ``CollectiveError`` if it failed, or
-    ``Wait.left_s`` has passed. One thread calls these at a time; ``cut`` and ``leave_behind`` may
+    ``Wait.left_s`` has passed. One thread calls these at a time; ``cut`` and ``close_in_child`` may
     come meanwhile.
 
     Every rank has a *cell* of bytes, which ``swap`` copies to all others: small payloads travel
@@ -235,11 +235,11 @@ class Transport(ABC):
         return False
 
     def bytes_of_sum(self, num_bytes: int, *, bits: int) -> int:
-        """Return what this rank sends at least of a tensor of so many bytes that is summed.
+        """Return how many bytes this rank sends at least when a tensor is summed.
 
         Args:
             num_bytes: Those of the tensor.
-            bits: If below 32, a number of float32 is rounded to so many.
+            bits: If below 32, the bits to which a number of float32 is rounded.
         """
         rounds = bits < 32 and self.can_round
         size = packed_bytes(num_bytes // 4, bits) if rounds else num_bytes
@@ -275,7 +275,7 @@ class Transport(ABC):
         raise AssertionError("this transport has a board of its own kind")
 
     def look_for_losses(self, wait: Wait) -> None:
-        """Raise if a peer is lost of whom what is waited for does not hear."""
+        """Raise if a peer is lost and what is waited for would not notice."""
         return
 
     @property
@@ -285,7 +285,7 @@ class Transport(ABC):
 
     def add_nccl(self, timeout_s: float) -> None:
         """Send CUDA tensors over NCCL; raise RuntimeError or ValueError if that fails."""
-        raise AssertionError("NCCL joins processes")
+        raise AssertionError("NCCL connects only processes")
 
     def drop_nccl(self) -> None:
         """Undo ``add_nccl``."""
@@ -296,7 +296,7 @@ class Transport(ABC):
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def expect_call(self) -> None:
-        """Hear that a call begins, before there is any work for it."""
+        """Note that a call begins, before there is any work for it."""
         return
 
     @abstractmethod
@@ -311,7 +311,7 @@ class Transport(ABC):
         """Release what peers may still query after a failure; called once, by ``close``."""
         return
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close the connections in a forked child; see ``NotInherited``."""
         return
 
@@ -336,10 +336,10 @@ class Communicator(Closing, NotInherited):
         rank: This rank, ``0 .. world_size - 1``.
         world_size: Number of ranks.
         numbers: The number of each rank in the team. Errors and ``missing`` use these numbers: a
-            ``split`` renumbers its members, but people know a rank by its number in the team.
+            ``split`` renumbers its members, but users know a rank by its number in the team.
         backend: ``"shared"``, ``"hosts"``, ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one
             rank).
-        reason: Why it is that one, for people; set by whoever has chosen.
+        reason: Why it is that one, as text; set by the code that has chosen.
         timeout_s: Deadline of a call that names none.
         sent_bytes: Bytes of data that this rank has sent to the others so far, headers not
             included. Of a sum or a gathering that is what the exchange moves at least, as a ring
@@ -387,7 +387,7 @@ class Communicator(Closing, NotInherited):
         #: The wait and the call of another communicator of which this one's calls are parts.
         self._whole: tuple[Wait, Call] | None = None
         if transport is not None and transport.joins_processes:
-            leave_behind_in_children(self)
+            close_in_children(self)
 
     def report_waits_to(self, listener: WaitListener) -> None:
         """Report long waits for others from now on, here and in later splits."""
@@ -406,14 +406,14 @@ class Communicator(Closing, NotInherited):
 
     def explain_by(self, board: NoticeBoard) -> None:
         """Explain failures by the notices of another board from now on."""
-        assert self._transport is not None, "one rank waits for nobody"
+        assert self._transport is not None, "one rank waits for no other"
         self._transport.explain_by(board)
 
     @contextmanager
     def within(self, wait: Wait, call: Call) -> Iterator[None]:
         """Carry out calls in the block as parts of a call of another communicator.
 
-        Deadline, listener and end are those of that call, and other ranks are told its number.
+        Deadline, listener and end are those of that call, and other ranks receive its number.
         """
         self._whole = wait, call
         try:
@@ -567,7 +567,7 @@ class Communicator(Closing, NotInherited):
     ) -> bool:
         """Replace part ``r`` of ``flat`` on rank ``r`` by its sum over ranks.
 
-        Other ranks may read the other parts until the next collective: nobody may write to them
+        Other ranks may read the other parts until the next collective: no rank may write to them
         before. ``all_gather_parts`` then gives every rank what each owner has made of its part.
 
         Args:
@@ -606,7 +606,7 @@ class Communicator(Closing, NotInherited):
 
         Args:
             row: Python floats, carried as float64 bit for bit; as many on every rank.
-            what: What the rows say, for messages.
+            what: What the rows contain, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
 
         Returns:
@@ -639,7 +639,7 @@ class Communicator(Closing, NotInherited):
 
         Args:
             payload: Anything, also nothing.
-            what: What the payloads say, for messages.
+            what: What the payloads contain, for messages.
             timeout_s: Deadline of each of up to two exchanges; ``None`` takes the communicator's.
 
         Returns:
@@ -740,7 +740,8 @@ class Communicator(Closing, NotInherited):
             return ""
         if not self._transport.joins_processes:
             raise ConfigError(
-                f"backend is 'nccl', but ranks exchange over {self.backend!r}: NCCL joins processes"
+                f"backend is 'nccl', but ranks exchange over {self.backend!r}: NCCL connects only "
+                "processes"
             )
         call = self._begin("add_nccl", what := "forming the NCCL group", timeout_s, "all")
         failure, group = "", self._transport.group
@@ -751,8 +752,8 @@ class Communicator(Closing, NotInherited):
                 failure = first_line(error)
         # Those that have failed at once wait for those that first connect and then abort in vain.
         latest_s = 2 * call.timeout_s + ABORT_S
-        told = self.all_gather_json(failure, what=what, timeout_s=latest_s)
-        for number, text in zip(self.numbers, told, strict=True):
+        failures = self.all_gather_json(failure, what=what, timeout_s=latest_s)
+        for number, text in zip(self.numbers, failures, strict=True):
             if text:
                 group.drop_nccl()
                 return f"on rank {number}: {text}"
@@ -791,7 +792,7 @@ class Communicator(Closing, NotInherited):
                 self._transport.forget()
         self._end(CollectiveError(f"rank {self.number} has closed this communicator"))
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close the connections in a forked child; see ``NotInherited``."""
         if not self._closed and self._transport is not None:
             self._closed = True
@@ -800,7 +801,7 @@ class Communicator(Closing, NotInherited):
                 f"this process was forked from rank {self.rank}, which keeps the connections; call "
                 "collectives in the rank itself"
             )
-            self._transport.leave_behind()
+            self._transport.close_in_child()
 
     # ── one call ─────────────────────────────────────────────────────────────────────────────────
 
@@ -910,7 +911,7 @@ class Communicator(Closing, NotInherited):
         self.sent_bytes += self.bytes_of_sum(flat.nbytes, bits=bits)
 
     def bytes_of_sum(self, num_bytes: int, *, bits: int) -> int:
-        """Return by how much ``sent_bytes`` rises when a tensor of so many bytes is summed."""
+        """Return by how much ``sent_bytes`` rises when a tensor of ``num_bytes`` is summed."""
         if self._transport is None:
             return 0
         return self._transport.bytes_of_sum(num_bytes, bits=bits)

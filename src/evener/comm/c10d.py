@@ -56,7 +56,7 @@ def form_gloo(
         RuntimeError: A peer did not come in time, or could not be reached.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stub
-    # Two ranks connect twice, as operations take turns: two that are under way do not share a
+    # Two ranks connect twice, as operations alternate: two that are under way do not share a
     # connection (see ``GroupTransport._crosses``).
     options._devices = list(devices) * (2 if world_size == 2 else 1)
     options._timeout = timedelta(seconds=timeout_s / _GLOO_PATIENCE)
@@ -151,7 +151,7 @@ def _run_within(timeout_s: float, function: Callable[[], None]) -> None:
     def run() -> None:
         try:
             function()
-        except Exception as error:  # no other rank would hear of it
+        except Exception as error:  # no other rank would notice
             failures.append(str(error))
         finally:
             ended.set()

@@ -20,7 +20,7 @@ from evener.errors import ConfigError, LaunchError
 
 _BYTES = 256  # enough for a host name and a port
 
-#: They listen nowhere, so rank 0's coordinator may; the kernel gives their ports to nobody else.
+#: They do not listen, so rank 0's coordinator may; the kernel gives their ports to no other.
 _reserved: list[socket.socket] = []
 
 

@@ -83,7 +83,7 @@ class FlatBuffers:
         self._comm = Communicator() if comm is None else comm
         self._is_divided = is_divided
         self._parts = dict(parts or {})
-        self._turns = _turns(buckets or (), {name for name, _ in parameters})
+        self._bucket_by_name = _bucket_by_name(buckets or (), {name for name, _ in parameters})
         self.groups: tuple[FlatGroup, ...] = ()
         self._buckets: list[tuple[FlatGroup, Bucket]] = []
         self.parameters: tuple[Parameter, ...] = ()
@@ -98,7 +98,7 @@ class FlatBuffers:
         #: replace by ``p.grad.data = x``; ``_orders`` are the same places, and keep their strides.
         self._views: list[Tensor] = []
         self._orders: list[Tensor] = []
-        # Pointers tell whether a view still lies there: ``p.grad.data = x`` changes the memory
+        # Pointers show whether a view still lies there: ``p.grad.data = x`` changes the memory
         # behind a view that is the same Python object as before.
         self._view_ptrs: list[int] = []
         self._hooks: list[RemovableHandle] = []
@@ -167,8 +167,8 @@ class FlatBuffers:
         self._stamps = self._versions()
         return broken
 
-    def adopt(self) -> None:
-        """Give parameters that have become trainable a place, before their first update."""
+    def add_unfrozen(self) -> None:
+        """Add parameters that have become trainable, before their first update."""
         if any(p.requires_grad for _, p in self._frozen):
             unfrozen = choose_trainable(self._frozen)
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
@@ -184,7 +184,7 @@ class FlatBuffers:
         return [{name: p.requires_grad for name, p in part} for part in (*pairs, self._frozen)]
 
     def follow(self, described: Sequence[Mapping[str, bool]]) -> None:
-        """Adopt the groups and the trained parameters of another rank.
+        """Take over the groups and the trained parameters of another rank.
 
         Args:
             described: Its ``describe``.
@@ -196,14 +196,14 @@ class FlatBuffers:
         for names in groups[len(self.groups) :]:
             for name, parameter in self._frozen:
                 parameter.requires_grad_(name in names)
-            self.adopt()
+            self.add_unfrozen()
         if [[*group] for group in groups] != [[*group.names] for group in self.groups]:
             theirs = {name for group in groups for name in group}
             odd = sorted(theirs ^ {*self.names}) or ["their order"]
             raise UsageError(
                 f"this worker trains {len(self.names)} parameters and the team {len(theirs)}; they "
                 f"differ in {odd[0]!r}. Make the same parameters trainable on all workers before "
-                "Ddp.setup; what the team has unfrozen since, a worker that joins unfreezes, too"
+                "Ddp.setup; a worker that joins unfreezes what the team has unfrozen since then"
             )
         wanted = {name: flag for part in described for name, flag in part.items()}
         for name, parameter in (*zip(self.names, self.parameters, strict=True), *self._frozen):
@@ -211,12 +211,12 @@ class FlatBuffers:
 
     @property
     def outside(self) -> list[Parameter]:
-        """Return the parameters in no group: none of them was ever found to be trainable."""
+        """Return the parameters in no group: those that have never been trainable."""
         return [parameter for _, parameter in self._frozen]
 
     def _attach_grads(self, *, are_in_place: bool) -> int:
-        """Do what ``attach_grads`` says; views may have been moved by ``p.grad.data = x``."""
-        self.adopt()
+        """See ``attach_grads``; ``p.grad.data = x`` may have moved views to other memory."""
+        self.add_unfrozen()
         grads = list(map(_GRAD, self.parameters))
         if are_in_place and all(map(is_, grads, self._held)):
             return 0
@@ -405,21 +405,21 @@ class FlatBuffers:
         """Give parameters a place, in groups of their own after those that are there."""
         refuse_overlap(chosen)
         by_kind: dict[tuple[int, torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
-        rest = (len(self._turns), "")
-        turn_of = {name: self._turns.get(name, rest) for name, _ in chosen}
+        rest = (len(self._bucket_by_name), "")
+        bucket_of = {name: self._bucket_by_name.get(name, rest) for name, _ in chosen}
         ordered = list(reversed(chosen))
-        ordered.sort(key=lambda pair: turn_of[pair[0]][0])  # and within a bucket as it was
+        ordered.sort(key=lambda pair: bucket_of[pair[0]][0])  # and within a bucket as it was
         for name, parameter in ordered:
             kind = (self._parts.get(id(parameter), 0), parameter.device, parameter.dtype)
             by_kind.setdefault(kind, []).append((name, parameter))
         for (part, *_), members in by_kind.items():
-            turns = [turn_of[name] for name, _ in members]
+            labels = [bucket_of[name] for name, _ in members]
             group = build_group(
                 members,
                 part,
                 len(self.parameters),
                 self._world_size,
-                turns,
+                labels,
                 self._comm,
                 shares_data=self._is_divided,
             )
@@ -490,11 +490,11 @@ class FlatBuffers:
         return view_like(group.grad, group.offsets[i - group.indices.start], self.parameters[i])
 
 
-def _turns(
+def _bucket_by_name(
     buckets: Sequence[tuple[str, Sequence[str]]], known: set[str]
 ) -> dict[str, tuple[int, str]]:
     """Return number and label of the bucket, by parameter."""
-    turns: dict[str, tuple[int, str]] = {}
+    found: dict[str, tuple[int, str]] = {}
     for number, (label, names) in enumerate(buckets):
         for name in names:
             if name not in known:
@@ -502,13 +502,13 @@ def _turns(
                     f"gradient bucket {label!r} names the parameter {name!r}, which the model does "
                     "not have; give names as in named_parameters()"
                 )
-            if name in turns:
+            if name in found:
                 raise ConfigError(
-                    f"parameter {name!r} is in the gradient buckets {turns[name][1]!r} and "
+                    f"parameter {name!r} is in the gradient buckets {found[name][1]!r} and "
                     f"{label!r}; name it in one"
                 )
-            turns[name] = (number, label)
-    return turns
+            found[name] = (number, label)
+    return found
 
 
 def _move_run(
@@ -539,7 +539,7 @@ def _move_fresh(
         if held[i] is None
         and (grad := parameter.grad) is not None
         and grad.layout is torch.strided
-        and grad.shape == views[i].shape  # else .data was replaced, which gather tells in words
+        and grad.shape == views[i].shape  # else .data was replaced, which gather reports
         and grad.data_ptr() != pointers[i]  # else it lies there, perhaps with other strides
     ]
     if found:

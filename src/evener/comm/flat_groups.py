@@ -30,7 +30,7 @@ class Bucket:
 
     Attributes:
         label: What it belongs to, such as ``"block 3"``; empty where no buckets were asked for.
-        number: Its turn: buckets of all groups are exchanged in rising order.
+        number: Its place in the order of exchange, which is the same over all groups.
         start: First element in ``FlatGroup.grad``.
         stop: Last-plus-one element there. The last bucket of a group holds the flags, too.
         sizes: Elements of each of its parameters, by name, in the order of the buffer.
@@ -109,7 +109,7 @@ def build_group(
     part: int,
     first: int,
     world_size: int,
-    turns: Sequence[tuple[int, str]],
+    labels: Sequence[tuple[int, str]],
     comm: Communicator,
     *,
     shares_data: bool = False,
@@ -121,7 +121,7 @@ def build_group(
         part: See ``FlatGroup``.
         first: Flat number of the first of them.
         world_size: Number of ranks.
-        turns: Of each member, number and label of its bucket; the numbers do not fall.
+        labels: Of each member, number and label of its bucket; the numbers do not fall.
         comm: In whose memory gradients lie.
         shares_data: Whether parameters lie there, too.
     """
@@ -154,7 +154,7 @@ def build_group(
         grad=grad,
         grad_values=grad[:size],
         touched=grad[size : size + len(parameters)],
-        buckets=_cut(names, parameters, offsets, turns, total),
+        buckets=_cut(names, parameters, offsets, labels, total),
     )
 
 
@@ -162,14 +162,14 @@ def _cut(
     names: Sequence[str],
     parameters: Sequence[Parameter],
     offsets: Sequence[int],
-    turns: Sequence[tuple[int, str]],
+    labels: Sequence[tuple[int, str]],
     total: int,
 ) -> tuple[Bucket, ...]:
-    """Cut a group of ``total`` elements where the turn changes."""
-    firsts = [i for i, turn in enumerate(turns) if i == 0 or turn != turns[i - 1]]
+    """Cut a group of ``total`` elements where the label changes."""
+    firsts = [i for i, label in enumerate(labels) if i == 0 or label != labels[i - 1]]
     buckets = []
     for first, stop in zip(firsts, [*firsts[1:], len(names)], strict=True):
-        number, label = turns[first]
+        number, label = labels[first]
         sizes = {
             n: p.numel() for n, p in zip(names[first:stop], parameters[first:stop], strict=True)
         }

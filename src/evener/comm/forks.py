@@ -17,10 +17,10 @@ class NotInherited(ABC):
     """A resource of this process alone. Every forked child closes its copy."""
 
     @abstractmethod
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close the copied descriptors; called in the child, in which no other thread exists.
 
-        It must not speak to anybody: the connections belong to the parent, which still uses them.
+        It must not send anything: the connections belong to the parent, which still uses them.
         No lock of C++ code may be taken, for a thread of the parent may have held it.
         """
 
@@ -30,11 +30,11 @@ _kept: list[object] = []
 _is_registered = False
 
 
-def leave_behind_in_children(resource: NotInherited) -> None:
+def close_in_children(resource: NotInherited) -> None:
     """Make every child forked from now on close its copy of ``resource``.
 
     Args:
-        resource: Known for as long as somebody else refers to it.
+        resource: Known for as long as other code refers to it.
     """
     global _is_registered
     if not _is_registered and sys.platform != "win32":
@@ -55,7 +55,7 @@ def _start_child() -> None:
     never_destroy(_kept)  # a cycle, which outlives even this module when the interpreter ends
     for resource in list(_resources):
         with suppress(OSError):
-            resource.leave_behind()
+            resource.close_in_child()
     _resources.clear()
     gc.freeze()  # the collector leaves alone whatever the parent had, the cycle included
     # The pools of threads did not survive the fork: an operation on several threads would hang.

@@ -52,7 +52,7 @@ from evener.errors import CollectiveError, PeerLostError
 _ALIGNMENT = 64
 
 # Gloo closes all connections when an operation of its own times out, which peers cannot tell from a
-# death. It gets this much longer than the deadline, in which a rank can say that it gave up.
+# death. It gets this much longer than the deadline, in which a rank can post that it gave up.
 _GRACE_S = 0.25
 _SLICE_S = 0.25  # waits are cut so that signal handlers of Python run in between
 # An operation may continue so long after a peer has closed: the peer may have had all of its data,
@@ -148,12 +148,12 @@ class GroupTransport(Transport):
         exchange = partial(comm.all_gather_bytes, what="connections of the group")
         self._wires = Wires.between(exchange, before=self._before, silence_s=self._timeout_s)
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close the connections in a forked child; see ``NotInherited``."""
         never_destroy(vars(self).copy())
         self._gloo = self._nccl = None
-        self._wires.leave_behind()
-        self._meeting.leave_behind()
+        self._wires.close_in_child()
+        self._meeting.close_in_child()
 
     # ── operations ───────────────────────────────────────────────────────────────────────────────
 
@@ -367,7 +367,7 @@ class GroupTransport(Transport):
 
         A Work handle keeps connections open, and a survivor that keeps them lets ranks hang which
         are not its neighbours. So handles are deleted in every frame that an exception could carry
-        away, and the groups are let go before anybody learns of a failure.
+        away, and the groups are released before a failure is raised.
 
         Args:
             wait: What is under way.
@@ -379,7 +379,7 @@ class GroupTransport(Transport):
         self._busy = True
         works: list[Work] = []
         of: list[Call] = []  # the call of each work
-        failure, cause = "", Cause.TIMED_OUT  # unless the process group says otherwise
+        failure, cause = "", Cause.TIMED_OUT  # unless the process group reports otherwise
         done = 0
         try:
             for call, start in zip(calls, starts, strict=True):
@@ -428,7 +428,7 @@ class GroupTransport(Transport):
     def _explain(self, wait: Wait, call: Call, failure: str, cause: Cause) -> CollectiveError:
         """End the groups and find the cause, with the help of the notices.
 
-        ``call`` has failed; ``failure`` is what the process group said of it.
+        ``call`` has failed; ``failure`` is the process group's message.
         """
         number, waited_s = self.number, wait.waited_s
         if wait.has_ended:  # by another thread
@@ -455,7 +455,7 @@ class GroupTransport(Transport):
         self._broken_s = math.inf
 
     def watch(self, wait: Wait) -> None:
-        """Look after the peers while another transport carries out the call.
+        """Watch the peers while another transport carries out the call.
 
         Raises:
             CollectiveError: One has been gone for long.

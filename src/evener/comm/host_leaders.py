@@ -43,7 +43,7 @@ class HostsTransport(Transport):
         between: Communicator | None,
         memory: SharedMemory | None,
     ) -> None:
-        """Adopt what ``connect_hosts`` has formed.
+        """Take over what ``connect_hosts`` has made.
 
         Args:
             beneath: Joins the same ranks; it belongs to this one, as all that follows does.
@@ -81,7 +81,7 @@ class HostsTransport(Transport):
         return self._inside.allocate(numel, dtype, device)
 
     def look_for_losses(self, wait: Wait) -> None:
-        """Look after ranks of other hosts; see the base class."""
+        """Watch ranks of other hosts; see the base class."""
         self._beneath.watch(wait)
 
     # ── operations ───────────────────────────────────────────────────────────────────────────────
@@ -177,9 +177,9 @@ class HostsTransport(Transport):
         """Release the store; see the base class."""
         self._beneath.forget()
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close connections in a forked child, where the parts close their own."""
-        self._beneath.leave_behind()
+        self._beneath.close_in_child()
 
 
 def connect_hosts(comm: Communicator, place: str | None = None) -> tuple[Communicator, str]:
@@ -188,13 +188,13 @@ def connect_hosts(comm: Communicator, place: str | None = None) -> tuple[Communi
     Args:
         comm: Joins them, on one host or on several. It exchanges as before where no two ranks can
             share memory, or one of them cannot.
-        place: What tells this rank's host from others; that of this process by default.
+        place: What identifies this rank's host; that of this process by default.
 
     Returns:
-        The communicator, and how ranks exchange, for people.
+        The communicator, and how ranks exchange, as text.
     """
-    told = comm.all_gather_json(place or place_of_this_process(), what="where ranks run")
-    return _connect(comm, dict(zip(comm.numbers, told, strict=True)), None)
+    gathered = comm.all_gather_json(place or place_of_this_process(), what="where ranks run")
+    return _connect(comm, dict(zip(comm.numbers, gathered, strict=True)), None)
 
 
 def _connect(
@@ -217,7 +217,7 @@ def _connect(
             if part is not None:
                 formed.callback(part.close)
                 if memory is None:
-                    # Without such files, ``share_memory`` says so.
+                    # Without such files, ``share_memory`` reports that.
                     with suppress(OSError, AttributeError):
                         memory = SharedMemory(comm.number)
                 else:

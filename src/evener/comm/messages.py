@@ -37,8 +37,8 @@ def closed_message(rank: int, what: str) -> str:
 def lost_message(rank: int, what: str, detail: str) -> str:
     """Return the operation in which a peer was lost, as a message."""
     return (
-        f"rank {rank} lost a peer in {what!r}: {detail}; the peer's own output says why it ended. "
-        "If its script came to an end: let every rank go through the whole script"
+        f"rank {rank} lost a peer in {what!r}: {detail}; the peer's own output shows why it ended. "
+        "If its script came to an end: let every rank run the whole script"
     )
 
 

@@ -91,10 +91,10 @@ class MeetingPoint:
         if not self._num_groups and self._connection is not None:
             self._connection.close()
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close a forked child's copies of the sockets; see ``NotInherited``."""
         self._connection = None
-        self._wires.leave_behind()
+        self._wires.close_in_child()
 
 
 def _place_of(number: int) -> str:

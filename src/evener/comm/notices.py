@@ -51,7 +51,7 @@ class NoticeBoard(ABC):
 
     @abstractmethod
     def post(self, rank: int, notice: Notice) -> None:
-        """Pin up a notice of ``rank``."""
+        """Post a notice of ``rank``."""
 
     @abstractmethod
     def read(self) -> dict[int, Notice] | None:
@@ -131,7 +131,7 @@ class StoreNotices(NoticeBoard):
         self._store = store
 
     def post(self, rank: int, notice: Notice) -> None:
-        """Pin up a notice of ``rank``, if the store answers."""
+        """Post a notice of ``rank``, if the store answers."""
 
         def task() -> None:
             self._store.set(str(rank), json.dumps(notice))

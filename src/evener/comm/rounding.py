@@ -11,7 +11,7 @@ WIRES: Final = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 """Names of what numbers travel in, with the bits of a number."""
 
 BLOCK: Final = 128
-"""Consecutive numbers that share a scale: a large number spoils the resolution of few others."""
+"""Consecutive numbers that share a scale: a large number coarsens few others."""
 
 _SCALE_BYTES: Final = 4
 

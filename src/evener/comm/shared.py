@@ -40,11 +40,11 @@ class SharedTransport(Transport):
     """
 
     def __init__(self, beneath: Transport, joined: Joined) -> None:
-        """Adopt the resources that ``share_memory`` has formed.
+        """Take over the resources that ``share_memory`` has made.
 
         Args:
             beneath: Joins the same ranks; it belongs to this one.
-            joined: What joins them beside it.
+            joined: What else joins them.
         """
         self._beneath = beneath
         self._pages, self._links, self._memory, spins = joined
@@ -76,7 +76,7 @@ class SharedTransport(Transport):
         return super().allocate(numel, dtype, device)
 
     def expect_call(self) -> None:
-        """Wake up who sleeps, if this rank comes last; see the base class."""
+        """Wake up the ranks that sleep, if this rank comes last; see the base class."""
         self._barrier.wake_early()
 
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
@@ -106,7 +106,7 @@ class SharedTransport(Transport):
         if known is None:
             self._collect(flat, range(len(self.numbers)), size, size, wait)
             return
-        # Written into the others' tensors, where nobody uses it.
+        # Written into the others' tensors, where it is not used.
         part = slice(size * self.rank, size * (self.rank + 1))
         for rank, other in enumerate(self._tensors(known, flat)):
             if rank != self.rank:
@@ -261,11 +261,11 @@ class SharedTransport(Transport):
         """Release the store; see the base class."""
         self._beneath.forget()
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close connections and memory in a forked child; see ``NotInherited``."""
         self._links.close()
-        self._memory.leave_behind()
-        self._beneath.leave_behind()
+        self._memory.close_in_child()
+        self._beneath.close_in_child()
 
 
 def share_memory(
@@ -282,8 +282,8 @@ def share_memory(
     """
     offer = MemoryOffer(comm, memory)
     try:
-        told = comm.all_gather_json(asdict(offer.spot), what="where ranks run")
-        spots = [Spot(**{**each, "cores": tuple(each["cores"])}) for each in told]
+        gathered = comm.all_gather_json(asdict(offer.spot), what="where ranks run")
+        spots = [Spot(**{**each, "cores": tuple(each["cores"])}) for each in gathered]
         if obstacle := find_obstacle(spots):
             return comm, obstacle
         failure = ""

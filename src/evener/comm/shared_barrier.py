@@ -96,7 +96,7 @@ class ControlPage:
     def post(self, notice: Notice) -> None:
         """Write why this rank gives up waiting."""
         text = json.dumps(notice._replace(what=notice.what[: (_NOTICE_BYTES - 128) // 12])).encode()
-        # The first byte last: who reads it before finds no notice yet.
+        # The first byte last: a rank that reads it before finds no notice yet.
         self._content[_NOTICE + 1 : _NOTICE + len(text)] = text[1:]
         self._content[_NOTICE] = text[0]
 
@@ -115,8 +115,8 @@ class _PageNotices(NoticeBoard):
 
     def read(self) -> dict[int, Notice] | None:
         """Return the notices by number of the rank."""
-        told = {number: page.notice for number, page in self._pages.items()}
-        return {number: notice for number, notice in told.items() if notice is not None}
+        notices = {number: page.notice for number, page in self._pages.items()}
+        return {number: notice for number, notice in notices.items() if notice is not None}
 
 
 @final
@@ -127,7 +127,7 @@ class Barrier:
     the last rank to arrive wakes it up.
 
     Attributes:
-        board: Where ranks say that they give up waiting.
+        board: Where ranks post that they give up waiting.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Barrier:
         self._fence_lock = threading.Lock()
 
     def wake_early(self) -> None:
-        """Wake up who sleeps, if this rank is the last to arrive at the next barrier.
+        """Wake up the ranks that sleep, if this rank is the last to arrive at the next barrier.
 
         Waking up takes longer than this rank's work until it arrives, so it starts now.
         """
@@ -207,7 +207,7 @@ class Barrier:
             pass
 
     def _wake_all(self, number: int) -> None:
-        """Wake up who sleeps in a barrier."""
+        """Wake up the ranks that sleep in a barrier."""
         for rank, page in self._others:
             if KEEPS_ORDER and page[_ASLEEP] == number:  # else each byte counts
                 self._links.wake(rank)
@@ -229,7 +229,7 @@ class Barrier:
     def _sleep(self, number: int, wait: Wait, call: Call) -> None:
         """Sleep until all have arrived at a barrier."""
         try:
-            while not (self._lie_down(number, wait) or (self._spins and self._spin(number))):
+            while not (self._sleep_once(number, wait) or (self._spins and self._spin(number))):
                 # One that has passed the barrier may close while bytes of others are still on
                 # their way to this one.
                 is_lost = any(p[_ENDED] <= number for r, p in self._others if r in self._links.gone)
@@ -241,7 +241,7 @@ class Barrier:
         finally:
             self._own[_ASLEEP] = 0
 
-    def _lie_down(self, number: int, wait: Wait) -> bool:
+    def _sleep_once(self, number: int, wait: Wait) -> bool:
         """Sleep until woken up, or for a slice; whether all have arrived at the barrier."""
         self._own[_ASLEEP] = number
         # Either the last to arrive sees that this rank sleeps, or this rank sees that it has come.
@@ -275,9 +275,9 @@ class Barrier:
             self._links.wait(_CAUSE_S / 10)
             left = {rank for rank, page in self._others if page[_ENDED]}
             died = self._links.gone - left
-        said = []
+        causes = []
         for ranks, how in ((died, "died"), (left, "closed this communicator")):
             if ranks:
                 verb = "has" if len(ranks) == 1 else "have"
-                said.append(f"{name_ranks([self._numbers[r] for r in ranks])} {verb} {how}")
-        return ", ".join(said), bool(died)
+                causes.append(f"{name_ranks([self._numbers[r] for r in ranks])} {verb} {how}")
+        return ", ".join(causes), bool(died)

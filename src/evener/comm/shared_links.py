@@ -1,4 +1,4 @@
-"""Unix sockets between the ranks of one host: they hand over memory, wake up, and notice ends."""
+"""Unix sockets between the ranks of one host: to pass memory, to wake up, and to notice ends."""
 
 import hmac
 import os
@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import NamedTuple, final
 
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"={_TOKEN_BYTES}sq")  # token of the door's rank, rank that connects
+_HELLO = struct.Struct(f"={_TOKEN_BYTES}sq")  # token of the listening rank, rank that connects
 _CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid
-_GREETING_S = 5.0  # a rank sends its greeting with its connection; a stranger may never send one
+_GREETING_S = 5.0  # a rank sends its greeting at once; another process may never send one
 _WAKE = b"\0"
 
 
@@ -24,32 +24,32 @@ class Arrival(NamedTuple):
 
     Attributes:
         connection: To it.
-        descriptors: Of the files that it has handed over.
+        descriptors: File descriptors that it has sent.
     """
 
     connection: socket.socket
     descriptors: list[int]
 
     def drop(self) -> None:
-        """Close the connection, and the descriptors that nobody has taken."""
+        """Close the connection, and the descriptors that are not used yet."""
         self.connection.close()
         for descriptor in self.descriptors:
             os.close(descriptor)
 
 
 @final
-class Door:
-    """A Unix socket without a path at which one rank waits for the others.
+class LinkListener:
+    """A Unix socket without a path, on which one rank accepts connections of the others.
 
-    Others find it by a random name, in the network namespace of the ranks. A process that connects
-    must belong to the same user and know a random token.
+    It has a random name in the network namespace of the ranks. A process that connects must belong
+    to the same user and send a random token.
     """
 
     def __init__(self) -> None:
-        """Open the door.
+        """Listen.
 
         Raises:
-            OSError: A sandbox refuses such sockets, or there are no descriptors left.
+            OSError: A sandbox refuses such sockets, or no descriptors are left.
         """
         self.name = secrets.token_hex(16)
         self.token = secrets.token_hex(_TOKEN_BYTES)
@@ -62,26 +62,26 @@ class Door:
             raise
 
     def close(self) -> None:
-        """Close it; connections stay."""
+        """Stop listening; connections stay open."""
         self._listener.close()
 
-    def meet(
+    def connect_all(
         self,
         rank: int,
-        doors: Sequence[tuple[str, str]],
+        listeners: Sequence[tuple[str, str]],
         descriptors: Sequence[int],
         timeout_s: float,
     ) -> dict[int, Arrival]:
-        """Connect to every other rank and swap descriptors; all ranks do so at the same time.
+        """Connect to every other rank and exchange descriptors; all ranks call it together.
 
         Args:
             rank: This rank.
-            doors: Name and token of each rank's door.
-            descriptors: What to hand over; as many on every rank.
+            listeners: Name and token of each rank's listener.
+            descriptors: To send; the same number on every rank.
             timeout_s: Deadline.
 
         Raises:
-            OSError: A rank did not come in time, or is another user's.
+            OSError: A rank did not connect in time, or belongs to another user.
         """
         deadline = time.monotonic() + timeout_s
         arrivals: dict[int, Arrival] = {}
@@ -90,16 +90,16 @@ class Door:
                 connection = _unix_socket()
                 arrivals[other] = Arrival(connection, [])
                 connection.settimeout(_left(deadline))
-                name, token = doors[other]
+                name, token = listeners[other]
                 connection.connect(_address(name))
                 _check_user(connection)
                 hello = _HELLO.pack(bytes.fromhex(token), rank)
                 socket.send_fds(connection, [hello], list(descriptors))
-            while len(arrivals) < len(doors) - 1:
+            while len(arrivals) < len(listeners) - 1:
                 self._listener.settimeout(_left(deadline))
                 connection, _ = self._listener.accept()
                 other, received = self._admit(connection, len(descriptors))
-                if not rank < other < len(doors) or other in arrivals:
+                if not rank < other < len(listeners) or other in arrivals:
                     Arrival(connection, received).drop()
                     continue
                 arrivals[other] = Arrival(connection, received)
@@ -116,13 +116,13 @@ class Door:
         return arrivals
 
     def _admit(self, connection: socket.socket, count: int) -> tuple[int, list[int]]:
-        """Return which rank has come and what it hands over; -1 for a stranger."""
+        """Return the rank that has connected and its descriptors; -1 for another process."""
         received: list[int] = []
         try:
             _check_user(connection)
             connection.settimeout(_GREETING_S)
-            said, received = _receive(connection, _HELLO.size, count)
-            token, other = _HELLO.unpack(said)
+            message, received = _receive(connection, _HELLO.size, count)
+            token, other = _HELLO.unpack(message)
         except (OSError, struct.error):
             return -1, received
         knows = hmac.compare_digest(token, bytes.fromhex(self.token))
@@ -133,8 +133,8 @@ class Door:
 class Links:
     """The connections of one rank to the others.
 
-    A byte wakes a rank up; where memory does not keep the order of writes, it also says that the
-    sender has arrived. The end of a connection says that the rank has gone.
+    A byte wakes a rank up. If memory does not keep the order of writes, it also means that the
+    sender has arrived. The end of a connection means that the rank has gone.
 
     Attributes:
         gone: Ranks whose connection has ended.
@@ -151,16 +151,16 @@ class Links:
         self.gone: set[int] = set()
 
     def wake(self, rank: int) -> None:
-        """Send a byte; nothing happens where the rank has gone, or has plenty to read."""
+        """Send a byte; it is dropped if the rank has gone, or if the socket's buffer is full."""
         with suppress(OSError):
             self._connections[rank].send(_WAKE, socket.MSG_NOSIGNAL)
 
     def count(self, rank: int) -> int:
-        """Return how many bytes have come from a rank."""
+        """Return the number of bytes received from a rank."""
         return self._received[rank]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a byte comes or a connection ends, and take in what there is."""
+        """Wait until a byte comes or a connection ends, and read what has come."""
         for descriptor, _ in self._poll.poll(timeout_s * 1000):
             rank = self._by_descriptor[descriptor]
             try:
@@ -197,7 +197,7 @@ def _address(name: str) -> str:
 def _left(deadline: float) -> float:
     left_s = deadline - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError("a rank did not come in time")
+        raise TimeoutError("a rank did not connect in time")
     return left_s
 
 
@@ -205,7 +205,7 @@ def _check_user(connection: socket.socket) -> None:
     """Refuse a process of another user.
 
     Raises:
-        PermissionError: It is another's.
+        PermissionError: The peer belongs to another user.
     """
     if sys.platform == "linux":
         answer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -215,16 +215,16 @@ def _check_user(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, size: int, count: int) -> tuple[bytes, list[int]]:
-    """Return so many bytes, and the descriptors that came with them.
+    """Return ``size`` bytes and the ``count`` descriptors that came with them.
 
     Raises:
-        OSError: The connection has ended, or brought fewer descriptors.
+        OSError: The connection has ended, or fewer descriptors came.
     """
     # Close-on-exec from the start: the user's threads may start processes at any time.
     flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL
-    said, received, *_ = socket.recv_fds(connection, size, count, flags)
-    if len(said) < size or len(received) < count:
+    message, received, *_ = socket.recv_fds(connection, size, count, flags)
+    if len(message) < size or len(received) < count:
         for descriptor in received:
             os.close(descriptor)
         raise ConnectionError("a rank ended its connection, or no more descriptors can be opened")
-    return said, received
+    return message, received

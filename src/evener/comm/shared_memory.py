@@ -11,12 +11,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from evener.comm.forks import NotInherited, leave_behind_in_children
+from evener.comm.forks import NotInherited, close_in_children
 
 if sys.platform == "linux":
     import fcntl
 
-#: Pages are reserved in steps of so many bytes: a signal makes Linux start a step again, so one
+#: Pages are reserved in steps of this size: a signal makes Linux start a step again, so one
 #: step must be shorter than the time between the signals of a profiler.
 _STEP_BYTES = 16 << 20
 #: Python's mmap has no name for it.
@@ -36,7 +36,7 @@ NOWHERE = -1
 
 
 def create_file(name: str) -> int:
-    """Return the descriptor of a new file in memory, which nobody can make shorter.
+    """Return the descriptor of a new file in memory, which no process can make shorter.
 
     It has no path and ends with the last descriptor and mapping, so a crash leaves nothing behind,
     and the size of ``/dev/shm`` does not matter.
@@ -131,9 +131,9 @@ class _OwnPages(_Pages, NotInherited):
         self.descriptor = create_file("evener")
         weakref.finalize(self, os.close, self.descriptor).atexit = False
         super().__init__(self.descriptor, _room())
-        leave_behind_in_children(self)
+        close_in_children(self)
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Give this forked child pages of its own, of which it gets copies when it writes."""
         if self.used:
             self._place(mmap.MAP_PRIVATE | _MAP_FIXED, self.descriptor, self.used)
@@ -180,10 +180,10 @@ class SharedMemory:
         self._num_users += 1
 
     def release(self) -> None:
-        """Count one user less; the last lets everything go but for tensors that are still held."""
+        """Count one user less; the last releases everything but tensors that are still held."""
         self._num_users -= 1
         if self._num_users == 0:
-            self.leave_behind()
+            self.close_in_child()
 
     def allocate(self, size: int) -> Tensor:
         """Return zeros, shape ``(size,)``, uint8, at the start of a page.
@@ -225,7 +225,7 @@ class SharedMemory:
         content = self._files[number][place : place + size]
         return torch.frombuffer(content, dtype=torch.uint8)
 
-    def leave_behind(self) -> None:
-        """Let everything go; tensors that are still held keep their memory."""
+    def close_in_child(self) -> None:
+        """Release everything; tensors that are still held keep their memory."""
         self._own = None
         self._files.clear()

@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 
 from evener.comm.base import Communicator
 from evener.comm.shared_barrier import ControlPage
-from evener.comm.shared_links import Door, Links
+from evener.comm.shared_links import LinkListener, Links
 from evener.comm.shared_memory import SharedMemory
 
 _FORM_S = 30.0  # the longest that connecting on one host may take, however busy it is
@@ -24,15 +24,15 @@ class Spot:
 
     Attributes:
         rank: Its number in the team.
-        host: Name of its host, for people.
+        host: Name of its host, for messages.
         kernel: Names the running system: hosts and virtual machines have one each.
         network: Names its network namespace, in which Unix sockets are found; containers have
             their own.
         user: Id of its user.
         cores: Processors that it may use.
-        door: Name of its socket.
-        token: A rank that connects must know it.
-        obstacle: Why it cannot share memory; empty where it can.
+        listener: Name of its socket.
+        token: A rank that connects must send it.
+        obstacle: Why it cannot share memory; empty if it can.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Spot:
     network: int = 0
     user: int = 0
     cores: tuple[int, ...] = ()
-    door: str = ""
+    listener: str = ""
     token: str = ""
     obstacle: str = ""
 
@@ -52,7 +52,7 @@ class Joined(NamedTuple):
     Attributes:
         pages: The page of each rank, by rank.
         links: To the others.
-        memory: Where tensors lie.
+        memory: The memory of its tensors.
         spins: Whether there is a core for each rank.
     """
 
@@ -64,10 +64,10 @@ class Joined(NamedTuple):
 
 @final
 class MemoryOffer:
-    """A rank's offer: a door, a page, and memory."""
+    """What a rank offers: a listener, a control page and memory."""
 
     def __init__(self, comm: Communicator, memory: SharedMemory | None) -> None:
-        self._door: Door | None = None
+        self._listener: LinkListener | None = None
         self._page = -1
         self._memory = memory
         self._brings_memory = memory is None
@@ -82,28 +82,30 @@ class MemoryOffer:
             return replace(spot, obstacle=f"{sys.platform} has no memory files without a name")
         self._page = ControlPage.create()
         self._memory = self._memory or SharedMemory(spot.rank)
-        self._door = Door()
+        self._listener = LinkListener()
         return replace(
             spot,
             kernel=_kernel(),
             network=_network(),
             user=os.getuid(),
             cores=tuple(os.sched_getaffinity(0)),
-            door=self._door.name,
-            token=self._door.token,
+            listener=self._listener.name,
+            token=self._listener.token,
         )
 
     def form(self, comm: Communicator, spots: Sequence[Spot]) -> Joined:
-        """Connect to all other ranks, which do so at the same time.
+        """Connect to all other ranks; all ranks call it together.
 
         Raises:
-            OSError: It has failed here; what was handed over is closed.
+            OSError: It has failed on this rank; received descriptors are closed.
         """
-        if self._door is None or self._memory is None:
+        if self._listener is None or self._memory is None:
             raise OSError("this rank has nothing to share")
-        doors = [(spot.door, spot.token) for spot in spots]
+        listeners = [(spot.listener, spot.token) for spot in spots]
         own = (self._page, self._memory.descriptor)
-        arrivals = self._door.meet(comm.rank, doors, own, min(comm.timeout_s, _FORM_S))
+        arrivals = self._listener.connect_all(
+            comm.rank, listeners, own, min(comm.timeout_s, _FORM_S)
+        )
         pages = []
         try:
             for rank, number in enumerate(comm.numbers):
@@ -125,8 +127,8 @@ class MemoryOffer:
 
     def close(self) -> None:
         """Release resources that only the formation needs."""
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._page >= 0:
             os.close(self._page)
         if self._brings_memory and self._memory is not None:
@@ -134,7 +136,7 @@ class MemoryOffer:
 
 
 def place_of_this_process() -> str:
-    """Return a text that is the same for processes which may share memory."""
+    """Return a text that is the same for processes that may be able to share memory."""
     if sys.platform != "linux":
         return platform.node()
     return f"{_kernel()} {_network()} {os.getuid()}"
@@ -149,7 +151,7 @@ def _network() -> int:
 
 
 def find_obstacle(spots: Sequence[Spot]) -> str:
-    """Return why these ranks cannot share memory; empty where they can."""
+    """Return why these ranks cannot share memory; empty if they can."""
     for spot in spots:
         if spot.obstacle:
             return f"rank {spot.rank} cannot share memory ({spot.obstacle})"

@@ -20,9 +20,9 @@ class _Exchange(NamedTuple):
     """One exchange under way.
 
     Attributes:
-        offers: What each rank brings.
-        results: What all ranks take home; empty until the last has come.
-        errors: Says to a rank why there will be none; empty while there may be one.
+        offers: The value of each rank.
+        results: What all ranks return; empty until the last has come.
+        errors: By rank, why there will be none; empty while there may be one.
     """
 
     offers: dict[int, Any]
@@ -49,7 +49,7 @@ class ThreadTeam:
         Args:
             world_size: Number of ranks, 1 or more.
             timeout_s: Deadline of a call that names none.
-            numbers: The number of each rank for people; see ``Communicator.numbers``.
+            numbers: The number of each rank in messages; see ``Communicator.numbers``.
         """
         self.world_size = world_size
         self.timeout_s = timeout_s
@@ -66,7 +66,7 @@ class ThreadTeam:
         return Communicator(ThreadTransport(self, rank), timeout_s=self.timeout_s)
 
     def fail(self, number: int) -> None:
-        """Act as if the process of a rank had died: who needs it gets ``PeerLostError``."""
+        """Act as if the process of a rank had died: ranks that need it get ``PeerLostError``."""
         with self._condition:
             self._dead.add(number)
             self._condition.notify_all()
@@ -148,8 +148,8 @@ class ThreadTransport(Transport):
         self._num_meetings = 0
 
     def _swap(self, cells: Sequence[memoryview], wait: Wait, call: Call) -> None:
-        told = self._meet(wait, bytes(cells[self.rank]), lambda offers: offers)
-        for cell, content in zip(cells, told, strict=True):
+        gathered = self._meet(wait, bytes(cells[self.rank]), lambda offers: offers)
+        for cell, content in zip(cells, gathered, strict=True):
             cell[:] = content
 
     def sum_each(self, sums: Sequence[Sum], wait: Wait) -> None:

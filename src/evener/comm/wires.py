@@ -55,7 +55,7 @@ class Wires(NotInherited):
         """Collect connections between processes: both ends are theirs, in two of them.
 
         Args:
-            exchange: Gives every process what each of them says; all call this together.
+            exchange: Gives every process the value of each; all call it together.
             before: ``list_sockets`` of a moment when they were not open yet.
             silence_s: A machine that has not answered for so long ends connections to it, also
                 while nothing is exchanged; ``None`` for no limit.
@@ -94,7 +94,7 @@ class Wires(NotInherited):
         """Return whether a connection was closed since, by a peer or by torch."""
         return sum(map(_is_connected, self._own())) < self._num_connections
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close a forked child's copies; the parent and its peers notice nothing."""
         for descriptor in self._own():
             with suppress(OSError):
@@ -118,7 +118,7 @@ def close_server(port: int) -> None:
 
 
 def list_sockets() -> frozenset[str]:
-    """Return what tells apart the sockets that this process has open; see ``Wires.between``."""
+    """Return what identifies the sockets that this process has open; see ``Wires.between``."""
     return frozenset(_sockets().values())
 
 

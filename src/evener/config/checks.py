@@ -34,7 +34,7 @@ class Section(BaseModel, frozen=True):
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 def checked(cls: type[_Class]) -> type[_Class]:
-    """Make a frozen dataclass of keywords; what pydantic refuses is a ``ConfigError``."""
+    """Make a frozen dataclass with keywords only; errors of pydantic become ``ConfigError``."""
     made: Any = dataclass(frozen=True, kw_only=True, config=STRICT)(cls)
     validate = made.__init__
 
@@ -52,9 +52,9 @@ def checked(cls: type[_Class]) -> type[_Class]:
 
 
 def asks_for(words: str) -> WrapValidator:
-    """Return a validator that answers whatever is wrong in a value with these words.
+    """Return a validator that has one message for everything that can be wrong in a value.
 
-    It is for values of several kinds: pydantic would say for each kind why it is not that one.
+    It is for unions of types: pydantic would explain for each type why the value does not match.
     """
 
     def check(value: object, validate: Callable[[object], object]) -> object:
@@ -67,13 +67,13 @@ def asks_for(words: str) -> WrapValidator:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Return whether it is a whole number, such as an ``int`` or one of NumPy's; not a bool."""
+    """Return whether it is a whole number, such as an ``int`` or a NumPy integer; not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether it is a number, such as a ``float`` or one of NumPy's; not a bool."""
-    # YAML reads `yes` and `on` as true, which Python would take for 1. Tensors and NumPy's truth
+    """Return whether it is a number, such as a ``float`` or a NumPy number; not a bool."""
+    # YAML reads `yes` and `on` as true, which Python would treat as 1. Tensors and NumPy's bool
     # values are not numbers in Python either, and NumPy's numbers are.
     return isinstance(value, Real) and not isinstance(value, bool)
 
@@ -108,7 +108,7 @@ MicroBatchSize = Annotated[
 
 
 def whole_number(name: str, value: object, least: int) -> int:
-    """Return the value of a whole-number option as an ``int``; one of NumPy's will do.
+    """Return the value of a whole-number option as an ``int``; NumPy integers are allowed.
 
     Raises:
         ConfigError: It is not a whole number (``32.0`` is a float), or it is below ``least``.
@@ -119,7 +119,7 @@ def whole_number(name: str, value: object, least: int) -> int:
 
 
 def require(name: str, value: object, kind: Any, remedy: str) -> None:
-    """Refuse an argument of another kind.
+    """Refuse an argument of another type.
 
     Args:
         name: The argument.
@@ -128,7 +128,7 @@ def require(name: str, value: object, kind: Any, remedy: str) -> None:
         remedy: What to give instead.
 
     Raises:
-        ConfigError: Names the argument and the kind of the value.
+        ConfigError: Names the argument and the type of the value.
     """
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is a {type(value).__name__}; give {remedy}")
@@ -140,9 +140,9 @@ def explain(
     """Return one line that names each refused key, its value, and what is allowed.
 
     Args:
-        schema: The class that was refused its values.
-        error: What pydantic has found.
-        source: Where the values are from, such as ``run.yaml: ``.
+        schema: The class whose values were refused.
+        error: The error of pydantic.
+        source: The origin of the values, such as ``run.yaml: ``.
         overridden: Keys that ``--set`` has changed.
     """
     lines = []

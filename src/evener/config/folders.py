@@ -58,7 +58,7 @@ def find_events(run: Path) -> Path:
         if path.exists():
             return path
     except OSError:
-        return path  # whoever reads it says why that is impossible
+        return path  # reading it raises an error that names the cause
     inside = sorted(other.parent.name for other in path.parent.glob(f"*/{EVENTS}"))
     remedy = f"; the runs in it are {', '.join(inside[:5])}" if inside else ""
     raise ConfigError(
@@ -68,13 +68,13 @@ def find_events(run: Path) -> Path:
 
 
 def claim_folder(parent: Path, name: str) -> Path:
-    """Make the folder of a new run: its name, with a number behind it where that is taken.
+    """Create the folder of a new run; a number is appended to a name that is in use.
 
-    Its event file is made with it, which only one process can: of two runs that start at the same
-    time, each gets a folder of its own.
+    Its event file is created exclusively, so two runs that start at the same time get different
+    folders.
 
     Raises:
-        ConfigError: The folder cannot be made.
+        ConfigError: The folder cannot be created.
     """
     folder, number = parent.absolute() / name, 2
     while True:
@@ -95,12 +95,12 @@ def claim_folder(parent: Path, name: str) -> Path:
 
 @final
 class FolderLock(Closing):
-    """Keeps processes of other runs from writing to a run's folder.
+    """Prevents processes of other runs from writing to a run's folder.
 
-    The main process of the run holds it. The lock is the kernel's, on the event file: it ends with
-    the process, however that ends, and the next main process takes it. Workers of an elastic team
-    share a lock of the folder itself, so that no other run takes it meanwhile. File systems that
-    know no locks keep nobody out.
+    The main process of the run holds it. It is a kernel lock on the event file, so it ends with the
+    process, and the next main process can take it. Workers of an elastic team share a lock on the
+    folder itself, so that no other run takes it meanwhile. File systems without locks give no
+    protection.
 
     Args:
         folder: The run's folder.
@@ -112,17 +112,17 @@ class FolderLock(Closing):
         self._shared: int | None = None
 
     def share(self) -> None:
-        """Keep other runs out while this worker lives; idempotent."""
+        """Lock out other runs while this worker lives; idempotent."""
         if self._shared is None and sys.platform != "win32":
             with suppress(OSError):  # a worker on another machine may not see the folder
                 descriptor = os.open(self._folder, os.O_RDONLY)
                 if lock(descriptor, is_shared=True):
                     self._shared = descriptor
-                else:  # another run looks at this moment
+                else:  # another run is testing the lock at this moment
                     os.close(descriptor)
 
     def take(self) -> bool:
-        """Take the lock if no other run has it, and no process; return whether this one has it now.
+        """Take the lock unless another process or run has it; return whether it is held now.
 
         Raises:
             CheckpointError: The event file cannot be written.
@@ -153,7 +153,7 @@ class FolderLock(Closing):
         """Take the lock.
 
         Raises:
-            CheckpointError: Another process has it, or the event file cannot be written.
+            CheckpointError: Another process holds it, or the event file cannot be written.
         """
         if not self.take():
             raise CheckpointError(
@@ -161,7 +161,7 @@ class FolderLock(Closing):
             )
 
     def close(self) -> None:
-        """Release the locks that this process has; idempotent."""
+        """Release the locks of this process; idempotent."""
         for descriptor in (self._descriptor, self._shared):
             if descriptor is not None:
                 os.close(descriptor)
@@ -169,7 +169,7 @@ class FolderLock(Closing):
 
 
 def release_folder(folder: Path) -> None:
-    """Give back a folder in which no run has begun; what else is in it stays."""
+    """Remove a folder in which no run has begun, unless it holds other files."""
     with suppress(OSError):
         if (folder / EVENTS).stat().st_size == 0 and not (folder / CHECKPOINTS).exists():
             (folder / EVENTS).unlink()

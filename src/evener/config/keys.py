@@ -1,13 +1,13 @@
-"""What is given to a run, and what a resume may change in it. Needs no library."""
+"""Types of what a run is given, and what may differ when it resumes. Imports no library."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 Allowed = Literal["data", "precision"]
-"""What a resume may change when the user says so."""
+"""What may differ from the checkpoint if the user allows it (``--allow``)."""
 
 ALLOWED: tuple[Allowed, ...] = get_args(Allowed)
 
 Keys = Mapping[str, Any] | str | Path | None
-"""What ``pretrain`` and ``classify`` take: keys of a run, or a YAML file that holds them."""
+"""What ``pretrain`` and ``classify`` accept: the keys of a run, or a YAML file with them."""

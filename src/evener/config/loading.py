@@ -1,4 +1,4 @@
-"""Reads a configuration: a YAML file or keys, then what ``--set`` changes."""
+"""Read a configuration: a YAML file or keys, then the changes of ``--set``."""
 
 import copy
 from collections.abc import Iterable
@@ -26,11 +26,11 @@ def load_config(
     """Read and check a configuration.
 
     Args:
-        schema: Its keys.
-        given: Its keys, or a YAML file that holds them; ``None`` takes all defaults.
+        schema: The class that declares the keys.
+        given: The keys, or a YAML file with them; ``None`` for all defaults.
         overrides: ``key=value`` with dots for sections, values in YAML, such as
             ``optimizer.lr=3e-4``.
-        owner: What the keys belong to, for messages about keys that are not from a file.
+        owner: Name of what the keys belong to, for messages about keys that are not from a file.
 
     Raises:
         ConfigError: Names the file or key, the value, and what is allowed.
@@ -47,7 +47,7 @@ def load_config(
 
 
 def _override(document: dict[str, Any], override: str) -> str:
-    """Put a ``--set`` into the document; return its key."""
+    """Apply a ``--set`` to the document; return its key."""
     key, equals, text = override.partition("=")
     *sections, last = key.strip().split(".")
     if not equals or not all([*sections, last]):

@@ -1,6 +1,6 @@
-"""Options of the command line: each once, with its default, limits and help.
+"""Options of the command line, each declared once: default, limits and help.
 
-``cli.py`` makes commands of these classes; functions that do the same from Python fill them in.
+``cli.py`` makes commands of these classes; Python functions with the same purpose create them.
 """
 
 from collections.abc import Sequence
@@ -46,15 +46,13 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions(WorkerOptions):
-    """Options of a team; without ``nnodes`` it is on this machine alone."""
+    """Options of a team; without ``nnodes`` it is only on this machine."""
 
     nnodes: Annotated[
         str | None, Option(metavar="N", help="Machines of the run, N or MIN:MAX; start it on each.")
     ] = None
     node_rank: Annotated[int | None, Option(help="Number of this machine, 0 to N - 1.")] = None
-    master_addr: Annotated[str | None, Option(help="Address of machine 0 that all can reach.")] = (
-        None
-    )
+    master_addr: Annotated[str | None, Option(help="Address of node 0 that all can reach.")] = None
     port: Annotated[
         int | None,
         Option(
@@ -89,10 +87,10 @@ class TaskOptions(LaunchOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifyOptions(TaskOptions):
-    """Options of ``evener classify``; without a file and keys, names in the standard library.
+    """Options of ``evener classify``; without a file and keys, it runs the demo.
 
     Attributes:
-        has_samples: Samples are given from Python, instead of ``data.path``.
+        has_samples: Whether samples are given from Python, instead of ``data.path``.
     """
 
     has_samples: bool = False

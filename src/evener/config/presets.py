@@ -1,4 +1,4 @@
-"""Turns what the user typed into a checked configuration; the demos' keys live here. No torch."""
+"""Turn what the user typed into a checked configuration; the keys of the demos. No torch."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -28,9 +28,9 @@ DEMO: Mapping[str, Any] = {
     "checkpoint": {"every": 100, "keep_last": 2},
 }
 
-#: Without policy "sync": the same samples in as many steps of each of the two ranks, whose batches
-#: are half of the team's. With whole batches a rank would make half as many steps, which costs more
-#: loss than averaging rarely does. Smaller batches ask for a lower learning rate.
+#: Changes without policy "sync". Each of the two ranks makes as many steps as the team, with half
+#: of its batch. With whole batches a rank would make half as many steps, which raises the loss more
+#: than local steps do. Smaller batches need a lower learning rate.
 DEMO_LOCAL: Mapping[str, Any] = {
     **DEMO,
     "batch_size": 8,
@@ -39,7 +39,7 @@ DEMO_LOCAL: Mapping[str, Any] = {
     "optimizer": {"lr": 5e-3, "warmup": 0.1},
 }
 
-#: Names in the standard library by what they name, on the demo's model: a minute on two cores.
+#: Classifies names of the standard library, with the demo's model: one minute on two cores.
 CLASSIFY_DEMO: Mapping[str, Any] = {
     "name": "classify",
     "batch_size": 32,
@@ -58,7 +58,7 @@ CLASSIFY_DEMO: Mapping[str, Any] = {
 def resolve_config(options: PretrainOptions) -> RunConfig:
     """Return the configuration of a run: the demo's, a YAML file's or the defaults, then ``--set``.
 
-    What can be known to be wrong without torch is found here, before any rank starts.
+    Errors that can be found without torch are raised here, before any rank starts.
 
     Args:
         options: What the user typed.
@@ -86,8 +86,8 @@ def resolve_config(options: PretrainOptions) -> RunConfig:
             raise ConfigError(f"--allow {what}: choose from {', '.join(ALLOWED)}")
     if options.allow and not options.resume:
         raise ConfigError(
-            f"--allow {options.allow[0]} says what may differ from the checkpoint, but nothing is "
-            "resumed; add --resume, or leave it out"
+            f"--allow {options.allow[0]} has an effect only with --resume; add --resume, or leave "
+            "it out"
         )
     tokenizer = config.data.tokenizer
     places: _Places = {
@@ -105,8 +105,8 @@ def resolve_classify(options: ClassifyOptions) -> ClassifyRunConfig:
         options: What the user typed.
 
     Raises:
-        ConfigError: See ``load_config``; a bad name; no model for data of one's own; a file of
-            samples beside given ones; a missing package.
+        ConfigError: See ``load_config``; a bad name; own data without a model; a file of samples
+            beside given ones; a missing package.
         DataError: Something that the configuration points to does not exist.
         CheckpointError: There is no run to resume.
     """
@@ -142,18 +142,18 @@ def resolve_job(options: TaskOptions, default: str) -> JobConfig:
 
     Args:
         options: What the user gave.
-        default: Name of a run that neither keys nor a file name.
+        default: Name of the run if neither the keys nor a file name it.
     """
     return _settle(load_config(JobConfig, options.config, options.overrides), options, {}, default)
 
 
 def needs_demo_base(config: ClassifyRunConfig) -> bool:
-    """Return whether the base is the pretraining demo's: neither model nor data were named."""
+    """Return whether the demo's base model is used: neither model nor data were given."""
     return "model" not in config.model_fields_set and config.data.path is None
 
 
 def find_demo_base(parent: Path) -> Path | None:
-    """Return the newest checkpoint of the pretraining demo, if it has been run."""
+    """Return the newest checkpoint of the pretraining demo, if there is one."""
     for folder in runs_of(parent, str(DEMO["name"])):
         steps = {
             int(number): manifest.parent
@@ -172,7 +172,7 @@ def _require(*packages: str) -> None:
 
 
 def _settle(config: _Config, options: TaskOptions, places: _Places, default: str) -> _Config:
-    """Check what lies around a run, and choose its name."""
+    """Check the files and packages that a run needs, and choose its name."""
     stem = Path(options.config).stem if isinstance(options.config, str | Path) else default
     name = (config.name or stem) if options.name is None else options.name
     check_name(name)

@@ -1,4 +1,4 @@
-"""The keys of a run, for all tasks: YAML, defaults and limits. No torch here."""
+"""The keys of a run, for all tasks: defaults and limits. No torch here."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -81,11 +81,11 @@ class EvalConfig(Section):
     time_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.05
 
     def num_samples(self, count: int, batch_size: int) -> int:
-        """Return how many held-out samples are evaluated in the course of a run.
+        """Return how many held-out samples each evaluation during a run uses.
 
-        The clock has no say in it, so that the number is the same on every machine and when a run
-        resumes. A sample is evaluated in about a third of the time in which it is trained on, as
-        the forward pass is a third of the work. Fewer than 64 would say little.
+        The number does not depend on measured times, so it is the same on every machine and when a
+        run resumes. Evaluating a sample takes about a third of the time of training on it, as the
+        forward pass is a third of the work. Fewer than 64 samples would be too noisy.
 
         Args:
             count: All held-out samples.
@@ -112,7 +112,7 @@ class CheckpointConfig(Section):
 
 
 class TaskConfig(Section):
-    """What all tasks let the user say of their computation.
+    """The keys of all tasks that concern the computation.
 
     Attributes:
         max_grad_norm: 2-norm that averaged gradients are clipped to; ``None`` does not clip.
@@ -126,7 +126,7 @@ class TaskConfig(Section):
 
 
 class JobConfig(TaskConfig, TrainingOptions):
-    """What every job of the driver can be told.
+    """The keys of every job.
 
     Attributes:
         name: Run folder; the YAML's name.
@@ -134,7 +134,7 @@ class JobConfig(TaskConfig, TrainingOptions):
         checkpoint: When to save.
         batch_size: Samples of one optimizer step: of the whole team in SYNC, else of a rank.
         max_steps: Optimizer steps; or give ``epochs``.
-        epochs: Passes over the data, where there is no ``max_steps``.
+        epochs: Passes over the data, if ``max_steps`` is not given.
         policy: When ranks average, and what; see ``ApplyPolicy``.
         backend: How ranks exchange; see ``AverageBackend``.
         devices: What ranks compute on.
@@ -164,9 +164,9 @@ class JobConfig(TaskConfig, TrainingOptions):
 
     @property
     def idle_options(self) -> list[str]:
-        """Options that were given and have no effect with the policy.
+        """Return the options that were given and have no effect with the policy.
 
-        A file may hold them: ``--set`` changes its policy.
+        A file may contain them, since ``--set`` can change its policy.
         """
         return [n for n in LOCAL_OPTIONS if self.policy == "sync" and n in self.model_fields_set]
 
@@ -187,18 +187,18 @@ BPE = "bpe"
 
 
 class DataConfig(Section):
-    """Where the text comes from and how it is cut.
+    """The source of the text, and how it is cut into samples.
 
     Attributes:
         path: Text file, folder, or a list of them; the standard library's sources.
         seq_len: Tokens of one sample.
         text_key: Key or column of the text in JSON Lines and parquet.
-        on_error: What a line or row without a text is: an error, or left out (``"skip"``).
-        tokenizer: Tokenizer folder, or ``bpe``: trained here; byte-level without one.
-        vocab_size: Ids of a tokenizer that is trained here (``bpe``).
-        suffixes: File endings taken from folders.
+        on_error: What to do with a line or row without a text: ``"stop"`` or ``"skip"``.
+        tokenizer: Tokenizer folder, or ``bpe`` to train one; byte-level if left out.
+        vocab_size: Ids of the tokenizer that ``bpe`` trains.
+        suffixes: File name suffixes that are read from folders.
         exclude: Globs of files to leave out.
-        heldout_fraction: Part of the documents that is kept for the held-out loss.
+        heldout_fraction: Fraction of the documents that is held out for evaluation.
         cache: Folder of tokenised data; beside the runs.
     """
 
@@ -220,8 +220,8 @@ class DataConfig(Section):
     def _vocabulary_of_what_is_trained(self) -> Self:
         if "vocab_size" in self.model_fields_set and self.tokenizer != BPE:
             raise ValueError(
-                f"vocab_size is {self.vocab_size}, but the tokenizer is not trained here, so that "
-                f"it has a size of its own; leave the key out, or set tokenizer to {BPE!r}"
+                f"vocab_size is {self.vocab_size}, but the tokenizer is not trained by this run "
+                f"and has its own size; leave the key out, or set tokenizer to {BPE!r}"
             )
         return self
 
@@ -249,7 +249,7 @@ class SampleConfig(Section):
     Attributes:
         prompt: Its beginning.
         num_tokens: Its length; 0: none.
-        temperature: 0 takes the likeliest token.
+        temperature: 0 chooses the likeliest token.
     """
 
     prompt: str = "def "
@@ -261,7 +261,7 @@ class RunConfig(JobConfig):
     """Everything about one pretraining run.
 
     Attributes:
-        data: Where the text comes from.
+        data: The source of the text.
         model: What is trained.
         optimizer: AdamW and its schedule, by committed tokens.
         eval: Held-out loss.
@@ -279,21 +279,21 @@ class RunConfig(JobConfig):
 
 
 def _with_names(value: object) -> object:
-    # YAML takes the names of classes that are numbers for such.
+    # YAML reads class names that consist of digits as numbers.
     if isinstance(value, Mapping):
         return {str(k) if type(k) is int else k: weight for k, weight in value.items()}
     return value
 
 
 class LoraConfig(Section):
-    """The low-rank adapter; what it is attached to stays frozen.
+    """The low-rank adapter; the layers that it is attached to stay frozen.
 
     Attributes:
         rank: Its rank.
         alpha: The adapter is scaled by ``alpha / rank``.
-        dropout: Part of its inputs that is dropped in training.
-        target_modules: Names of linear layers, or ``"all-linear"``; those that peft takes for the
-            model's family.
+        dropout: Fraction of its inputs that is dropped in training.
+        target_modules: Names of linear layers, or ``"all-linear"``; peft's choice for the model's
+            family.
     """
 
     rank: Positive = 8
@@ -324,14 +324,14 @@ class ClassifyConfig(TaskConfig):
         optimizer: AdamW and its schedule.
         class_weights: A weight for each class, by index or by name, or ``"balanced"`` for weights
             in inverse proportion to the classes' numbers of training samples; ``None`` for 1 each.
-        seq_len: Tokens of a text that the model sees; what is longer is cut at its end.
-        end_tokens: End-of-text tokens after a text, where its tokenizer adds none. A small decoder
-            sums a text up better over several positions than at a single one.
+        seq_len: Most tokens of a text; longer texts are truncated at their end.
+        end_tokens: End-of-text tokens after a text, if its tokenizer adds none. With a small
+            decoder, several positions represent a text better than a single one.
         max_grad_norm: 2-norm that averaged gradients are clipped to; ``None`` does not clip.
         micro_batch_size: Most samples of one forward and backward; ``"auto"`` is the equal share.
         precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        non_finite: ``"raise"`` stops on a non-finite loss or gradient, ``"skip"`` leaves that
-            update out.
+        non_finite: ``"raise"`` stops on a non-finite loss or gradient, ``"skip"`` skips that
+            update.
         seed: Seed of the head, the adapter, the order of samples and dropout.
     """
 
@@ -368,15 +368,15 @@ class ClassifyConfig(TaskConfig):
 
 
 class ClassifyDataConfig(Section):
-    """Labelled texts, and what of them is held out.
+    """Labelled texts, and which of them are held out.
 
     Attributes:
-        path: JSON Lines or CSV; names in the standard library without one.
-        heldout_path: Held-out texts; a part of ``path``.
-        heldout_fraction: Part of the training file that is held out.
+        path: JSON Lines or CSV; by default, names in the standard library.
+        heldout_path: Held-out texts; by default, a part of ``path``.
+        heldout_fraction: Fraction of the training file that is held out.
         text_key: Key or column of the text.
         label_key: Key or column of the label.
-        group_key: Texts that have this in common are all held out, or none of them.
+        group_key: Key or column; texts with the same value are all held out, or none of them.
         tokenizer: Tokenizer folder; that of the model.
     """
 
@@ -399,8 +399,8 @@ class ClassifyEvalConfig(EvalConfig):
     """When the held-out texts are classified, and when that ends the run.
 
     Attributes:
-        metric: Decides which adapter is the best.
-        patience: Evaluations without a better one that end the run; 0: never.
+        metric: The metric by which the best adapter is chosen.
+        patience: Evaluations without improvement after which the run ends; 0: never.
         baseline: Train a bag-of-words model to compare with.
     """
 
@@ -414,7 +414,7 @@ class ClassifyModelConfig(ModelConfig):
     """The base model: a local folder, or a configuration to start from scratch with.
 
     Attributes:
-        adapter: Folder of an adapter that this base was trained with, to continue from.
+        adapter: Folder of an adapter of this base model, to continue from.
     """
 
     adapter: str | None = None

@@ -41,7 +41,7 @@ def _not_all_zero(shares: Sequence[float]) -> Sequence[float]:
 
 
 def hint_forms(slow_rank: object, ratio: object) -> str:
-    """Return how to say here what floDl's ``speed_hint(slow_rank, ratio)`` says."""
+    """Return the equivalent of floDl's ``speed_hint(slow_rank, ratio)``, for a message."""
     return (
         "floDl reads these as (slow_rank, ratio), evener as speeds by rank; give "
         f"DdpConfig().with_speed_hint({slow_rank!r}, {ratio!r}) if rank {slow_rank!r} is {ratio!r} "
@@ -70,37 +70,37 @@ _SpeedHint = Annotated[
 
 
 def _as_word(switch: object) -> object:
-    """Return the word that was written where YAML reads ``on`` and ``off`` as truth values."""
+    """Return the word that was written: YAML reads ``on`` and ``off`` as booleans."""
     return {True: "on", False: "off"}[switch] if isinstance(switch, bool) else switch
 
 
 @checked
 class LocalOptions:
-    """Options that act in CADENCE and ASYNC alone, where ranks make local steps.
+    """Options that have an effect only in CADENCE and ASYNC, where ranks make local steps.
 
     Attributes:
         anchor: Local steps of the slowest rank in a window, to start from; 10 if left out.
-        overhead_target: Part of the time that averaging may take before the anchor grows, from 0.01
-            to 0.50; 0.10 if left out.
-        max_anchor: Largest anchor; 0 keeps it from growing. 200 if left out.
+        overhead_target: Fraction of the time that averaging may take before the anchor grows, from
+            0.01 to 0.50; 0.10 if left out.
+        max_anchor: Largest anchor; with 0 it does not grow. 200 if left out.
         max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
-            lockstep, ``None`` no limit. With a limit, ranks wait for one that turns slow.
-        divergence_guard: ``"level"`` keeps the anchor from growing from the third of three rising
-            divergences of the ranks on, and halves it while the divergence is above ten times
-            ``divergence_threshold``; ``"none"``, ``None`` or ``False`` does not look; a
-            ``DivergenceGuard`` of your own decides by itself.
+            lockstep, ``None`` no limit. With a limit, ranks wait for a rank that becomes slow.
+        divergence_guard: ``"level"`` stops the anchor from growing after the ranks' divergence has
+            risen three times in a row, and halves it while the divergence is above ten times
+            ``divergence_threshold``. ``"none"``, ``None`` or ``False`` turns the guard off. A
+            ``DivergenceGuard`` of your own is also accepted.
         divergence_threshold: Divergence, relative to the norm of the parameters, below which
             ``"level"`` does nothing; 0.05 if left out.
-        divergence_factor: ``"level"`` multiplies the anchor by it, also from the fourth rising
-            divergence on: from 0.1 to below 1, such as 0.5. If left out, rising divergences alone
-            do not bring the anchor down.
+        divergence_factor: ``"level"`` multiplies the anchor by it, also from the fourth rise in a
+            row on: from 0.1 to below 1, such as 0.5. If left out, rising divergences alone do not
+            lower the anchor.
         lr_scale_ratio: Multiplies the learning rate by ``1 + (world_size - 1) * lr_scale_ratio``; 0
             leaves it as it is.
-        outer: What is done with the average difference from the consensus: ``"average"`` adds it;
-            ``"nesterov"`` takes it for a gradient of SGD with Nesterov momentum, as DiLoCo and
-            SlowMo do; from Python also a function that makes an optimizer of a list of parameters,
-            such as a class of ``torch.optim``. Its state is part of checkpoints; another class of
-            optimizer begins without any. Windows with fewer than half of the anchor's steps are
+        outer: How the average difference from the consensus is applied: ``"average"`` adds it;
+            ``"nesterov"`` uses it as a gradient of SGD with Nesterov momentum, as DiLoCo and SlowMo
+            do. From Python also a function that makes an optimizer of a list of parameters, such
+            as a class of ``torch.optim``. Its state is part of checkpoints; after a resume with
+            another class it starts empty. Windows with fewer than half of the anchor's steps are
             averaged.
         outer_lr: Learning rate of ``"nesterov"``; ``"auto"`` is 1 with more than 5 ranks or an
             anchor above 128, else 0.7, by measurement.
@@ -150,7 +150,7 @@ class LocalOptions:
     def make_cadence(self, world_size: int) -> ElChe:
         """Return El Che with these settings, for a team of ``world_size`` ranks.
 
-        ``max_batch_diff`` is none of them: it bounds how far ranks are apart in a window, not how
+        ``max_batch_diff`` is not among them: it limits how far ranks are apart in a window, not how
         fast the counts may follow the anchor.
         """
         cadence = ElChe(world_size, self.anchor or ANCHOR).with_max_anchor(self._largest_anchor)
@@ -163,7 +163,7 @@ class LocalOptions:
         return MAX_ANCHOR if self.max_anchor is None else self.max_anchor
 
 
-#: Options that act where ranks make local steps, and nowhere else.
+#: Options that have an effect only if ranks make local steps.
 LOCAL_OPTIONS: Final = tuple(option.name for option in fields(LocalOptions))
 
 
@@ -175,34 +175,34 @@ class TrainingOptions(LocalOptions):
         max_grad_norm: Clip the averaged gradient to this 2-norm; ``None`` does not clip. If left
             out, ``None`` in a loop of your own, and 1.0 in ``evener pretrain`` and ``classify``.
         non_finite: ``"raise"`` stops every rank on a non-finite loss or gradient; ``"skip"``
-            leaves the window out on every rank.
-        speed_hint: Speeds of the ranks relative to one another, a larger number for a faster rank:
-            one for each rank, such as ``(1.0, 0.33)``, or by rank, such as ``{1: 0.33}``, where a
-            rank that is not named has speed 1. ``with_speed_hint`` says how slow a rank is instead.
-            A pair of 0 or 1 and a larger number, such as ``(1, 2.3)``, is refused: floDl reads it
-            as a rank and how slow that is. ``(1.0, 2.3)`` are speeds.
-            Replaces the calibration before the first window. A warning tells where measurement
-            contradicts it.
-        partition_ratios: Shares of the ranks relative to one another, the same in every window;
-            replaces planning altogether. 0 gives a rank nothing to do.
-        verify_every: After every so many windows, at the end of an epoch, before a checkpoint and
-            on leaving, compare the parameters and averaged buffers of all ranks by hashes, and
-            raise ``ReplicasDifferError`` where they differ; 0 does not look. In CADENCE and ASYNC
-            it is their consensus, when the next window is exchanged or the epoch ends. If left out,
-            0, and 1 in a ``DistributedTrainer``.
-        sharded_update: In SYNC, ``"on"`` divides the update among ranks: each steps its part of the
-            parameters and keeps the optimizer's state of that part alone. ``"off"`` repeats the
-            update on every rank; ``"auto"`` divides it where ranks exchange over shared memory or
+            skips the window on every rank.
+        speed_hint: Relative speeds of the ranks, a larger number for a faster rank: one for each
+            rank, such as ``(1.0, 0.33)``, or by rank, such as ``{1: 0.33}``; ranks that are not
+            named have speed 1. ``with_speed_hint`` takes how slow a rank is instead. A pair of 0 or
+            1 and a larger number, such as ``(1, 2.3)``, is refused: floDl reads it as a rank and
+            how slow that is. ``(1.0, 2.3)`` are speeds.
+            Replaces the calibration before the first window. If measurements contradict it, a
+            warning is printed.
+        partition_ratios: Relative shares of the ranks, the same in every window; replaces planning
+            altogether. A rank with 0 has no share.
+        verify_every: Number of windows after which the parameters and averaged buffers of all ranks
+            are compared by hashes; also compared at the end of an epoch, before a checkpoint and on
+            leaving. ``ReplicasDifferError`` is raised if they differ; 0 does not compare. In
+            CADENCE and ASYNC the consensus is compared, when the next window is exchanged or the
+            epoch ends. If left out, 0, and 1 in a ``DistributedTrainer``.
+        sharded_update: In SYNC, ``"on"`` divides the update among ranks: each updates its part of
+            the parameters and keeps the optimizer state of that part only. ``"off"`` repeats the
+            update on every rank; ``"auto"`` divides it if ranks exchange over shared memory or
             NCCL, the optimizers are elementwise ones of ``torch.optim``, and half a million
-            numbers or more are trained.
+            elements or more are trainable.
         overlap: In SYNC, ``"on"`` exchanges gradients while backward computes those of other
-            layers, ``"off"`` when it is over. ``"auto"`` times the link before the first window
-            and backward in it, and takes what is faster over sockets; inside one host it is
-            ``"off"``, and so it is on GPUs. A sharded update never does it.
-        wire: What gradients travel in between hosts (in CADENCE and ASYNC, differences of
-            parameters): ``"float32"``, or ``"bfloat16"``, half the bytes; in CADENCE and ASYNC also
-            ``"int8"`` and ``"int4"``, with a scale for every 128 numbers. They are added up in
-            float32, and what rounding has taken from one exchange is added to the next. Without
+            layers, ``"off"`` after backward. ``"auto"`` times the link before the first window
+            and backward in it, and chooses what is faster over sockets; inside one host and on GPUs
+            it is ``"off"``. A sharded update never overlaps.
+        wire: Number format in which gradients travel between hosts (in CADENCE and ASYNC,
+            differences of parameters): ``"float32"``, or ``"bfloat16"``, half the bytes; in CADENCE
+            and ASYNC also ``"int8"`` and ``"int4"``, with a scale for every 128 numbers. They are
+            summed in float32, and the rounding error of one exchange is added to the next. Without
             effect over shared memory and NCCL, in a sharded update, and on other dtypes.
         timeout_s: Longest wait for another rank, in seconds.
     """
@@ -231,18 +231,18 @@ class TrainingOptions(LocalOptions):
 class DdpConfig(TrainingOptions):
     """Options of ``Ddp.setup`` beyond its arguments.
 
-    They are those of ``TrainingOptions`` and ``LocalOptions``, and the following. Those that act in
-    CADENCE and ASYNC alone are refused with policy ``"sync"``.
+    They are those of ``TrainingOptions`` and ``LocalOptions``, and the following. Options that have
+    an effect only in CADENCE and ASYNC are refused with policy ``"sync"``.
 
     Attributes:
         gradient_buckets: SYNC: labels with names of parameters, such as
             ``[("block 1", ["1.weight", "1.bias"]), ("block 0", ["0.weight"])]``: gradients are
-            exchanged in that order, those of a bucket at once, and what no bucket names at the end.
-            ``None`` exchanges all at once, and so does a sharded update, whose ranks each need the
-            sums of one part alone: ``sharded_update="off"`` exchanges in buckets everywhere.
+            exchanged in that order, those of a bucket at once, and parameters in no bucket last.
+            ``None`` exchanges all at once. So does a sharded update, whose ranks each need the sums
+            of one part only: with ``sharded_update="off"`` buckets are used everywhere.
         emulate_slow: Factor per rank by which to slow it on purpose, such as ``{1: 3.0}``.
-        stop_when: Asked after each micro-batch; when it returns true the team stops, dropping the
-            window that is being computed.
+        stop_when: Function that is called after each micro-batch; if it returns true, the team
+            stops and drops the window that is being computed.
         quiet: Do not print the team to stderr; warnings are always printed.
 
     Raises:
@@ -257,7 +257,7 @@ class DdpConfig(TrainingOptions):
     quiet: bool = False
 
     def with_speed_hint(self, slow_rank: int, ratio: float) -> Self:
-        """Return a copy that takes one rank for slower than all others, until it is measured.
+        """Return a copy in which one rank is assumed slower than all others until it is measured.
 
         Args:
             slow_rank: The slow rank.
@@ -287,7 +287,7 @@ class DdpConfig(TrainingOptions):
 
         Args:
             members: Member ids, by rank.
-            avoid_ones: Give no rank a micro-batch of one sample where that can be avoided.
+            avoid_ones: Avoid micro-batches of one sample if possible.
         """
         if self.partition_ratios is not None:
             return FixedShares(members, self.partition_ratios, avoid_ones=avoid_ones)
@@ -350,7 +350,7 @@ class DdpConfig(TrainingOptions):
             )
 
     def _fixed_shares(self) -> list[str]:
-        """Return the options given that need SYNC and ranks that stay."""
+        """Return the given options that need SYNC and a fixed team."""
         given = {
             "sharded_update": self.sharded_update == "on",
             "partition_ratios": self.partition_ratios is not None,
@@ -358,7 +358,7 @@ class DdpConfig(TrainingOptions):
         return [name for name, is_given in given.items() if is_given]
 
     def check_team(self, world_size: int) -> None:
-        """Refuse options that name ranks which are not there; on every rank alike.
+        """Refuse options that name ranks that do not exist; on every rank.
 
         Raises:
             ConfigError: Not one number for each rank, or a rank that the team does not have.

@@ -1,8 +1,8 @@
-"""The dashboard's server: the page, the document of each run, and requests to stop one.
+"""The dashboard's server: the page, the document of each run, and requests to stop a run.
 
-Nothing of a run is put into HTML: the page is the same for all, and its script sets names, messages
-and numbers as text. It asks for the document of a run again and again, and is answered that nothing
-has changed by its ETag.
+No content of a run is put into HTML: the page is the same for all runs, and its script sets names,
+messages and numbers as text. The script polls the document of a run; the ETag shows whether it has
+changed.
 """
 
 import asyncio
@@ -22,21 +22,21 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from evener.comm.addresses import LOOPBACK, is_loopback, open_port, parse_address
-from evener.dashboard.holders import ask_to_stop
-from evener.dashboard.shelf import Shelf
+from evener.dashboard.lock_owner import ask_to_stop
+from evener.dashboard.run_index import RunIndex
 from evener.dashboard.watching import RunWatch
 from evener.errors import LaunchError, UsageError
 from evener.run_report.page import page, policy
 from evener.team.terminal import say
 from evener.version import __version__
 
-#: Where the dashboard listens unless told otherwise; on a free port if that is taken.
+#: The default port; if it is taken, the dashboard listens on a free one.
 DEFAULT_PORT: Final = 8380
 
 _MOST_CONNECTIONS: Final = 512
-#: Most connections without an authorised request; the oldest is closed for a new one.
-_MOST_STRANGERS: Final = 64
-#: Runs that are kept in memory; the one that was asked for longest ago goes first.
+#: Most connections without an authorised request; beyond it, the oldest is closed.
+_MOST_UNAUTHORISED: Final = 64
+#: Runs that are kept in memory; the least recently requested one is dropped first.
 _MOST_KEPT: Final = 16
 _HEADERS: Final = [
     ("Content-Security-Policy", f"{policy(is_live=True)}; frame-ancestors 'none'"),
@@ -47,27 +47,27 @@ _HEADERS: Final = [
 ]
 
 
-def serve(shelf: Shelf, address: str | None, token: bytes) -> None:
+def serve(index: RunIndex, address: str | None, token: bytes) -> None:
     """Serve the dashboard until a signal ends this process.
 
     Args:
-        shelf: The runs.
+        index: The runs.
         address: ``HOST`` or ``HOST:PORT`` to listen on; loopback without it.
-        token: Who has it may ask runs to stop; on any address but loopback, only who has it may
-            look. If it is empty, which loopback alone allows, one is made up and printed.
+        token: Clients need it to stop runs and, on any address but loopback, to see them. If it
+            is empty, which only loopback allows, a random one is printed.
 
     Raises:
-        ConfigError: The address is none, or lacks a token.
-        LaunchError: It cannot listen there.
+        ConfigError: The address is invalid, or needs a token.
+        LaunchError: The dashboard cannot listen there.
     """
     host, port = parse_address(address or LOOPBACK, "--bind", may_bind=True)
     is_open = is_loopback(host)
     fragment = "" if token else f"#{quote(token := secrets.token_urlsafe(16).encode())}"
-    with _listen(host, port, is_guarded=not fragment) as door:
+    with _listen(host, port, is_guarded=not fragment) as listener:
         shown = f"[{host}]" if ":" in host else host
-        say(f"evener: dashboard at http://{shown}:{door.getsockname()[1]}/{fragment}")
+        say(f"evener: dashboard at http://{shown}:{listener.getsockname()[1]}/{fragment}")
         config = uvicorn.Config(
-            Dashboard(shelf, token, is_open=is_open).app(),
+            Dashboard(index, token, is_open=is_open).app(),
             loop="asyncio",
             http=BrowserConnection,
             ws="none",
@@ -78,46 +78,46 @@ def serve(shelf: Shelf, address: str | None, token: bytes) -> None:
             log_config=None,
             log_level="critical",
             limit_concurrency=_MOST_CONNECTIONS,
-            backlog=_MOST_STRANGERS,  # asyncio accepts so many at once: no more descriptors
+            backlog=_MOST_UNAUTHORISED,  # asyncio accepts so many at once, each with a descriptor
             timeout_graceful_shutdown=1,
         )
-        uvicorn.Server(config).run(sockets=[door])
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 class BrowserConnection(H11Protocol):  # type: ignore[misc]
-    """A connection that is closed for a newer one, unless it serves an authorised request.
+    """A connection that may be closed for a newer one, unless it serves an authorised request.
 
-    Connections on which a request never ends would otherwise reach the limit, and keep all others
-    out.
+    Otherwise connections on which a request never ends would reach the limit of connections, and
+    block all further ones.
     """
 
     @property
-    def is_stranger(self) -> bool:
+    def is_unauthorised(self) -> bool:
         """Whether it serves no authorised request."""
         is_idle = self.cycle is None or self.cycle.response_complete
         return is_idle or not self.scope["state"].get("may_look")
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Close the strangers that came first, if they are too many with this one."""
+        """Close the oldest unauthorised connections, if there are too many with this one."""
         self.came_s = time.monotonic()
         super().connection_made(transport)
-        strangers = [one for one in self.server_state.connections if one.is_stranger]
-        strangers.sort(key=lambda one: one.came_s)
-        for one in strangers[:-_MOST_STRANGERS]:
+        unauthorised = [one for one in self.server_state.connections if one.is_unauthorised]
+        unauthorised.sort(key=lambda one: one.came_s)
+        for one in unauthorised[:-_MOST_UNAUTHORISED]:
             one.transport.abort()
 
 
 class Dashboard:
-    """Answers requests about the runs of a shelf.
+    """Answers requests about runs.
 
     Args:
-        shelf: The runs.
+        index: The runs.
         token: See ``serve``.
-        is_open: Whether who reaches the server on loopback may look without the token.
+        is_open: Whether clients on loopback may see runs without the token.
     """
 
-    def __init__(self, shelf: Shelf, token: bytes, *, is_open: bool) -> None:
-        self._shelf = shelf
+    def __init__(self, index: RunIndex, token: bytes, *, is_open: bool) -> None:
+        self._index = index
         self._token = token
         self._is_open = is_open
         self._watches: dict[Path, RunWatch] = {}
@@ -139,13 +139,13 @@ class Dashboard:
     async def _list(self, request: Request) -> Response:
         if not self._may_look(request):
             return _refuse(401, "the token is missing or wrong")
-        names = await asyncio.to_thread(self._shelf.names)
+        names = await asyncio.to_thread(self._index.names)
         return JSONResponse({"runs": names, "version": __version__})
 
     async def _run(self, request: Request) -> Response:
         if not self._may_look(request):
             return _refuse(401, "the token is missing or wrong")
-        folder = await asyncio.to_thread(self._shelf.find, request.path_params["name"])
+        folder = await asyncio.to_thread(self._index.find, request.path_params["name"])
         if folder is None:
             return _refuse(404, "there is no such run here")
         watch = self._watches.pop(folder, None) or RunWatch(folder)
@@ -164,14 +164,14 @@ class Dashboard:
     async def _stop(self, request: Request) -> Response:
         if not self._has_token(request):
             return _refuse(401, "the token is missing or wrong")
-        folder = await asyncio.to_thread(self._shelf.find, request.path_params["name"])
+        folder = await asyncio.to_thread(self._index.find, request.path_params["name"])
         if folder is None:
             return _refuse(404, "there is no such run here")
         try:
-            said = await asyncio.to_thread(ask_to_stop, folder)
+            message = await asyncio.to_thread(ask_to_stop, folder)
         except UsageError as error:
             return _refuse(409, str(error))
-        return JSONResponse({"said": said})
+        return JSONResponse({"message": message})
 
     def _has_token(self, request: Request) -> bool:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
@@ -180,8 +180,8 @@ class Dashboard:
         return is_right
 
     def _may_look(self, request: Request) -> bool:
-        # A page from elsewhere can give its own name the address of loopback, and ask then; but
-        # browsers tell which name they asked for.
+        # A page from another site can point its own host name at loopback (DNS rebinding); but
+        # browsers send the host name that they asked for.
         is_local = self._is_open and is_loopback(request.url.hostname or "")
         request.state.may_look = is_local or self._has_token(request)
         return bool(request.state.may_look)

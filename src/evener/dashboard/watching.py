@@ -1,4 +1,4 @@
-"""One run as it is read for the page: its file, what it holds so far, and who is at work."""
+"""Read one run for the dashboard's page, and build its document."""
 
 import gzip
 import hashlib
@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from evener.config.folders import SUMMARY
-from evener.dashboard.holders import find_holder
+from evener.dashboard.lock_owner import find_lock_owner
 from evener.errors import EvenerError
 from evener.run_report.writing import RunReader
 from evener.version import __version__
 
 INTERVAL_S: Final = 1.0
-"""A run is read at most once in so many seconds, however many look at it."""
+"""Least seconds between two reads of a run, however many clients ask for it."""
 
 _MOST_PART: Final = 0.1
-"""After a look that took long, the next one comes later: it takes no larger part of a core."""
+"""Most of a core that reading may use: after a slow read, the next one is later."""
 
 _DIVISOR: Final = 20
-"""The page is sent again whenever it changes, so it has so much less room than a report."""
+"""How much less a page may hold than a report: it is sent again whenever it changes."""
 
 
 class Answer(NamedTuple):
-    """The document of a page as JSON, its ETag, and the same compressed."""
+    """The document of a page as JSON, its ETag, and the compressed document."""
 
     document: bytes
     tag: str
@@ -33,10 +33,10 @@ class Answer(NamedTuple):
 
 
 class RunWatch:
-    """Reads a run and makes the document of its page, once for all who ask.
+    """Reads a run and makes the document of its page, once for all clients.
 
     Args:
-        folder: Of the run.
+        folder: The run folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +47,7 @@ class RunWatch:
         self._answer = Answer(b"", "", b"")
 
     def answer(self) -> Answer:
-        """Return the newest document; any thread may ask."""
+        """Return the newest document; any thread may call it."""
         with self._reading:
             if (began_s := time.monotonic()) >= self._next_s:
                 try:
@@ -72,10 +72,12 @@ class RunWatch:
     def _read(self) -> dict[str, Any]:
         if self._reader.follower.is_replaced():
             self._begin()
-        # Only the driver of jobs locks its folder, and writes checkpoints and a summary; loops
-        # of the user's own do not, so of these it is not known whether they run.
+        # Only `tasks/job.py` locks its folder, and writes checkpoints and a summary. The user's
+        # own loops do not, so it is unknown whether they still run.
         is_job = any((self._folder / name).exists() for name in ("checkpoints", SUMMARY))
-        is_running = True if find_holder(self._folder) is not None else False if is_job else None
+        is_running = (
+            True if find_lock_owner(self._folder) is not None else False if is_job else None
+        )
         name = self._folder.name
         run = self._reader.document(name, divisor=_DIVISOR, is_running=is_running)
         return {"runs": [run]}

@@ -79,11 +79,11 @@ class ItemStore(ABC):
 
     @abstractmethod
     def free(self, place: Any) -> None:
-        """Let go of what does not go with ``place`` itself."""
+        """Release what is not released with ``place`` itself."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let all go; idempotent."""
+        """Release everything; idempotent."""
 
 
 @final
@@ -110,7 +110,7 @@ class MemoryStore(ItemStore):
 
 @final
 class DiskStore(ItemStore):
-    """A file without a name, which goes with this process, however that ends.
+    """A file without a name, which the system removes when this process ends.
 
     An item is a line of JSON with its plain values, and its tensors as safetensors.
 
@@ -171,7 +171,7 @@ class DiskStore(ItemStore):
                 pages.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Give the file up; idempotent."""
+        """Close the file; idempotent."""
         self._file.close()
 
 
@@ -208,7 +208,7 @@ class Cache:
     Args:
         store: Where they are held.
         name: The data set's, for messages.
-        option: What the user has said, for messages.
+        option: The user's ``cache``, for messages.
         copies: Whether tensors are handed out as copies, for a ``collate_fn`` that may change them.
 
     Attributes:
@@ -268,7 +268,7 @@ class Cache:
         self._fresh.clear()
 
     def fit(self) -> None:
-        """Let samples go if others need the memory."""
+        """Drop samples if other programs need the memory."""
         for index in self.held.fit(self._store.free_bytes()):
             self._store.free(self._places.pop(index))
 
@@ -284,7 +284,7 @@ class Cache:
         return self._remark
 
     def close(self) -> None:
-        """Let all go; idempotent."""
+        """Drop all samples; idempotent."""
         self._places.clear()
         self._store.close()
 
@@ -343,7 +343,7 @@ class CachedFetcher(Fetcher):
         return Pending(self, epoch, wanted, partial(self._load, missing, coming))
 
     def close(self) -> None:
-        """End the other fetcher, and let all samples go; idempotent."""
+        """End the other fetcher, and drop all samples; idempotent."""
         self._fetcher.close()
         self._cache.close()
 

@@ -1,4 +1,4 @@
-"""One cursor over the data: every sample of an epoch exactly once, whoever computes it.
+"""One cursor over the data: every sample of an epoch exactly once, on whichever rank.
 
 An epoch is one seeded permutation of the sample indices (``order.py``), of which only positions
 count here. They are leased to windows and committed when their window is;
@@ -122,7 +122,7 @@ class Cursor:
     def begin(self, epoch: int, *, abandon: bool = False) -> bool:
         """Move planning to ``epoch``.
 
-        An epoch that nobody has begun may be passed over; it then counts as committed.
+        An epoch that no rank has begun may be skipped; it then counts as committed.
 
         Args:
             epoch: The epoch.
@@ -219,7 +219,7 @@ class Cursor:
         return state.get("num_samples") == self.num_samples and state.get("seed") == self.seed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``; outstanding leases are dropped.
+        """Continue from ``state``; outstanding leases are dropped.
 
         Raises:
             CheckpointError: The state is for another data set or seed.

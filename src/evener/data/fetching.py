@@ -4,7 +4,7 @@ The training loop plans ahead and submits what it will need. A fetcher loads it 
 thread, in a background thread, or in worker processes, as torch's ``DataLoader`` does.
 
 Randomness is derived, not stored: before each ``dataset[index]`` the generators that augmentation
-usually draws from are seeded from (seed, epoch, index). A sample is then the same whoever loads it,
+usually draws from are seeded from (seed, epoch, index). A sample is then the same anywhere,
 whatever was loaded before it, and after a resume. Data sets that draw nothing are not seeded; the
 first batch that draws is loaded once more, seeded.
 """
@@ -62,8 +62,8 @@ class Recipe:
         collate_fn: Makes one batch of a list of samples.
         seed: Seed of the run; with epoch and index it fixes the randomness of each sample.
         name: The data set's, for messages.
-        draws: Whether the data set or ``collate_fn`` was seen to draw random numbers.
-        watch: Notices that it does.
+        draws: Whether the data set or ``collate_fn`` has drawn random numbers.
+        watch: Detects that.
     """
 
     dataset: Any
@@ -331,7 +331,7 @@ class Worker:
                 self._process.join(1.0)
                 raise DataError(
                     f"{self._process.name} (pid {self.pid}, exit code {self._process.exitcode}) "
-                    f"does not answer: {describe(error)}. Its own output above may say why. Where "
+                    f"does not answer: {describe(error)}. Its own output above may show why. Where "
                     "memory or /dev/shm is full, use fewer workers or smaller batches. "
                     f"{_PLAIN_DATA}"
                 ) from error
@@ -346,7 +346,7 @@ class Worker:
         if self._in_use.acquire(timeout=1.0):
             self._connection.close()
         self._process.join()
-        # What it was killed over before its shared memory lost its name.
+        # Shared memory that still has a name because the process was killed.
         for segment in Path("/dev/shm").glob(f"torch_{self.pid}_*"):
             segment.unlink(missing_ok=True)
         self._process.close()
@@ -377,7 +377,7 @@ def _serve(recipe: Recipe, connection: Connection, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent is gone: nobody reads what it loads."""
+    """End this process when its parent is gone: no one reads what it loads."""
     while os.getppid() == parent:
         time.sleep(_ORPHAN_CHECK_S)
     os._exit(0)
@@ -407,7 +407,7 @@ def make_fetcher(
     """
     recipe = Recipe(dataset, collate_fn or default_collate, seed, type(dataset).__qualname__)
     if num_workers == 0 and prefetch in ("auto", "inline"):
-        # The process's generators move: whoever trains seeds them after loading.
+        # The process's generators move: training seeds them after loading.
         return PlainFetcher([], inline=recipe.batch)
     if num_workers == 0 and prefetch == "thread":
         # Nothing is seeded: threads share the process's generators with training.

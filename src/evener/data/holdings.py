@@ -1,4 +1,4 @@
-"""What a cache holds, and what it must let go: decided from sizes, uses and free memory alone.
+"""What a cache holds, and what it must drop: decided from sizes, uses and free memory alone.
 
 A cache may hold as much as it leaves free. So R caches that grow side by side in one memory end
 with equal parts of it and leave one more part, whatever R is. Pure: no torch, no clock, no I/O.
@@ -17,7 +17,7 @@ class Holdings:
 
     Attributes:
         num_bytes: Sum of the sizes.
-        is_full: Whether an item has been turned away, or let go.
+        is_full: Whether an item has been refused, or dropped.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Holdings:
         """Adapt to the memory that is free now, beside what is held.
 
         Returns:
-            The items that are to be let go, and are not held any more: those that were used least.
+            The items to drop, which are not held any more: those that were used least.
         """
         # Half: what is added to the one is missing from the other.
         self._allowance = max(0, free_bytes - self.num_bytes) // 2

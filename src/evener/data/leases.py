@@ -9,11 +9,11 @@ from evener.errors import ProtocolError
 
 
 class LeaseBook:
-    """Who holds which batches of the epoch.
+    """Which rank holds which batches of the epoch.
 
     A batch is the samples of one local step, and is done as a whole. Every rank keeps an equal book
-    and drives it with the same numbers. A rank works its queue off from the front; what it has done
-    of it is a prefix, which is *retired* when a window closes. Queues are filled up at the back,
+    and drives it with the same numbers. A rank works through its queue from the front; what it has
+    done is a prefix, which is *retired* when a window closes. Queues are filled up at the back,
     ahead of need. Batches are handed on only on request: at the tail of an epoch.
 
     Args:

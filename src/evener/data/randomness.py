@@ -32,7 +32,7 @@ def seed_training(seed: int) -> None:
     """Seed torch's CPU generator for what a model draws, such as dropout.
 
     Where ranks are threads, another one may be loading samples: it draws what follows from its own
-    seed, and is not told that its data set has drawn.
+    seed, and does not learn that its data set has drawn.
     """
     with generators_lock:
         # Not torch.manual_seed: for each kind of accelerator that is not in use it formats a
@@ -41,10 +41,10 @@ def seed_training(seed: int) -> None:
 
 
 class DrawWatch:
-    """Tells whether random numbers are drawn, without the cost of seeding the generators.
+    """Detects whether random numbers are drawn, without the cost of seeding the generators.
 
     Twins of Python's and of NumPy's generator draw what those would draw next: while they agree,
-    nobody else has drawn.
+    no other code has drawn.
     """
 
     def __init__(self) -> None:

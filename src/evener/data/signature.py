@@ -16,7 +16,7 @@ from evener.errors import DataError
 
 #: Items that are read at most, beside the first and the last one.
 _NUM_DRAWN: Final = 6
-#: No further item is read after so many seconds.
+#: Seconds after which no further item is read.
 _READING_S: Final = 0.5
 
 
@@ -29,7 +29,7 @@ def sign(fetcher: Fetcher, num_samples: int) -> dict[str, Any]:
     facts; those that two workers both give are compared.
 
     Args:
-        fetcher: Reads the items. One that cannot be read is left out: training will say so.
+        fetcher: Reads the items. One that cannot be read is left out: training will report it.
         num_samples: Items of the data set.
     """
     facts: dict[str, Any] = {"data length": num_samples}

@@ -21,13 +21,13 @@ from evener.observe.numbers import human_bytes, human_count
 from evener.team.nodes import DEFAULT_PORT
 from evener.team.terminal import printable
 
-#: Number of the JSON's form; a later form may have more fields, not others.
+#: Version of the JSON; a later version may have further fields.
 FORM: Final = 3
 
 _MEETING: Final = (
     "run `evener doctor --listen ADDR --token-file FILE` on one machine, with an address that the "
     "other one can reach, and `evener doctor ADDR --token-file FILE` on the other; without ADDR it "
-    "listens on loopback alone. Firewalls must let both connect to each other, on any port"
+    "listens only on loopback. Firewalls must let both connect to each other, on any port"
 )
 
 
@@ -38,8 +38,8 @@ class Diagnosis:
     Attributes:
         here: This host.
         there: The other host, if there is one and it has answered.
-        link: To it.
-        problems: What is wrong.
+        link: The link to it.
+        problems: The problems that were found.
     """
 
     here: HostFacts
@@ -48,12 +48,12 @@ class Diagnosis:
     problems: tuple[Problem, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, as values that ``json.dumps`` accepts."""
+        """Return everything as values that ``json.dumps`` accepts."""
         document: dict[str, Any] = strict_json(self)
         return {"form": FORM, **document}
 
     def json_text(self) -> str:
-        """Return the JSON for programs."""
+        """Return the JSON as text."""
         return json.dumps(self.to_json(), indent=2, allow_nan=False)
 
     def for_people(self) -> str:
@@ -82,13 +82,13 @@ def diagnose(address: str | None, token: bytes, *, listens: bool = False) -> Dia
     """Examine this host; with another machine, also the host there and the link to it.
 
     Args:
-        address: Of the machine that listens, as ``HOST`` or ``HOST:PORT``. Without it, this host is
-            examined alone, or listens on loopback.
-        token: What both machines must know; empty for none.
+        address: Address of the machine that listens, as ``HOST`` or ``HOST:PORT``. Without it, only
+            this host is examined, or it listens on loopback.
+        token: The token that both machines must know; empty for none.
         listens: Whether this machine waits for another one.
 
     Raises:
-        ConfigError: ``address`` is not an address, or is to be listened on and lacks a token.
+        ConfigError: ``address`` is invalid, or this machine would listen on it without a token.
     """
     host, port = parse_address(address or LOOPBACK, "ADDR")
     here = examine_host()

@@ -30,7 +30,7 @@ _SHM: Final = Path("/dev/shm")
 
 
 def examine_host() -> HostFacts:
-    """Return what this host is like; it takes seconds, and a minute where NCCL is tried."""
+    """Return the facts of this host; it takes seconds, or a minute if NCCL is tried."""
     group = read_group_limits()
     accelerators = [
         torch.device(name, number)
@@ -70,7 +70,7 @@ def _examine_device(device: torch.device) -> DeviceFacts:
         architecture = kind.architecture(device)
         total = float(torch.ones(64, device=device).sum())
         failure = "" if total == 64 else f"the sum of 64 ones is {total:g}"
-    except RuntimeError as error:  # without kernels for it, free memory, or a driver that fits
+    except RuntimeError as error:  # no kernels for it, no free memory, or no matching driver
         failure = first_line(error)
     return DeviceFacts(
         name=str(device),
@@ -88,7 +88,7 @@ def _runtime() -> str:
 
 
 def _try_exchange(gpus: list[torch.device], devices: tuple[DeviceFacts, ...]) -> ExchangeTrials:
-    # If a card does not compute alone, report that problem, and not NCCL.
+    # If a card does not compute by itself, report that problem, and not NCCL.
     tries_nccl = len(gpus) > 1 and not any(d.failure for d in devices) and bool(nccl_version())
     return try_exchange(gpus if tries_nccl else [torch.device("cpu")] * 2, timeout_s=_TRIALS_S)
 
@@ -96,7 +96,7 @@ def _try_exchange(gpus: list[torch.device], devices: tuple[DeviceFacts, ...]) ->
 def _addresses() -> tuple[str, ...]:
     addresses = []
     for each in [one.address for found in psutil.net_if_addrs().values() for one in found]:
-        with suppress(ValueError):  # of a network card, not of a host
+        with suppress(ValueError):  # an address of a network card, not of a host
             number = ip_address(each.partition("%")[0])
             if not (number.is_loopback or number.is_link_local):
                 addresses.append(str(number))

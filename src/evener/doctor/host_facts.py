@@ -1,7 +1,7 @@
 """Facts about a host, and about the link to another: plain values, as in the JSON.
 
 ``None`` means unknown, or a limit that is not set. A field whose name ends in ``failure`` holds the
-reason why something does not work, and is empty where it works.
+reason why something does not work, and is empty if it works.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ class DeviceFacts:
 
     Attributes:
         name: Torch's name for it, such as ``cuda:0``.
-        model: What it is, for people.
-        memory_bytes: Its memory, or that of the host for the CPU; 0 where torch cannot tell.
-        architecture: What kernels are compiled for, such as ``sm_61`` or ``gfx1030``; empty where
-            torch does not tell.
+        model: Its model, as text.
+        memory_bytes: Its memory, or that of the host for the CPU; 0 if unknown.
+        architecture: What kernels are compiled for, such as ``sm_61`` or ``gfx1030``; empty if
+            unknown.
         failure: Why a small computation does not work there.
     """
 
@@ -36,7 +36,7 @@ class ExchangeTrials:
         gloo_failure: Over Gloo and loopback.
         memory_failure: Through shared memory that has no name.
         nccl_failure: Over NCCL, with a rank for each GPU; empty, too, if that was not tried.
-        nccl_tried: Whether there were two GPUs or more, all of which compute.
+        nccl_tried: Whether there were two GPUs or more, all of which work.
     """
 
     gloo_failure: str = ""
@@ -55,20 +55,19 @@ class HostFacts:
         versions: Of Python, torch and evener.
         devices: The CPU, then accelerators.
         devices_shown: Accelerators that device files and ``CUDA_VISIBLE_DEVICES`` show.
-        runtime: What torch was built for, ``CUDA 12.8`` or ``ROCm 6.4``; empty for neither.
+        runtime: Runtime that torch was built for, ``CUDA 12.8`` or ``ROCm 6.4``; empty for none.
         architectures: Architectures of GPUs for which torch holds kernels.
-        nccl: Version of NCCL or RCCL, such as ``2.29``; empty where there is none to be used.
+        nccl: Version of NCCL or RCCL, such as ``2.29``; empty without one.
         exchange: Ways to exchange.
         addresses: IP addresses of its interfaces, without loopback.
-        open_files: Descriptors that a process may have.
-        processes: Processes and threads of the user, or of its control group.
+        open_files: Most descriptors of a process.
+        processes: Most processes and threads of the user, or of its control group.
         cpus: CPUs' worth of time of its control group.
-        shm_bytes: Size of ``/dev/shm``, through which workers of a ``DataLoader`` hand over
-            samples.
+        shm_bytes: Size of ``/dev/shm``, through which workers of a ``DataLoader`` pass samples.
         cores: Cores of the machine, as the system counts them.
-        usable_cores: Those on which this process may run.
+        usable_cores: Cores on which this process may run.
         memory_bytes: Memory of the machine.
-        free_bytes: What a new process can have of it, the limit of its control group included.
+        free_bytes: Memory that a new process can use, within the limit of its control group.
     """
 
     host: str
@@ -102,9 +101,9 @@ class MeasuredLink:
 
     Attributes:
         backend: How they exchange: ``"gloo"``, ``"nccl"``, or ``"shared"`` on one host.
-        reason: Why in this way.
+        reason: Why this backend was chosen.
         row_s: Median seconds until both have the other's row.
-        bytes_per_s_there: Bytes of a broadcast from here that arrived there, per second.
+        bytes_per_s_there: Bytes per second of a broadcast from here to there.
         bytes_per_s_here: The same in the other direction.
     """
 

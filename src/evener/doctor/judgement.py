@@ -8,7 +8,7 @@ from evener.doctor.host_facts import DeviceFacts, HostFacts, MeasuredLink
 
 _FEWEST_FILES: Final = 1024
 _FEWEST_PROCESSES: Final = 512
-_LEAST_SHM: Final = 256 << 20  # containers have 64 MiB unless told otherwise
+_LEAST_SHM: Final = 256 << 20  # containers have 64 MiB by default
 _LEAST_MEMORY: Final = 1 << 30
 _LONGEST_ROW_S: Final = 0.005
 _LEAST_BYTES_PER_S: Final = 50e6  # below half of a gigabit link
@@ -16,7 +16,7 @@ _LEAST_BYTES_PER_S: Final = 50e6  # below half of a gigabit link
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that keeps a run from starting, or from being as fast as it could be.
+    """Something that prevents a run from starting, or slows it down.
 
     Attributes:
         where: ``here``, ``there`` or ``between`` the two.
@@ -33,17 +33,17 @@ _Finding = tuple[str, str]
 
 
 def judge_host(facts: HostFacts, where: Literal["here", "there"] = "here") -> list[Problem]:
-    """Return what is wrong with a host.
+    """Return the problems of a host.
 
     Args:
-        facts: What was found there.
+        facts: The facts of the host.
         where: Which host it is.
     """
     return [Problem(where, what, remedy) for what, remedy in _judge_host(facts)]
 
 
 def judge_pair(here: HostFacts, there: HostFacts, link: MeasuredLink) -> list[Problem]:
-    """Return what keeps two hosts from training together, or makes it slow."""
+    """Return problems that prevent two hosts from training together, or slow it down."""
     findings = _judge_pair(here, there, link)
     return [Problem("between", what, remedy) for what, remedy in findings]
 
@@ -52,12 +52,12 @@ def has_kernels(architecture: str, built_for: tuple[str, ...]) -> bool:
     """Return whether a build of torch can compute on GPUs of an architecture.
 
     A kernel for CUDA's ``sm_80`` runs on every 8.x from 8.0 on. ``compute_80`` is translated by the
-    driver for anything newer. Names with a letter at their end (``sm_90a``) hold for that one
-    alone. ROCm's kernels run on the very architecture that they were compiled for.
+    driver for anything newer. Names with a letter at their end (``sm_90a``) are for that
+    architecture only. ROCm's kernels run only on the architecture that they were compiled for.
 
     Args:
         architecture: Such as ``sm_61`` or ``gfx1030``.
-        built_for: What the build names.
+        built_for: The architectures of the build.
     """
     if architecture in built_for:
         return True
@@ -100,13 +100,13 @@ def _judge_host(facts: HostFacts) -> Iterator[_Finding]:
     num_cuda = sum(device.name.startswith("cuda") for device in facts.devices)
     if num_cuda > 1 and not facts.nccl:
         yield (
-            f"{num_cuda} GPUs, but torch was built without NCCL: they exchange by host memory",
+            f"{num_cuda} GPUs, but torch was built without NCCL: they exchange through host memory",
             "install another build of torch",
         )
     if trials.nccl_failure:
         yield (
             f"the GPUs cannot exchange over NCCL: {trials.nccl_failure}",
-            "NCCL_DEBUG=INFO tells more; where copies between cards are blocked, "
+            "NCCL_DEBUG=INFO shows details; if copies between cards are blocked, "
             "NCCL_P2P_DISABLE=1 helps",
         )
     if trials.memory_failure:
@@ -139,7 +139,7 @@ def _judge_host(facts: HostFacts) -> Iterator[_Finding]:
         )
     if facts.free_bytes < _LEAST_MEMORY:
         yield (
-            f"{_mebibytes(facts.free_bytes)} of memory are free; a rank takes half a gigabyte",
+            f"{_mebibytes(facts.free_bytes)} of memory are free; a rank needs half a gigabyte",
             "end other programs, or give the container more memory",
         )
 
@@ -155,8 +155,8 @@ def _judge_device(device: DeviceFacts, facts: HostFacts) -> Iterator[_Finding]:
         )
     elif device.failure:
         yield (
-            f"{device.name} ({device.model}) does not compute: {device.failure}",
-            "end what else uses the device, fix its driver, or leave it out with devices=...",
+            f"{device.name} ({device.model}) does not work: {device.failure}",
+            "end other programs on the device, fix its driver, or leave it out with devices=...",
         )
 
 
@@ -167,13 +167,13 @@ def _judge_pair(here: HostFacts, there: HostFacts, link: MeasuredLink) -> Iterat
     mine, theirs = here.versions["torch"], there.versions["torch"]
     if mine != theirs:
         yield (
-            f"torch is {mine} here and {theirs} there; such ranks refuse one another",
+            f"torch is {mine} here and {theirs} there; a team refuses such ranks",
             "install the same version of torch on both",
         )
     if here.nccl and there.nccl and link.backend == "gloo":
         yield (
-            f"both have GPUs, but exchange by host memory, which is slower: {link.reason}",
-            "install the same build of torch on both; NCCL_DEBUG=INFO tells more, and "
+            f"both have GPUs, but exchange through host memory, which is slower: {link.reason}",
+            "install the same build of torch on both; NCCL_DEBUG=INFO shows details, and "
             "NCCL_SOCKET_IFNAME names the network that NCCL uses",
         )
     slowest = min(link.bytes_per_s_there, link.bytes_per_s_here)

@@ -1,4 +1,4 @@
-"""Two machines as a team of two ranks: they exchange their facts, and time how they exchange.
+"""Two machines as a team of two ranks, which exchange their facts and time their link.
 
 The machine that listens is rank 0 and hosts the coordinator; the other one is rank 1.
 """
@@ -36,24 +36,24 @@ _FACTS: Final = TypeAdapter(HostFacts)
 def examine_pair(
     host: str, port: int, here: HostFacts, token: bytes, *, listens: bool
 ) -> tuple[HostFacts, MeasuredLink]:
-    """Meet the other machine; both call it.
+    """Connect to the other machine; both call it together.
 
     Args:
         host: Name or number of the machine that listens.
         port: Its port.
-        here: What the other machine is told.
-        token: What both must know; needed unless ``host`` is loopback.
+        here: The facts of this machine, which are sent to the other one.
+        token: The token that both must know; needed unless ``host`` is loopback.
         listens: Whether this machine listens.
 
     Returns:
         The facts of the other machine, and the link to it.
 
     Raises:
-        ConfigError: This machine would listen on other than loopback without a token.
+        ConfigError: This machine would listen on another address than loopback without a token.
         LaunchError: It cannot listen, or the two cannot connect to each other.
         CollectiveError: The other machine is lost or does not answer.
     """
-    if listens:  # refuse here what the coordinator would refuse later
+    if listens:  # the coordinator would refuse it later
         open_port(host, port, program="evener doctor", is_guarded=bool(token)).close()
         address = join_address(host, port)
         say(f"evener: doctor listens; run `evener doctor {address}` on the other machine")
@@ -72,7 +72,7 @@ def examine_pair(
     timeout_s = LISTEN_S if listens else CALL_S
     comm, _ = connect_team(place, AverageBackend.AUTO, ApplyPolicy.SYNC, device, timeout_s)
     with comm:
-        comm.timeout_s = _ANSWER_S  # the other machine is there
+        comm.timeout_s = _ANSWER_S  # the other machine has connected
         hosts = comm.all_gather_json(asdict(here), what="facts of the hosts")
         return _FACTS.validate_python(hosts[1 - comm.rank]), _measure(comm, device)
 
@@ -94,9 +94,9 @@ def _measure(comm: Communicator, device: torch.device) -> MeasuredLink:
 
 
 def _speed_from(rank: int, comm: Communicator, device: torch.device) -> float:
-    """Return bytes per second of the first broadcast that takes long enough to tell."""
+    """Return bytes per second of the first broadcast that takes long enough to be measured."""
     num_bytes = _FIRST_BYTES
-    # Random numbers, because a tunnel may compress what repeats.
+    # Random numbers, because a tunnel may compress repeated bytes.
     sent = torch.randint(256, (_MOST_BYTES,), dtype=torch.uint8).to(device)
     comm.broadcast(sent[:num_bytes], rank, what="a first transfer")  # NCCL connects here
     while True:
@@ -104,7 +104,7 @@ def _speed_from(rank: int, comm: Communicator, device: torch.device) -> float:
         started = time.monotonic()
         comm.broadcast(sent[:num_bytes], rank, what="a transfer")
         took_s = time.monotonic() - started
-        # The sender may be done before all has arrived.
+        # The sender may have finished before all bytes have arrived.
         took_s = comm.all_gather_rows([took_s], what="seconds of a transfer")[1 - rank][0]
         if took_s >= _LONG_ENOUGH_S or num_bytes >= _MOST_BYTES:
             return num_bytes / max(1e-6, took_s)

@@ -1,6 +1,6 @@
-"""Try on this host how ranks exchange. Each rank is a process: ``python -m`` this module.
+"""Test exchanges between ranks of this host. Each rank is a process: ``python -m`` this module.
 
-A process can be ended whatever NCCL or a driver does.
+A process can be killed even if NCCL or a driver hangs.
 """
 
 import json
@@ -22,7 +22,7 @@ from evener.errors import EvenerError
 from evener.team.environment import DistributedTrainConfig
 from evener.team.fixed import meet
 
-#: More than travels beside the call itself, so that it takes the way of gradients.
+#: Too large for the message of the call itself, so that it is exchanged like gradients.
 _NUM_ELEMENTS: Final = 1 << 14
 
 
@@ -41,7 +41,7 @@ def try_exchange(devices: Sequence[torch.device], *, timeout_s: float) -> Exchan
             command = [sys.executable, "-P", "-m", __name__, str(rank), *place, str(device)]
             ranks.append(
                 subprocess.Popen(
-                    [*command, str(timeout_s / 2)],  # a rank that waits can say for whom
+                    [*command, str(timeout_s / 2)],  # so a waiting rank can name the missing one
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     text=True,
@@ -66,7 +66,7 @@ def try_exchange(devices: Sequence[torch.device], *, timeout_s: float) -> Exchan
 
 
 def _be_rank(rank: int, world_size: int, port: int, *, device: str, timeout_s: float) -> None:
-    """Be a rank of ``try_exchange``; write what has failed to standard output."""
+    """Run a rank of ``try_exchange``; write what has failed to standard output."""
     own, failures, trial = torch.device(device), {}, "gloo_failure"
     place = DistributedTrainConfig.of_rank(rank, world_size, coordinator_port=port)
     try:
@@ -78,7 +78,7 @@ def _be_rank(rank: int, world_size: int, port: int, *, device: str, timeout_s: f
                 trial = "nccl_failure"
                 kind_of(own).select(own)
                 failures[trial] = comm.add_nccl()
-    except Exception as error:  # whatever a driver's library raises is an outcome
+    except Exception as error:  # any error of a driver's library is a result
         failures[trial] = str(error) if isinstance(error, EvenerError) else first_line(error)
     os.write(1, json.dumps(failures).encode())
     os._exit(0)  # ending an NCCL group may hang

@@ -1,7 +1,7 @@
 """The speed of a rank's device, timed on matrix products before the first window.
 
 It never touches the user's model, loop or data: batch statistics, contrastive losses, compiled
-models and optimizers that take turns depend on what they are given. So it only compares ranks, and
+models and optimizers that alternate depend on what they are given. So it only compares ranks, and
 does not predict the time of the user's micro-batches. The first windows replace it.
 """
 

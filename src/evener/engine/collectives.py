@@ -24,13 +24,13 @@ class Collectives:
 
     After the set-up of a team, all exchanges use this class, except those of a window or of a
     change of the team. Each has a number. If a rank is lost in it, the remaining ranks repeat it,
-    unless one of them has its result: then all adopt that. An exchange needs all ranks, so no rank
+    unless one of them has its result: then all take that. An exchange needs all ranks, so no rank
     is ahead of another by more than one exchange.
 
     A rank exchanges nothing at a point of the script that the others passed before it joined.
 
     Args:
-        generations: Begin another generation where a rank is lost.
+        generations: Begin another generation if a rank is lost.
     """
 
     def __init__(self, generations: Generations) -> None:
@@ -51,7 +51,7 @@ class Collectives:
             timeout_s: Deadline; ``None`` for the communicator's.
 
         Returns:
-            Each rank's value, by rank and in rank order. Where a rank is lost meanwhile, those of
+            Each rank's value, by rank and in rank order. If a rank is lost meanwhile, those of
             the ranks that remain, or those of all.
 
         Raises:
@@ -59,7 +59,7 @@ class Collectives:
         """
         rounds = self._rounds
         if self._generations.is_alone:
-            self._tell_alone(what)
+            self._warn_alone(what)
             return {rounds.rank: value}
 
         def exchange() -> CollectiveResult:
@@ -68,20 +68,22 @@ class Collectives:
                 windows.settle()
             found = windows.meet(Purpose.ASK, what=what, timeout_s=timeout_s)
             own, members = [what, here(), value], rounds.team.members
-            told = rounds.comm.all_gather_json(own, what="answers", timeout_s=timeout_s)
-            if len({theirs for theirs, *_ in told}) > 1:
-                said = {rank: f"{w} at {p}" for rank, (w, p, _) in zip(members, told, strict=True)}
+            gathered = rounds.comm.all_gather_json(own, what="answers", timeout_s=timeout_s)
+            if len({theirs for theirs, *_ in gathered}) > 1:
+                doing = {
+                    rank: f"{w} at {p}" for rank, (w, p, _) in zip(members, gathered, strict=True)
+                }
                 rounds.state = rounds.state.end()
-                raise CollectiveMismatchError(wording.mismatch(found.rows, said))
-            answers = {rank: answer for rank, (*_, answer) in zip(members, told, strict=True)}
+                raise CollectiveMismatchError(wording.mismatch(found.rows, doing))
+            answers = {rank: answer for rank, (*_, answer) in zip(members, gathered, strict=True)}
             return CollectiveResult(answers=answers)
 
         return self._repeat(exchange).answers
 
-    def hear_main(self, what: str, value: Any, *, timeout_s: float | None = None) -> Any:
+    def take_from_main(self, what: str, value: Any, *, timeout_s: float | None = None) -> Any:
         """Return the value of the main rank; all that are present call it together.
 
-        Where that is lost meanwhile, the value of the next main rank.
+        If that rank is lost meanwhile, the value of the next main rank.
         """
         answers = self.ask(what, value, timeout_s=timeout_s)
         return answers.get(self._rounds.state.planner, value)
@@ -89,20 +91,20 @@ class Collectives:
     def ask_main(self, what: str, do: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
         """Let the main rank do something; all ranks that are present call it together.
 
-        Where that is lost meanwhile, the next main rank does it.
+        If that rank is lost meanwhile, the next main rank does it.
 
         Args:
             what: What it does, in words.
             do: Does it, and returns a result in JSON other than ``None``.
-            timeout_s: So long the others wait.
+            timeout_s: How long the others wait.
 
         Returns:
-            The result; ``None`` where the team has continued without this rank.
+            The result; ``None`` if the team has continued without this rank.
         """
         result, rounds = None, self._rounds
         while result is None and not self._generations.is_alone:
             own = do() if rounds.is_main else None
-            result = self.hear_main(what, own, timeout_s=timeout_s)
+            result = self.take_from_main(what, own, timeout_s=timeout_s)
         return result
 
     def gather_rows(
@@ -164,6 +166,6 @@ class Collectives:
             rounds.is_asking = before
         return rounds.latest
 
-    def _tell_alone(self, what: str) -> None:
+    def _warn_alone(self, what: str) -> None:
         text = _ALONE.format(what, here(), self._rounds.rank)
-        self._generations.windows.options.guards.tell_once(text)
+        self._generations.windows.options.guards.warn_once(text)

@@ -1,4 +1,4 @@
-"""Commits: a window is known to be applied on all ranks, and functions are told of it."""
+"""Commits: a window is known to be applied on all ranks, and functions are called for it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from evener.engine.rounds import Rounds
 from evener.engine.run_state import RunState
 from evener.engine.schedule import Schedule
 from evener.observe.sentences import describe
-from evener.planning.report import TOLD_LATER
+from evener.planning.report import LATE_FIELDS
 from evener.planning.stragglers import Straggler, StragglerWatch
 from evener.protocol.row import Row
 from evener.team.terminal import warn
@@ -32,7 +32,7 @@ class Commits:
         self._schedule = schedule
         self._observers: list[Callable[[WindowResult], None]] = []
         self._on_commit: list[Callable[[WindowResult], None]] = []
-        #: Windows of which it was not judged who was slow in them.
+        #: Windows for which slow ranks have not been looked for yet.
         self._unjudged: list[WindowResult] = []
         self._stragglers: tuple[Straggler, ...] = ()
         self.forget_speeds()
@@ -46,7 +46,7 @@ class Commits:
         self._observers.append(function)
 
     def forget_speeds(self) -> None:
-        """Forget how fast the ranks were: there may be other workers of the same numbers."""
+        """Forget how fast the ranks were: other workers may have their numbers now."""
         self._watch = StragglerWatch(self._rounds.team.world_size)
 
     def judge(self) -> None:
@@ -61,8 +61,8 @@ class Commits:
             found = tuple(one for one in judged if one.rank not in team.away)
             for one in found:
                 kind = "straggler_over" if one.is_over else "straggler"
-                person = team.people[one.rank]
-                place = f"{person.host}, {person.device}, {person.device_name}"
+                member = team.member_by_rank[one.rank]
+                place = f"{member.host}, {member.device}, {member.device_name}"
                 warn(str(describe({"type": kind, **one._asdict(), "member": place})))
             self._stragglers += found
         self._unjudged.clear()
@@ -82,21 +82,21 @@ class Commits:
         assert applied is not None
         for lease in applied.leases:
             run.open_cursor.commit(lease)
-        if rounds.state.is_parked or applied.result.window < run.num_told:
+        if rounds.state.is_parked or applied.result.window < run.num_notified:
             return
-        run.num_told = applied.result.window + 1
+        run.num_notified = applied.result.window + 1
         result = self._complete(applied.result, rows)
         self._unjudged.append(result)
         for observe in self._observers:
             observe(result)
         if self._on_commit:
-            self._tell(result)
+            self._notify(result)
 
     def _complete(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
         """Return the result with what ranks report of it a round later."""
         ranks = list(result.ranks)
         for rank, row in rows.items():
-            ranks[rank] = ranks[rank]._replace(**{k: getattr(row.report, k) for k in TOLD_LATER})
+            ranks[rank] = ranks[rank]._replace(**{k: getattr(row.report, k) for k in LATE_FIELDS})
         found, self._stragglers = self._stragglers, ()
         cadence = result.cadence
         if cadence is not None:
@@ -104,7 +104,7 @@ class Commits:
             cadence = replace(cadence, divergence=divergence)
         return replace(result, ranks=tuple(ranks), stragglers=found, cadence=cadence)
 
-    def _tell(self, result: WindowResult) -> None:
+    def _notify(self, result: WindowResult) -> None:
         """Call the functions of ``on_commit``."""
         is_local = result.cadence is not None
         if is_local:

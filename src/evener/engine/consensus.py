@@ -36,7 +36,7 @@ class Consensus(ABC):
 
     @abstractmethod
     def shown(self) -> AbstractContextManager[None]:
-        """Show it in the model, in a ``with`` block."""
+        """Show the consensus in the model, in a ``with`` block."""
 
     @abstractmethod
     def tensors(self, *, at_rest: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -53,20 +53,20 @@ class Consensus(ABC):
 
     @abstractmethod
     def accept(self) -> None:
-        """Take the present model for it, as after a load."""
+        """Make the present model the consensus, as after a load."""
 
     @abstractmethod
     def reset_model(self) -> None:
-        """Bring the model back to it, also where tensors of ``held`` have arrived."""
+        """Reset the model to the consensus, also after tensors of ``held`` have arrived."""
 
-    def adopt(self) -> None:
+    def add_unfrozen(self) -> None:
         """Take in parameters that have become trainable."""
-        self._flat.adopt()
+        self._flat.add_unfrozen()
 
     def digest(self, *, at_rest: bool = False) -> int:
-        """Return a hash of all of it, below 2**53; see ``tensors``."""
+        """Return a hash of the whole consensus, below 2**53; see ``tensors``."""
         if not at_rest:  # ranks that have not computed since parameters were unfrozen hold less
-            self.adopt()
+            self.add_unfrozen()
         return self.check.digest(*self.tensors(at_rest=at_rest))
 
     def digest_if_due(self, window: int, *, at_rest: bool = False) -> float:
@@ -85,7 +85,7 @@ class Consensus(ABC):
 
 @final
 class SyncConsensus(Consensus):
-    """That of SYNC: parameters are equal at all times.
+    """The consensus of SYNC: parameters are equal at all times.
 
     Buffers move on with this rank's part of the next window.
     """
@@ -106,7 +106,7 @@ class SyncConsensus(Consensus):
         yield from self._training.frozen()
 
     def accept(self) -> None:
-        """Take the buffers as they are for the agreed ones."""
+        """Make the present buffers the agreed ones."""
         self._buffers.reset()
 
     def reset_model(self) -> None:
@@ -176,7 +176,7 @@ class Replica(Consensus):
         self._num_taken = 0
         #: How often this rank has gone back to the consensus.
         self._num_resets = 0
-        self.adopt()
+        self.add_unfrozen()
 
     def move(self, comm: Communicator) -> None:
         """Put exchanged tensors into memory that other ranks can map."""
@@ -184,9 +184,9 @@ class Replica(Consensus):
         self._scratch = [comm.allocate(s.numel(), s.dtype, s.device) for s in self._scratch]
 
     @torch.no_grad()
-    def adopt(self) -> None:
+    def add_unfrozen(self) -> None:
         """Take in parameters that have become trainable, before their first step."""
-        self._flat.adopt()
+        self._flat.add_unfrozen()
         for group in self._flat.groups[len(self.consensus) :]:
             self.consensus.append(group.data.clone())
             size, dtype, device = group.data.numel(), group.data.dtype, group.data.device
@@ -198,7 +198,7 @@ class Replica(Consensus):
     @torch.no_grad()
     def snapshot(self) -> Drift:
         """Take this rank's differences from the consensus as they are now."""
-        self.adopt()
+        self.add_unfrozen()
         self._ahead = []
         for group, agreed, scratch, kept in self._groups():
             kept.copy_(group.data)
@@ -330,7 +330,7 @@ class Replica(Consensus):
 
     @torch.no_grad()
     def accept(self) -> None:
-        """Take the model as it is for the consensus (after a load or a broadcast)."""
+        """Make the present model the consensus, after a load or a broadcast."""
         for group, agreed, *_ in self._groups():
             agreed.copy_(group.data)
         self._buffers.reset()
@@ -342,7 +342,7 @@ class Replica(Consensus):
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the consensus."""
-        self.adopt()
+        self.add_unfrozen()
         yield from (("parameters", agreed) for agreed in self.consensus)
         yield from (("buffers", agreed) for agreed in self._buffers.agreed)
         yield from self._training.frozen()

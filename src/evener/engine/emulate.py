@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from evener.errors import ConfigError
 
-#: Longest time that a rank which is emulated slower does not look whether it was told to stop.
+#: Longest time that a rank which is emulated slower does not look whether it was asked to stop.
 SLICE_S = 0.1
 
 #: Set by ``evener launch --emulate-slow``: its texts, with commas between them.
@@ -73,7 +73,7 @@ class Slowdown:
     Args:
         factor: How many times as long compute shall take; 1 adds nothing.
         clock: Seconds of compute so far, such as ``time.perf_counter`` for work on a GPU.
-        stop_requested: Whether this rank was told to stop; a signal's handler may make it true.
+        stop_requested: Whether this rank was asked to stop; a signal's handler may make it true.
             Then a sleep ends within ``SLICE_S``, however long it was to be.
     """
 

@@ -46,7 +46,7 @@ class Engine(ABC):
         rounds: Exchange rows; they hold the state of the team, as this rank knows it.
         run: What the team has applied and learnt.
         consensus: What all ranks have agreed on.
-        commits: Commit windows, and tell functions of it.
+        commits: Commit windows, and call functions that follow commits.
         generations: Change the team.
         collectives: Exchanges outside of windows.
         training: What this rank trains with, of which ``flat``, ``buffers`` and ``optimizers`` are
@@ -56,7 +56,8 @@ class Engine(ABC):
         whole_micro_batches: Of how many samples the shares of SYNC are multiples; 0 for any share.
         commits_at_once: Whether each window of SYNC is committed by a round of its own, before
             anything of the next window is computed.
-        max_steps: Optimizer steps of the run, as ``turns`` counts them; ``None`` for any.
+        max_steps: Most optimizer steps of the run, as ``optimizer_steps`` counts them; ``None`` for
+            no limit.
         share: The micro-batches between two updates, while they are computed.
         spans: What this rank's time goes to in a window.
         known_sizes: Sizes of micro-batches that this rank has computed; see ``Share``.
@@ -121,9 +122,9 @@ class Engine(ABC):
         return self.run.progress.window
 
     @property
-    def turns(self) -> int:
+    def optimizer_steps(self) -> int:
         """Return what ``max_steps`` limits: the team's optimizer steps, skipped ones included."""
-        return self.run.progress.turns
+        return self.run.progress.optimizer_steps
 
     @property
     def is_training(self) -> bool:
@@ -134,7 +135,7 @@ class Engine(ABC):
         """Derive what the model draws next, such as dropout, from a micro-batch's place.
 
         Args:
-            *place: What tells the micro-batch from all others, on the CPU's generator and on that
+            *place: What identifies the micro-batch, on the CPU's generator and on that
                 of each kind of device that the model lies on.
         """
         seed = derive_seed(*place)
@@ -163,7 +164,8 @@ class Engine(ABC):
         Args:
             cursor: The data position.
             batch_size: Samples of a window of SYNC over all ranks, or of a local step.
-            max_steps: Optimizer steps of the run, as ``turns`` counts them; ``None`` for any.
+            max_steps: Most optimizer steps of the run, as ``optimizer_steps`` counts them;
+                ``None`` for no limit.
         """
         self.settle()
         self.run.cursor, self.batch_size, self.max_steps = cursor, batch_size, max_steps
@@ -224,7 +226,7 @@ class Engine(ABC):
         """
 
     def _agree_on_plan(self, plan: Plan | None, *, renew: bool) -> Round | None:
-        """Adopt the planner's plan; all ranks that are present call it together.
+        """Take the planner's plan; all ranks that are present call it together.
 
         Args:
             plan: That of the planner.
@@ -354,30 +356,30 @@ class Engine(ABC):
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 
-    def meet(self, purpose: Purpose, **said: Any) -> Round:
+    def meet(self, purpose: Purpose, **fields: Any) -> Round:
         """Exchange rows and carry out what follows; all ranks call it together.
 
         Args:
             purpose: What this rank wants.
-            **said: As in ``Rounds.meet``.
+            **fields: As in ``Rounds.meet``.
         """
         if purpose is not Purpose.ASK and not self.rounds.state.is_parked:
             at_rest = purpose in _AT_REST
-            said["digest"] = self.consensus.digest_if_due(self.window - 1, at_rest=at_rest)
-        found = self.rounds.meet(purpose, **said)
+            fields["digest"] = self.consensus.digest_if_due(self.window - 1, at_rest=at_rest)
+        found = self.rounds.meet(purpose, **fields)
         self._follow(found)
         return found
 
     def _commit_applied(self) -> None:
         """Commit the applied window before the team changes; all ranks call it together."""
         if self.rounds.state.applied:
-            self.meet(Purpose.CHANGE, report=Report(**self.run.told))
+            self.meet(Purpose.CHANGE, report=Report(**self.run.late_fields))
 
     def _follow(self, found: Round) -> None:
         """Carry out what follows from a round.
 
         The state follows when all is done: functions of ``on_commit`` see the window before, and
-        what they exchange may tell of a stop. A change of the generation belongs to the new state.
+        what they exchange may ask for a stop. A change of the generation belongs to the new state.
 
         Raises:
             GenerationChangedError: The team has changed meanwhile: the rest is void.
@@ -413,7 +415,7 @@ class Engine(ABC):
             # This rank may be left out here, too, if it is stopped meanwhile.
             self.generations.change()
         elif not rounds.committing and rounds.state.due_to_park != rounds.state.parked:
-            if rounds.state.applied:  # first tell those who have taken part in it
+            if rounds.state.applied:  # first notify those that have taken part in it
                 self._commit_applied()
             else:
                 self.generations.regroup()
@@ -427,15 +429,15 @@ class Engine(ABC):
         """Stop every rank: something is not finite on ``rank``."""
 
     def _agree_on_rates(self, rows: Mapping[int, Row]) -> None:
-        """Adopt the learning rates of the ranks that have a share, where this rank has none.
+        """Take the learning rates of the ranks that have a share, if this rank has none.
 
         A user may set them in the loop, whose body does not run on a rank without a share.
 
         Raises:
             UsageError: On every rank, when ranks that have a share differ.
         """
-        told = self.team.introduce(rates_of(self.optimizers))
-        rates = dict(zip(self.team.members, told, strict=True))
+        gathered = self.team.introduce(rates_of(self.optimizers))
+        rates = dict(zip(self.team.members, gathered, strict=True))
         busy = {rank: rates[rank] for rank in rates if rows[rank].purpose is not Purpose.IDLE}
         set_rates(self.optimizers, agree_on_rates(busy))
 

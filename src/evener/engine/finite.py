@@ -51,8 +51,8 @@ def overflow(
         are_finite: Whether what was summed is known to be finite on each rank.
     """
     summed = "gradients" if isinstance(plan, WindowPlan) else "changes to parameters"
-    told = ", each of them finite, overflowed" if are_finite else " is not finite"
-    return _error(f"the sum of the ranks' {summed}{told}", 0, None, plan, step)
+    how = ", each of them finite, overflowed" if are_finite else " is not finite"
+    return _error(f"the sum of the ranks' {summed}{how}", 0, None, plan, step)
 
 
 def _error(

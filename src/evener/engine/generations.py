@@ -64,7 +64,7 @@ class WindowRunner(Protocol):
     def policy(self) -> Planner:
         """Return the policy that divides the work."""
 
-    def meet(self, purpose: Purpose, **said: Any) -> Round:
+    def meet(self, purpose: Purpose, **fields: Any) -> Round:
         """Exchange rows and do what follows."""
 
     def settle(self) -> None:
@@ -98,7 +98,7 @@ class Generations:
     then drops its state, and joins again like a new rank.
 
     A rank may be lost while functions of ``on_commit`` exchange something. Ranks that have not
-    heard of the commit then commit in the new generation, and their functions meet those of the
+    seen the commit then commit in the new generation, and their functions meet those of the
     others there. The rest of that round's actions is void (``GenerationChangedError``).
 
     A parked rank does not hold the current state, because the others train on. So if its generation
@@ -116,7 +116,7 @@ class Generations:
             rank has begun no epoch since.
         was_parked: Whether this rank has ever been parked.
         recall_s: Seconds that calling parked ranks back took last; 0 before the first time.
-        redo_s: Seconds from a change to the commit of its first window, while that is told.
+        redo_s: Seconds from a change to the commit of its first window, until that is reported.
     """
 
     def __init__(self, rounds: Rounds, run: RunState, windows: WindowRunner) -> None:
@@ -128,7 +128,7 @@ class Generations:
         self._are_planning = False
         #: Names of the ranks of the last generation that has begun.
         self._known = {} if is_joining else {r: self._team.names[r] for r in self._team.members}
-        #: Names of ranks that were told to leave in it.
+        #: Names of ranks that were asked to leave in it.
         self._leaving: set[str] = set()
         #: See ``MembershipChange``; of the generations since the newest change.
         self._detect_s = 0.0
@@ -171,7 +171,7 @@ class Generations:
         self._on_change.append(function)
 
     def call_on_cold_restart(self, function: Callable[[], None]) -> None:
-        """Call ``function`` where no member of a new generation holds the team's state.
+        """Call ``function`` when no member of a new generation holds the team's state.
 
         All members call it together, for loading a checkpoint. Then the state of the first one
         goes to all.
@@ -206,7 +206,7 @@ class Generations:
             self.change()
 
     def step_in(self) -> None:
-        """Take part in what the others do from now on, where this rank has just joined."""
+        """Take part in what the others do from now on, if this rank has just joined."""
         if self.has_just_joined:
             self._presence = Presence.PRESENT
             self._team.step_in()
@@ -229,7 +229,7 @@ class Generations:
     # ── a change ─────────────────────────────────────────────────────────────────────────────────
 
     def keep(self, exchange: Callable[[], T]) -> T | bool:
-        """Exchange something; where a rank is lost in it, begin the next generation.
+        """Exchange something; if a rank is lost in it, begin the next generation.
 
         Between changes, this is the one place at which the loss of a rank is caught.
 
@@ -248,7 +248,7 @@ class Generations:
         of plans, otherwise when it begins the next one.
 
         Args:
-            error: How this rank has learnt of a loss; raised where the team cannot continue.
+            error: How this rank has learnt of a loss; raised if the team cannot continue.
                 ``None`` where members join or leave by agreement.
 
         Returns:
@@ -280,7 +280,7 @@ class Generations:
         Raises:
             CollectiveError: A rank was lost meanwhile.
             LeftOutError: The team has continued without this rank.
-            KeyboardInterrupt: This rank has left, as it was told to.
+            KeyboardInterrupt: This rank has left, as it was asked to.
         """
         started_s = time.perf_counter()
         rounds, team, windows, run = self.rounds, self._team, self.windows, self._run
@@ -311,7 +311,7 @@ class Generations:
             why,
             num_bytes=num_bytes,
             reform_s=formed_s - started_s,
-            heal_s=time.perf_counter() - formed_s,
+            recover_s=time.perf_counter() - formed_s,
         )
         # A checkpoint may be of an earlier epoch: this loop has another order of samples.
         is_in_epoch = windows.is_planning and run.cursor is not None and run.cursor.epoch == epoch
@@ -325,10 +325,10 @@ class Generations:
             self._presence = Presence.PRESENT if continues else Presence.ASIDE
 
     def _leave_team(self) -> NoReturn:
-        """Leave for good, as this rank was told to; the others continue without it.
+        """Leave for good, as this rank was asked to; the others continue without it.
 
         Raises:
-            KeyboardInterrupt: Always: what has told it takes effect now.
+            KeyboardInterrupt: Always: the request to stop takes effect now.
         """
         rounds, team = self.rounds, self._team
         if rounds.is_main:
@@ -342,7 +342,7 @@ class Generations:
         """Become a rank that joins, because the team has continued without this one.
 
         Args:
-            left_out: How this rank has learnt of it; raised where it cannot join again.
+            left_out: How this rank has learnt of it; raised if it cannot join again.
         """
         rounds, run = self.rounds, self._run
         if run.cursor is None or rounds.committing:
@@ -366,8 +366,8 @@ class Generations:
     def _resume(self) -> bool:
         """Commit what is applied, and agree on new plans where all ranks plan windows.
 
-        Inside a commit it does nothing: functions of ``on_commit`` continue, and whoever has called
-        them resumes after them.
+        Inside a commit it does nothing: functions of ``on_commit`` continue, and the caller of
+        these functions resumes after them.
 
         Returns:
             Whether new plans were made.
@@ -406,9 +406,9 @@ class Generations:
             Whether all are about to do the same.
         """
         team, windows, latest = self._team, self.windows, self.rounds.latest
-        own = next(one for one in team.people if one.member == team.membership.member)
+        own = next(one for one in team.member_by_rank if one.member == team.membership.member)
         rows = latest.rows
-        told = team.introduce(
+        gathered = team.introduce(
             {
                 "who": asdict(replace(own, rank=team.rank)),
                 "is_new": is_new,
@@ -418,28 +418,28 @@ class Generations:
                 "rows": None if rows is None else [[*rows.shape], str(rows.dtype)],
             }
         )
-        before = {member.rank: member for member in team.people if member.host}
-        team.meet([Member(**one["who"]) for one in told])
+        before = {member.rank: member for member in team.member_by_rank if member.host}
+        team.meet([Member(**one["who"]) for one in gathered])
         # A launcher starts the next worker on the same device, which is as fast as before.
-        others = [r for r, old in before.items() if team.people[r].place != old.place]
+        others = [r for r, old in before.items() if team.member_by_rank[r].place != old.place]
         windows.policy.forget(others)
         self._run.limits.learn(dict.fromkeys(others, 0))
         windows.policy.set_micro_batch_sizes(self._run.limits.sizes)
         self._run.loss_scale.learn_ranks(team.fp16_ranks, team.rank)
         windows.options = replace(windows.options, unlike_devices=team.has_unlike_devices)
-        self._are_planning = all(one["plans"] for one in told if not one["is_new"])
-        self._adopt_latest(told)
-        return len({one["plans"] for one in told}) == 1
+        self._are_planning = all(one["plans"] for one in gathered if not one["is_new"])
+        self._take_latest(gathered)
+        return len({one["plans"] for one in gathered}) == 1
 
-    def _adopt_latest(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """Adopt the result of the newest exchange outside of windows."""
+    def _take_latest(self, gathered: Sequence[Mapping[str, Any]]) -> None:
+        """Take the result of the newest exchange outside of windows."""
         rounds, comm = self.rounds, self.rounds.comm
-        numbers = [-1 if one["is_new"] else int(one["number"]) for one in told]
+        numbers = [-1 if one["is_new"] else int(one["number"]) for one in gathered]
         if (newest := max(numbers)) < 0:  # no rank holds state: all start over
             rounds.latest = CollectiveResult()
             return
         source = numbers.index(newest)
-        rows, packed = None, told[source]["rows"]
+        rows, packed = None, gathered[source]["rows"]
         if packed is not None and min(n for n in numbers if n >= 0) < newest:
             shape, dtype = packed
             number = getattr(torch, dtype.removeprefix("torch."))
@@ -447,14 +447,14 @@ class Generations:
             rows = torch.empty(shape, dtype=number) if known is None else known.cpu().contiguous()
             comm.broadcast(rows, source, what="rows that some ranks have missed")
         if numbers[comm.rank] < newest:
-            rounds.latest = CollectiveResult(newest, dict(told[source]["answers"]), rows)
+            rounds.latest = CollectiveResult(newest, dict(gathered[source]["answers"]), rows)
 
     # ── state for ranks that were away ───────────────────────────────────────────────────────────
 
     def _recover(self, formation: Formation) -> int:
         """Send the state of the source to the ranks that need it; return its size in bytes."""
         windows, run, rounds = self.windows, self._run, self.rounds
-        source = formation.members.index(formation.donor)
+        source = formation.members.index(formation.source)
         receives = self._team.membership.member in formation.receivers
         pending = run.applied
         if receives and pending is not None and pending.result.window + 1 < formation.base:
@@ -503,7 +503,7 @@ class Generations:
                 )
 
     def _report(self, formation: Formation, why: str, **known: Any) -> None:
-        """Tell functions of ``call_on_change``, and the terminal, of a change."""
+        """Report a change to functions of ``call_on_change``, and to the terminal."""
         names = dict(zip(formation.numbers, formation.members, strict=True))
         before, self._known = self._known, names
         leaving, self._leaving = self._leaving, set()
@@ -517,8 +517,8 @@ class Generations:
             lost={rank: name for rank, name in gone.items() if name not in leaving},
             left={rank: name for rank, name in gone.items() if name in leaving},
             joined={rank: name for rank, name in names.items() if rank not in stayed},
-            healed={rank: name for rank, name in names.items() if name in formation.receivers},
-            donor=formation.donor,
+            recovered={rank: name for rank, name in names.items() if name in formation.receivers},
+            source=formation.source,
             new_main=formation.numbers[0] if next(iter(before), None) in gone else None,
             detect_s=self._detect_s,
             **known,
@@ -527,8 +527,8 @@ class Generations:
         self._begun = (change, time.perf_counter())
         self.windows.commits.forget_speeds()
         self.windows.options.guards.notice(str(change))
-        for tell in self._on_change:
-            tell(change)
+        for function in self._on_change:
+            function(change)
 
     # ── parking ──────────────────────────────────────────────────────────────────────────────────
 
@@ -584,7 +584,7 @@ class Generations:
     def _go_back_to_parking(self) -> None:
         """Forget the windows that this rank has followed since it was parked: its model lacks them.
 
-        Only where the team is lost that has applied them does anything follow from that.
+        That matters only if the team is lost that has applied them.
         """
         if self.rounds.state.is_parked:
             self._run.applied = None

@@ -66,7 +66,7 @@ class OptimizerGuards:
     Args:
         flat: Knows the gradients.
         optimizers: Those of ``Ddp.setup``.
-        warn: Tells the user something.
+        warn: Shows the user a warning.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class OptimizerGuards:
         if self._speaks:
             self._warn(text)
 
-    def tell_once(self, text: str) -> None:
+    def warn_once(self, text: str) -> None:
         """Warn the user about the team, once for each text."""
         if text not in self._told:
             self._told.add(text)

@@ -16,7 +16,7 @@ _SHORT, _LONG = 2**10, 2**17
 _TIMES: Final = 3
 """Exchanges of each length, of which the best counts, after one that sets everything up."""
 
-#: A long exchange must take so many seconds, or a longer one is timed: it hardly shows its bytes.
+#: Seconds that a long exchange must take, or a longer one is timed: it hardly shows its bytes.
 _LEAST_S: Final = 0.015
 _MOST: Final = 2**21
 
@@ -30,7 +30,7 @@ def time_link(
 
     Args:
         comm: What is timed.
-        team: Tells which of its ranks are on this host.
+        team: Knows which of its ranks are on this host.
         device: Where this rank's gradients lie.
         feedback: Of gradients, which may be rounded on their way.
 
@@ -48,8 +48,9 @@ def time_link(
     bytes_s = max(long_s - short_s, 1e-9)
     byte_s = bytes_s / (4 * (numel - _SHORT))
     busy = max(processor_s - short_processor_s, 0.0) / bytes_s
-    people, own = [team.people[rank] for rank in comm.numbers], team.people[team.rank]
-    on_host = sum(one.host == own.host for one in people)
+    members = [team.member_by_rank[rank] for rank in comm.numbers]
+    own = team.member_by_rank[team.rank]
+    on_host = sum(one.host == own.host for one in members)
     # Ranks of a host share its cores, unless each is kept to cores of its own.
     cores = max(own.threads, _count_cores() / on_host)
     return ExchangeCost(byte_s, short_s), cores - busy

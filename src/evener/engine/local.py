@@ -76,7 +76,7 @@ class LocalEngine(Engine):
         way: The policy of the run.
         policy: Plans; only the planner's counts.
         training: What this rank trains with: the model is its working copy.
-        options: What the engine is told.
+        options: The options of the engine.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class LocalEngine(Engine):
         super()._begin()
 
     def _work(self) -> Iterator[Work]:
-        """Work this rank's queue off."""
+        """Yield the batches of this rank's queue, window by window."""
         while self.rounds.state.is_working:
             if self._may_go_on():
                 pieces = [self._own.popleft(), *islice(self._own, _AHEAD)]
@@ -201,7 +201,7 @@ class LocalEngine(Engine):
         return any(row.busy for row in self._rest(busy=flies).rows.values())
 
     def _rest(self, *, busy: bool) -> Round:
-        return self.meet(Purpose.REST, busy=busy, report=Report(**self.run.told))
+        return self.meet(Purpose.REST, busy=busy, report=Report(**self.run.late_fields))
 
     # ── a local step ─────────────────────────────────────────────────────────────────────────────
 
@@ -234,12 +234,12 @@ class LocalEngine(Engine):
         if not self.share.end_micro_batch():
             return None
         self._in_batch = False
-        self._replica.adopt()
+        self._replica.add_unfrozen()
         flight = self.rounds.state.flight
         if not self._steps.finish(self.share, flight, self.run.progress, self.batch_size):
             self.buffers.rewind()
-            for tell in self.on_left_out:
-                tell(self.share.micro_batches)
+            for function in self.on_left_out:
+                function(self.share.micro_batches)
         return self.advance()
 
     def _may_go_on(self) -> bool:
@@ -268,7 +268,7 @@ class LocalEngine(Engine):
         if not plan.blocking and _is_full(work.steps, plan):
             self._replica.run_ahead(Averaged(sum(map(bool, plan.steps)), plan.anchor))
         rates = self.training.schedule.agreed_rates
-        said = rounds.say(
+        sent = rounds.make_row(
             Purpose.WINDOW,
             renew=rounds.is_main and self.generations.wants_renewal,
             trainable=len(self.flat.parameters),
@@ -279,10 +279,10 @@ class LocalEngine(Engine):
                 buffers_changed=taken.changed,
                 loss_scale=self.run.loss_scale.own,
                 limit=self.run.limits.own,
-                **self.run.told,
+                **self.run.late_fields,
             ),
         )
-        self._job.start(partial(self._exchange, said, taken.buffers, self._steps_left))
+        self._job.start(partial(self._exchange, sent, taken.buffers, self._steps_left))
         self._spent_s = time.perf_counter() - started_s
         self._steps.resume_clock()
 
@@ -293,7 +293,7 @@ class LocalEngine(Engine):
         a thread while the rank makes further local steps.
 
         Args:
-            state: This rank's, as it was when the window was over; its own row is said now.
+            state: This rank's, as it was when the window was over; its own row is made now.
             packed: The snapshot of buffers.
             limit: Local steps that the run may do, this window included; ``None`` for any number.
 
@@ -308,7 +308,7 @@ class LocalEngine(Engine):
         rows, decision = found.rows, found.decision
         if decision.error is not None:
             raise decision.error
-        # In ASYNC a window may be over on a rank before its loop has seen the number of the window.
+        # In ASYNC a window may end on a rank before its loop has seen the number of the window.
         unlike, was_unlike = unlike_parameters(rows), self._is_unlike
         self._is_unlike = unlike is not None
         if unlike is not None and (was_unlike or plan.blocking):
@@ -334,7 +334,7 @@ class LocalEngine(Engine):
     def _plan_next(
         self, comm: Communicator, state: State, found: Round, limit: int | None
     ) -> Plan | None:
-        """Let the planner plan with what it has just heard; return the plan.
+        """Let the planner plan with the reports it has just received; return the plan.
 
         A round of its own: a window of local steps is long, and a fresh plan is worth the
         millisecond.
@@ -352,8 +352,8 @@ class LocalEngine(Engine):
                 None if limit is None else limit - done,
                 stop=any(row.stop or row.left for row in rows),
             )
-        said = state.say(Purpose.PLAN, plan=draft, **self.run.data(self.batch_size))
-        planned = self.rounds.exchange(said, comm, self.team.members)
+        sent = state.make_row(Purpose.PLAN, plan=draft, **self.run.data(self.batch_size))
+        planned = self.rounds.exchange(sent, comm, self.team.members)
         if planned.decision.error is not None:
             raise planned.decision.error
         return planned.rows[state.planner].plan
@@ -438,14 +438,14 @@ class LocalEngine(Engine):
             ),
         )
         spent_s = self._spent_s + time.perf_counter() - started_s
-        told = {
+        late_fields = {
             "wait_s": found.wait_s,
             "sync_s": max(0.0, spent_s - found.wait_s),
             **self.spans.apply(),
             "divergence": divergence,
             "stale_steps": stale_steps,
         }
-        self.run.applied = Applied(self.result, retired, told)
+        self.run.applied = Applied(self.result, retired, late_fields)
 
     def _refuse_non_finite(self, rank: int, found: Round) -> NoReturn:
         assert self._landing is not None
@@ -493,7 +493,7 @@ class LocalEngine(Engine):
 
     @property
     def _steps_left(self) -> int | None:
-        return None if self.max_steps is None else max(0, self.max_steps - self.turns)
+        return None if self.max_steps is None else max(0, self.max_steps - self.optimizer_steps)
 
     # ── a change of the team ─────────────────────────────────────────────────────────────────────
 
@@ -533,7 +533,7 @@ class LocalEngine(Engine):
             return self.training.own_states()
 
     def close_down(self) -> None:
-        """End an exchange that is under way, without waiting for anybody; idempotent."""
+        """End an exchange that is under way, without waiting for others; idempotent."""
         super().close_down()
         self._job.close()
 
@@ -541,7 +541,7 @@ class LocalEngine(Engine):
 def _is_full(steps: int, plan: LocalPlan) -> bool:
     """Return whether the outer optimizer steps after a window.
 
-    Short ones are the first and the last of an epoch: they say little of the direction.
+    Short ones are the first and the last of an epoch: they show little of the direction.
 
     Args:
         steps: Those of the slowest rank.

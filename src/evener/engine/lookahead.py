@@ -88,7 +88,7 @@ class Lookahead:
         self._untold: Untold | None = None
         #: Since when this rank costs more than it contributes, as a main process that stays.
         self._costs_since_s = math.inf
-        self._team.call_on_handover(self._tell_handover)
+        self._team.call_on_handover(self._announce_handover)
 
     # ── what is learnt ───────────────────────────────────────────────────────────────────────────
 
@@ -229,7 +229,7 @@ class Lookahead:
             # state.
             self._to_park = frozenset()
             return
-        self._tell_parking()
+        self._announce_parking()
         if (found := self._find_misfits(batch_size)) is not None:
             self._note_parking(found, batch_size)
             self.why_parked = explain_parking(found, batch_size)
@@ -247,7 +247,7 @@ class Lookahead:
         now_s = time.monotonic()
         self._costs_since_s = min(self._costs_since_s, now_s)
         if now_s - self._costs_since_s >= NOTEWORTHY_S:
-            self._guards.tell_once(_MAIN_STAYS.format(main))
+            self._guards.warn_once(_MAIN_STAYS.format(main))
         others = {rank: speed for rank, speed in found.alone.items() if rank != main}
         after = policy.forecast(batch_size, self._team.away.union(others))
         # A window of the same length has no work for them.
@@ -266,7 +266,7 @@ class Lookahead:
         else:
             self._untold = Untold(found, batch_size, time.monotonic())
 
-    def _tell_parking(self) -> None:
+    def _announce_parking(self) -> None:
         """Warn that ranks are parked, once their time without work is noteworthy."""
         if self._untold is None:
             return
@@ -279,7 +279,7 @@ class Lookahead:
                 f"{text}. The team tries again with {whom} at window {self.recall_at}"
             )
 
-    def _tell_handover(self) -> None:
+    def _announce_handover(self) -> None:
         """Warn at once that this rank, the main process until now, is parked.
 
         A script that tells ranks apart by their numbers does less from now on.

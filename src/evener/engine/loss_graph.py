@@ -1,7 +1,7 @@
 """What the graph of a loss certainly says about its size. Reads autograd nodes, computes nothing.
 
 The weight rule takes a loss for the mean over its units. A sum would train on something that
-depends on how the batch is split. What is certainly a mean, or cannot be told, is left alone.
+depends on how the batch is split. What is certainly a mean, or cannot be classified, is left alone.
 """
 
 import gc

@@ -80,7 +80,7 @@ class MicroBatchLimits:
         self.own = max(1, samples // 2)
 
     def learn(self, limits: Mapping[int, int]) -> bool:
-        """Take what ranks say in a round; return whether something is new."""
+        """Take what ranks report in a round; return whether something is new."""
         before = self.known
         self.known = [limits.get(rank, limit) for rank, limit in enumerate(before)]
         return self.known != before

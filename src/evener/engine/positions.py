@@ -23,7 +23,7 @@ class Positions:
         self._own.append(position)
 
     def states(self) -> list[Mapping[str, Any]]:
-        """Return them, in the order in which the loaders were made."""
+        """Return the positions, in the order in which the loaders were made."""
         return [position.state_dict() for position in self._own]
 
     def restore(self, states: Sequence[Mapping[str, Any]], *, allow_new_data: bool = False) -> None:
@@ -31,7 +31,7 @@ class Positions:
 
         Args:
             states: In the order in which the loaders are made.
-            allow_new_data: Begin with the first epoch where a state is of other data.
+            allow_new_data: Begin with the first epoch if a state is of other data.
 
         Raises:
             CheckpointError: A state is of other data.
@@ -47,7 +47,7 @@ class Positions:
                 position.load_state_dict(state)
 
     def state_dict(self, current: Cursor | None) -> dict[str, Any]:
-        """Return them, in JSON.
+        """Return the positions, in JSON.
 
         Args:
             current: Of the loader whose epoch was begun last, if windows of it are planned.
@@ -64,12 +64,12 @@ class Positions:
         Raises:
             UsageError: This rank has not made that loader.
         """
-        told, current = state["positions"], state["current"]
-        # The other one tells nothing of loaders that it has yet to make.
-        self.restore([*told, *self._known[len(told) :]], allow_new_data=self._allows_new_data)
+        saved, current = state["positions"], state["current"]
+        # The other one says nothing of loaders that are yet to be made.
+        self.restore([*saved, *self._known[len(saved) :]], allow_new_data=self._allows_new_data)
         if current is not None and current >= len(self._own):
             raise UsageError(
-                f"this worker has made {len(self._own)} loaders, and the team {len(told)}, "
+                f"this worker has made {len(self._own)} loaders, and the team {len(saved)}, "
                 f"of which number {current + 1} is iterated over now: a worker that joins needs "
                 "it before its first epoch. Make all loaders before the loop over epochs"
             )

@@ -20,7 +20,7 @@ class Progress:
         steps: Optimizer steps.
         samples: Samples behind those steps.
         weight: Their weight: samples, or tokens for a language model.
-        skipped: Optimizer steps left out, as they were not finite or had no weight.
+        skipped: Optimizer steps skipped, because gradients were not finite or had no weight.
     """
 
     window: int = 0
@@ -30,18 +30,18 @@ class Progress:
     skipped: int = 0
 
     @property
-    def turns(self) -> int:
-        """Return the optimizer steps that were due."""
+    def optimizer_steps(self) -> int:
+        """Return the number of optimizer steps, skipped ones included."""
         return self.steps + self.skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRecord:
-    """How a window of local steps was planned, and what the divergence guard says of it.
+    """How a window of local steps was planned, and the verdict of the divergence guard.
 
     Attributes:
         anchor: Local steps of the slowest rank.
-        window_s: Seconds that it was planned to last; ``inf`` where counts close it.
+        window_s: Its planned seconds; ``inf`` if a number of steps closes it.
         divergence: The largest ``‖p - average‖ / ‖average‖`` over ranks when it was averaged; known
             when it is committed, and 0 before.
         guard: The guard's verdict on the windows before: ``stable``, ``suppress_growth`` or
@@ -71,7 +71,7 @@ class WindowResult:
         weight: Units behind that mean: samples, or tokens.
         grad_norm: 2-norm of the averaged gradient, before clipping; ``nan`` without a step.
         lr: Learning rate of the optimizer's first parameter group.
-        skipped: True when nothing was applied: no weight, or a non-finite gradient with
+        skipped: True if nothing was applied: no weight, or a non-finite gradient with
             ``non_finite="skip"``.
         progress: What the team has applied, this window included.
         applied_t: When this rank applied it, in unix seconds.
@@ -81,8 +81,8 @@ class WindowResult:
         cadence: How it was planned, in CADENCE and ASYNC.
         stragglers: Ranks that have become slow, or have stopped being slow, with the window before;
             known when this one is committed, on the main process alone.
-        generation: That of the team which applied it.
-        parked: Ranks that were parked.
+        generation: The generation that applied it.
+        parked: The parked ranks.
     """
 
     window: int
@@ -110,7 +110,7 @@ class WindowResult:
 
     @property
     def optimizer_steps(self) -> int:
-        """Return how many optimizer steps ranks made in it, those left out included."""
+        """Return the number of optimizer steps of all ranks in it, skipped ones included."""
         return 1 if self.cadence is None else sum(record.steps for record in self.ranks)
 
 
@@ -132,13 +132,13 @@ class Applied(NamedTuple):
     Attributes:
         result: Its result.
         leases: The samples that it took from the epoch.
-        told: What this rank's report of the next window says of it: the fields ``TOLD_LATER``
-            of it, such as seconds of waiting for others.
+        late_fields: The fields ``LATE_FIELDS`` of this rank's next report, which are known only
+            after the window, such as seconds of waiting for others.
     """
 
     result: WindowResult
     leases: Sequence[Slice]
-    told: Mapping[str, Any]
+    late_fields: Mapping[str, Any]
 
 
 def pack_applied(applied: Applied) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def pack_applied(applied: Applied) -> dict[str, Any]:
     return {
         "result": asdict(applied.result),
         "leases": [asdict(lease) for lease in applied.leases],
-        "told": dict(applied.told),
+        "late_fields": dict(applied.late_fields),
     }
 
 

@@ -11,7 +11,7 @@ from evener.engine.team import Team
 from evener.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 from evener.places import here
 from evener.planning.policies import ApplyPolicy
-from evener.planning.report import NOTHING, TOLD_LATER, RankRecord, Report
+from evener.planning.report import LATE_FIELDS, NOTHING, RankRecord, Report
 from evener.protocol import wording
 from evener.protocol.machine import Decision, Phase, State, judge
 from evener.protocol.row import Purpose, Row, decode, encode
@@ -19,9 +19,9 @@ from evener.protocol.row import Purpose, Row, decode, encode
 #: Longest wait of a parked rank for a row: others may evaluate or save for hours in between.
 PARKED_TIMEOUT_S: Final = 7 * 24 * 3600.0
 
-_LATER: Final = {name: getattr(NOTHING, name) for name in TOLD_LATER}
+_LATER: Final = {name: getattr(NOTHING, name) for name in LATE_FIELDS}
 
-#: Longest wait for what ranks say of themselves, once they have met in different calls.
+#: Longest wait for where each rank is, once they have met in different calls.
 _TELLING_S: Final = 10.0
 
 
@@ -51,12 +51,12 @@ class Round(NamedTuple):
 class CollectiveResult(NamedTuple):
     """The newest exchange outside of windows.
 
-    If a rank is lost in one, some of the others may have its result and others not. These adopt the
+    If a rank is lost in one, some of the others may have its result and others not. These take the
     result.
 
     Attributes:
-        number: How many there have been so far.
-        answers: What each rank said, by rank, in JSON.
+        number: The number of exchanges so far.
+        answers: The answer of each rank, by rank, in JSON.
         rows: The rows of tensors that were gathered, if any.
     """
 
@@ -75,12 +75,12 @@ class Rounds:
 
     Attributes:
         team: As given.
-        state: The state of the team, as this rank knows it. It alone says which ranks have left,
+        state: The state of the team, as this rank knows it. It alone records which ranks have left,
             rest or stop, and who is parked from the next exchange on.
         latest: The newest exchange outside of windows.
         is_asking: Whether this rank is in one.
-        committing: Whether the functions of ``on_commit`` are being called. Parked ranks are not
-            told of commits, so they are not in the rounds meanwhile.
+        committing: Whether the functions of ``on_commit`` are being called. Parked ranks take
+            no part in commits, so they are not in the rounds meanwhile.
     """
 
     def __init__(
@@ -134,29 +134,29 @@ class Rounds:
         self._wants_stop = True
 
     def wants_stop(self) -> bool:
-        """Return whether this rank was told to stop, by ``stop`` or by a signal."""
+        """Return whether this rank was asked to stop, by ``stop`` or by a signal."""
         return self._wants_stop or self.is_interrupted()
 
     def is_interrupted(self) -> bool:
         """Return whether a signal, or another source, wants this rank to stop without delay."""
         return bool(self._stop_requested and self._stop_requested())
 
-    def say(self, purpose: Purpose, **said: Any) -> State:
+    def make_row(self, purpose: Purpose, **fields: Any) -> State:
         """Return the state with this rank's row in it.
 
         Args:
             purpose: What this rank wants.
-            **said: Further fields of its ``Row``.
+            **fields: Further fields of its ``Row``.
         """
-        return self.state.say(
+        return self.state.make_row(
             purpose,
             leaving=self.state.is_elastic and self.team.membership.is_leaving,
             stop=self.wants_stop() or self.stopping,
-            **said,
+            **fields,
         )
 
     def meet(
-        self, purpose: Purpose, *, what: str = "", timeout_s: float | None = None, **said: Any
+        self, purpose: Purpose, *, what: str = "", timeout_s: float | None = None, **fields: Any
     ) -> Round:
         """Exchange rows with all ranks; what follows is not carried out yet.
 
@@ -166,9 +166,9 @@ class Rounds:
             purpose: What this rank wants.
             what: What this rank does, if its purpose does not say so.
             timeout_s: Deadline; ``None`` for the communicator's.
-            **said: Further fields of its ``Row``.
+            **fields: Further fields of its ``Row``.
         """
-        self.state, team = self.say(purpose, **said), self.team
+        self.state, team = self.make_row(purpose, **fields), self.team
         if self.state.is_parked:
             timeout_s = PARKED_TIMEOUT_S
         comm, ranks = team.whole, team.everyone
@@ -214,19 +214,19 @@ class Rounds:
         decision = judge(state, rows)
         present = {rank: one for rank, one in rows.items() if rank not in state.parked}
         if isinstance(decision.error, CollectiveMismatchError):
-            told = _tell_places(comm, rows, what)
-            mismatch = CollectiveMismatchError(wording.mismatch(present, told))
+            gathered = _gather_places(comm, rows, what)
+            mismatch = CollectiveMismatchError(wording.mismatch(present, gathered))
             decision = decision._replace(error=mismatch)
         return Round(present, decision, time.perf_counter() - started_s)
 
 
-def _tell_places(comm: Communicator, ranks: Iterable[int], what: str) -> dict[int, str]:
-    """Return what each rank does at which line of the user's code, where ranks can tell it."""
+def _gather_places(comm: Communicator, ranks: Iterable[int], what: str) -> dict[int, str]:
+    """Return what each rank does at which line of the user's code, if ranks know it."""
     place = here()
     own = f"{what} at {place}" if place else what
     timeout_s = min(_TELLING_S, comm.timeout_s)
     try:
-        told = comm.all_gather_json(own, what="places of ranks", timeout_s=timeout_s)
+        gathered = comm.all_gather_json(own, what="places of ranks", timeout_s=timeout_s)
     except CollectiveError:
         return {}
-    return dict(zip(ranks, told, strict=True))
+    return dict(zip(ranks, gathered, strict=True))

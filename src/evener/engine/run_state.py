@@ -22,8 +22,8 @@ class RunState:
     Attributes:
         progress: What the team has applied.
         applied: The window that this rank has applied and that is not known to be committed.
-        num_told: Windows of whose commit this rank was told. Where a rank is lost in a commit,
-            those that have not heard of it commit in the next generation, and may send their state
+        num_notified: Windows of whose commit this rank knows. If a rank is lost in a commit,
+            those that do not know of it commit in the next generation, and may send their state
             to this one.
         cursor: Data position of the loader whose epoch was begun last.
         positions: Data positions of all loaders.
@@ -36,7 +36,7 @@ class RunState:
     def __init__(self, world_size: int, loss_scale: LossScale) -> None:
         self.progress = Progress()
         self.applied: Applied | None = None
-        self.num_told = 0
+        self.num_notified = 0
         self.cursor: Cursor | None = None
         self.positions = Positions()
         self.limits = MicroBatchLimits(world_size)
@@ -59,9 +59,9 @@ class RunState:
         }
 
     @property
-    def told(self) -> Mapping[str, Any]:
+    def late_fields(self) -> Mapping[str, Any]:
         """Return what this rank's report of this window says of the previous one."""
-        return {} if self.applied is None else self.applied.told
+        return {} if self.applied is None else self.applied.late_fields
 
     def advance(self, *, made: int, skipped: int, samples: int, weight: float) -> None:
         """Count a window that was applied, of some optimizer steps."""
@@ -121,7 +121,7 @@ class RunState:
         """Return progress and what was learnt, in JSON; no model, no optimizers.
 
         Args:
-            policy: Its knowledge is saved, too.
+            policy: What it has learnt is saved, too.
             members: The ranks' names, which stay the same when ranks get new numbers.
         """
         return {
@@ -140,4 +140,4 @@ class RunState:
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.loss_scale.reset()
         self.progress = Progress(**state["progress"])
-        self.num_told = self.progress.window
+        self.num_notified = self.progress.window

@@ -122,7 +122,7 @@ class WindowSpans:
         self._sync_s = self._wait_s + waited_s if waited_s else time.perf_counter()
 
     def apply(self) -> dict[str, Any]:
-        """End the window, which has been applied; return fields of the report that tell of it."""
+        """End the window, which has been applied; return the fields of the report about it."""
         now_s, before_s, sent_before = time.perf_counter(), self._applied_s, self._sent_bytes
         if self._finished is None:
             self.finish_work()
@@ -147,8 +147,8 @@ class Losses:
     Attributes:
         is_summed: Whether they are sums over their units.
         weight: Their weight.
-        factors: By what each of them counts in the sum of losses: not by its weight where it is a
-            sum already.
+        factors: What each of them is multiplied by in the sum of losses: its weight, or 1 if it is
+            a sum already.
         values: The losses, shape ``()`` each; a device may still compute them.
     """
 
@@ -194,8 +194,8 @@ class Share:
     The clock runs from the moment a micro-batch is handed out to ``end_micro_batch``, so it counts
     the user's loop and never a wait for data or for other ranks.
 
-    Losses for all optimizers together count for the part ``None``; where optimizers take turns,
-    those for one of them count for the part of its number.
+    Losses for all optimizers together count for the part ``None``. If optimizers are stepped one by
+    one, the losses of each count for the part of its number.
 
     Args:
         planned: Micro-batches of the share.
@@ -205,8 +205,8 @@ class Share:
         slowdown: Stretches compute on a rank that is emulated slower.
         queue: Of the device that the rank computes on, if it has one.
         known_sizes: Sizes of micro-batches that this rank has computed before; those of this share
-            are added. The first one of a size pays for what is set up once (caches, autotuning,
-            compiling), and tells nothing of the rank's speed.
+            are added. The first one of a size includes work that is done once (caches, autotuning,
+            compiling), so it does not show the rank's speed.
 
     Attributes:
         queue: As given.
@@ -216,7 +216,7 @@ class Share:
         warmup_micro_batches: The number of these micro-batches.
         in_micro_batch: Whether a micro-batch was handed out and not yet ended.
         open_samples: Samples of the micro-batch that is being computed; 0 outside of one.
-        turns: How often an optimizer has been stepped alone.
+        single_steps: How many times an optimizer has been stepped alone.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Share:
         queue: DeviceQueue | None,
         known_sizes: set[int],
     ) -> None:
-        self.samples = self.micro_batches = self.turns = self.open_samples = 0
+        self.samples = self.micro_batches = self.single_steps = self.open_samples = 0
         self.warmup_samples = self.warmup_micro_batches = 0
         self.in_micro_batch = False
         self.queue = queue
@@ -250,7 +250,7 @@ class Share:
 
     @property
     def weight(self) -> float:
-        """Return the weight of the micro-batches so far, of the first turn if there are several."""
+        """Return the weight of the micro-batches so far; of several parts, that of the first."""
         return self.losses(next(iter(self._parts), None)).weight
 
     def losses(self, part: int | None = None) -> Losses:
@@ -361,7 +361,7 @@ class Share:
             "ddp.eval_loader, which asks for neither"
         )
 
-    def start_turn(self, part: int) -> None:
+    def begin_single_step(self, part: int) -> None:
         """Count a step of one optimizer alone, if that acts on the whole share.
 
         Raises:
@@ -370,7 +370,7 @@ class Share:
         if part not in self._open_weights:
             raise UsageError(
                 "ddp.step(optimizer) without ddp.backward(loss, optimizer=optimizer) on this "
-                "micro-batch; say for every loss which optimizer it is for"
+                "micro-batch; pass optimizer= to every call of ddp.backward"
             )
         if self._planned != 1:
             raise UsageError(
@@ -379,7 +379,7 @@ class Share:
                 "micro_batch_size='share' to ddp.loader, or step all optimizers together with "
                 "ddp.step()"
             )
-        self.turns += 1
+        self.single_steps += 1
 
     def pause(self) -> None:
         """Stop the clock, as while ranks exchange in mid-batch; ``resume`` restarts it."""
@@ -391,11 +391,11 @@ class Share:
 
     def end_micro_batch(self) -> bool:
         """Stop the clock; return whether it was the last micro-batch of the share."""
-        if None not in self._open_weights and not self.turns:
+        if None not in self._open_weights and not self.single_steps:
             raise UsageError(
                 "ddp.step() without ddp.backward(loss) on this micro-batch; call backward first "
                 "(with weight=0 to leave a batch out), and after ddp.backward(loss, optimizer=...) "
-                "ddp.step(optimizer) for each optimizer in its turn"
+                "ddp.step(optimizer) for that optimizer"
             )
         samples, self.open_samples, self._open_weights = self.open_samples, 0, {}
         self.in_micro_batch = False

@@ -77,7 +77,7 @@ class SyncEngine(Engine):
         #: Tensors that are exchanged lie in its memory.
         self._home = team.whole
         #: Updates of optimizers that were stepped alone in this window.
-        self._turns: list[WindowResult] = []
+        self._single_steps: list[WindowResult] = []
         #: The update of this window, and that of the previous one, if the host does not wait.
         self._on_device: DeviceUpdate | None = None
         self._unread: DeviceUpdate | None = None
@@ -141,7 +141,7 @@ class SyncEngine(Engine):
         while True:
             state = self.rounds.state
             plans = [plan for plan in state.plans if isinstance(plan, WindowPlan)]
-            # A parked rank does not hear what functions of ``on_commit`` agree on: where these have
+            # A parked rank does not see what functions of ``on_commit`` agree on: if these have
             # stopped the team, there is one more window.
             stops = state.stopping and not state.parked
             if not state.is_working or stops or self._is_beyond(plans[0]):
@@ -195,7 +195,7 @@ class SyncEngine(Engine):
     def _can_overlap(self) -> bool:
         """Return whether gradients of the ranks that are present could travel during backward."""
         team, wanted = self.team, self.options.overlap
-        kinds = {torch.device(team.people[rank].device).type for rank in team.members}
+        kinds = {torch.device(team.member_by_rank[rank].device).type for rank in team.members}
         # Inside a host most of an exchange is work for the cores that compute. On GPUs it has not
         # been measured.
         pays = kinds == {"cpu"} and team.comm.backend in _ACROSS_HOSTS
@@ -207,7 +207,7 @@ class SyncEngine(Engine):
         """Choose how gradients travel, once the first window has shown how long backward takes."""
         rows, cost, overlap = found.rows.values(), self._exchange_cost, self._overlap
         if cost is None or any(not row.order for row in rows if row.report.samples):
-            return  # nothing is to be chosen, or a rank has computed nothing that tells
+            return  # nothing is to be chosen, or a rank has computed nothing that counts
         self._exchange_cost = None
         backward_s = min(row.backward_s for row in rows)
         cost = cost._replace(processor_part=max(row.slower for row in rows))
@@ -226,12 +226,12 @@ class SyncEngine(Engine):
         """Commit what has been applied and not yet committed; all ranks call it together."""
         if self.rounds.committing:
             return  # it is committed; in a commit, not all ranks have left their loops
-        if self._turns and self.share.in_micro_batch:
+        if self._single_steps and self.share.in_micro_batch:
             self.share.end_micro_batch()
             self.close()  # by its plan, which ranks without a share and the data position follow
         if self.rounds.has_left or self.rounds.state.applied:
             self.generations.keep(
-                lambda: self._meet_read(Purpose.REST, report=Report(**self.run.told))
+                lambda: self._meet_read(Purpose.REST, report=Report(**self.run.late_fields))
             )
 
     def end_epoch(self) -> None:
@@ -247,7 +247,7 @@ class SyncEngine(Engine):
         # Otherwise the team has stopped, or has changed after others left: no rank waits for a row.
         if state.is_working or state.applied or not self.in_epoch:
             super().leave()
-        if not self._turns:
+        if not self._single_steps:
             self.drop_share()
         self._is_void = False
 
@@ -302,9 +302,9 @@ class SyncEngine(Engine):
         if not self.in_epoch:
             return self._close(Purpose.STEP)
         if not self.rounds.state.is_working:
-            return None  # dropped at an optimizer's turn: the rest of the share is void
+            return None  # dropped at the step of one optimizer: the rest of the share is void
         if not last and self.rounds.is_interrupted():
-            return self.close(drop=not self._turns)
+            return self.close(drop=not self._single_steps)
         return self.close() if last else None
 
     def step_part(self, part: int) -> WindowResult | None:
@@ -318,10 +318,11 @@ class SyncEngine(Engine):
         share = self.share
         if self.team.is_elastic:
             raise UsageError(
-                "ddp.step(optimizer) needs a fixed team: where a rank is lost between two turns, "
-                "the first one cannot be undone. Step all optimizers together, or leave elastic out"
+                "ddp.step(optimizer) needs a fixed team: if a rank is lost between the steps of "
+                "two optimizers, the first step cannot be undone. Step all optimizers together, or "
+                "do not use elastic"
             )
-        share.start_turn(part)
+        share.begin_single_step(part)
         if not self.in_epoch:
             share.end_micro_batch()
             return self._close(Purpose.STEP, part)
@@ -340,7 +341,7 @@ class SyncEngine(Engine):
         window, or have left the loop. It joins their rounds until the window is over.
 
         Args:
-            drop: This rank was told to stop in mid-window: no rank applies the window, it stays
+            drop: This rank was asked to stop in mid-window: no rank applies the window, it stays
                 uncommitted, and the run can resume from there later.
             redo: All ranks shall compute the window again.
 
@@ -385,11 +386,11 @@ class SyncEngine(Engine):
             self.settle()  # plans of a loop that was left by `break` do not hold after it
         self.result, window = None, self.window
         generation = self.rounds.state.generation
-        self.generations.keep(lambda: self._say(purpose, part, **wishes))
+        self.generations.keep(lambda: self._make_row(purpose, part, **wishes))
         is_again = self.rounds.state.generation != generation and self.window == window
         return None if is_again else self.result
 
-    def _say(self, purpose: Purpose, part: int | None, **wishes: bool) -> None:
+    def _make_row(self, purpose: Purpose, part: int | None, **wishes: bool) -> None:
         report, rounds = self._report(part), self.rounds
         self.spans.begin_wait()
         loss_scale, lookahead = self.run.loss_scale, self.lookahead
@@ -413,23 +414,23 @@ class SyncEngine(Engine):
         return self.options.non_finite == "skip"
 
     def _report(self, part: int | None) -> Report:
-        """Return what this rank did; in an optimizer's turn, as far as its own losses go."""
+        """Return what this rank did, of one optimizer's losses if that is stepped alone."""
         if self.rounds.state.is_parked:
             return NOTHING
         share, averager = self.share, self._averager
-        closes_turns = bool(self._turns) and part is None
+        ends_single_steps = bool(self._single_steps) and part is None
         done = Report(
-            weight=share.weight if closes_turns else share.losses(part).weight,
+            weight=share.weight if ends_single_steps else share.losses(part).weight,
             micro_batches=share.micro_batches,
             samples=share.samples,
             buffers_changed=not self.buffers.is_empty and self.buffers.changed(),
             limit=self.run.limits.own,
             warmup_micro_batches=share.warmup_micro_batches,
             warmup_samples=share.warmup_samples,
-            **self.run.told,
+            **self.run.late_fields,
         )
         self._on_device = None
-        if part is None and not closes_turns and self._can_run_ahead():
+        if part is None and not ends_single_steps and self._can_run_ahead():
             assert self.queue is not None
             self._on_device = DeviceUpdate(
                 share, averager, self.flat, self.queue, self._update_lap, self.run.progress
@@ -440,7 +441,7 @@ class SyncEngine(Engine):
         # by ranks' own norms.
         in_mean = self._sharded.can_blame and not self.run.loss_scale.is_used
         in_mean &= self.rounds.state.plan is not None
-        norms = [] if closes_turns else averager.gather(part, unmeasured=in_mean)
+        norms = [] if ends_single_steps else averager.gather(part, unmeasured=in_mean)
         loss_sum, non_finite = share.losses(part).judge(averager, norms, part)
         update_s = 0.0 if self._update_lap is None else self._update_lap.seconds
         return done._replace(
@@ -458,18 +459,18 @@ class SyncEngine(Engine):
     def _carry_out(self, action: Action, found: Round) -> None:
         if action is Action.APPLY:
             self._finish(found)
-        elif action is Action.TURN:
+        elif action is Action.STEP_ONE:
             if not self.rounds.state.is_parked:
                 assert isinstance(self.rounds.state.plan, WindowPlan)
                 self.result = self._apply(found, self.rounds.state.plan)
-                self._turns.append(self.result)
+                self._single_steps.append(self.result)
         elif action in (Action.DROP, Action.REDO):
             self.drop_share()
             if action is Action.DROP:
                 self.lookahead.drop()
         elif action is Action.RESTORE:
             self.flat.zero_(found.decision.part)
-            self._turns.clear()
+            self._single_steps.clear()
 
     def _finish(self, found: Round) -> None:
         """Apply a window, which is committed when the next round shows that all have."""
@@ -485,11 +486,11 @@ class SyncEngine(Engine):
                 lookahead.observe(reports, plan, _exchange_s(found))
         else:
             plan = self._unplanned(reports)
-        told: dict[str, Any] = {}
+        late_fields: dict[str, Any] = {}
         if state.is_parked:  # this rank follows what the others have applied
             result = self._result_of(found, plan, skipped=found.decision.skip)
-        elif self._turns:
-            result = self._end_turns(found)
+        elif self._single_steps:
+            result = self._end_single_steps(found)
         else:
             result = self._apply(found, plan)
         made = not result.skipped
@@ -506,9 +507,9 @@ class SyncEngine(Engine):
             result = self._on_device.show(result)
         if not state.is_parked:
             self.result = result
-            told = {"wait_s": found.wait_s, "sync_s": self._sync_s, "hidden_s": hidden_s}
-            told |= self.spans.apply()
-        self.run.applied = Applied(result, leases, told)
+            late_fields = {"wait_s": found.wait_s, "sync_s": self._sync_s, "hidden_s": hidden_s}
+            late_fields |= self.spans.apply()
+        self.run.applied = Applied(result, leases, late_fields)
         self._unread, self._on_device = self._on_device, None
         if (torn := self._torn) is not None:  # the window counts as applied by now
             self._torn = None
@@ -525,7 +526,7 @@ class SyncEngine(Engine):
     # ── the update ───────────────────────────────────────────────────────────────────────────────
 
     def _apply(self, found: Round, plan: WindowPlan) -> WindowResult:
-        """Average and update: all optimizers, or one in its turn.
+        """Average the gradients and step all optimizers, or one.
 
         Raises:
             NonFiniteGradientError: The sum over ranks overflowed.
@@ -567,12 +568,12 @@ class SyncEngine(Engine):
             schedule.after_update(None if part is None else stepped[0])
         return self._result_of(found, plan, grad_norm=norm, lr=lr, skipped=skipped)
 
-    def _end_turns(self, found: Round) -> WindowResult:
-        """Return what optimizers have done in their turns, as one window."""
-        turns, self._turns, self._sync_s = self._turns, [], 0.0
-        weight, last = turns[0].weight, turns[-1]
+    def _end_single_steps(self, found: Round) -> WindowResult:
+        """Return the steps of single optimizers as one window."""
+        steps, self._single_steps, self._sync_s = self._single_steps, [], 0.0
+        weight, last = steps[0].weight, steps[-1]
         self._average_buffers(found, weight, f"window {last.window}")
-        skipped = all(turn.skipped for turn in turns)
+        skipped = all(step.skipped for step in steps)
         return replace(
             last,
             weight=weight,
@@ -640,7 +641,7 @@ class SyncEngine(Engine):
     def _can_run_ahead(self) -> bool:
         """Return whether the host need not wait for the numbers of this window.
 
-        Not with several ranks: they hear of one another's numbers before they exchange gradients.
+        Not with several ranks: they exchange these numbers before they exchange gradients.
         Nor where a window that is not finite has to be left out.
         """
         return (
@@ -653,7 +654,7 @@ class SyncEngine(Engine):
             and len({group.data.device for group in self.flat.groups}) == 1
         )
 
-    def _meet_read(self, purpose: Purpose, **said: Any) -> None:
+    def _meet_read(self, purpose: Purpose, **fields: Any) -> None:
         """Meet, after the numbers of the previous window were read, which is committed there.
 
         Raises:
@@ -682,7 +683,7 @@ class SyncEngine(Engine):
             late=overlap.is_late,
             order=checksum(overlap.order),
             **measured,
-            **said,
+            **fields,
         )
 
     def _follow(self, found: Round) -> None:
@@ -712,7 +713,7 @@ class SyncEngine(Engine):
         """Drop the window under way, and all plans."""
         self._overlap.abandon()
         super().drop()
-        self._turns.clear()
+        self._single_steps.clear()
         self.lookahead.drop()
         self.run.lease_applied()
         self.lookahead.park_nobody()

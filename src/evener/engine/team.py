@@ -1,4 +1,4 @@
-"""The ranks as one of them sees them: which are present, and the communicators between them."""
+"""The ranks of a team: which are present, and the communicators between them."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class Team:
         world_size: Ranks of the team, those that are parked or absent included.
         members: Ranks that are present, in order.
         everyone: These, and the parked ones.
-        people: What each rank is, as they introduced themselves; see ``meet``.
+        member_by_rank: The member behind each rank, as it has introduced itself; see ``meet``.
         names: Each rank's name in events; empty if no worker has that number.
         comm: Joins the present ranks.
         whole: Joins ``everyone``.
@@ -44,7 +44,7 @@ class Team:
         self.world_size = self.membership.most
         self.everyone = comm.numbers if self.is_elastic else tuple(range(comm.world_size))
         self.members = self.everyone
-        self.people: tuple[Member, ...] = ()
+        self.member_by_rank: tuple[Member, ...] = ()
         self.names = [""] * self.world_size
         self.comm = self.whole = comm
         self.background: Communicator | None = None
@@ -66,7 +66,7 @@ class Team:
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        """Say that this rank is doing something else for the length of a block."""
+        """Report another phase of this rank for the length of a block."""
         before = self.membership.declare(phase)
         try:
             yield
@@ -91,12 +91,12 @@ class Team:
     @property
     def fp16_ranks(self) -> list[int]:
         """Return the ranks that are present and compute in fp16."""
-        return [rank for rank in self.members if self.people[rank].precision == "fp16"]
+        return [rank for rank in self.members if self.member_by_rank[rank].precision == "fp16"]
 
     @property
     def has_unlike_devices(self) -> bool:
         """Return whether ranks that are present compute on devices of several kinds."""
-        present = [self.people[rank] for rank in self.members]
+        present = [self.member_by_rank[rank] for rank in self.members]
         return len({(one.device.partition(":")[0], one.device_name) for one in present}) > 1
 
     @property
@@ -114,20 +114,22 @@ class Team:
         """Return the bytes that this rank has sent so far."""
         return self._sent_before + sum(comm.sent_bytes for comm in self._connections)
 
-    def meet(self, people: Sequence[Member]) -> None:
-        """Learn what the ranks are that are present, as they have introduced themselves.
+    def meet(self, members: Sequence[Member]) -> None:
+        """Store the members that are present, as they have introduced themselves.
 
-        Of a rank that is gone, what it was stays known: summaries count what it has done.
+        A rank that is gone keeps its last member: summaries count what that has done.
         """
-        known = {member.rank: member for member in people}
-        before = self.people or [Member(rank=rank) for rank in range(self.world_size)]
-        self.people = tuple(known.get(rank, before[rank]) for rank in range(self.world_size))
+        known = {member.rank: member for member in members}
+        before = self.member_by_rank or [Member(rank=rank) for rank in range(self.world_size)]
+        self.member_by_rank = tuple(
+            known.get(rank, before[rank]) for rank in range(self.world_size)
+        )
         for rank, member in known.items():
             self.names[rank] = member.member
         self._report_waits()
 
     def watch_waits(self, windows_s: Sequence[float]) -> None:
-        """Let this rank tell the coordinator when it waits for long.
+        """Let this rank notify the coordinator when it waits for long.
 
         Args:
             windows_s: Seconds that the latest windows took, kept by the engine.
@@ -176,7 +178,7 @@ class Team:
             self.comm.close()
 
     def form(self, formed: Formed) -> None:
-        """Be the members of another generation of an elastic team; all of them call it together."""
+        """Use another generation's members, in an elastic team; all of them call it together."""
         formation = formed.formation
         self.rank = self.membership.number
         self._use(formed.comm, formation.numbers)
@@ -184,7 +186,7 @@ class Team:
             self.names[rank] = name
 
     def be_alone(self) -> None:
-        """Have no part in any generation, as the team has continued without this rank."""
+        """Leave all generations, as the team has continued without this rank."""
         self._use(Communicator(number=self.rank), (self.rank,))
 
     def _use(self, comm: Communicator, ranks: tuple[int, ...]) -> None:
@@ -220,7 +222,7 @@ class Team:
         self.gradients = ()
 
     def stand_aside(self) -> None:
-        """Be alone, as this rank's script is where the others have been before it joined."""
+        """Exchange nothing, as this rank's script is where the others were before it joined."""
         self.comm = Communicator(number=self.rank)
         self.members = self.everyone = (self.rank,)
 

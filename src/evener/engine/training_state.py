@@ -216,13 +216,13 @@ class TrainingState:
             UsageError: This rank takes over, and trains other parameters.
         """
         tensors: dict[str, Tensor] = {}
-        said = b""
+        text = b""
         if comm.rank == source:
             document, tensors = self.collect(self.own_states())
             index = [[n, [*t.shape], str(t.dtype), t.device.type] for n, t in tensors.items()]
             note = [document, encode(counters, path="counters"), index, self.flat.describe()]
-            said = json.dumps(note).encode()
-        notes = comm.all_gather_bytes(said, what="state index")
+            text = json.dumps(note).encode()
+        notes = comm.all_gather_bytes(text, what="state index")
         document, counters, index, trained = json.loads(notes[source])
         if receives:
             self.flat.follow(trained)

@@ -1,4 +1,4 @@
-"""The models, optimizers and schedulers of ``Ddp.setup``: checked, and brought into one form."""
+"""Check the models, optimizers and schedulers of ``Ddp.setup``, and bring them into one form."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ _UNFIT: Final = {
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put a model into ``eval()``, without gradients, for the length of the block."""
+    """Put a model into ``eval()`` mode, without gradients, during the block."""
     was_training = model.training
     model.eval()
     try:
@@ -52,15 +52,15 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def check_arguments(model: object, optimizer: object, scheduler: object) -> list[Optimizer]:
-    """Refuse arguments in another order or of another kind than ``Ddp.setup`` takes.
+    """Refuse arguments in another order or of another type than ``Ddp.setup`` takes.
 
-    Call it before ranks are started, so that a mistake costs nothing.
+    Call it before ranks are started, so that a mistake is reported at once.
 
     Returns:
         The optimizers.
 
     Raises:
-        ConfigError: Names the argument and the call that is right. Also for a wrapped model, an
+        ConfigError: Names the argument and the correct call. Also for a wrapped model, an
             optimizer that a window cannot step, or a scheduler that cannot follow one.
     """
     given: dict[str, tuple[object, Any]] = {
@@ -84,8 +84,8 @@ def check_arguments(model: object, optimizer: object, scheduler: object) -> list
             raise ConfigError(f"{type(one).__name__} {why}")
         if isinstance(one, LRScheduler) and one.optimizer not in optimizers:
             raise ConfigError(
-                f"{type(one).__name__} belongs to an optimizer that Ddp.setup was not given; make "
-                "it with one of those"
+                f"{type(one).__name__} belongs to an optimizer that was not given to Ddp.setup; "
+                "make it with one of those"
             )
     return optimizers
 
@@ -116,7 +116,7 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
 def parts_of(optimizers: Sequence[Optimizer], model: nn.Module) -> dict[int, int]:
     """Return, by ``id`` of a parameter, the number of the optimizer that holds it.
 
-    An optimizer must not step what is not averaged: replicas would drift apart.
+    An optimizer must not update parameters that are not averaged: replicas would diverge.
 
     Raises:
         ConfigError: Two optimizers hold the same parameter, or one holds a trainable parameter of

@@ -1,4 +1,4 @@
-"""Puts a rank's parts together: device, connection, flat buffers, averagers, planner, engine."""
+"""Build the objects of a rank: device, connection, flat buffers, averagers, planner, engine."""
 
 import os
 from collections import Counter
@@ -41,7 +41,7 @@ from evener.loop.consistency import Description, check_consistency, describe_tra
 from evener.loop.precision import HALF, AutocastForward, choose_precision
 from evener.planning.policies import ApplyPolicy
 from evener.team.backends import check_backend, check_policy, connect_team, describe_exchange
-from evener.team.child import apply_threads, tell
+from evener.team.child import apply_threads, notify_supervisor
 from evener.team.elastic_membership import join_team
 from evener.team.environment import ELASTIC, AverageBackend, DistributedTrainConfig
 from evener.team.failures import note
@@ -53,25 +53,24 @@ from evener.team.wire import LEFT
 
 
 class Assembly:
-    """Everything that one rank of a team holds; ``Ddp`` is its face.
+    """All objects of one rank of a team; ``Ddp`` is its public interface.
 
-    All ranks make one together: they find one another, compare what they are about to train, and
-    start from rank 0's model. See ``Ddp.setup`` for the arguments.
+    All ranks make one together: they connect, compare what they are about to train, and start from
+    rank 0's model. See ``Ddp.setup`` for the arguments.
 
     Attributes:
         apply_policy: What a window is.
         environment: This rank's place.
         model: One module that holds all.
         optimizers: As given.
-        state: What the rank trains with: a checkpoint holds it, and a rank that was away receives
-            it.
+        state: The training state, which checkpoints hold and ranks that were away receive.
         device: This rank's device.
-        precision: What its forward computes in.
+        precision: The precision of its forward pass.
         team: The ranks.
         flat: The trainable parameters.
         buffers: Keeps the model's buffers equal.
         engine: Runs the windows.
-        takes_turns: Whether optimizers are likely to be stepped one by one: several, of several
+        steps_singly: Whether optimizers are likely to be stepped one by one: several, of several
             models.
     """
 
@@ -99,7 +98,7 @@ class Assembly:
         refuse_second_team(models)
         self.environment = environment
         self.optimizers = optimizers
-        self.takes_turns = min(len(models), len(optimizers)) > 1
+        self.steps_singly = min(len(models), len(optimizers)) > 1
         self.device = choose_device(devices, environment)
         self.precision = choose_precision(precision, self.device)
         apply_threads(environment)
@@ -110,7 +109,7 @@ class Assembly:
             is_divided = self._introduce(training)
             self.flat = FlatBuffers(
                 list(self.model.named_parameters()),
-                # Local steps exchange no gradients, so these stay where autograd has put them.
+                # Local steps exchange no gradients, so these stay where autograd puts them.
                 self.team.world_size if chosen is ApplyPolicy.SYNC else 1,
                 parts=parts_of(optimizers, self.model),
                 buckets=config.gradient_buckets,
@@ -124,7 +123,7 @@ class Assembly:
                 self.flat,
                 optimizers,
                 is_wanted=is_divided,
-                is_must=config.sharded_update == "on",
+                is_required=config.sharded_update == "on",
             )
             parts = (self.model, self.flat, self.buffers, optimizers)
             self.state = TrainingState(*parts, Schedule(optimizers, scheduler), self._sharded)
@@ -140,7 +139,7 @@ class Assembly:
         self._autocast = [AutocastForward(m, self.device, half) for m in models if half]
         self.engine.options.guards.claim(models)
         if self.engine.rounds.is_main and not config.quiet:
-            present = [self.team.people[rank] for rank in self.team.members]
+            present = [self.team.member_by_rank[rank] for rank in self.team.members]
             exchange = f"  backend {self.comm.backend}: {self.comm.reason}"
             say("\n".join([*team_lines(present), exchange]))
 
@@ -182,9 +181,9 @@ class Assembly:
     @property
     def names(self) -> list[str]:
         """Return the members' names, in rank order."""
-        if self.team.is_elastic:  # others may come under the same numbers
+        if self.team.is_elastic:  # other members may get the same numbers
             return [f"number {rank}" for rank in range(self.team.world_size)]
-        return [member.member for member in self.team.people]
+        return [member.member for member in self.team.member_by_rank]
 
     def part_of(self, optimizer: Optimizer) -> int:
         """Return the number of one of the optimizers.
@@ -200,7 +199,7 @@ class Assembly:
         )
 
     def close(self) -> None:
-        """Give back hooks and connections; idempotent."""
+        """Remove hooks and close connections; idempotent."""
         self.engine.close_down()
         self.engine.options.guards.close()
         self._sharded.abandon()
@@ -210,10 +209,10 @@ class Assembly:
         while self._autocast:
             self._autocast.pop().remove()
         self.comm.close()
-        tell(place=LEFT)
+        notify_supervisor(place=LEFT)
 
     def hand_back(self) -> None:
-        """Give optimizers their whole state back, if all ranks take part; they call it together."""
+        """Restore the optimizers' whole state if all ranks take part; they call it together."""
         if self._sharded.is_on:
             with suppress(CollectiveError):  # reading a state that stays divided raises an error
                 self.engine.collectives.ask("leaving the team (ddp.close)")
@@ -236,7 +235,7 @@ class Assembly:
             )
             raise
 
-    # ── who is there ─────────────────────────────────────────────────────────────────────────
+    # ── the members ──────────────────────────────────────────────────────────────────────────
 
     def _why_replicated(self) -> str:
         """Return why this rank should update all parameters; empty if it can update its part.
@@ -246,7 +245,7 @@ class Assembly:
         """
         given, comm = self._config.sharded_update, self.comm
         is_sync = self.apply_policy is ApplyPolicy.SYNC
-        # An elastic team cannot divide what a lost rank would take with it.
+        # An elastic team cannot divide state, because a lost rank would take its part with it.
         if given == "off" or not is_sync or comm.world_size == 1 or self.team.is_elastic:
             return "it is not wanted"
         reason = why_replicated(self.optimizers)
@@ -259,7 +258,7 @@ class Assembly:
         return "it does not pay" if given == "auto" and does_not_pay else reason
 
     def _move(self) -> None:
-        """Move the model, and what optimizers remember to where their parameters have gone."""
+        """Move the model to the device, and the optimizers' state with it."""
         _check_kernels(self.device)
         move(self.model, self.device)
         for optimizer in self.optimizers if self.device.type != "cpu" else ():
@@ -267,9 +266,9 @@ class Assembly:
                 optimizer.load_state_dict(optimizer.state_dict())
 
     def _introduce(self, training: Description) -> bool:
-        """Learn who the ranks are, which must train alike; return whether they divide the update.
+        """Gather the ranks' descriptions and compare them; return whether they divide the update.
 
-        All call it together.
+        All ranks call it together.
         """
         config, team = self._config, self.team
         config.check_team(team.world_size)
@@ -282,14 +281,14 @@ class Assembly:
         )
         if team.is_elastic:
             own = replace(own, member=team.membership.member)
-        # A rank's optimizer may be of another class of the same name.
+        # Ranks' optimizers may be of different classes with the same name.
         further = {"training": training, "why_replicated": self._why_replicated()}
         greetings = team.introduce({**asdict(own), **further})
         check_consistency({one["rank"]: one.pop("training") for one in greetings})
         reasons = [greeting.pop("why_replicated") for greeting in greetings]
         taken: Counter[str] = Counter()
         for greeting in greetings:
-            # Machines may share a host name; in rank order, so that every rank finds the same ids.
+            # Machines may share a host name; rank order makes every rank choose the same ids.
             name = greeting["member"]
             taken[name] += 1
             if taken[name] > 1:
@@ -321,7 +320,7 @@ class Assembly:
 
     def _make_options(self) -> EngineOptions:
         config, team = self._config, self.team
-        own = team.people[team.rank]
+        own = team.member_by_rank[team.rank]
         return EngineOptions(
             max_grad_norm=config.max_grad_norm,
             non_finite=config.non_finite,
@@ -344,20 +343,20 @@ class Assembly:
 
 
 def _say_nothing(text: str) -> None:
-    """Keep a line for people from those who want silence."""
+    """Drop a line: the user has asked for quiet."""
 
 
 def _check_kernels(device: torch.device) -> None:
     """Refuse a GPU that this build of torch has no kernels for.
 
     Raises:
-        ConfigError: It is one.
+        ConfigError: The build has no kernels for it.
     """
     architecture = kind_of(device).architecture(device)
     built_for = tuple(torch.cuda.get_arch_list()) if architecture else ()
     if built_for and not has_kernels(architecture, built_for):
         raise ConfigError(
-            f"{device} needs kernels for {architecture}, and this build of torch has those for "
+            f"{device} needs kernels for {architecture}, but this build of torch has kernels for "
             f"{', '.join(built_for)}: install a build whose list has {architecture}, or leave the "
             "device out with devices=... or CUDA_VISIBLE_DEVICES"
         )

@@ -1,4 +1,4 @@
-"""Saves the team's state while it trains: the main process copies, a thread writes."""
+"""Save the team's state during training: the main process copies it, a thread writes it."""
 
 import time
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ _PAUSE_S: Final = 5.0
 """Seconds between two attempts of the last save."""
 
 _WRITE_S: Final = 1800.0
-"""Longer than a checkpoint takes to write: until then ranks wait for the last one."""
+"""Longest wait of the other ranks for the last checkpoint, beyond ``retry_s``."""
 
 
 class Checkpointer:
-    """Writes ``step-N`` folders; training waits for the copy only.
+    """Writes ``step-N`` folders; training waits only for the copy.
 
     One snapshot is held and one write is under way at a time. A write that fails is a warning
     during training, and the next save is the retry; only the last save of a run is repeated.
@@ -47,7 +47,7 @@ class Checkpointer:
         path: The newest complete checkpoint: on the main process; after ``finish`` on all ranks.
 
     Raises:
-        CheckpointError: The folder cannot be made.
+        CheckpointError: The folder cannot be created.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Checkpointer:
         self._snapshot: Snapshot | None = None  # the last one; its memory is used again
         self._write: Future[WrittenCheckpoint] | None = None
         self._step = -1  # of the last write
-        self._is_writer = False  # this process has kept former writers from publishing
-        #: Why a step is skipped that was due while another was being written.
+        self._is_writer = False  # whether this process has stopped former writers from publishing
+        #: Why a step was skipped that was due while another was being written.
         self._skipped: dict[int, str] = {}
         try:
             if ddp.is_main_process:
@@ -84,7 +84,7 @@ class Checkpointer:
         ddp.assembly.engine.generations.call_on_change(self._change)
 
     def _hand_over(self) -> None:
-        """Finish what this rank is writing: another rank writes from now on."""
+        """Finish the current write: another rank writes from now on."""
         self.close()
         self._snapshot, self._is_writer = None, False
 
@@ -95,7 +95,7 @@ class Checkpointer:
     def _check(self) -> None:
         """Raise CheckpointError if the team has continued without this process.
 
-        One that saves alone has no lease: its coordinator is lost.
+        A process that saves alone has no lease: its coordinator is lost.
         """
         assembly = self._ddp.assembly
         if not (assembly.engine.generations.is_alone or assembly.team.membership.may_write()):
@@ -105,14 +105,14 @@ class Checkpointer:
             )
 
     def move(self, suffix: str) -> None:
-        """Write to a folder of its own from now on, which has this at the end of its name."""
+        """Write to another folder from now on, whose name ends with ``suffix``."""
         self._hand_over()
         self._folder = self._folder.with_name(f"{self._folder.name}{suffix}")
 
     def save(self, cursor_state: Mapping[str, Any]) -> None:
         """Begin to write the present state; all ranks call it together.
 
-        The place for it is a commit, or between epochs. A step that is already written, or being
+        Call it in a commit, or between epochs. A step that is already written, or being
         written, is not written again. While another step is being written, this one is skipped,
         unless it is the last one: see ``finish``.
 
@@ -143,10 +143,10 @@ class Checkpointer:
             cursor_state: The data position that belongs to the state.
 
         Returns:
-            Whether it is over; otherwise the main process was lost, and the next one has to save.
+            Whether it is done; otherwise the main process was lost, and the next one has to save.
 
         Raises:
-            CheckpointError: On every rank, when it could not be written in ``retry_s``.
+            CheckpointError: On every rank, if it could not be written in ``retry_s``.
             ReplicasDifferError: As in ``save``.
         """
         self._agree()
@@ -154,12 +154,12 @@ class Checkpointer:
         if self._ddp.is_main_process:
             with engine.team.in_phase("saving"):
                 own = [self._write_last(cursor_state), self.path and str(self.path)]
-        heard = engine.collectives.hear_main(
+        answer = engine.collectives.take_from_main(
             "writing the last checkpoint", own, timeout_s=self._retry_s + _WRITE_S
         )
-        if heard is None:
+        if answer is None:
             return engine.generations.is_alone
-        failure, path = heard
+        failure, path = answer
         self.path = path and Path(path)
         if failure:
             raise CheckpointError(failure)
@@ -179,10 +179,10 @@ class Checkpointer:
         return ""
 
     def report(self) -> str:
-        """Report what has become of a write, once it has ended, and steps that were skipped.
+        """Report the outcome of a write that has ended, and steps that were skipped.
 
         Returns:
-            Why the write has failed, if it has; else empty.
+            Why the write failed; empty if it did not.
         """
         # Not yet that of the present state: `finish` may write it.
         for step in self._skipped.keys() - {self._ddp.window}:
@@ -213,7 +213,7 @@ class Checkpointer:
         return self.report()
 
     def _agree(self) -> None:
-        """Compare the ranks' states, and bring together what is to be saved."""
+        """Compare the ranks' states, and gather what is to be saved."""
         self._ddp.assembly.engine.prepare_save()
 
     def _is_written(self) -> bool:
@@ -223,8 +223,8 @@ class Checkpointer:
         """Copy the present state, and begin to write it; nothing else is being written."""
         if self.path is not None and not self._folder.exists():
             warn(
-                f"{self._folder} had gone, and earlier checkpoints with it: made it again for step-"
-                f"{self._ddp.window}; find out what removes it, or choose another folder"
+                f"{self._folder} was removed, and earlier checkpoints with it: created it again "
+                f"for step-{self._ddp.window}; find out what removes it, or choose another folder"
             )
         self._step = self._ddp.window
         self._skipped.pop(self._step, None)
@@ -248,9 +248,9 @@ class Checkpointer:
             keep_last=self._keep_last,
             check=self._check,
         )
-        # The thread ends with its write, for which the interpreter waits.
+        # The thread ends with its write, and the interpreter waits for it at exit.
         writer.shutdown(wait=False)
 
     def _miss(self, step: int, reason: str) -> None:
         warn(reason)
-        self._ddp.events.tell("checkpoint_missed", window=step, reason=reason)
+        self._ddp.events.emit("checkpoint_missed", window=step, reason=reason)

@@ -17,23 +17,23 @@ from evener.loop.arguments import Schedulers, several
 from evener.planning.policies import ApplyPolicy
 from evener.team.members import own_versions
 
-#: What a rank trains with: plain JSON values by name, such as ``optimizer.0.groups.0.lr``.
+#: Describes what a rank trains with: JSON values by name, such as ``optimizer.0.groups.0.lr``.
 Description = Mapping[str, Any]
 
-#: Options that are a rank's own business, and entries of parameter groups that say how to compute,
-#: not what, which may follow the device.
+#: Options that may differ between ranks, and entries of parameter groups that select a kernel and
+#: may depend on the device.
 _OWN: Final = frozenset(
     {
         *("timeout_s", "emulate_slow", "stop_when", "quiet"),
         *("param_names", "foreach", "fused", "capturable", "differentiable"),
     }
 )
-#: How names begin that are as many as parameters.
+#: Prefixes of names of which there is one for each parameter.
 _MANY: Final = ("parameter", "buffer", "scheduler", "optimizer")
 
 
 def describe_versions() -> Description:
-    """Return what this rank runs, for ``check_consistency``."""
+    """Return this rank's versions, for ``check_consistency``."""
     versions = own_versions()
     return {f"version.{what}": versions[what] for what in ("evener", "torch")}
 
@@ -45,19 +45,19 @@ def describe_training(
     policy: ApplyPolicy,
     config: DdpConfig,
 ) -> Description:
-    """Return what ``check_consistency`` compares, in the order in which it is compared.
+    """Return what ``check_consistency`` compares, in the order of comparison.
 
     Raises:
-        ConfigError: What makes the outer optimizer does not make one, or not one that ASYNC can
-            use.
+        ConfigError: The function for the outer optimizer does not return one, or not one that
+            ASYNC can use.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parts = {
-        # Before options: gradient buckets follow from the model, and would be named instead.
+        # Before options: a different model changes the gradient buckets, too.
         "parameter": [_shape(*named) for named in model.named_parameters()],
         "buffer": [_shape(*named) for named in model.named_buffers()],
         "option": {**vars(config), "policy": policy.value},
-        # Before optimizers: schedulers leave traces in those, which would be named instead.
+        # Before optimizers: a different scheduler changes their parameter groups, too.
         "scheduler": [
             {"class": _class(one)} | (one.state_dict() if isinstance(one, LRScheduler) else {})
             for one in several(scheduler)
@@ -88,7 +88,7 @@ def _shape(name: str, tensor: Tensor) -> str:
 
 
 def _flatten(path: str, value: object, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values inside of a value, each with its path; of parameters their names."""
+    """Yield the plain values inside a value with their paths; parameters as their names."""
     if isinstance(value, nn.Parameter):
         value = names.get(id(value), "a foreign one")
     if isinstance(value, Tensor):
@@ -106,7 +106,7 @@ def _flatten(path: str, value: object, names: Mapping[int, str]) -> Iterator[tup
 
 
 def summarise(training: Description) -> dict[str, Any]:
-    """Return ``describe_training`` with a digest of what is long, for an elastic team."""
+    """Return ``describe_training`` with a digest in place of long parts, for an elastic team."""
     few = {name: value for name, value in training.items() if not name.startswith(_MANY)}
     rest = json.dumps([pair for pair in training.items() if pair[0] not in few])
     digest = hashlib.blake2b(rest.encode(), digest_size=16).hexdigest()
@@ -117,8 +117,8 @@ def check_consistency(ranks: Mapping[int, Description], what: str = "rank") -> N
     """Refuse ranks that run different versions, or train differently.
 
     Args:
-        ranks: What ``describe_training``, or ``describe_versions``, gave, by rank.
-        what: What they are called in the message.
+        ranks: The results of ``describe_training`` or ``describe_versions``, by rank.
+        what: What ranks are called in the message.
 
     Raises:
         ConfigError: Names the first difference, the two ranks, and the remedy.

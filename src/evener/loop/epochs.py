@@ -1,4 +1,4 @@
-"""The loop over epochs where evener owns it: training, checkpoints when they are due, the end."""
+"""The loop over epochs of managed runs and jobs: training, checkpoints, the end."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -19,23 +19,23 @@ from evener.team.failures import note
 class EpochLoop(ABC):
     """A job of the whole team, trained until its last epoch or step; every rank makes one.
 
-    A job says in ``train_micro_batch`` what it computes. It extends ``on_commit`` by what else it
-    does when a window has been committed, such as evaluating. It gives the loop a loader, and what
-    it is to resume from, before it asks for ``epochs``::
+    A job implements ``train_micro_batch``. It extends ``on_commit`` by what else it does when a
+    window has been committed, such as evaluating. It sets ``loader``, and loads a checkpoint if it
+    resumes, before it calls ``epochs``::
 
         for epoch in self.epochs():
-            ...                        # the epoch has been trained, as far as the team got
+            ...                        # the epoch, or a part of it, has been trained
         path = self.finish()
 
     Args:
         ddp: The team.
         num_epochs: Epochs of the run; ignored with ``max_steps``.
-        max_steps: Optimizer steps of the run, those left out included.
+        max_steps: Optimizer steps of the run, skipped ones included.
         checkpoint_every: Optimizer steps of the team between checkpoints, each taken at the end of
-            a window; 0 or ``None`` for one at the end alone.
+            a window; 0 or ``None`` for one at the end only.
 
     Attributes:
-        loader: What is trained on; set by the job.
+        loader: The training data; set by the job.
         checkpointer: Writes the checkpoints; set by the job, which also closes it.
     """
 
@@ -57,9 +57,9 @@ class EpochLoop(ABC):
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the last epoch or step is committed; a checkpoint may say so, too."""
+        """Return whether the last epoch or step is committed; a loaded checkpoint counts, too."""
         if self._max_steps is not None:
-            return self.ddp.assembly.engine.turns >= self._max_steps
+            return self.ddp.assembly.engine.optimizer_steps >= self._max_steps
         return self.loader.cursor.epoch >= self._num_epochs
 
     def epochs(self) -> Iterator[int]:
@@ -70,7 +70,7 @@ class EpochLoop(ABC):
         """
         self.ddp.on_commit(self.on_commit)
         while True:
-            self.loader.join()  # perhaps again, because the team has continued without this rank
+            self.loader.join()  # also a second time, if the team has continued without this rank
             if self.ddp.stopping or self.has_ended:
                 return
             epoch = self.loader.cursor.epoch
@@ -87,17 +87,17 @@ class EpochLoop(ABC):
         ddp, engine = self.ddp, self.ddp.assembly.engine
         if self.checkpointer is not None and ddp.is_main_process:
             hosts = {member.host for member in ddp.members if member.host}
-            if len(hosts) > 1:  # the others may still reach the coordinator, and save, too
+            if len(hosts) > 1:  # other hosts may still reach the coordinator, and save, too
                 self.checkpointer.move(f"-of-generation-{engine.rounds.state.generation}")
             engine.generations.go_alone()
             note(error, f"evener: what the team has trained so far is saved in {self.finish()}")
 
     def train_epoch(self, epoch: int) -> None:
-        """Train on the rest of an epoch; when memory runs out, compute the share again.
+        """Train on the rest of an epoch; if memory runs out, compute the share again.
 
         Raises:
-            RuntimeError: Or another error of ``train_micro_batch``; out of memory also when not
-                even a micro-batch of one sample fits, with a note.
+            RuntimeError: Or another error of ``train_micro_batch``; also if memory does not suffice
+                for a micro-batch of one sample, with a note.
         """
         batches, end = self.loader.epoch(epoch), object()
         batch = next(batches, end)
@@ -108,7 +108,7 @@ class EpochLoop(ABC):
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                # Its traceback holds the frames, and they the activations.
+                # Its traceback holds the frames, and these hold the activations.
                 failure = error.with_traceback(None)
             if failure is None:
                 self.ddp.step()
@@ -136,13 +136,13 @@ class EpochLoop(ABC):
         """Evaluate a data set, each sample on one rank; all ranks call it together.
 
         Args:
-            batches: What is evaluated.
-            measure: Takes a batch of this rank, in ``eval()`` and without gradients.
-            result: Returns what all of them came to, in JSON types.
-            heed_stop: Break off where the team stops.
+            batches: The data.
+            measure: Called with each batch of this rank, in ``eval()`` mode and without gradients.
+            result: Returns the result of this rank's batches, in JSON types.
+            heed_stop: Break off if the team stops.
 
         Returns:
-            The results by rank, the same on every rank; ``None`` if a rank was told to stop
+            The results by rank, the same on every rank; ``None`` if a rank was asked to stop
             meanwhile.
         """
         ddp, engine = self.ddp, self.ddp.assembly.engine
@@ -155,7 +155,7 @@ class EpochLoop(ABC):
                         with ddp.emulated_slowness():
                             measure(batch)
             results = engine.collectives.ask("evaluating", result())
-            # A rank that was lost before it could say its results: the others do its part.
+            # A rank was lost before it could send its results: the others do its part.
             to_do = batches.make_up(results)
         return None if heed_stop and ddp.stopping else results
 
@@ -163,7 +163,7 @@ class EpochLoop(ABC):
         """Save the state at the end, and wait until it is on disk; all ranks call it together.
 
         Returns:
-            The newest complete checkpoint; ``None`` where the team has continued without this rank.
+            The newest complete checkpoint; ``None`` if the team has continued without this rank.
 
         Raises:
             CheckpointError: It could not be written.
@@ -185,7 +185,7 @@ class EpochLoop(ABC):
     def is_due(self, result: WindowResult) -> bool:
         """Return whether a checkpoint is due after a window; the same on every rank."""
         every = self._checkpoint_every
-        return every > 0 and result.progress.turns % every < result.optimizer_steps
+        return every > 0 and result.progress.optimizer_steps % every < result.optimizer_steps
 
     @abstractmethod
     def train_micro_batch(self, batch: Any) -> object:
@@ -204,7 +204,7 @@ class EpochLoop(ABC):
         return
 
     def on_commit(self, result: WindowResult) -> None:
-        """Save a checkpoint where it is due; called on every rank after each committed window."""
+        """Save a checkpoint if it is due; called on every rank after each committed window."""
         if self.is_due(result):
             self.save()
         elif self.checkpointer is not None:

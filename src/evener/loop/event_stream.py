@@ -22,8 +22,8 @@ from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
 
-#: Each rank keeps so many windows that another one records. In an elastic team the main process may
-#: be lost before it has written them; the next one then records them again.
+#: Windows that each rank keeps although the main process records them. In an elastic team it may be
+#: lost before it has written them; the next main process then records them again.
 _KEPT: Final = 4
 
 #: Seconds of a rank in a window, as ``RankRow`` names them.
@@ -36,11 +36,11 @@ _SECONDS: Final = (
 class EventStream:
     """Passes the team's events to sinks, on the main process only.
 
-    Rank 0 is the main process until it is parked. It closes its sinks then, and the next main
-    process opens its own: so a file has one writer at a time.
+    Rank 0 is the main process until it is parked. Then it closes its sinks and the next main
+    process opens its own, so a file has one writer at a time.
 
-    If ``start`` is not called, as in a user's own loop, ``run_started`` precedes the first event of
-    a window or a checkpoint: by then the data is known.
+    If ``start`` is not called, as in a user's own loop, ``run_started`` is written before the first
+    event of a window or a checkpoint, since by then the data is known.
 
     Args:
         assembly: The team.
@@ -60,7 +60,7 @@ class EventStream:
         self._kept: deque[WindowResult] = deque(maxlen=_KEPT)
         self.parked: tuple[int, ...] = ()
         #: The ranks' names by number, in this generation and in the one before.
-        self._people: dict[int, dict[int, str]] = {}
+        self._names: dict[int, dict[int, str]] = {}
         self._facts: dict[str, Any] = {
             "t": time.time(),
             "window": 0,
@@ -86,8 +86,8 @@ class EventStream:
     def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
         """Pass every further event to these sinks, windows included; all ranks call it.
 
-        Functions that make a sink are called on the main process alone: here, and when another
-        rank becomes it. ``end`` closes the sinks; a main process that is parked closes them, too.
+        Functions that make a sink are called only on the main process: here, and when another rank
+        becomes it. ``end`` closes the sinks; a main process that is parked closes them, too.
 
         Raises:
             ConfigError: A function returned something else.
@@ -96,7 +96,7 @@ class EventStream:
             self._sinks = self._sinks or Fanout(warn)
             self._sinks.add(open_sinks(sinks))
         if sinks and not self._makers:
-            self._people = {self._engine.rounds.state.generation: self._present()}
+            self._names = {self._engine.rounds.state.generation: self._present()}
             self._engine.commits.observe(self.window)
             self._engine.generations.call_on_change(self.change)
             self._team.call_on_handover(self._close_sinks)
@@ -108,16 +108,16 @@ class EventStream:
         if sinks is not None:
             sinks.close()
 
-    def tell(self, kind: str, **fields: Any) -> None:
-        """Pass an event to every sink, and before the first one that of the start.
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Pass an event to every sink; ``run_started`` precedes the first one.
 
         Args:
             kind: See ``FIELDS`` of ``evener.observe.events``.
-            **fields: Those of the kind; ``t`` is now unless given.
+            **fields: The fields of the kind; ``t`` is the present time by default.
         """
         is_main = self._engine.rounds.is_main and self._makers
         if is_main and self._team.membership.may_write():
-            self._tell_start()
+            self._emit_start()
             self._emit(make_event(kind, **{"t": time.time(), **fields}))
 
     def _emit(self, event: Event) -> None:
@@ -132,41 +132,41 @@ class EventStream:
         On resume ``run_resumed`` precedes it, with the window from which earlier events are void.
         """
         self._facts |= {**facts, "t": time.time(), "window": self._engine.window}
-        self._tell_start()
+        self._emit_start()
 
-    def _tell_start(self) -> None:
+    def _emit_start(self) -> None:
         if self._has_started or not self._engine.rounds.is_main or not self._makers:
             return
         self._has_started, facts = True, self._facts
         t = facts["t"]
         if (path := facts.get("resumed_from")) is not None:
             new_data = facts.get("new_data", False)
-            self.tell("run_resumed", t=t, window=facts["window"], path=str(path), new_data=new_data)
+            self.emit("run_resumed", t=t, window=facts["window"], path=str(path), new_data=new_data)
         self._emit(self._start())
-        for member in self._team.people:
-            self._tell_worker(member, t)
+        for member in self._team.member_by_rank:
+            self._emit_worker(member, t)
 
-    def _tell_worker(self, member: Member, t: float) -> None:
-        if member.device:  # otherwise no worker has that number
+    def _emit_worker(self, member: Member, t: float) -> None:
+        if member.device:  # empty if no worker has that number
             slowed = {"emulated": member.emulated} if member.emulated != 1 else {}
-            self.tell("worker_started", t=t, pid=member.pid, **_place(member), **slowed)
+            self.emit("worker_started", t=t, pid=member.pid, **_place(member), **slowed)
 
     def _start(self) -> Event:
         # Facts of a resume are in ``run_resumed``.
         facts = {k: v for k, v in self._facts.items() if k not in ("resumed_from", "new_data")}
-        # In an elastic team a number may have no worker.
+        # In an elastic team a number may be unused.
         names = [name for name in self._team.names if name]
         return make_event("run_started", members=names, **facts)
 
     def window(self, result: WindowResult) -> None:
-        """Record a committed window, its plan where shares changed, and stragglers."""
+        """Record a committed window, its plan if shares have changed, and stragglers."""
         if not self._engine.rounds.is_main:
             self._has_started = True  # the main process has written ``run_started``
         if self._kept and self._kept[-1].window + 1 != result.window:
-            self._kept.clear()  # this rank was parked, or left out
+            self._kept.clear()  # this rank was parked, or out of the team
         self._kept.append(result)
         # In the middle of a change, ``change`` does it if this rank is the main process then.
-        if self._engine.rounds.is_main and self._engine.rounds.state.generation in self._people:
+        if self._engine.rounds.is_main and self._engine.rounds.state.generation in self._names:
             self._kept.clear()
             self._record(result)
 
@@ -174,29 +174,29 @@ class EventStream:
         place = _pick(result, "window", "generation", "epoch")
         place["t"] = round(result.applied_t, 5)
         shares, cadence = [record.samples for record in result.ranks], result.cadence
-        # Windows that are closed by time differ by a step or two: a new anchor is a new plan.
+        # Windows closed by time differ by a step or two, so only a new anchor is a new plan.
         planned = shares if cadence is None else [cadence.anchor]
         if planned != self._planned:
             self._planned = planned
             piece = {**_pick(result, "start", "size"), "shares": shares}
-            self.tell("plan", **place, **piece, reason=self._engine.policy.why(result.window))
-        # A window may be recorded in a later generation, where others have the numbers.
-        people = self._people.get(result.generation) or self._present()
-        self._tell_decisions(result, people)
-        rows = [self._row(rank, name, result.ranks[rank]) for rank, name in people.items()]
+            self.emit("plan", **place, **piece, reason=self._engine.policy.why(result.window))
+        # A window may be recorded in a later generation, in which other members have the numbers.
+        names = self._names.get(result.generation) or self._present()
+        self._emit_decisions(result, names)
+        rows = [self._row(rank, name, result.ranks[rank]) for rank, name in names.items()]
         further: dict[str, Any] = {}
         if cadence is not None:  # local steps
             for row in rows:
                 row |= _pick(result.ranks[row["rank"]], "steps", "stale_steps")
             further = {
                 **_pick(cadence, "anchor", "guard"),
-                "turns": result.progress.turns,
+                "optimizer_steps": result.progress.optimizer_steps,
                 "window_s": _short(cadence.window_s) if math.isfinite(cadence.window_s) else None,
                 "divergence": _short(cadence.divergence),
             }
         if (redo_s := self._engine.generations.redo_s) is not None:
             further["redo_s"] = _rounded(redo_s)
-        self.tell(
+        self.emit(
             "window",
             **place,
             committed=[list(part) for part in result.ranges or [result.committed]],
@@ -208,15 +208,15 @@ class EventStream:
             **further,
         )
         for one in result.stragglers:
-            member = self._team.people[one.rank]
-            self.tell(
+            member = self._team.member_by_rank[one.rank]
+            self.emit(
                 "straggler_over" if one.is_over else "straggler",
                 **_pick(one, "window", "since", "cause"),
                 **_seconds(one, "factor", "compute_s", "expected_s", "delay_s"),
                 **_place(member),
             )
 
-    def _tell_decisions(self, result: WindowResult, people: Mapping[int, str]) -> None:
+    def _emit_decisions(self, result: WindowResult, names: Mapping[int, str]) -> None:
         """Record who is parked or called back with a window, and who was refused before it."""
         before, self.parked = self.parked, result.parked
         why = self._engine.why_parked or "the team is predicted to be faster without it"
@@ -224,11 +224,11 @@ class EventStream:
             ("parked", {*self.parked} - {*before}, why),
             ("recalled", {*before} - {*self.parked}, "the team tries again with it"),
         ):
-            for rank in sorted(ranks & people.keys()):
-                place = {"rank": rank, "member": people[rank], "window": result.window}
-                self.tell(kind, **place, reason=reason)
+            for rank in sorted(ranks & names.keys()):
+                place = {"rank": rank, "member": names[rank], "window": result.window}
+                self.emit(kind, **place, reason=reason)
         for member, reason in self._team.membership.take_refused():
-            self.tell("join_refused", member=member, window=result.window, reason=reason)
+            self.emit("join_refused", member=member, window=result.window, reason=reason)
 
     def _row(self, rank: int, name: str, record: RankRecord) -> dict[str, Any]:
         """Return the ``RankRow`` of a rank."""
@@ -244,46 +244,46 @@ class EventStream:
         return {rank: self._team.names[rank] for rank in self._team.everyone}
 
     def change(self, change: MembershipChange) -> None:
-        """Record that the team has changed: who was lost, who joined, and what it took."""
-        *_, newest = self._people
-        self._people = {newest: self._people[newest], change.generation: self._present()}
+        """Record that the team has changed: lost and new members, and the time it took."""
+        *_, newest = self._names
+        self._names = {newest: self._names[newest], change.generation: self._present()}
         if not self._engine.rounds.is_main:
             self._has_started = True  # a run that has changed its team has begun
             return
         window = change.window
-        # Not those of a rank that was parked since, or of a team that has gone back to a
-        # checkpoint. The window before this one may be committed later.
+        # Not windows before this rank was parked, or before the team went back to a checkpoint.
+        # The window before this one may be committed later.
         again = [result for result in self._kept if result.window < window]
         if again and again[-1].window < window - 2:
             again = []
         self._kept.clear()
 
-        def tell_each(kind: str, ranks: Mapping[int, str], **fields: Any) -> None:
+        def emit_each(kind: str, ranks: Mapping[int, str], **fields: Any) -> None:
             for rank, name in ranks.items():
-                self.tell(kind, rank=rank, member=name, window=window, **fields)
+                self.emit(kind, rank=rank, member=name, window=window, **fields)
 
-        tell_each("worker_lost", change.lost, reason=change.why)
-        tell_each("worker_left", change.left)
-        self.tell(
+        emit_each("worker_lost", change.lost, reason=change.why)
+        emit_each("worker_left", change.left)
+        self.emit(
             "reformed",
             # Readers drop the events of the previous main process from this window on.
             window=again[0].window if again else window,
             members=list(change.members),
             backend=self._team.comm.backend,
             backend_reason=self._team.comm.reason,
-            **_pick(change, "generation", "detect_s", "reform_s", "heal_s"),
+            **_pick(change, "generation", "detect_s", "reform_s", "recover_s"),
         )
-        sent = {**_pick(change, "donor", "num_bytes"), "elapsed_s": change.heal_s}
-        tell_each("healed", change.healed, **sent)
+        received = {**_pick(change, "source", "num_bytes"), "elapsed_s": change.recover_s}
+        emit_each("recovered", change.recovered, **received)
         for rank in change.joined:
-            self._tell_worker(self._team.people[rank], time.time())
-        tell_each("worker_joined", change.joined, generation=change.generation)
+            self._emit_worker(self._team.member_by_rank[rank], time.time())
+        emit_each("worker_joined", change.joined, generation=change.generation)
         for result in again:
             self._record(result)
 
     def checkpoint(self, written: WrittenCheckpoint) -> None:
         """Record a checkpoint that has reached the disk."""
-        self.tell(
+        self.emit(
             "checkpoint",
             window=written.step,
             path=str(written.path),
@@ -293,24 +293,24 @@ class EventStream:
         )
 
     def pending(self) -> list[threading.Event]:
-        """Return what will be set as soon as sinks have written everything so far; do not wait."""
+        """Return events that are set once sinks have written everything so far; do not wait."""
         return self._sinks.pending() if self._sinks is not None else []
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
         """Record the end of a started run, once; later ends add nothing."""
         if self._has_started and not self._has_finished:
             self._has_finished = True
-            self.tell("run_finished", window=window, reason=reason, message=message)
+            self.emit("run_finished", window=window, reason=reason, message=message)
 
     def end(self, *, failed: bool, error: BaseException | None) -> None:
         """Record the end, unless it was recorded, and close all sinks; idempotent.
 
-        One worker that fails does not end the run of an elastic team.
+        A single worker that fails does not end the run of an elastic team.
         """
         atexit.unregister(self._end_script)
-        self._error = None  # it holds on to the frames of the script
+        self._error = None  # its traceback holds the frames of the script
         if not (failed and self._team.is_elastic):
-            self._tell_start()
+            self._emit_start()
             engine = self._engine
             reason = "failed" if failed else "stopped" if engine.rounds.stopping else "completed"
             message = f"{type(error).__name__}: {error}" if failed and error is not None else None
@@ -322,15 +322,15 @@ class EventStream:
         self._error = error
 
     def _end_script(self) -> None:
-        """End as the script does, which has not called ``close``; other ranks are not asked."""
+        """Record the end of a script that has not called ``close``, without other ranks."""
         self.end(failed=self._error is not None, error=self._error)
 
 
 def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Fanout:
-    """Return one sink that hands on to all of these, some of which may have to be made.
+    """Return one sink that passes events to all of these; functions are called to make theirs.
 
     Raises:
-        ConfigError: One is something else, or has returned something else.
+        ConfigError: One is neither a sink nor a function that returns one.
     """
     fanout = Fanout(warn)
     for given in sinks:
@@ -354,16 +354,16 @@ def _seconds(value: object, *names: str) -> dict[str, float]:
 
 
 def _place(member: Member) -> dict[str, Any]:
-    """Return who a member is, and where it computes."""
+    """Return a member's rank, name, host and device."""
     device = f"{member.device} ({member.device_name})"
     return {**_pick(member, "rank", "member", "host"), "device": device}
 
 
 def _rounded(seconds: float) -> float:
-    """Return seconds in whole microseconds: further digits are noise, and make long lines."""
+    """Return seconds in whole microseconds: further digits are noise and make lines longer."""
     return int(1e6 * seconds + 0.5) / 1e6 if 0 < seconds < math.inf else 0.0
 
 
 def _short(value: float | None) -> float | None:
-    """Return a number with the six digits that tell something."""
+    """Return a number rounded to six significant digits."""
     return None if value is None else float(f"{value:.6g}")

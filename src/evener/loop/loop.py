@@ -1,4 +1,4 @@
-"""``Loop``: data-parallel training in a loop of one's own, on devices of unequal speed."""
+"""``Loop``: data-parallel training in the user's loop, on devices of unequal speed."""
 
 import os
 import sys
@@ -59,32 +59,32 @@ _LOADING = "loading a checkpoint (ddp.load)"
 _AVERAGING = "averaging a value (ddp.weighted_mean)"
 MicroBatchSize = int | Literal["auto", "share"]
 
-#: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
+#: Longest wait for another rank in ``Ddp.close``, in seconds: no rank has work left there.
 CLOSING_S = 60.0
 
-_NO_TURNS = (
+_NO_SINGLE_STEPS = (
     "ddp.step(optimizer) needs policy 'sync': in windows of local steps every optimizer is stepped "
     "on every batch; leave the argument out, or use policy 'sync'"
 )
 
 _NEVER_COMPUTED = (
     "evener: rank {} has had no share of any window so far, so its loop's body has not run, and "
-    "names that it sets have no value. Remedy: set result = None before the loop, and use "
-    "result.loss where result is not None; or use ddp.on_commit(fn)"
+    "variables that it assigns do not exist. Remedy: set result = None before the loop, and use "
+    "result.loss only if result is not None; or use ddp.on_commit(fn)"
 )
 
 _LEAST_FOR_STATISTICS = 3
-"""Least micro-batch of a model with batch statistics: any share of two or more samples can be cut
-into micro-batches of up to so many without one of a single sample."""
+"""Smallest micro-batch size with batch statistics: any share of two or more samples can then be
+split without a micro-batch of a single sample."""
 
 
 class Loop:
-    """A rank's place in the team; made by ``setup``.
+    """A rank of the team; made by ``setup``.
 
     Users know it as ``Ddp``, which documents the public attributes.
 
     Attributes:
-        assembly: The parts that this rank is made of; not part of the public interface.
+        assembly: The objects behind this rank; not part of the public interface.
     """
 
     def __init__(self, assembly: Assembly) -> None:
@@ -130,7 +130,7 @@ class Loop:
         call starts the script once for each of them and does not return: the process becomes the
         launcher. The code before the call runs again in every rank, so call it early. If a script
         cannot be started again (a notebook, an interactive session), ``"auto"`` uses one device and
-        says how to use all.
+        prints how to use all.
 
         Args:
             model: A module, or several as a list or dict; the same architectures on every rank.
@@ -160,9 +160,9 @@ class Loop:
                 started for one, else a fixed team. Or a ``Membership``, which decides which ranks
                 are in the team.
             quiet: Do not print the team to stderr; warnings are always printed.
-            sinks: They receive the run's events, on the main process. Each is a ``Sink``, or a
-                function without arguments that makes one, called on the main process only. Closed
-                by ``close``, and when another rank becomes the main process.
+            sinks: Receive the run's events, on the main process. Each is a ``Sink``, or a function
+                without arguments that makes one, called on the main process only. Closed by
+                ``close``, and when another rank becomes the main process.
 
         Raises:
             ConfigError: A bad option, or ranks with different models or versions.
@@ -202,7 +202,7 @@ class Loop:
     @property
     def members(self) -> tuple[Member, ...]:
         """Return the member of each rank, or its last one in an elastic team; see ``devices``."""
-        return self.assembly.team.people
+        return self.assembly.team.member_by_rank
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -266,7 +266,7 @@ class Loop:
         A plain ``BatchSampler`` counts as its sampler and ``batch_size``.
 
         Over an ``IterableDataset``, or a ``DataLoader`` with another batch sampler, each rank reads
-        for itself and contributes one batch to every window. A message says once what is then not
+        for itself and contributes one batch to every window. A message names once what is then not
         guaranteed.
 
         Args:
@@ -275,14 +275,14 @@ class Loop:
             batch_size: Samples of one optimizer step: of the whole team in SYNC, of a rank's own
                 local step in CADENCE and ASYNC.
             seed: Seed of the epochs' permutations and of derived random numbers.
-            shuffle: Another order in each epoch; on for a data set, and for a ``DataLoader`` as it
-                was made.
+            shuffle: Whether each epoch has another order; by default true for a data set, and as
+                it was made for a ``DataLoader``.
             collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
             num_workers: 0 loads in this process, more in that many worker processes.
             micro_batch_size: Most samples of one forward/backward on this rank; ``"share"`` is this
                 rank's whole part of a window. ``"auto"`` is the equal share of the batch, and at
                 least three samples with batch statistics. In CADENCE and ASYNC, and with several
-                models and optimizers, which may take turns (see ``step``), it is all of the batch.
+                models and optimizers, which may be stepped one by one, it is all of the batch.
             whole_micro_batches: In SYNC, make each rank's share of a window a multiple of
                 ``micro_batch_size``, which must be a number, the same on every rank. For losses
                 that compare the samples of a micro-batch: only the last micro-batch of a window may
@@ -291,13 +291,13 @@ class Loop:
                 numbers. ``"auto"`` loads inline, or ahead with worker processes.
             cache: Keep the samples of a map-style data set after this rank's first fetch, for later
                 epochs: ``"memory"`` in this process, ``"device"`` as tensors on this rank's device,
-                ``"disk"`` or ``"disk:FOLDER"`` in a file that ends with this process. A cache holds
-                at most as much as it leaves free. Random samples are refused; ``collate_fn`` may
-                draw.
+                ``"disk"`` or ``"disk:FOLDER"`` in a file that is deleted with this process. A cache
+                uses at most half of the free space. Random samples are refused; ``collate_fn`` may
+                draw random numbers.
             max_steps: End the run after this many optimizer steps (of all ranks together).
 
         Raises:
-            ConfigError: Sizes that make no sense, or a data set that is empty or cannot be split.
+            ConfigError: Invalid sizes, or a data set that is empty or cannot be split.
         """
         max_steps = _optional("max_steps", max_steps, 0)
         seed, engine = whole_number("seed", seed, 0), self._engine
@@ -308,14 +308,14 @@ class Loop:
                 raise needs_plans()
             if cache is not None:
                 raise ConfigError(
-                    f"cache={cache!r} needs samples that are asked for by index, and a stream has "
-                    "none; give a map-style data set, or leave cache out"
+                    f"cache={cache!r} needs samples with an index, which a stream does not have; "
+                    "give a map-style data set, or leave cache out"
                 )
             loader = StreamLoader(engine, dataset, **source, seed=seed, max_steps=max_steps)
         else:
             arguments = DatasetArguments(dataset, **source, shuffle=shuffle, seed=seed)
             for remark in arguments.remarks:
-                engine.options.guards.tell_once(remark)
+                engine.options.guards.warn_once(remark)
             if micro_batch_size in ("auto", "share") and not whole_micro_batches:
                 size = self._most_samples(arguments, is_share=micro_batch_size == "share")
             else:
@@ -338,10 +338,10 @@ class Loop:
         return loader
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left to do, up to ``num_epochs``.
+        """Yield the numbers of the remaining epochs, up to ``num_epochs``.
 
         It is like ``range(num_epochs)``, but begins with the first epoch that is not committed:
-        after ``load``, and on a rank that joins an elastic team. Make the loader before.
+        after ``load``, and on a rank that joins an elastic team. Make the loader before the call.
 
         Args:
             num_epochs: Epochs of the run.
@@ -375,10 +375,10 @@ class Loop:
     ) -> EvaluationLoader:
         """Return a loader for evaluation: each sample on one rank, once, in the data set's order.
 
-        All ranks iterate over it together: after an epoch, or in ``on_commit``, where those that
-        are not parked share the whole data set. In the loop, ``gather`` gives every rank the rows
-        of all ranks, for metrics that need them all (F1, AUC, BLEU). Use ``weighted_mean`` to
-        combine means of the ranks' parts exactly::
+        All ranks iterate over it together after an epoch. In ``on_commit``, the ranks that are not
+        parked share the whole data set. In the loop, ``gather`` gives every rank the rows of all
+        ranks, for metrics that need them all (F1, AUC, BLEU). Use ``weighted_mean`` to combine
+        means of the ranks' parts exactly::
 
             logits, labels = [], []
             with ddp.evaluating():
@@ -408,10 +408,10 @@ class Loop:
         """Give every rank the rows of all ranks, in the order of the data set.
 
         In the loop of an ``eval_loader``, concatenate the results of successive calls: they are the
-        rows of the whole data set in its order, each once, on every rank. All ranks call it equally
-        often for each batch, in the same order. With a tiny ``batch_size``, a rank may have two
-        batches in the last round: it gets no rows for the first of them, and all for the second.
-        Outside of any loop, rows come in rank order.
+        rows of the whole data set in its order, each once, on every rank. All ranks call it the
+        same number of times for each batch, in the same order. With a tiny ``batch_size``, a rank
+        may have two batches in the last round: it gets no rows for the first of them, and all for
+        the second. Outside of any loop, rows come in rank order.
 
         Args:
             value: Tensor, or a list, tuple or dict of tensors, on any device. The first dimension
@@ -431,7 +431,7 @@ class Loop:
     def _most_samples(self, arguments: DatasetArguments, *, is_share: bool) -> int:
         """Return the most samples of a rank's part of a window; see ``loader``."""
         size = arguments.batch_size
-        if is_share or self.assembly.takes_turns:
+        if is_share or self.assembly.steps_singly:
             return size
         engine = self._engine
         parts = engine.team.world_size if engine.rounds.state.is_sync else 1
@@ -461,8 +461,8 @@ class Loop:
             loss: Scalar; the mean over ``weight`` units, or their sum.
             weight: Units behind the loss, such as counted tokens; the micro-batch's samples by
                 default, and 1 outside of a loader. With 0 the micro-batch does not count.
-            optimizer: The optimizer of this loss, if several take turns: only its parameters get a
-                gradient. See ``step``.
+            optimizer: The optimizer of this loss, if several are stepped one by one: only its
+                parameters get a gradient. See ``step``.
             reduction: What the loss is: ``"mean"`` or ``"sum"`` over its units, the same in the
                 whole window, on every rank. ``None`` is ``"mean"``, but one of the first losses
                 that is a sum is refused.
@@ -490,8 +490,7 @@ class Loop:
     def step(self, optimizer: Optimizer | None = None) -> WindowResult | None:
         """End a micro-batch; with the last one of this rank's share, close the window.
 
-        Several optimizers are stepped together, or they take turns on the same samples, as in a
-        GAN::
+        Several optimizers are stepped together, or one by one on the same samples, as in a GAN::
 
             for real, noise in loader.epoch(epoch):
                 ddp.backward(loss_of_discriminator(...), optimizer=opt_d)
@@ -500,30 +499,30 @@ class Loop:
                 ddp.step(opt_g)
 
         Each ``ddp.step(optimizer)`` averages and applies what was accumulated for that optimizer;
-        the window closes when the loop asks for the next batch. Every rank takes the same turns in
-        the same order. The loader must hand out a rank's share of a window as one micro-batch: the
-        next turn needs the parameters that the previous turn has updated on *all* samples. That is
+        the window closes when the loop asks for the next batch. All ranks step the same optimizers
+        in the same order. The loader must yield a rank's share of a window as one micro-batch: the
+        second optimizer needs the parameters that the first has updated on *all* samples. That is
         ``micro_batch_size="share"``, the default with several models and optimizers.
 
         Args:
             optimizer: Step this one alone.
 
         Returns:
-            ``None`` inside a window; then the window's result, the same on every rank: gradients
-            averaged, clipped, the optimizer stepped, gradients zeroed. A turn returns its own
-            update.
+            ``None`` inside a window; at its end the result, the same on every rank. By then
+            gradients are averaged and clipped, the optimizer has stepped, and gradients are zeroed.
+            With ``optimizer``, the result of that step.
 
         Raises:
-            NonFiniteGradientError: On every rank, nothing applied.
-            CollectiveMismatchError: Another rank joined another collective.
-            UsageError: Gradients were written by something else than ``backward``.
+            NonFiniteGradientError: On every rank; nothing was applied.
+            CollectiveMismatchError: Another rank joined a different collective.
+            UsageError: Something other than ``backward`` has written gradients.
         """
         engine = self._engine
         engine.options.guards.check_gradients()
         if optimizer is None:
             return engine.end_micro_batch()
         if not isinstance(engine, SyncEngine):
-            raise UsageError(_NO_TURNS)
+            raise UsageError(_NO_SINGLE_STEPS)
         return engine.step_part(self.assembly.part_of(optimizer))
 
     def _start_unplanned(self) -> Share:
@@ -531,12 +530,12 @@ class Loop:
         engine = self._engine
         if engine.generations.is_joining:
             raise cannot_join("windows without ddp.loader")
-        engine.options.guards.tell_once(
+        engine.options.guards.warn_once(
             "training without ddp.loader: every ddp.step() is one update, to which each rank "
             "contributes once, with the weight given to ddp.backward (1 by default). Not "
             "guaranteed: which rank sees which samples, that each is seen once an epoch, shares "
-            "that follow speed, and resuming in mid-epoch. Ranks that read the same batches do the "
-            "same work: ddp.loader(dataset, batch_size=...) gives each sample to one rank"
+            "that follow speed, and resuming in mid-epoch. Ranks that read the same batches repeat "
+            "one another's work: ddp.loader(dataset, batch_size=...) gives each sample to one rank"
         )
         share = engine.open_share(1)
         share.start_micro_batch(1)
@@ -559,10 +558,10 @@ class Loop:
         units = checked_weight(weight)
         number = value.detach() if isinstance(value, Tensor) else value  # torch warns otherwise
         product = float(number) * units if units else 0.0
-        said = self._engine.collectives.ask(_AVERAGING, [product, units])
-        self._gatherer.check_complete(said)
+        gathered = self._engine.collectives.ask(_AVERAGING, [product, units])
+        self._gatherer.check_complete(gathered)
         numerator = denominator = 0.0
-        for theirs, their_units in said.values():  # from the left, as sum() rounds otherwise
+        for theirs, their_units in gathered.values():  # from the left, as sum() rounds otherwise
             numerator, denominator = numerator + theirs, denominator + their_units
         return numerator / denominator if denominator else float("nan")
 
@@ -581,19 +580,19 @@ class Loop:
         self._engine.rounds.stop()
 
     def wants_stop(self) -> bool:
-        """Return whether this rank was told to stop; the team agrees at its next exchange."""
+        """Return whether this rank was asked to stop; the team agrees at its next exchange."""
         return self._engine.rounds.wants_stop()
 
     @contextmanager
     def emulated_slowness(self) -> Iterator[None]:
-        """Stretch the block on a rank that is emulated slower; do nothing on others."""
+        """Slow the block down on a rank that is emulated slower; do nothing on others."""
         watch = Stopwatch(self._engine.options.slowdown)
         yield
         watch.stop()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Put the model into ``eval()`` without gradients for the length of the block."""
+        """Put the model into ``eval()`` mode without gradients during the block."""
         team = self._engine.team
         with team.in_phase(EVALUATING), in_evaluation(self.assembly.model):
             yield
@@ -613,7 +612,7 @@ class Loop:
                 numbers, strings, ``None``, lists, tuples and dicts.
 
         Raises:
-            ConfigError: The name is taken or impossible.
+            ConfigError: The name is in use or invalid.
         """
         state = self.assembly.state
         state.register(name, stateful)
@@ -632,7 +631,7 @@ class Loop:
         ):  # the team has saved, or not, before this rank has joined it
             return
         engine.settle()  # parameters may be a window ahead of the data position
-        engine.prepare_save()  # not before: a function of ``on_commit`` may save, too
+        engine.prepare_save()  # after settle(): a function of ``on_commit`` may save, too
         if failure := engine.collectives.ask_main("saving", lambda: self._write(Path(path))):
             raise CheckpointError(failure)
 
@@ -654,13 +653,13 @@ class Loop:
         Call it after ``setup``, before or after ``loader``, and before the first epoch.
 
         Args:
-            path: The checkpoint, or a folder of which the newest complete one is taken.
+            path: The checkpoint, or a folder, whose newest complete checkpoint is used.
             allow: ``"data"`` continues with a data set of another size, or another seed, from its
                 first epoch on; model, optimizer and progress are kept.
 
         Raises:
-            CheckpointError: Missing, damaged, of another model or data set, or not the same on
-                every rank.
+            CheckpointError: The checkpoint is missing, damaged, of another model or data set, or
+                not the same on every rank.
         """
         assembly = self.assembly
         try:
@@ -692,11 +691,11 @@ class Loop:
         Without an error, ranks first commit the applied window. In CADENCE and ASYNC they also
         average the steps of loops that were left by ``break``. All ranks do that together, and wait
         for one another for at most 60 s (or ``DdpConfig.timeout_s``, if that is less). After an
-        error of the team, or one that has ended this rank's loop, this rank waits for no other.
+        error of the team, or one that has ended its loop, a rank does not wait for others.
 
         Raises:
             CollectiveError: A rank was lost, or did not come.
-            ReplicasDifferError: Of what is committed, with ``DdpConfig.verify_every``.
+            ReplicasDifferError: The committed states differ (with ``DdpConfig.verify_every``).
         """
         error = sys.exception()
         self._close(error, failed=self._is_lost(error))
@@ -715,7 +714,7 @@ class Loop:
             forget(self._explain)
         try:
             if waits:
-                if engine.in_epoch:  # closing inside the loop is leaving it
+                if engine.in_epoch:  # closing inside the loop is like break
                     engine.leave()
                 engine.team.hurry(CLOSING_S)
                 engine.settle()
@@ -727,16 +726,16 @@ class Loop:
             for loader in [*self._loaders, *self._eval_loaders]:
                 loader.close()
             self.events.end(failed=failed, error=error)
-            # Members that were all told to leave have ended no run: others may continue it.
+            # If all members leave on request, the run has not ended: others may continue it.
             if not (failed or (engine.rounds.stopping and engine.team.membership.is_leaving)):
                 engine.team.membership.leave(finished=True)
             self.assembly.close()
 
     def _is_lost(self, error: BaseException | None) -> bool:
-        """Return whether the other ranks need not be waited for.
+        """Return whether this rank need not wait for the others.
 
         Args:
-            error: What is being handled; it may have nothing to do with the team.
+            error: The exception that is being handled; it may be unrelated to the team.
         """
         engine = self._engine
         if error is None or engine.rounds.is_lost:
@@ -788,7 +787,7 @@ def _find_place(devices: Devices, process_group: Any, *, quiet: bool) -> Distrib
 def _source(
     batch_size: int | None, collate_fn: Collate | None, num_workers: int | None
 ) -> dict[str, Any]:
-    """Return what the user says beside a data set, checked."""
+    """Return the user's arguments beside a data set, checked."""
     return {
         "batch_size": _optional("batch_size", batch_size, 1),
         "collate_fn": collate_fn,

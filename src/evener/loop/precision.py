@@ -18,7 +18,7 @@ def choose_precision(precision: str, device: torch.device) -> Precision:
 
     bf16 on a CUDA or XPU device that has it; fp16 on a CUDA device with tensor cores but without
     bf16 (Volta, Turing); fp32 elsewhere: older cards, such as a GTX 1060, compute in fp16 more
-    slowly than in fp32, and CPUs without bf16 or fp16 units only emulate them.
+    slowly than in fp32, and CPUs without bf16 or fp16 units emulate them.
 
     Args:
         precision: What the user asked for.
@@ -39,11 +39,11 @@ HALF: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class AutocastForward:
-    """Puts a model's own ``forward`` under autocast and returns float32 outputs.
+    """Runs a model's own ``forward`` under autocast and returns float32 outputs.
 
     The user's loop stays as it is: losses are computed on float32 outputs, outside autocast. It
-    takes the place of the instance's ``forward`` rather than hooking it: a block around the call is
-    what ``torch.compile`` can trace, and ``copy.deepcopy`` and ``pickle`` can copy it.
+    replaces the instance's ``forward`` instead of using hooks, because ``torch.compile`` can trace
+    a block around the call, and ``copy.deepcopy`` and ``pickle`` can copy it.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
 """A team's state on disk: the content of a checkpoint, and how a team of any size loads it.
 
-A checkpoint is read as a whole, and its names and shapes are compared with the rank's parts, before
-any of it is loaded: a state that is refused has changed nothing.
+A checkpoint is read as a whole, and its names and shapes are compared with those of the rank before
+any of it is loaded, so a refused checkpoint changes nothing.
 """
 
 import copy
@@ -57,15 +57,15 @@ def capture(
 ) -> Snapshot:
     """Copy the team's state to CPU memory; training may continue afterwards.
 
-    Call it at a commit or between epochs, where all ranks hold the same state; one rank suffices.
+    Call it at a commit or between epochs, when all ranks hold the same state; one rank suffices.
 
     Args:
-        assembly: The rank's parts.
+        assembly: The rank.
         positions: The data positions that belong to the state, one for each loader.
         assets: Further files, by name.
         documents: Further JSON documents, by file name.
         after: As for ``Snapshot``.
-        into: An earlier snapshot that is not read any more; its memory is used again.
+        into: An earlier snapshot that is no longer read; its memory is reused.
     """
     engine, started_s = assembly.engine, time.perf_counter()
     training, tensors = assembly.state.collect(engine.optimizer_states())
@@ -87,10 +87,10 @@ def capture(
 def find_state(assembly: Assembly, path: Path) -> SavedState:
     """Read the newest complete checkpoint in ``path``, or the checkpoint ``path`` itself.
 
-    What is damaged is passed over, with a warning on rank 0. Nothing of the rank is changed.
+    Damaged checkpoints are skipped, with a warning on rank 0. The rank is not changed.
 
     Raises:
-        CheckpointError: There is none, or it is of another model, optimizer or policy.
+        CheckpointError: There is none, or it belongs to another model, optimizer or policy.
     """
     skipped: list[str] = []
 
@@ -123,7 +123,7 @@ def find_state(assembly: Assembly, path: Path) -> SavedState:
 
 
 def restore(assembly: Assembly, saved: SavedState) -> None:
-    """Load a checkpoint's state, which fits, into this rank; all ranks load the same one.
+    """Load a checkpoint's checked state into this rank; all ranks load the same one.
 
     A warning says what of the outer optimizer does not continue.
 
@@ -140,7 +140,7 @@ def restore(assembly: Assembly, saved: SavedState) -> None:
 
 
 def _differences(saved: SavedState, assembly: Assembly) -> Iterator[str]:
-    """Yield what a checkpoint's model, optimizers and schedulers have, and this rank's have not."""
+    """Yield differences between a checkpoint's model, optimizers, schedulers and this rank's."""
     groups = [state["param_groups"] for state in saved.training.optimizers]
     there = _layout(saved.model, groups, saved.training.schedule)
     groups = [optimizer.param_groups for optimizer in assembly.optimizers]
@@ -171,7 +171,7 @@ def _layout(
     optimizers: Sequence[Sequence[Mapping[str, Any]]],
     schedulers: Sequence[Any],
 ) -> dict[str, str]:
-    """Return names and shapes, for people, with the parameter groups of each optimizer."""
+    """Return names and shapes as text, with the parameter groups of each optimizer."""
     layout = {repr(name): f"of shape {tuple(tensor.shape)}" for name, tensor in model.items()}
     for number, groups in enumerate(optimizers):
         sizes = [len(group["params"]) for group in groups]

@@ -28,13 +28,13 @@ def _takes_what(
 class DdpBuilder:
     """Describes a managed run; made by ``Ddp.builder``.
 
-    Every option is a method, and a keyword of ``Ddp.builder`` with the same name; the last word
+    Every option is a method, and a keyword of ``Ddp.builder`` with the same name; the last value
     counts. ``dataset``, ``batch_size`` and one of ``num_epochs`` and ``num_steps`` must be given.
-    All options of ``DdpConfig`` are among them, and mean the same.
+    All options of ``DdpConfig`` are among them, with the same meaning.
 
-    With several devices, functions and data travel by value into a process for each device: there
-    they work on copies, so what they change outside of the model stays there. Numbers come back
-    with ``record_scalar``, ``eval_fn`` and ``metrics_fn``.
+    With several devices, functions and data are pickled into a process for each device. There they
+    work on copies, so changes outside of the model stay there. Numbers come back with
+    ``record_scalar``, ``eval_fn`` and ``metrics_fn``.
 
     Args:
         model_fn: ``model_fn(device)`` returns the model; called once on each rank, with the same
@@ -42,31 +42,31 @@ class DdpBuilder:
         optim_fn: ``optim_fn(params)`` returns an optimizer, or a list of them, over the model's
             parameters.
         train_fn: ``train_fn(model, batch)`` returns the loss of a micro-batch, a mean over its
-            samples; or ``(loss, weight)``, where the mean is over ``weight`` units such as tokens.
+            samples; or ``(loss, weight)`` if the mean is over ``weight`` units such as tokens.
             ``batch`` is on the model's device.
-        config: Options of ``DdpConfig`` at once; one that is also given by itself counts.
+        config: Options of ``DdpConfig`` at once; options given by themselves take precedence.
         dataset: A map-style data set, or a function that makes it in each worker (for large ones).
         batch_size: Samples of one optimizer step: of all devices; without ``"sync"``, of each.
         micro_batch_size: Most samples of one forward and backward pass on one device.
         reduction: ``"sum"`` if the loss is a sum over its units instead, as in ``Ddp.backward``.
-        num_epochs: End the run after so many passes over the data.
-        num_steps: End the run after so many optimizer steps of all devices, wherever the epoch is.
+        num_epochs: Number of passes over the data after which the run ends.
+        num_steps: Number of optimizer steps after which the run ends, also within an epoch.
         devices: ``"auto"`` (every accelerator, else one CPU rank), a number, or a list of names.
-        policy: When devices average, and what; see ``ApplyPolicy``. ``"sync"`` otherwise.
-        backend: How devices exchange; see ``AverageBackend``. ``"auto"`` otherwise.
-        precision: As ``Ddp.setup`` takes it: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        policy: When devices average, and what; see ``ApplyPolicy``. ``"sync"`` by default.
+        backend: How devices exchange; see ``AverageBackend``. ``"auto"`` by default.
+        precision: As in ``Ddp.setup``: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
         num_workers: Processes that load data, for each device; 0 loads between steps.
         cache: Where each rank keeps samples of ``dataset`` for later epochs, as in ``Ddp.loader``;
-            nowhere otherwise.
+            by default, they are not kept.
         scheduler: ``function(optimizer)`` returns a torch scheduler, stepped once per optimizer
             step.
         checkpoint_every: Optimizer steps from one checkpoint (or call of ``checkpoint_fn``) to the
             next, over all ranks and the whole run, those before a ``resume`` included. Without
-            policy ``"sync"`` it comes at the end of the window in which such a step was made.
+            policy ``"sync"``, it is written at the end of the window that contains the step.
         checkpoint_fn: ``function(window, model)``, on the main process (rank 0, unless it is
-            parked), with the model as it was committed, every ``checkpoint_every`` steps, without
-            gradients. The other ranks wait for it at the end of their part of the next window.
+            parked), with the committed model, every ``checkpoint_every`` steps, without gradients.
+            The other ranks wait for it at the end of their part of the next window.
         checkpoint_dir: Receives checkpoints of the whole run: model, optimizers, schedule, data
             position. They are written every ``checkpoint_every`` steps, if that is given, and at
             the end; the newest three are kept. ``resume`` and ``Ddp.load`` continue from them.
@@ -87,13 +87,13 @@ class DdpBuilder:
             with its weight as ``(means, weight)``; the means over the data set go into
             ``EpochMetrics.eval``. Without ``eval_fn`` they are the loss of ``train_fn``, named
             ``"loss"``, and what it records.
-        eval_every: Epochs from one evaluation to the next; 1. The last epoch is evaluated always.
+        eval_every: Epochs from one evaluation to the next; 1. The last epoch is always evaluated.
         metrics_fn: ``function(metrics)`` after each epoch, in the process that called ``run``. With
-            several devices it is called from a thread of its own.
-        seed: Decides initial weights, the order of samples, and what the functions draw; 0.
-        sinks: Take the run's events, in the process that called ``run``; closed with the run. Each
-            is a ``Sink``, or a function without arguments that makes one. With several devices
-            they are called from a thread of their own.
+            several devices it is called in a separate thread.
+        seed: Seed of initial weights, the order of samples, and the functions' random numbers; 0.
+        sinks: Receive the run's events, in the process that called ``run``; closed with the run.
+            Each is a ``Sink``, or a function without arguments that makes one. With several devices
+            they are called in a separate thread.
         elastic: Fewest and most workers of a run that continues when one fails; see ``elastic``.
         max_failures: A run with ``elastic`` ends when more workers than this have failed; 3.
     """
@@ -115,7 +115,7 @@ class DdpBuilder:
 
         Args:
             speeds: One for each, such as ``(1.0, 0.33)``, or by rank, such as ``{1: 0.33}``.
-            ratio: Only so that floDl's ``speed_hint(slow_rank, ratio)`` is told its form here.
+            ratio: Only for an error that explains the difference from floDl's ``speed_hint``.
 
         Raises:
             ConfigError: A ratio was given.
@@ -132,13 +132,13 @@ class DdpBuilder:
 
         Args:
             least: Fewest workers with which the run continues.
-            most: How many there are, each with a device of its own, or all on the CPU.
+            most: Most workers, each with its own device, or all on the CPU.
             max_failures: The run ends when more workers than this have failed.
         """
         return self.set_option("elastic", (least, most)).set_option("max_failures", max_failures)
 
     def no_divergence_guard(self) -> Self:
-        """Let windows grow however far the devices diverge: ``divergence_guard("none")``."""
+        """Let windows grow however much the devices diverge: ``divergence_guard("none")``."""
         return self.divergence_guard("none")
 
     def quiet(self, quiet: bool = True) -> Self:
@@ -146,7 +146,7 @@ class DdpBuilder:
         return self.set_option("quiet", quiet)
 
     def set_option(self, name: str, value: object) -> Self:
-        """Set the option of that name, for which there is a method, too."""
+        """Set an option by name; there is also a method for each."""
         self._options[name] = value
         return self
 
@@ -162,8 +162,8 @@ class DdpBuilder:
         handles for results. ``metrics_fn`` and ``sinks`` are called on the main process.
 
         Raises:
-            ConfigError: Something is missing, wrong, of no effect or a contradiction, or a function
-                cannot travel to the workers.
+            ConfigError: Options are missing, wrong, without effect or contradictory, or a function
+                cannot be pickled for the workers.
             CheckpointError: There is nothing to resume from.
             LaunchError: A worker could not be started.
         """
@@ -180,10 +180,10 @@ def _option_method(option: str) -> Callable[[DdpBuilder, object], DdpBuilder]:
     def set_it(self: DdpBuilder, value: object) -> DdpBuilder:
         return self.set_option(option, value)
 
-    set_it.__name__, set_it.__doc__ = option, f"Set ``{option}``, which the class describes."
+    set_it.__name__, set_it.__doc__ = option, f"Set ``{option}``; see the class."
     return set_it
 
 
-for _option in OPTIONS:  # those that take more than a value have methods of their own
+for _option in OPTIONS:  # options with more than one value have explicit methods
     if _option not in vars(DdpBuilder):
         setattr(DdpBuilder, _option, _option_method(_option))

@@ -1,4 +1,4 @@
-"""What a managed run is told: every option, checked before anything is started."""
+"""The options of a managed run, checked before anything is started."""
 
 import os
 import types
@@ -59,8 +59,8 @@ def _check_function(value: object, option: ValidationInfo) -> object:
     made, maker = _MADE.get(name, ((), ""))
     if isinstance(value, made):
         raise ConfigError(
-            f"{name} is a {type(value).__name__} that is made already; give a function that makes "
-            f"one, since each device gets its own: {maker}. Ddp.setup takes what is made"
+            f"{name} is a {type(value).__name__}; give a function that makes one, since each "
+            f"device gets its own: {maker}. Ddp.setup takes the object itself"
         )
     if not callable(value):
         raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; give a function")
@@ -76,12 +76,12 @@ _Folder = Annotated[
 ]
 _Index = Annotated[int, BeforeValidator(lambda n, info: whole_number(info.field_name, n, 0))]
 _Count = Annotated[int, BeforeValidator(lambda n, info: whole_number(info.field_name, n, 1))]
-#: What pydantic takes as it is; checked below.
+#: Values that pydantic does not check; see below.
 _AsGiven = Annotated[_Value, PlainValidator(lambda value: value)]
 
 #: A managed elastic run ends when more workers than this have failed.
 MAX_MANAGED_FAILURES = 3
-#: Options that would do nothing without another one.
+#: Options that have no effect without another one.
 _NEEDED = {
     "max_failures": ("elastic",),
     "checkpoint_fn": ("checkpoint_every",),
@@ -93,7 +93,7 @@ _STAYS = ("config", "metrics_fn", "sinks", "run_folder")
 
 @checked
 class ManagedRun(DdpConfig):
-    """A managed run: the options of ``DdpBuilder``, which says what each means."""
+    """A managed run: the options of ``DdpBuilder``, which documents them."""
 
     model_fn: _Function[ModelFn] = field(kw_only=False)
     optim_fn: _Function[OptimFn] = field(kw_only=False)
@@ -130,7 +130,7 @@ class ManagedRun(DdpConfig):
 
     @property
     def device_names(self) -> tuple[str, ...]:
-        """The devices of this host that are asked for, one for each rank."""
+        """The requested devices of this host, one for each rank."""
         return devices_of_host(self.devices, count_accelerators())
 
     def team_config(self, stop_when: Callable[[], bool]) -> DdpConfig:
@@ -142,15 +142,15 @@ class ManagedRun(DdpConfig):
 
     @property
     def event_sinks(self) -> Sinks:
-        """The sinks of the run's events: those that were given, and the file in ``run_folder``."""
+        """The sinks of the run's events: the given ones, and the file in ``run_folder``."""
         if self.run_folder is None:
             return self.sinks
         return [*self.sinks, partial(JsonlSink, Path(self.run_folder) / EVENTS)]
 
     def parts(self) -> dict[str, Any]:
-        """Return what travels to the workers: all but what is called in this process.
+        """Return the options that are sent to the workers: all but those called in this process.
 
-        ``sends_events`` says whether the workers are to send their events here.
+        ``sends_events`` is whether the workers send their events here.
         """
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STAYS}
         return parts | {"sends_events": bool(self.event_sinks)}
@@ -161,14 +161,14 @@ OPTIONS = frozenset(option.name for option in fields(ManagedRun))
 
 
 def make_data(data: Any) -> Any:
-    """Return a data set: as it was given, or made by the function that was given."""
+    """Return the given data set, or the one that the given function makes."""
     return data() if _is_maker(data) else data
 
 
 def find_launched_place() -> DistributedTrainConfig | None:
     """Return this process's place in a team that a launcher has started; ``None`` without one.
 
-    The launcher is evener's, torchrun or SLURM; or the user's script has made a process group.
+    The launcher is evener's, torchrun or SLURM; or the script has initialised a process group.
     """
     group = default_group()
     place = DistributedTrainConfig.from_env() if group is None else place_in(group)
@@ -182,14 +182,14 @@ def describe(
 
     Args:
         *functions: Make the model and the optimizers, and compute the loss.
-        place: That of this process in a launched team; ``None`` if the run starts its own workers.
+        place: The place of this process in a launched team; ``None`` if the run starts workers.
         **options: By name.
 
     Raises:
         ConfigError: Names the option, its value and what to do.
         CheckpointError: There is nothing to resume from.
     """
-    # None stands for "not given", but for the guard, where it stands for none.
+    # None means "not given", except for the guard, for which it means none.
     given = {n: v for n, v in options.items() if v is not None or n == "divergence_guard"}
     if isinstance(config := given.get("config"), DdpConfig):
         given = {option.name: getattr(config, option.name) for option in fields(config)} | given
@@ -205,7 +205,7 @@ def describe(
                 f"{place.launched_by} has started; leave it out, and let evener launch --elastic "
                 "MIN:MAX start the script"
             )
-        # Its other ranks may have written there already, and so may an earlier worker's.
+        # Other ranks may have written there already, and so may earlier workers.
         if place.rank == 0 and ELASTIC not in os.environ:
             _check_folders(run)
         return replace(run, policy=policy, backend=backend)
@@ -245,8 +245,7 @@ def _check_complete(run: ManagedRun) -> None:
         if getattr(run, name) != default[name] and not any(getattr(run, o) for o in others):
             needed = " or ".join(others)
             raise ConfigError(
-                f"{name} is given without {needed} and would do nothing; give {needed} as well, or "
-                f"leave {name} out"
+                f"{name} has no effect without {needed}; give {needed} as well, or leave {name} out"
             )
 
 

@@ -22,20 +22,20 @@ class EpochMetrics:
 
     Attributes:
         epoch: Number of the epoch, from 0.
-        complete: False when the run ended inside the epoch: ``num_steps``, or a stop.
+        complete: False if the run ended within the epoch: ``num_steps``, or a stop.
         avg_loss: Mean loss per unit of weight, over all ranks.
-        scalars: What ``record_scalar`` was given, reduced over all ranks: means by weight, sums, or
+        scalars: The numbers of ``record_scalar``, reduced over all ranks: means by weight, sums, or
             last values.
-        per_rank: The same of each rank alone; empty where it recorded nothing.
-        eval: What ``eval_fn`` returned, with ``eval_dataset`` the mean over it; a single number is
-            named ``"eval"``. Empty after an epoch without an evaluation.
+        per_rank: The same for each rank alone; empty if it recorded nothing.
+        eval: The results of ``eval_fn``, with ``eval_dataset`` their means over it; a single number
+            is named ``"eval"``. Empty after an epoch without an evaluation.
         samples: Samples of the epoch's windows.
         weight: Their weight: samples, or what ``train_fn`` returned as weights.
         steps: Optimizer steps of the run so far.
-        lr: Learning rate of the last step; without policy "sync", the one after it.
+        lr: Learning rate of the last step; without policy "sync", of the next step.
         epoch_ms: Milliseconds from the epoch's first window to its last, evaluation left out.
         per_rank_samples_per_s: Samples per second of each rank's own compute; 0 without work.
-        per_rank_batch_share: Part of the epoch's samples that each rank did; sums to 1.
+        per_rank_batch_share: Fraction of the epoch's samples that each rank processed; sums to 1.
         devices: Device of each rank.
     """
 
@@ -124,15 +124,15 @@ def record_scalar(name: str, value: float | Tensor, reduction: Reduction = "mean
 
     At the end of each epoch one number over all micro-batches of all ranks appears as
     ``EpochMetrics.scalars[name]``. It does not depend on how the samples were divided among ranks.
-    Micro-batches of windows, or of local steps, that were left out do not count. A tensor is kept
-    on its device until then, so that nothing waits for it.
+    Micro-batches of windows, or of local steps, that were skipped do not count. A tensor is kept on
+    its device until then, so that nothing waits for it.
 
     Args:
-        name: Its name; a second value of one micro-batch under one name replaces the first.
+        name: Its name; a second value with that name in one micro-batch replaces the first.
         value: A number, or a tensor with one element.
         reduction: ``"mean"`` by the weights of the micro-batches, for losses and accuracies;
-            ``"sum"`` for counts; ``"last"`` for the value of the newest window, there that of the
-            last rank which recorded one. The same wherever the name is recorded.
+            ``"sum"`` for counts; ``"last"`` for the value of the newest window, and in that of the
+            last rank that recorded one. It must be the same wherever the name is recorded.
 
     Raises:
         UsageError: Outside ``train_fn``, a value that is not a single number, or a reduction that
@@ -148,7 +148,7 @@ def record_scalar(name: str, value: float | Tensor, reduction: Reduction = "mean
 
 
 class Recorded(NamedTuple):
-    """A number that was recorded, and how it is to be reduced."""
+    """A recorded number, and its reduction."""
 
     reduction: str
     value: float | Tensor
@@ -162,12 +162,12 @@ class Scalars:
         self._found: dict[str, tuple[str, float | Tensor, float, int]] = {}
 
     def add(self, recorded: Mapping[str, Recorded], weight: float, place: int) -> None:
-        """Add what a micro-batch has recorded.
+        """Add the records of a micro-batch.
 
         Args:
             recorded: By name.
-            weight: That of the micro-batch; means leave it out if that is 0.
-            place: Its window. Of several ranks' last values that of the highest place counts.
+            weight: Weight of the micro-batch; with 0 it does not count in means.
+            place: Its window. Of several ranks' last values, the one with the highest place counts.
         """
         for name, (reduction, value) in recorded.items():
             _, total, units, _ = self._found.get(name, ("", 0.0, 0.0, 0))
@@ -179,7 +179,7 @@ class Scalars:
                 self._found[name] = reduction, total + value * weight, units + weight, place
 
     def document(self) -> dict[str, Any]:
-        """Return it in JSON types, for ``reduce_scalars``."""
+        """Return the records in JSON types, for ``reduce_scalars``."""
         return {
             name: [reduction, float(total), units, place]
             for name, (reduction, total, units, place) in self._found.items()
@@ -199,7 +199,7 @@ def reduce_scalars(documents: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if len(reductions) > 1:
             raise _conflict(name, *reductions[:2])
         if reductions == ["last"]:
-            # Of equal windows the last rank's: in SYNC it has the window's last samples.
+            # In a tie the last rank's value: in SYNC it has the window's last samples.
             reduced[name] = max(reversed(found), key=lambda one: one[3])[1]
         else:
             total = sum(one[1] for one in found)
@@ -215,10 +215,10 @@ def _conflict(name: str, first: str, second: str) -> UsageError:
 
 
 class EpochFigures:
-    """Adds up an epoch: the team's committed windows, and what this rank records in its own part.
+    """Sums up an epoch: the team's committed windows, and the records of this rank.
 
-    A window can be dropped, and then what was recorded in it must not count. Micro-batches are
-    committed in the order in which they were computed.
+    Records of a dropped window must not count. Micro-batches are committed in the order in which
+    they were computed.
 
     Args:
         world_size: Ranks in the team.
@@ -231,7 +231,7 @@ class EpochFigures:
         self.begin(0.0)
 
     def begin(self, now_s: float) -> None:
-        """Start an epoch; what is left of the one before is forgotten."""
+        """Start an epoch; the figures of the previous one are dropped."""
         self._began_s = now_s
         self._windows = 0
         self._loss_sum = self._weight = self._lr = 0.0
@@ -243,10 +243,10 @@ class EpochFigures:
 
     @contextmanager
     def recording(self) -> Iterator[Mapping[str, Recorded]]:
-        """Let ``record_scalar`` find these figures for the length of the block.
+        """Let ``record_scalar`` write to these figures during the block.
 
         Yields:
-            What it records.
+            The records.
         """
         self._micro_batch = {}
         token = _figures.set(self)
@@ -279,17 +279,17 @@ class EpochFigures:
             ) from None
 
     def end_micro_batch(self, window: int, weight: float) -> None:
-        """Keep what the micro-batch has recorded until its window is committed."""
+        """Keep the micro-batch's records until its window is committed."""
         self._pending.append((window, weight, self._micro_batch))
 
     def commit(self, result: WindowResult, rank: int, *, by_window: bool = True) -> None:
-        """Add a window, and what this rank has recorded in it.
+        """Add a window, and this rank's records in it.
 
         Args:
             result: The window.
             rank: This rank.
-            by_window: Whether micro-batches are of the window in which they were computed. Of one
-                that was begun again after a change of the team, the last ones count.
+            by_window: Whether micro-batches belong to the window in which they were computed. If a
+                window was begun again after a change of the team, the last ones count.
         """
         self._windows += 1
         self._lr = result.lr
@@ -310,13 +310,13 @@ class EpochFigures:
                 self._scalars.add(values, weight, result.window)
 
     def leave_out(self, num_micro_batches: int) -> None:
-        """Empty the newest micro-batches: their step was left out, and they count for nothing."""
+        """Clear the newest micro-batches: their step was skipped, so they do not count."""
         for number in range(num_micro_batches):
             window, *_ = self._pending[-1 - number]
             self._pending[-1 - number] = (window, 0.0, {})
 
     def drop(self, num_micro_batches: int) -> None:
-        """Forget the newest micro-batches: they are computed once more."""
+        """Drop the newest micro-batches: they are computed again."""
         for _ in range(num_micro_batches):
             self._pending.pop()
 
@@ -340,12 +340,12 @@ class EpochFigures:
 
 
 def average_figures(documents: Mapping[int, Mapping[str, Any]], world_size: int) -> dict[str, Any]:
-    """Return fields of ``EpochMetrics``, from what ``EpochFigures.document`` gave on each rank.
+    """Return fields of ``EpochMetrics`` from the ``EpochFigures.document`` of each rank.
 
-    The totals are those of a rank that took part in most windows: in all, unless no rank did.
+    The totals are those of the rank that took part in the most windows.
 
     Args:
-        documents: By rank, of those that are present.
+        documents: By rank, of the present ranks.
         world_size: Ranks of the team.
     """
     fullest = max(documents.values(), key=lambda document: document["windows"])

@@ -1,4 +1,4 @@
-"""A managed run as its user holds it: metrics as they land, the trained model, stop."""
+"""The user's handle to a managed run: metrics, the trained model, stop."""
 
 import queue
 import signal
@@ -19,12 +19,12 @@ from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals
 from evener.team.terminal import say
 
-# An interrupted run gets so long to stop and hand over its state; a second Ctrl-C ends it at once.
+# Time for an interrupted run to stop and send its state; a second Ctrl-C ends it at once.
 _INTERRUPTED_S = 30.0
 
 
 class Run(ABC):
-    """Where a managed run happens: in this thread, or in processes of its own.
+    """Executes a managed run: in this thread, or in separate processes.
 
     Args:
         job: What to do.
@@ -40,7 +40,7 @@ class Run(ABC):
 
     def __init__(self, job: ManagedRun) -> None:
         self.job = job
-        #: Epochs that have landed; ``None`` at the end.
+        #: Epochs that have ended; ``None`` at the end of the run.
         self._metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
 
     @property
@@ -52,15 +52,15 @@ class Run(ABC):
         """Wait for the next epoch; return ``None`` at the end.
 
         Raises:
-            queue.Empty: None has landed in time.
+            queue.Empty: No epoch has ended in time.
         """
         metrics = self._metrics.get(timeout=timeout_s)
         if metrics is None:
-            self._metrics.put(None)  # for whoever asks next
+            self._metrics.put(None)  # for the next call
         return metrics
 
     def poll_metrics(self) -> list[EpochMetrics]:
-        """Return the epochs that have landed since the last call."""
+        """Return the epochs that have ended since the last call."""
         landed = []
         with suppress(queue.Empty):
             while (metrics := self._metrics.get_nowait()) is not None:
@@ -74,12 +74,12 @@ class Run(ABC):
             try:
                 self.job.metrics_fn(metrics)
             except BaseException as error:
-                self.error = error  # the user's own, to be raised where the run is joined
+                self.error = error  # of the user's function; ``join`` raises it
                 self.stop()
 
     @abstractmethod
     def finish(self, timeout_s: float | None) -> bool:
-        """Wait for the end; return whether it has come."""
+        """Wait for the end; return whether the run has ended."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -99,16 +99,16 @@ class Run(ABC):
 class InlineRun(Run):
     """A run of one rank, in the thread that asks for its results.
 
-    A program that only polls would wait for ever, so the first poll moves the run to a thread.
+    A program that only polls would never train, so the first poll moves the run to a thread.
 
     Args:
         job: What to do.
-        place: That of this process in a launched team, which it joins at once; ``None`` for a run
+        place: This process's place in a launched team, which it joins at once; ``None`` for a run
             on one device.
 
     Raises:
-        ConfigError: The ranks of the team differ, or a function made what it should not.
-        LaunchError: They did not find one another.
+        ConfigError: The ranks of the team differ, or a function returned a wrong type.
+        LaunchError: The ranks did not find one another.
     """
 
     def __init__(self, job: ManagedRun, place: DistributedTrainConfig | None = None) -> None:
@@ -133,7 +133,7 @@ class InlineRun(Run):
         return super().next_metrics(timeout_s)
 
     def poll_metrics(self) -> list[EpochMetrics]:
-        """Return the epochs that have landed; the rest of the run continues in a thread."""
+        """Return the epochs that have ended; the rest of the run continues in a thread."""
         if self._thread is None and not self._done:
             self._thread = threading.Thread(target=self._train_all, name="evener-run", daemon=True)
             self._thread.start()
@@ -144,11 +144,11 @@ class InlineRun(Run):
             self._train_epoch()
 
     def _train_epoch(self) -> None:
-        # The first Ctrl-C is a request, so that it breaks off no optimizer step.
+        # The first Ctrl-C is a request, so that it does not interrupt an optimizer step.
         with StopSignals([signal.SIGINT], max_interrupts=1) as self._interrupt:
             metrics = next(self._epochs, None)
             while self._interrupt.requested and next(self._epochs, None) is not None:
-                pass  # what is left of a run that stops
+                pass  # run a stopping run to its end
         try:
             if self._interrupt.requested and self.error is None:
                 raise KeyboardInterrupt
@@ -174,7 +174,7 @@ class InlineRun(Run):
             self._rank = self._rank or self._join_team()
             yield from self._rank.train()
         except RunEndedError:
-            pass  # the other workers of an elastic team have done all of it
+            pass  # the other workers of an elastic team have finished the run
         except Exception as error:
             failure = error
         finally:
@@ -227,24 +227,24 @@ class DdpHandle:
 
     With several devices it continues in worker processes, whatever this process does. With one
     device, and in a rank of a launched team, it happens in this process: ``join``, ``metrics`` and
-    ``next_metrics`` train in the thread that calls them. ``poll_metrics`` never trains; its first
-    call lets the run continue in a thread of its own. As a context manager, the handle stops and
-    joins at the end of the block.
+    ``next_metrics`` train in the thread that calls them. ``poll_metrics`` never trains; from its
+    first call on the run continues in a separate thread. As a context manager, the handle stops
+    and joins at the end of the block.
 
-    A run must be joined. When its handle goes away before, or the script ends, its workers are
-    ended and a line on standard error says so.
+    A run must be joined. If its handle is deleted before, or the script ends, its workers are
+    ended, and a line on standard error reports it.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._heard = False
-        self._newest: EpochMetrics | None = None  # that was handed out
+        self._newest: EpochMetrics | None = None  # the last one returned to the user
         self._finalizer = weakref.finalize(self, _abandon, run)
 
     def metrics(self) -> Iterator[EpochMetrics]:
-        """Yield each epoch's metrics as they land; end with the run.
+        """Yield each epoch's metrics when it has ended; end with the run.
 
-        Epochs are handed out once, here, by ``next_metrics`` or by ``poll_metrics``. A Ctrl-C
+        Each epoch is returned once, here, by ``next_metrics`` or by ``poll_metrics``. A Ctrl-C
         stops the run.
 
         Raises:
@@ -258,7 +258,7 @@ class DdpHandle:
 
         Args:
             timeout_s: Longest wait for workers or a thread; ``None`` waits for the epoch's end.
-                Where this call itself trains, it ends with the epoch.
+                If this call itself trains, it ends with the epoch.
 
         Returns:
             The metrics; ``None`` at the end of the run.
@@ -283,7 +283,7 @@ class DdpHandle:
         return metrics
 
     def poll_metrics(self) -> list[EpochMetrics]:
-        """Return the epochs that have landed since the last call; never wait, never train."""
+        """Return the epochs that have ended since the last call; never wait, never train."""
         landed = self._run.poll_metrics()
         self._newest = landed[-1] if landed else self._newest
         return landed
@@ -292,15 +292,15 @@ class DdpHandle:
         """Wait for the end of the run; a Ctrl-C stops it.
 
         Args:
-            timeout_s: Longest wait for workers or a thread; ``None`` waits for the end. Where this
+            timeout_s: Longest wait for workers or a thread; ``None`` waits for the end. If this
                 call itself trains, it ends with the run.
 
         Returns:
-            The trained model; that of a stopped run as far as it had got.
+            The trained model; of a stopped run, the model after its last step.
 
         Raises:
-            WorkerError: A worker failed; its cause shows where. What is left of the model is its
-                ``state``.
+            WorkerError: A worker failed; its cause shows where. Its ``state`` is the model, if a
+                rank survived.
             TimeoutError: The run has not ended in time; it continues.
         """
         try:
@@ -318,10 +318,10 @@ class DdpHandle:
         return state
 
     def stop(self) -> None:
-        """Ask the run to stop; return at once, ``join`` waits for it.
+        """Ask the run to stop; return at once. ``join`` waits for its end.
 
-        Every rank leaves after the micro-batch that it is computing. The window of that moment is
-        dropped, so that the model is that of whole optimizer steps.
+        Every rank leaves after its current micro-batch. The current window is dropped, so that the
+        model is that after a whole optimizer step.
         """
         self._run.stop()
 
@@ -342,10 +342,10 @@ class DdpHandle:
 
     @property
     def state(self) -> TrainedState | None:
-        """The model after the run; ``None`` before its end, and when nothing is left of it.
+        """The model after the run; ``None`` before its end, and if no rank could send it.
 
-        After a failure or a Ctrl-C it is what a surviving rank held: the model after its last
-        whole optimizer step. Where every rank failed, it is what one of them held when it did.
+        After a failure or a Ctrl-C it is that of a surviving rank, after its last whole optimizer
+        step. If every rank failed, it is that of one of them at that moment.
         """
         return self._run.state if self._run.is_done else None
 
@@ -354,11 +354,11 @@ class DdpHandle:
         if self._run.is_done:
             state = "ended" if self._run.error is None else f"failed ({self._run.error})"
         known = self._newest
-        told = f", epoch {known.epoch} with loss {known.avg_loss:.4g}" if known else ""
-        return f"<DdpHandle: {state}{told}>"
+        progress = f", epoch {known.epoch} with loss {known.avg_loss:.4g}" if known else ""
+        return f"<DdpHandle: {state}{progress}>"
 
     def _repr_html_(self) -> str:
-        """Return its state, and the epoch that was handed out last."""
+        """Return its state, and the epoch that was returned last."""
         table = self._newest._repr_html_() if self._newest else ""
         return f"<p>{escape(repr(self))}</p>{table}"
 
@@ -375,7 +375,7 @@ class DdpHandle:
             self._interrupted()
 
     def _interrupted(self) -> None:
-        """End the run on the way out of an exception, which must not be replaced by another."""
+        """End the run while an exception is raised, which must not be replaced by another."""
         self._run.stop()
         try:
             if not self._run.finish(_INTERRUPTED_S):

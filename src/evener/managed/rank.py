@@ -1,4 +1,4 @@
-"""One rank of a managed run: the loop that users of ``Ddp.builder`` need not write."""
+"""The loop of one rank of a managed run, in place of the user's."""
 
 import inspect
 import math
@@ -40,10 +40,10 @@ from evener.observe.events import Sink
 from evener.team.environment import DistributedTrainConfig
 from evener.team.placement import choose_device
 
-#: Ranks wait so long for what the main process does alone, such as the user's ``eval_fn``; should
-#: it die, they know at once.
+#: Longest wait of the ranks for the main process, for example in the user's ``eval_fn``; if it
+#: dies, they notice at once.
 EVAL_TIMEOUT_S = 24 * 3600.0
-#: Checkpoints that stay in ``checkpoint_dir``, the newest.
+#: The newest checkpoints that are kept in ``checkpoint_dir``.
 KEPT_CHECKPOINTS = 3
 
 
@@ -53,12 +53,12 @@ class ManagedRank(EpochLoop):
     Args:
         job: What to do.
         environment: This rank's place.
-        stop_when: Asked after each micro-batch; true stops the team.
+        stop_when: Called after each micro-batch; true stops the team.
         communicator: The ranks to train with, instead of connecting to them.
-        sinks: Take the run's events, on the main process.
+        sinks: Receive the run's events, on the main process.
 
     Raises:
-        ConfigError: A function returned what it should not.
+        ConfigError: A function returned a wrong type.
     """
 
     def __init__(
@@ -151,19 +151,19 @@ class ManagedRank(EpochLoop):
         )
 
     def begin_again(self) -> None:
-        """Forget what the share has recorded."""
+        """Drop the records of the share."""
         self._figures.drop(self._share.micro_batches)
 
     def state(self) -> TrainedState:
-        """Return the model as the team last agreed on it, on the CPU."""
+        """Return the committed model, on the CPU."""
         with self._engine.consensus.shown():
             return capture_trained(self.model, self.ddp.progress)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the team; idempotent. ``state`` can still be asked for.
+        """Leave the team; idempotent. ``state`` can still be called.
 
         Args:
-            error: What has ended this rank's part; the others are then not waited for.
+            error: The error of this rank, if any; then it does not wait for the others.
         """
         try:
             self.ddp.__exit__(None, error, None)
@@ -172,7 +172,7 @@ class ManagedRank(EpochLoop):
                 self.checkpointer.close()
 
     def _load_newest(self) -> None:
-        """Load the newest checkpoint of the run, as no worker holds its state any more."""
+        """Load the newest checkpoint of the run, since no worker holds its state any more."""
         folder = self.job.checkpoint_dir
         if folder is not None and find_newest(Path(folder)) is not None:
             self.ddp.load(folder)
@@ -208,7 +208,7 @@ class ManagedRank(EpochLoop):
         )
 
     def train_micro_batch(self, batch: Any) -> None:
-        """Call ``train_fn``, and carry its loss back."""
+        """Call ``train_fn``, and run backward on its loss."""
         ddp = self.ddp
         share = self._share = self._engine.share
         with self._figures.recording():
@@ -218,7 +218,7 @@ class ManagedRank(EpochLoop):
         self._figures.end_micro_batch(self.ddp.window, share.micro_batch_weight)
 
     def on_commit(self, result: WindowResult) -> None:
-        """Add the window to the epoch's figures; save where it is due, then call the user."""
+        """Add the window to the epoch's figures; save if it is due, then call ``checkpoint_fn``."""
         self._figures.commit(result, self.ddp.rank, by_window=self._engine.rounds.state.is_sync)
         super().on_commit(result)
         checkpoint_fn = self.job.checkpoint_fn
@@ -229,7 +229,7 @@ class ManagedRank(EpochLoop):
     def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
         """Agree on the epoch's metrics; all ranks call it together."""
         own = self._figures.document(time.perf_counter())
-        # With its number: a rank that has answered may be lost before all have heard it.
+        # With its number: a rank may be lost after it has answered, before all have its answer.
         figures: dict[int, Any] = self._engine.collectives.ask("summing up an epoch", own)
         if not any(answer["windows"] for answer in figures.values()):
             return None
@@ -243,11 +243,11 @@ class ManagedRank(EpochLoop):
                 "devices": list(self.ddp.devices),
             }
         )
-        self.ddp.events.tell("epoch", window=self.ddp.window, **metrics.document())
+        self.ddp.events.emit("epoch", window=self.ddp.window, **metrics.document())
         return metrics
 
     def _evaluate(self, epoch: int) -> Mapping[str, float]:
-        """Evaluate where it is due; all ranks call it together."""
+        """Evaluate if it is due; all ranks call it together."""
         is_due = (epoch + 1) % (self.job.eval_every or 1) == 0 or self.has_ended
         if self.ddp.stopping or not is_due:
             return {}
@@ -267,7 +267,7 @@ class ManagedRank(EpochLoop):
     def _evaluate_dataset(self, batches: EvaluationLoader) -> Mapping[str, float]:
         """Evaluate ``eval_dataset``, each sample on one rank; all ranks call it together."""
         began_s, scalars, weights = time.perf_counter(), Scalars(), [0.0]
-        # Without an ``eval_fn`` the loss that is trained on, and what is recorded with it.
+        # Without an ``eval_fn``: the training loss, and what is recorded with it.
         function, name = (self.job.eval_fn, "eval") if self.job.eval_fn else (self._loss, "loss")
 
         def measure(batch: Any) -> None:
@@ -290,7 +290,7 @@ class ManagedRank(EpochLoop):
             measured = {"loss": numbers["loss"], "weight": weight}
             elapsed_s = time.perf_counter() - began_s
             window = self.ddp.window
-            self.ddp.events.tell(
+            self.ddp.events.emit(
                 "eval", window=window, name="heldout", **measured, elapsed_s=elapsed_s
             )
         return numbers
@@ -301,14 +301,14 @@ class ManagedRank(EpochLoop):
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move a micro-batch: tensors in lists, tuples and dicts, and what has a ``to`` of its own."""
+    """Move a micro-batch: tensors in lists, tuples and dicts, and objects with a method ``to``."""
     if device.type == "cpu":
         return batch
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, _Movable):
             return leaf
-        # What holds tensors and moves them itself: PackedSequence, graphs, a tokenizer's batch.
+        # Objects that move their own tensors: PackedSequence, graphs, a tokenizer's batch.
         return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf.to(device)
 
     return tree_map(move, batch, is_leaf=lambda node: isinstance(node, _Movable))
@@ -320,13 +320,13 @@ class _Movable(Protocol):
 
 
 def _check(name: str, value: object, kinds: Any, wanted: str) -> None:
-    """Refuse what a function of the user has returned, or one of several, if it does not fit."""
+    """Refuse a value of a wrong type that a function of the user has returned."""
     if not all(isinstance(one, kinds) for one in several(value) or [None]):
         raise ConfigError(f"{name} returned {value!r}, a {type(value).__name__}; return {wanted}")
 
 
 def _pair(answer: Any) -> tuple[Any, Any]:
-    """Return what a function of the user has returned, and its weight, if it gave one."""
+    """Return the value and the weight, if any, that a function of the user has returned."""
     return answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
 
 
@@ -354,10 +354,10 @@ def _numbers(answer: Any, name: str = "eval") -> dict[str, float]:
 
 
 def _takes_context(function: Callable[..., object]) -> bool:
-    """Return whether a function has a third parameter to be given, one without a default."""
+    """Return whether a function has a third parameter without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some builtins do not tell
+    except ValueError:  # some builtins have no signature
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p for p in parameters if p.kind in positional and p.default is p.empty]

@@ -1,4 +1,4 @@
-"""What a managed run leaves: the model's parameters and buffers, on the CPU."""
+"""The result of a managed run: the model's parameters and buffers, on the CPU."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,8 +19,8 @@ class TrainedState:
     Attributes:
         params: Parameters by name, on the CPU, in the dtypes of the model.
         buffers: Persistent buffers by name, on the CPU.
-        extra: What modules keep beside them (``get_extra_state``), by name.
-        progress: What the team had applied.
+        extra: Extra state of modules (``get_extra_state``), by name.
+        progress: The team's progress.
     """
 
     params: Mapping[str, Tensor]
@@ -29,12 +29,12 @@ class TrainedState:
     progress: Progress
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, for ``model.load_state_dict`` of a fresh model."""
+        """The whole state, for ``model.load_state_dict`` of a new model."""
         return {**self.params, **self.buffers, **self.extra}
 
 
 def capture_trained(model: nn.Module, progress: Progress) -> TrainedState:
-    """Copy a model's state to CPU memory of its own.
+    """Copy a model's state to new CPU memory.
 
     Raises:
         CheckpointError: A tensor is sparse, or extra state is not made of plain values.
@@ -53,7 +53,7 @@ def capture_trained(model: nn.Module, progress: Progress) -> TrainedState:
 def write_trained(state: TrainedState, file: IO[bytes]) -> dict[str, Any]:
     """Write the tensors to a file; return the rest as JSON, for ``read_trained``."""
     tensors = {**state.params, **state.buffers}
-    aliases = alias_table(tensors)  # tied weights travel once
+    aliases = alias_table(tensors)  # tied weights are sent once
     kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     file.seek(0)
     for tensor in kept.values():
@@ -72,7 +72,7 @@ def write_trained(state: TrainedState, file: IO[bytes]) -> dict[str, Any]:
 
 
 def read_trained(document: Mapping[str, Any], file: IO[bytes]) -> TrainedState:
-    """Read back what ``write_trained`` has written; the tensors own their memory."""
+    """Read what ``write_trained`` has written; the tensors own their memory."""
     tensors: dict[str, Tensor] = {}
     file.seek(0)
     for name, dtype_name, shape in document["tensors"]:

@@ -1,8 +1,8 @@
-"""Carries the user's functions and data into evener's own child processes, by value.
+"""Pickle the user's functions and data by value for evener's own child processes.
 
-cloudpickle takes lambdas, closures and what is defined in ``__main__`` or in a notebook cell, so a
-child never runs the user's script again. This is the one place where evener unpickles: bytes that
-this very process, or its parent, has pickled.
+cloudpickle handles lambdas, closures and definitions in ``__main__`` or in a notebook cell, so a
+child never runs the user's script again. Only here evener unpickles: bytes that this process or its
+parent has pickled.
 """
 
 import mmap
@@ -20,13 +20,13 @@ from evener.errors import ConfigError, LaunchError
 def pack(parts: Mapping[str, Any]) -> IO[bytes]:
     """Pickle values into a file without a name, which child processes can inherit.
 
-    All at once, so that functions which share variables still share them.
+    All are pickled together, so that functions that share variables still share them.
 
     Args:
-        parts: Values by the name of the option that they were given as.
+        parts: Values by the name of their option.
 
     Raises:
-        ConfigError: Names an option that cannot travel, and says what cloudpickle says.
+        ConfigError: Names an option that cannot be pickled, and quotes cloudpickle's error.
     """
     file = anonymous_file()
     try:
@@ -36,7 +36,7 @@ def pack(parts: Mapping[str, Any]) -> IO[bytes]:
         file.close()
         option = next((name for name, part in parts.items() if not _can_travel(part)), "an option")
         raise ConfigError(
-            f"{option} cannot travel to the worker processes: {type(error).__name__}: {error}; "
+            f"{option} cannot be pickled for the workers: {type(error).__name__}: {error}; "
             "create it inside the function or in model_fn, which run in each worker; a data set "
             "may be given as a function that makes it"
         ) from error
@@ -52,10 +52,10 @@ def _can_travel(part: Any) -> bool:
 
 
 def unpack(fd: int) -> dict[str, Any]:
-    """Read in the child what ``pack`` has written; other children read the same memory.
+    """Read in the child what ``pack`` has written; children read the same memory.
 
     Raises:
-        LaunchError: Something is not there in this process, such as a module.
+        LaunchError: Something is missing in this process, such as a module.
     """
     try:
         with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
@@ -64,7 +64,7 @@ def unpack(fd: int) -> dict[str, Any]:
         raise LaunchError(
             f"the functions and data could not be loaded in the worker process: "
             f"{type(error).__name__}: {error}. Modules must be importable there: put them on "
-            f"PYTHONPATH, install them, or let them travel: cloudpickle.register_pickle_by_value"
+            f"PYTHONPATH, install them, or pickle them: cloudpickle.register_pickle_by_value"
         ) from error
     return parts
 
@@ -73,5 +73,5 @@ def anonymous_file() -> IO[bytes]:
     """Return a file without a name, which worker processes can inherit."""
     try:
         return os.fdopen(os.memfd_create("evener-managed"), "w+b")
-    except AttributeError:  # not on this system
+    except AttributeError:  # not available on this system
         return tempfile.TemporaryFile()

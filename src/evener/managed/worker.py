@@ -1,8 +1,7 @@
 """A worker process of a managed run: ``python -P -m evener.managed.worker``.
 
-Started by ``ProcessRun`` alone. It never runs the user's script: what it
-needs comes pickled by value in a file without a name. It speaks to the process that started it, and
-ends with it.
+Only ``ProcessRun`` starts it. It never runs the user's script: what it needs comes pickled by value
+in a file without a name. It exchanges messages with the process that started it, and ends with it.
 """
 
 import atexit
@@ -26,7 +25,7 @@ from evener.team.environment import DistributedTrainConfig
 from evener.team.failures import describe
 from evener.team.wire import DONE, READY, Channel
 
-#: After a failure, wait this long for a word from the process that started this one.
+#: After a failure, wait this long for a message from the process that started this one.
 ORDERS_TIMEOUT_S = 300.0
 
 
@@ -45,15 +44,15 @@ class ManagedProcess:
         self._stopped = False
 
     def run(self) -> int:
-        """Do this rank's part; return the exit code."""
+        """Run this rank's part; return the exit code."""
         try:
             self._train()
         except RunEndedError:
-            pass  # the others have done all of it
+            pass  # the others have finished the run
         except (Exception, SystemExit) as error:
-            # The top of a process: whatever it is, the user has to be told.
+            # The top of a process: every error must reach the user.
             return self._fail(error)
-        self._channel.tell({"place": DONE})
+        self._channel.send({"place": DONE})
         return 0
 
     def _train(self) -> None:
@@ -69,11 +68,11 @@ class ManagedProcess:
         )
         ddp = self._rank.ddp
         is_elastic = ddp.assembly.team.is_elastic
-        if not is_elastic:  # it says itself when it is in the team
-            self._channel.tell({"place": READY})
+        if not is_elastic:  # an elastic worker reports it when it has joined the team
+            self._channel.send({"place": READY})
         for metrics in self._rank.train():
-            if is_elastic or ddp.is_main_process:  # the main process may be lost before it tells
-                self._channel.tell({"metrics": metrics.document()})
+            if is_elastic or ddp.is_main_process:  # the main process may be lost before it sends
+                self._channel.send({"metrics": metrics.document()})
         ddp.assembly.engine.collectives.ask_main(
             "sending its state", self._send_state, timeout_s=EVAL_TIMEOUT_S
         )
@@ -83,22 +82,22 @@ class ManagedProcess:
         """Return whether the process that started this one has asked to stop, its only message."""
         self._stopped = self._stopped or bool(self._channel.receive())
         if self._channel.has_ended:
-            os._exit(1)  # whoever would have used the result has gone
+            os._exit(1)  # the process that would use the result has ended
         return self._stopped
 
     def _send_state(self) -> bool:
-        """Send the model, if there is one; return that it is done."""
+        """Send the model, if there is one; return true."""
         if self._rank is not None:
             with os.fdopen(self._state_fd, "wb", closefd=False) as file:
-                self._channel.tell({"state": write_trained(self._rank.state(), file)})
+                self._channel.send({"state": write_trained(self._rank.state(), file)})
         return True
 
     def _fail(self, error: Exception | SystemExit) -> int:
         steps = -1 if self._rank is None else self._rank.ddp.progress.steps
         report = describe(error, steps=steps)
         if self._rank is not None:
-            self._rank.close(error)  # first of all: the others learn of it by this
-        self._channel.tell({"failure": asdict(report)})
+            self._rank.close(error)  # first, since it notifies the other ranks
+        self._channel.send({"failure": asdict(report)})
         while (order := self._next_order()) != "exit":
             if order == "send_state":
                 self._send_state()
@@ -112,13 +111,13 @@ class ManagedProcess:
 
 
 class _Forwarded(Sink):
-    """Hands events to the process that started this one."""
+    """Sends events to the process that started this one."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def emit(self, event: Event) -> None:
-        self._channel.tell({"event": event})
+        self._channel.send({"event": event})
 
     def close(self) -> None:
         """Do nothing: the channel is still needed."""
@@ -130,12 +129,12 @@ def main() -> int:
     files = [int(os.environ.pop(name)) for name in (JOB_FD, STATE_FD)]
     for descriptor in files:
         os.set_inheritable(descriptor, False)
-    # A Ctrl-C is for the process that started this one, which then tells its workers to stop.
+    # Ctrl-C is handled by the process that started this one, which then stops its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see start_in_silence
-    # On its way out Python would look through all of torch for garbage: up to three seconds.
+    # At exit Python's garbage collector would traverse all of torch: up to three seconds.
     atexit.register(gc.freeze)
-    assert channel is not None  # ProcessRun hands it over
+    assert channel is not None  # ProcessRun passes it
     return ManagedProcess(channel, *files).run()
 
 

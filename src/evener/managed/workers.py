@@ -1,7 +1,7 @@
-"""A managed run in processes of its own, one for each device, and the agent that looks after them.
+"""A managed run in separate processes, one for each device, and the agent that watches them.
 
-The agent has a thread of its own: the kernel ends a worker together with the thread that started
-it, and what the user's functions do with results must not keep it from its workers.
+The agent has its own thread: the kernel ends a worker together with the thread that started it, and
+the user's functions must not block the agent.
 """
 
 import os
@@ -34,32 +34,32 @@ JOB_FD: Final = "EVENER_JOB_FD"
 #: Descriptor of the file to which the worker that is asked for the model writes it.
 STATE_FD: Final = "EVENER_STATE_FD"
 
-#: What a worker runs.
+#: The command of a worker.
 WORKER: Final = (sys.executable, "-P", "-m", "evener.managed.worker")
 
-#: Workers that were asked to stop finish their micro-batch, at most this long.
+#: Time for workers that were asked to stop to finish their micro-batch.
 STOP_S = 60.0
-#: When one has failed, the others notice at their next exchange, at most so much later.
+#: Time for the other workers to notice a failure, at their next exchange.
 SURVIVORS_S = 30.0
-#: A survivor sends its copy of the model in this time.
+#: Time for a surviving worker to send its copy of the model.
 STATE_S = 300.0
-#: Whatever the user's program does at exit in a worker, such as sending off logs, gets so long.
+#: Time for the user's code that runs at a worker's exit, such as sending logs.
 LEAVE_S = 60.0
-# A worker that has nothing left to do ends at once.
+# Time for a worker without further work to end.
 _EXIT_S = 10.0
 
 
 @final
 class ProcessRun(Run):
-    """A run on several devices, each with a process of its own.
+    """A run on several devices, each with its own process.
 
-    The failure of one ends all, unless the team is elastic: then it is replaced.
+    If one fails, all end, unless the team is elastic: then it is replaced.
 
     Args:
         job: What to do; its ``metrics_fn`` and its sinks are called on a thread.
 
     Raises:
-        ConfigError: A function or the data cannot travel, or a function made no sink.
+        ConfigError: A function or the data cannot be pickled, or a function returned no sink.
         LaunchError: A worker could not be started.
     """
 
@@ -71,7 +71,7 @@ class ProcessRun(Run):
         self._requests = Requests()
         self._agent: ManagedAgent | None = None
         self._agent_error: BaseException | None = None
-        self._told: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._started, self._ended = threading.Event(), threading.Event()
         self._looks_after = threading.Thread(target=self._look_after, name="evener-agent")
         self._looks_after.daemon = True
@@ -84,7 +84,7 @@ class ProcessRun(Run):
             self._looks_after.start()
             self._thread.start()
             self._started.wait()
-        except BaseException:  # a Ctrl-C: nobody would know of the workers
+        except BaseException:  # such as Ctrl-C: otherwise the workers would remain
             self._end_now()
             raise
         if isinstance(self._agent_error, LaunchError):
@@ -122,10 +122,10 @@ class ProcessRun(Run):
 
     def abandon(self) -> bool:
         """Kill the workers; return whether they were still at work."""
-        unheard = not self.is_done
+        was_at_work = not self.is_done
         self._end_now()
         self.finish(None)
-        return unheard
+        return was_at_work
 
     @property
     def is_done(self) -> bool:
@@ -157,7 +157,7 @@ class ProcessRun(Run):
                     WORKER,
                     team,
                     self._requests,
-                    hear=self._told.put,
+                    on_message=self._messages.put,
                     has_begun=self._note_start,
                     environ=worker_environment(),
                     handed={JOB_FD: self._job.fileno(), STATE_FD: self._state_file.fileno()},
@@ -165,15 +165,15 @@ class ProcessRun(Run):
                 )
                 self._agent.run()
         except BaseException as error:
-            self._agent_error = error  # raised where the run is joined
+            self._agent_error = error  # raised by ``join``
         finally:
             self._job.close()
             self._requests.close()
-            self._told.put(None)
+            self._messages.put(None)
             self._started.set()
 
     def _note_start(self) -> None:
-        """All workers have been started; in a fixed team they have inherited the job, too."""
+        """Note that all workers have been started; in a fixed team they have inherited the job."""
         if self.job.elastic is None:
             self._job.close()
         self._started.set()
@@ -182,7 +182,7 @@ class ProcessRun(Run):
 
     def _work(self) -> None:
         try:
-            while (message := self._told.get()) is not None:
+            while (message := self._messages.get()) is not None:
                 self._take_in(message)
         except BaseException as error:
             self.error = self.error or error
@@ -198,7 +198,7 @@ class ProcessRun(Run):
     def _take_in(self, message: Message) -> None:
         if "metrics" in message:
             metrics = EpochMetrics.from_document(message["metrics"])
-            if metrics.epoch > self._last_epoch:  # else another worker has sent it
+            if metrics.epoch > self._last_epoch:  # otherwise another worker has sent it
                 self._last_epoch = metrics.epoch
                 self._publish(metrics)
         elif "event" in message:
@@ -207,7 +207,7 @@ class ProcessRun(Run):
             self.state = read_trained(message["state"], self._state_file)
 
     def _conclude(self) -> None:
-        """Find why the run was not done to its end."""
+        """Find why the run was not completed."""
         if self.error is None:
             self.error = self._agent_error
         if self.error is None and self._agent is not None:
@@ -216,16 +216,16 @@ class ProcessRun(Run):
 
 @final
 class ManagedAgent(Agent):
-    """An agent whose workers are told what to do by messages, and tell what they have done.
+    """An agent that exchanges messages with its workers.
 
-    In a fixed team, those that are left when one has failed keep their model: one is asked for it.
+    In a fixed team, workers that survive the failure of one keep their model: one sends it.
 
     Args:
         command: See ``Agent``.
         team: See ``Agent``.
         requests: See ``Agent``.
-        hear: Is told all that workers tell.
-        has_begun: Is called when all have been started, and at each event after.
+        on_message: Called with each message of a worker.
+        has_begun: Called when all have been started, and at each event after that.
         environ: See ``Agent``.
         handed: See ``Agent``.
         max_failures: See ``Agent``.
@@ -239,7 +239,7 @@ class ManagedAgent(Agent):
         team: JoinedTeam,
         requests: Requests,
         *,
-        hear: Callable[[Message], object],
+        on_message: Callable[[Message], object],
         has_begun: Callable[[], object] = lambda: None,
         environ: Mapping[str, str] | None = None,
         handed: Mapping[str, int] | None = None,
@@ -248,16 +248,16 @@ class ManagedAgent(Agent):
         super().__init__(
             command, team, requests, environ=environ, handed=handed, max_failures=max_failures
         )
-        self._hear, self._tell_begun = hear, has_begun
+        self._on_message, self._on_begun = on_message, has_begun
         self._is_failing = self._is_leaving = self._has_state = False
         self._asked: Child | None = None  # for its state
         self._late: WorkerError | None = None
 
     def failure(self, state: TrainedState | None, devices: Sequence[str]) -> WorkerError | None:
-        """Return why the run has not been done to its end; ``None`` if it has.
+        """Return why the run was not completed; ``None`` if it was.
 
         Args:
-            state: What is left of the model.
+            state: The model, if a worker sent it.
             devices: Device of each rank.
         """
         if self._is_fixed:
@@ -286,14 +286,14 @@ class ManagedAgent(Agent):
     # ── in both kinds of teams ───────────────────────────────────────────────────────────────────
 
     def _decide(self) -> None:
-        self._tell_begun()
+        self._on_begun()
         super()._decide()
 
     def _take(self, child: Child, message: Message) -> None:
         super()._take(child, message)
         self._has_state |= "state" in message
-        self._hear(message)
-        if "failure" in message and not self._is_fixed:  # others hold the model
+        self._on_message(message)
+        if "failure" in message and not self._is_fixed:  # other workers hold the model
             self._order("exit", [child])
 
     def _stop(self, signum: signal.Signals, why: str = "") -> None:
@@ -306,7 +306,7 @@ class ManagedAgent(Agent):
 
     def _order(self, order: str, children: Sequence[Child]) -> None:
         for child in children:
-            child.channel.tell({"order": order})
+            child.channel.send({"order": order})
 
     def _is_hurried(self) -> bool:
         return self._killed
@@ -341,20 +341,20 @@ class ManagedAgent(Agent):
             self._fail()
 
     def _heed_stopped_ranks(self) -> None:
-        """A worker that ends by a signal has failed."""
+        """Do nothing: a worker that ends by a signal has failed."""
 
     def _find_deserters(self, waiting: Sequence[int]) -> None:
         for child in self._processes.all:
             has_left = child.has_ended and child.code == 0 and child.place != DONE
             if has_left and (child.report is None or child.report.is_exit):
-                child.desertion = "ended with exit code 0; its output above may say why"
+                child.desertion = "ended with exit code 0; its output above may show why"
             elif child in self._able and child.is_another_program:
                 child.desertion = ANOTHER_PROGRAM
-                child.kill()  # it would neither train nor be told of the end
+                child.kill()  # it would neither train nor learn of the end
 
     @property
     def _able(self) -> list[Child]:
-        """Workers of which more is to come than what they are asked for; not those killed."""
+        """Return the workers that can still answer; not those that were killed."""
         able = [c for c in self._processes.alive if signal.SIGKILL not in c.signals]
         return [child for child in able if child.place != DONE and child.report is None]
 
@@ -362,7 +362,7 @@ class ManagedAgent(Agent):
         self._is_failing = True
         self._set_deadline(SURVIVORS_S, "did not notice that another rank had failed")
         for child in self._able:
-            # One that waits for the others to appear has nothing to lose.
+            # A worker that waits for others to connect has no state to lose.
             if child.place in ("", JOINING, JOINED):
                 child.kill()
             else:
@@ -378,12 +378,12 @@ class ManagedAgent(Agent):
             super()._end_late()
 
     def _wind_up(self) -> None:
-        """Ask a survivor for the model once all have come to rest, and then let all go."""
+        """Ask a surviving worker for the model once all are idle, and then end all."""
         if self._is_leaving or self._able:
             return
         alive = self._processes.alive
         if self._asked is None and not self._has_state:
-            # Those that followed hold a whole model; the one that failed may have been updating it.
+            # The other workers hold a whole model; the failed one may have been updating it.
             able = [(c.report, c) for c in alive if c.report and c.report.steps >= 0]
             able.sort(key=lambda pair: (not pair[0].follow_up, -pair[0].steps, pair[1].rank))
             if able:
@@ -397,7 +397,7 @@ class ManagedAgent(Agent):
 
 
 def worker_environment() -> dict[str, str]:
-    """Return what the environment of workers is made from: what is importable here is there."""
+    """Return the base of the workers' environment: modules importable here are importable there."""
     path = os.pathsep.join(p or str(Path.cwd()) for p in sys.path)
     return {**os.environ, "PYTHONPATH": path}
 
@@ -409,9 +409,9 @@ def _failure_of(
 
     Args:
         first: The worker whose failure counts.
-        who: What it is called.
-        also: What else is to be said.
-        state: What is left of the model.
+        who: Its name in the message.
+        also: Text to append.
+        state: The model, if a worker sent it.
     """
     report = first.report
     text = first.silent_end

@@ -1,4 +1,4 @@
-"""Compares trials of one configuration that differ in how the team averages. Pure."""
+"""Compare trials of one configuration that differ in policy or backend. Pure."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from evener.observe.measuring import measure
 from evener.observe.numbers import aligned, human_count, human_duration, wrapped
 from evener.observe.table import Floats, RunTable
 
-# Loss is averaged over this last part of what a trial has done: single windows are noise.
+# Loss is averaged over this last part of a trial: single windows are noisy.
 _TAIL = 0.2
 # Losses nearer than this (relative), or than rounds of one combination differ, count as equal.
 _NOISE = 0.005
@@ -29,14 +29,14 @@ class Trial:
         policy: Apply policy.
         backend: Averaging backend, as asked for.
         unit: What a weight counts, such as ``tokens``.
-        speed: Units per second, as its report says; over all of it if it was too short for that.
-        elapsed_s: Seconds from the start of the run to each committed window, without those of
-            evaluations: a policy with longer windows would be spared some.
+        speed: Units per second, as in its report; over the whole trial if it was too short.
+        elapsed_s: Seconds from the start of the run to each committed window, without evaluations:
+            a policy with longer windows has fewer of them.
         units: Weight committed up to then.
         losses: Mean training loss of each window.
-        heldout_loss: The last one that was measured.
-        completed: Whether it had done all its steps before its time was over: its last loss is
-            also that of any later time.
+        heldout_loss: The last measured one.
+        completed: Whether it made all its steps in its time: then its last loss also holds for any
+            later time.
     """
 
     policy: str
@@ -54,7 +54,7 @@ class Trial:
         return self._loss(self.elapsed_s, seconds)
 
     def loss_by_units(self, units: float) -> float:
-        """Return the mean loss of the last windows before so many units were committed."""
+        """Return the mean loss of the last windows before this number of units was committed."""
         return self._loss(self.units, units)
 
     def _loss(self, axis: Floats, end: float) -> float:
@@ -68,7 +68,7 @@ class Trial:
 
 
 def read_trial(events: Iterable[Event], policy: str, backend: str) -> Trial | None:
-    """Return a trial from the events of its run; ``None`` where no window was committed."""
+    """Return a trial from the events of its run; ``None`` if no window was committed."""
     table, unit, heldout, completed = RunTable(), "", None, False
     for event in events:
         table.add(event)
@@ -103,10 +103,10 @@ class Candidate:
 
     Attributes:
         speed: Units per second.
-        loss_by_time: After the seconds that every trial has had, unless it ended earlier.
-        loss_by_units: After the units that every trial has done.
+        loss_by_time: After the seconds of the shortest trial.
+        loss_by_units: After the units that every trial has processed.
         spread: Largest difference of ``loss_by_time`` between rounds.
-        heldout_loss: The last one, where the configuration evaluates.
+        heldout_loss: The last one, if the configuration evaluates.
     """
 
     policy: str
@@ -130,9 +130,9 @@ class Comparison:
 
     Attributes:
         unit: What speeds and losses count.
-        seconds: What every trial has had.
-        units: What every trial has done.
-        candidates: In the order in which they were asked for.
+        seconds: Time that every trial had.
+        units: Units that every trial has processed.
+        candidates: In the order in which they were requested.
         skipped: Reason by name, for those that could not run.
         recommended: Name of the recommended one; empty if none ran.
         reason: Why, in a sentence.
@@ -176,7 +176,7 @@ def compare(trials: Sequence[Trial], skipped: Mapping[str, str]) -> Comparison:
 
 
 def table(comparison: Comparison) -> str:
-    """Return the comparison for people."""
+    """Return the comparison as text."""
     unit = comparison.unit
     rows = [["policy/backend", f"{unit}/s", "loss by time", "by work", "held-out", "spread"]]
     rows += [
@@ -227,7 +227,7 @@ def _recommend(candidates: Sequence[Candidate], unit: str, seconds: float) -> tu
         return best, "nothing else could be measured"
     noise = max(_NOISE * abs(best.loss_by_time), *(c.spread for c in candidates))
     near = [c for c in candidates if c.loss_by_time - best.loss_by_time <= noise]
-    # SYNC is equivalent to training on one device. What trades that for speed has to show a gain.
+    # SYNC is equivalent to training on one device. Other policies must show a gain.
     exact = [c for c in near if c.policy == "sync"]
     chosen = max(exact or near, key=lambda c: c.speed)
     after = human_duration(seconds)
@@ -245,6 +245,6 @@ def _recommend(candidates: Sequence[Candidate], unit: str, seconds: float) -> tu
     others = ", ".join(c.name for c in near if c is not chosen)
     why = "it is exact" if exact and len(exact) < len(near) else "it is the fastest of these"
     return chosen, (
-        f"its loss after {after} ({chosen.loss_by_time:.4f}) cannot be told from that of {others} "
-        f"(noise {noise:.4f}), and {why}; {speed}"
+        f"its loss after {after} ({chosen.loss_by_time:.4f}) does not differ from that of {others} "
+        f"by more than the noise ({noise:.4f}), and {why}; {speed}"
     )

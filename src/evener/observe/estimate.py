@@ -1,7 +1,7 @@
-"""The speed of a team, and what each rank adds to it: one estimate for every figure. Pure.
+"""The speed of a team, and what each rank adds to it. Pure.
 
-The closing table, reports, the dashboard and ``evener plan`` all take their speeds
-from ``measure`` (``measuring.py``), so that they cannot differ. Here is what follows from these.
+The closing table, reports, the dashboard and ``evener plan`` all use the speeds of ``measure``
+(``measuring.py``), so that they cannot differ. This module derives the figures from them.
 """
 
 import math
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 SPEEDS_CHANGED: Final = "speeds changed during the run"
-"""What is shown in place of an impossible multiple."""
+"""Shown in place of an impossible multiple."""
 
 _MOST_OF_IDEAL: Final = 1.05
-"""A team cannot do more than the sum of its ranks alone, apart from noise."""
+"""Apart from noise, a team cannot be faster than the sum of its ranks alone."""
 
 NEGLIGIBLE: Final = 0.01
 """A rank that adds less than this part makes no difference: two equal runs differ by as much."""
@@ -24,8 +24,8 @@ class Estimate:
     """Speeds of a team and of its ranks alone, in the same unit per second.
 
     Attributes:
-        speed: Of the team; ``None`` where it was not measured in the windows of ``alone``.
-        alone: By rank: what it did per second of its own compute time.
+        speed: Of the team; ``None`` if it was not measured in the windows of ``alone``.
+        alone: By rank, units per second of its own compute time.
         parked: Ranks without a share, as the others are faster without them.
         unknown: Ranks at work whose speed alone is not known.
     """
@@ -37,7 +37,7 @@ class Estimate:
 
     @property
     def speeds_changed(self) -> bool:
-        """Return whether the team did more than its ranks alone could, so speeds have changed."""
+        """Return whether the team was faster than its ranks alone, so that speeds have changed."""
         if self.speed is None or self.unknown:
             return False
         return self.speed > _MOST_OF_IDEAL * sum(self.alone.values()) > 0
@@ -50,7 +50,7 @@ class Estimate:
 
     @property
     def fastest(self) -> int | None:
-        """Return the rank that is fastest alone, the lowest of equals."""
+        """Return the rank that is fastest alone, the lowest one in a tie."""
         return max(self.alone, key=lambda rank: (self.alone[rank], -rank), default=None)
 
     @property
@@ -71,8 +71,9 @@ class Estimate:
     def without(self, rank: int) -> float | None:
         """Return the speed of the best team that the other ranks could have formed.
 
-        Others together do the sum of their speeds alone times what this team reached of the sum of
-        its own, unless the fastest of them alone does more. Parked ranks are on neither side.
+        It is the sum of the others' speeds alone, times the fraction that this team reached of its
+        own sum, or the speed of the fastest of them alone if that is more. Parked ranks do not
+        count.
         """
         active = {r: speed for r, speed in self.alone.items() if r not in self.parked}
         others = [speed for other, speed in active.items() if other != rank]
@@ -81,9 +82,9 @@ class Estimate:
         return max(*others, min(1.0, self.speed / sum(active.values())) * sum(others))
 
     def adds(self, rank: int) -> float | None:
-        """Return by which part the team is faster with a rank than ``without`` it.
+        """Return by which fraction the team is faster with a rank than ``without`` it.
 
-        Below 0, the team is slower with it. ``None`` where that is not known, for parked ranks, and
+        Below 0, the team is slower with it. ``None`` if that is not known, for parked ranks, and
         for the only rank at work.
         """
         is_known = rank in self.alone and rank not in self.parked
@@ -100,21 +101,21 @@ class Estimate:
 
 
 _EQUAL: Final = 0.9
-"""A rank that does this part of the best other rank's speed alone is as fast as that one."""
+"""A rank that reaches this fraction of the best other rank's speed counts as equally fast."""
 
 
 def added(with_it: float | None, without: float | None) -> float | None:
-    """Return by which part a speed with a rank exceeds that without it."""
+    """Return by which fraction a speed with a rank exceeds that without it."""
     return with_it / without - 1.0 if with_it is not None and without else None
 
 
 def contribution(estimate: Estimate, rank: int, *, be: str = "") -> str:
-    """Return what a rank adds, for people.
+    """Return what a rank adds, as text.
 
     Args:
         estimate: The speeds.
         rank: The rank.
-        be: ``"is "`` in a sentence.
+        be: The verb, ``"is "``, if the text is part of a sentence.
     """
     if rank in estimate.parked:
         return f"{be}parked"

@@ -15,7 +15,7 @@ _ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"), defau
 
 
 def to_line(event: Event) -> bytes:
-    """Return an event as a line of strict JSON; what JSON does not know becomes its text."""
+    """Return an event as a line of strict JSON; other types become their text."""
     try:
         text = _ENCODER.encode(event)
     except ValueError:
@@ -24,7 +24,7 @@ def to_line(event: Event) -> bytes:
 
 
 def from_line(line: bytes) -> dict[str, Any]:
-    """Return the event of a line; types and fields that are new pass.
+    """Return the event of a line; unknown types and fields are accepted.
 
     Raises:
         ValueError: It is not an event: a field is missing, or has an impossible value.
@@ -40,7 +40,7 @@ def from_line(line: bytes) -> dict[str, Any]:
 
 
 def strict_json(value: Any) -> Any:
-    """Turn dataclasses, mappings and tuples into JSON; numbers that are not finite become null."""
+    """Convert dataclasses, mappings and tuples to JSON; non-finite numbers become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if is_dataclass(value):
@@ -67,7 +67,7 @@ class _EventFields(TypedDict, total=False):
     epoch: Whole
     committed: list[Annotated[list[Whole], Field(min_length=2, max_length=2)]]
     ranks: list[RankRow]
-    turns: Whole
+    optimizer_steps: Whole
     anchor: Number | None
     update_parts: Whole
     parked: list[Whole]
@@ -83,7 +83,7 @@ class _EventFields(TypedDict, total=False):
     emulated: Number
     rank: Whole | None
     member: str
-    donor: str
+    source: str
     host: str
     device: str
     name: str

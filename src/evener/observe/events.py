@@ -26,31 +26,31 @@ FIELDS: Final = {
     # A run begins with ``window``, also one that resumes; earlier events of it and of later windows
     # are void. ``members`` are in rank order. ``policy`` is such as ``sync`` and ``backend`` such
     # as ``gloo``; ``unit`` is what a weight counts, such as ``tokens``; ``num_samples`` are those
-    # of an epoch, ``total_windows`` may be null. The further field ``params`` counts what is
-    # trained, and ``backend_reason`` says why the backend is not the one asked for.
+    # of an epoch, ``total_windows`` may be null. The further field ``params`` counts trainable
+    # elements, and ``backend_reason`` says why the backend is not the requested one.
     "run_started": "run window members policy backend unit num_samples total_windows",
-    # A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``. The
-    # further field ``emulated`` is the factor by which it is slowed on purpose, if it is.
+    # A worker process is ready; ``device`` is a text such as ``cuda:0 (L40S)``. The further field
+    # ``emulated`` is the factor by which it is slowed on purpose, if it is.
     "worker_started": "rank member pid host device",
     # The first plan, or one that differs from that before: ``shares`` are whole samples per rank
-    # and sum to ``size``. The further field ``reason`` says why, for people, where that is known.
+    # and sum to ``size``. The further field ``reason`` is a text that says why, if that is known.
     "plan": "window generation epoch start size shares",
     # It is known that every rank applied a window. ``window`` is its number over the whole run,
     # ``committed`` are the ranges [start, stop] of the epoch's permutation that it holds, and
     # ``ranks`` has a ``RankRow`` for each rank. Further fields: ``loss``, ``lr``, ``grad_norm``,
     # whether it was ``skipped``, into how many ``update_parts`` ranks divided the update, and which
-    # are ``parked``; of local steps also ``turns``, ``anchor``, ``window_s``, ``divergence`` and
-    # ``guard``. In a file, the event of a long run may be of several windows (``thinning``): then
-    # ``windows`` is how many, and ``window`` the last of them.
+    # are ``parked``; of local steps also ``anchor``, ``window_s``, ``divergence``, ``guard`` and
+    # the ``optimizer_steps`` of the run so far. In a file, the event of a long run may be of
+    # several windows (``thinning``): then ``windows`` is how many, and ``window`` the last of them.
     "window": "window generation epoch committed ranks",
     # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``:
-    # ``heldout``, or ``heldout_all`` where that is a part, and all is evaluated at the end.
+    # ``heldout``, or ``heldout_all`` if that is a part, and all of it is evaluated at the end.
     "eval": "window name loss weight elapsed_s",
     # A managed run has trained an epoch: the fields are those of ``EpochMetrics``.
     "epoch": "window epoch complete avg_loss scalars eval samples steps",
-    # A checkpoint of the state after ``window`` windows is whole on disk. Further fields: a thread
-    # began to write it at ``begin_t`` (unix seconds) on rank ``rank``, where training had stood
-    # still for ``copy_s`` before.
+    # A checkpoint of the state after ``window`` windows is complete on disk. Further fields: a
+    # thread began to write it at ``begin_t`` (unix seconds) on rank ``rank``, whose training had
+    # paused for ``copy_s`` before.
     "checkpoint": "window path num_bytes write_s",
     # The state after ``window`` windows was not written: the attempt failed, or was skipped.
     "checkpoint_missed": "window reason",
@@ -60,8 +60,8 @@ FIELDS: Final = {
     "worker_left": "rank member window",
     # A member contributes from ``window`` on, in a new generation.
     "worker_joined": "rank member window generation",
-    # A member has received the live state of member ``donor``, as it was before ``window``.
-    "healed": "rank member window donor num_bytes elapsed_s",
+    # A member has received the live state of member ``source``, as it was before ``window``.
+    "recovered": "rank member window source num_bytes elapsed_s",
     # From ``window`` on a rank has no share, as the planner expects the team to be faster without
     # it; and from ``window`` on it has one again.
     "parked": "rank member window reason",
@@ -74,17 +74,17 @@ FIELDS: Final = {
     # The team formed again and continues with ``window``; earlier events from there on are void.
     # Further fields: ``backend`` and ``backend_reason``, as of ``run_started``; and in seconds,
     # ``detect_s`` from the last heartbeat of a lost member to the end of its generation,
-    # ``reform_s`` until the new one was connected, ``heal_s`` until all of its members held the
+    # ``reform_s`` until the new one was connected, ``recover_s`` until all of its members held the
     # same state. The next ``window`` has ``redo_s``: from there to its commit.
     "reformed": "window generation members",
     # A rank has become slow: it needed ``compute_s`` instead of ``expected_s``. Further fields:
     # ``factor`` times as slow as in its own past, from the window ``since`` on, on ``host`` and
-    # ``device``, with the likely ``cause`` for people; ``delay_s`` are the seconds by which windows
+    # ``device``, with the likely ``cause`` as a text; ``delay_s`` are the seconds by which windows
     # would have ended sooner so far.
     "straggler": "rank member window compute_s expected_s",
     # It is as fast as before again, from ``window`` on. It has the further fields of ``straggler``.
     "straggler_over": "rank member window since delay_s",
-    # So many events were not written here, because the disk was too slow.
+    # ``num_events`` events were not written here, because the disk was too slow.
     "events_dropped": "num_events",
     # The run ends after ``window`` windows: ``completed``, ``stopped`` or ``failed``.
     "run_finished": "window reason message",
@@ -94,11 +94,11 @@ FIELDS: Final = {
 class Sink(Closing):
     """Receives events and shows or stores them.
 
-    A sink runs on the training thread: it is quick, and it never raises into training.
+    A sink runs on the training thread, so it must be fast. It must not raise.
 
     Attributes:
         continues: Whether it appends to what a sink of another process has written. If another rank
-            becomes the main process, it emits ``run_started`` again to sinks that do not.
+            becomes the main process, it emits ``run_started`` again to sinks that do not append.
         on_warning: Prints a warning; set by the team that the sink is given to, unless it has one.
     """
 
@@ -110,12 +110,12 @@ class Sink(Closing):
         """Receive one event; events come in the order of their ``t``."""
 
     def pending(self) -> list[threading.Event]:
-        """Return what will be set as soon as everything emitted so far is written; do not wait."""
+        """Return events that are set once everything emitted so far is written; do not wait."""
         return []
 
     @abstractmethod
     def close(self) -> None:
-        """Write out what is held back and let go of the output; may be called again."""
+        """Flush and close the output; may be called again."""
 
 
 def make_event(kind: str, *, t: float, **fields: Any) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def make_event(kind: str, *, t: float, **fields: Any) -> dict[str, Any]:
 
 
 def check_complete(event: Event) -> None:
-    """Check that an event has the fields of its type; types that are new pass.
+    """Check that an event has the fields of its type; unknown types are accepted.
 
     Raises:
         ValueError: One is missing.
@@ -147,7 +147,7 @@ def check_complete(event: Event) -> None:
 
 @final
 class Fanout(Sink):
-    """Passes events to several sinks; one that raises is left out from then on.
+    """Passes events to several sinks; a sink that raises gets no further ones.
 
     Args:
         on_warning: Called for a sink that has raised.
@@ -169,14 +169,14 @@ class Fanout(Sink):
                 sink.emit(event)
 
     def introduce(self, start: Event) -> None:
-        """Emit the start of a run to sinks that are opened in its middle, in another process."""
+        """Emit ``run_started`` to sinks that are opened during the run, in another process."""
         for sink in self._sinks.copy():
             if not sink.continues:
                 with self._guarding(sink):
                     sink.emit(start)
 
     def pending(self) -> list[threading.Event]:
-        """Return what all sinks will set."""
+        """Return the events that all sinks will set."""
         found = []
         for sink in self._sinks.copy():
             with self._guarding(sink):
@@ -213,7 +213,7 @@ class RankRow(TypedDict):
     Attributes:
         rank: Its rank in that window's generation.
         member: Its id, which stays the same when ranks get new numbers.
-        samples: Samples that it did.
+        samples: Samples that it processed.
         weight: Their weight (tokens, or samples).
         loss: Its mean loss by weight; ``None`` without work.
         compute_s: Seconds of compute, without waiting.
@@ -221,18 +221,18 @@ class RankRow(TypedDict):
         sync_s: Seconds of exchange after all had arrived.
         hidden_s: Seconds for which its gradients travelled during its backward, before that.
         elapsed_s: Seconds on its clock from applying the previous window, or from the beginning of
-            the epoch, to applying this one. The part that is in none of the three times above is
-            bookkeeping: fetching data, planning, events, and whatever the loop does besides.
+            the epoch, to applying this one. What is in none of the three times above is
+            bookkeeping: fetching data, planning, events, and the rest of the user's loop.
         data_s: Seconds for which it waited for data.
-        sent_bytes: Bytes that it sent to other ranks from applying the window before on.
-        work_ago_s: When it asked for its first data, in seconds before the ``t`` of the event. It
-            computes after ``data_s``; both may come in several pieces, such as one for each
-            micro-batch, and are as long as all of them.
+        sent_bytes: Bytes that it sent to other ranks since it applied the previous window.
+        work_ago_s: When it requested its first data, in seconds before the ``t`` of the event. It
+            computes after ``data_s``; both may consist of several pieces, such as one for each
+            micro-batch, and are sums.
         wait_ago_s: When it began to wait for others.
         sync_ago_s: When it began to exchange.
-        micro_batches: Micro-batches in which it computed them.
-        update_s: Seconds of ``compute_s`` that an optimizer's update took in SYNC. Where ranks
-            divide the update (``update_parts`` of the event is above 1), that of its own part.
+        micro_batches: Number of its micro-batches.
+        update_s: Seconds of ``compute_s`` that the optimizer's update took in SYNC. If ranks
+            divide the update (``update_parts`` of the event is above 1), of its own part.
     """
 
     rank: Whole
@@ -244,7 +244,7 @@ class RankRow(TypedDict):
     wait_s: Amount
     sync_s: Amount
     hidden_s: NotRequired[Amount]
-    elapsed_s: NotRequired[Amount]  # rows that are made up need not have it, nor what follows
+    elapsed_s: NotRequired[Amount]  # optional, like the fields after it
     data_s: NotRequired[Amount]
     sent_bytes: NotRequired[Whole]
     work_ago_s: NotRequired[Amount]
@@ -255,7 +255,7 @@ class RankRow(TypedDict):
 
 
 def wait_fraction(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Return the part of the time of these rows that was spent waiting, from 0 to 1."""
+    """Return the fraction of the time of these rows that was spent waiting, from 0 to 1."""
     wait_s = total_s = 0.0
     for row in rows:
         wait_s += row["wait_s"]
@@ -267,7 +267,7 @@ def mean_loss(event: Event) -> float | None:
     """Return the mean loss of a ``window`` event by weight, over all ranks.
 
     Returns:
-        ``None`` without any weight, or when a rank's loss was lost as it was not finite.
+        ``None`` without any weight, or if a rank's loss was not finite.
     """
     total, weight = 0.0, 0.0
     for row in event["ranks"]:

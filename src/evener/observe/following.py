@@ -1,4 +1,4 @@
-"""Read the events of a run from its file: all of them, or the new ones at each look."""
+"""Read the events of a run from its file: all of them, or the new ones at each call."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -35,13 +35,13 @@ class EventFollower:
         self._position = self._line = 0
 
     def is_replaced(self) -> bool:
-        """Return whether another file is there, or a shorter one: what was read is void then."""
+        """Return whether the file was replaced or truncated, so that what was read is void."""
         there = self._path.stat()
         is_other = self._file not in (None, (there.st_dev, there.st_ino))
         return is_other or there.st_size < self._position
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield new events. A line that has no end yet is left for the next call.
+        """Yield new events. An incomplete line is left for the next call.
 
         Raises:
             ConfigError: The file cannot be read, or is not a regular file.
@@ -58,7 +58,7 @@ class EventFollower:
             there = os.fstat(stream.fileno())
             self._file = there.st_dev, there.st_ino
             stream.seek(self._position)
-            # A longer line comes in pieces, none of which is an event.
+            # A longer line is read in pieces, none of which is an event.
             for line in iter(partial(stream.readline, MOST_LINE_BYTES), b""):
                 if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
                     break

@@ -1,4 +1,4 @@
-"""Events in a file, one JSON object a line, appended over all sessions of a run."""
+"""Events in a file, one JSON object per line, appended in all sessions of a run."""
 
 import atexit
 import os
@@ -17,7 +17,7 @@ from evener.observe.events import Event, Sink, make_event
 from evener.observe.thinning import FULL_WINDOWS, can_merge, merge, stride
 
 MOST_WAITING: Final = 4096
-"""Events that may wait for the disk; further ones are left out until it has caught up."""
+"""Most events that wait for the disk; further ones are dropped until it has caught up."""
 
 _CLOSE_S: Final = 30.0
 
@@ -25,15 +25,15 @@ _CLOSE_S: Final = 30.0
 class JsonlSink(Sink):
     """Appends events to a file, in a thread: the caller of ``emit`` never waits for the disk.
 
-    An event is with the kernel a moment after ``emit``, and when ``close`` returns. If
-    the disk hangs for so long that 4,096 events wait, further ones are left out; an event
-    ``events_dropped`` says how many. In a long run, neighbouring windows share an event
-    (``thinning``), except across a checkpoint.
+    An event is written soon after ``emit``, and at the latest when ``close`` returns. If the disk
+    is so slow that 4,096 events wait, further ones are dropped; an event ``events_dropped`` has
+    their number. In a long run, neighbouring windows share an event (``thinning``), except across
+    a checkpoint.
 
     If the file holds an earlier run, and this one does not resume, a warning says so: its windows
-    are void then. A file that is removed meanwhile is created again. A line that was torn by a
-    killed process or a full disk is ended before the next one begins. Numbers that are not finite
-    become ``null``, for readers that know strict JSON only.
+    are void then. A file that is removed meanwhile is created again. A line that a killed process
+    or a full disk left incomplete is ended before the next one. Numbers that are not finite become
+    ``null``, for readers of strict JSON.
     """
 
     continues = True
@@ -53,7 +53,7 @@ class JsonlSink(Sink):
                 sink on the main process alone.
             on_warning: Called when the file holds an earlier run, and once when an event cannot be
                 written; the team that the sink is given to prints it, unless this is given.
-            full_windows: So many windows have an event of their own.
+            full_windows: Windows that have an event each; later ones share events.
 
         Raises:
             ConfigError: The file cannot be opened.
@@ -61,7 +61,7 @@ class JsonlSink(Sink):
         self._path = path = Path(path)
         self.on_warning = on_warning
         self._full_windows = full_windows
-        self._torn = False  # whether the newest line lacks its end
+        self._torn = False  # whether the newest line is incomplete
         try:
             self._open()
         except OSError as error:
@@ -70,7 +70,7 @@ class JsonlSink(Sink):
             ) from error
         self._may_follow_a_run = os.fstat(self._file).st_size > 0  # until its first event
         self._row: Event | None = None  # windows that share an event, not written yet
-        self._plan: Event | None = None  # the newest one that came after them
+        self._plan: Event | None = None  # the newest plan after them
         self._waiting: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
         self._dropped = 0
         self._counting = threading.Lock()  # any thread may emit while the writer reads the count
@@ -96,7 +96,7 @@ class JsonlSink(Sink):
             self._waiting.put(event)
 
     def pending(self) -> list[threading.Event]:
-        """Return what will be set as soon as everything emitted so far is with the kernel."""
+        """Return an event that is set once everything emitted so far is written."""
         if self._closed:
             return []
         written = threading.Event()
@@ -104,7 +104,7 @@ class JsonlSink(Sink):
         return [written]
 
     def close(self) -> None:
-        """Force the file onto the disk and close it, within 30 s; may be called again."""
+        """Flush the file to disk and close it, within 30 s; may be called again."""
         if self._closed:
             return
         self._closed = True
@@ -169,10 +169,10 @@ class JsonlSink(Sink):
                 self._warn("the file was removed, and is created again")
             data = b"\n" + line if self._torn else line
             written = os.write(self._file, data)
-        except Exception as error:  # such as of a full disk, or of a key that JSON does not know
+        except Exception as error:  # such as a full disk, or a key that JSON does not allow
             self._warn(f"{type(error).__name__}: {error}")
             return
-        # One newline in front at most, so that any cut leaves a torn line.
+        # At most one newline in front, so that any cut leaves an incomplete line.
         self._torn = written < len(data)
         if self._torn:
             self._warn("the disk is full")

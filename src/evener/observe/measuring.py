@@ -12,12 +12,12 @@ from evener.observe.table import RunTable, ratio
 def measure(table: RunTable, amount: Literal["weight", "samples"] = "weight") -> Estimate:
     """Return the speeds in the ``measured`` rows of a run; evaluations do not count as time.
 
-    Alone, a rank would have computed all of these windows as it has computed its part, and made the
-    whole update in each of them.
+    Alone, a rank would have computed all of these windows at the speed of its part, with the whole
+    update in each of them.
 
     Args:
         table: The windows of the run.
-        amount: What speeds count.
+        amount: The unit of speeds.
     """
     counted, rows = table.measured(), table.rows()
     windows = float(rows["windows"][counted].sum())
@@ -44,7 +44,7 @@ def measure(table: RunTable, amount: Literal["weight", "samples"] = "weight") ->
 
 
 def parts_of_time(table: RunTable) -> dict[str, float]:
-    """Return which part of the time of all ranks went into each of ``SPANS``; empty for none."""
+    """Return the fraction of all ranks' time that each of ``SPANS`` took; empty for none."""
     rows = table.rows()
     spent_s = {span: float(rows[f"{span}_s"].sum()) for span in SPANS}
     total_s = sum(spent_s.values())

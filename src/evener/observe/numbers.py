@@ -1,15 +1,15 @@
-"""Format numbers for people."""
+"""Format numbers as text."""
 
 from collections.abc import Sequence
 from textwrap import fill
 from typing import Final
 
 WIDTH: Final = 80
-"""Columns of the terminal for which output is made."""
+"""Width of output in columns."""
 
 
 def human_duration(seconds: float) -> str:
-    """Return a length of time as precise as it matters: ``12 s``, ``2 min 41 s``, ``1 h 20 min``.
+    """Return a duration as text, such as ``12 s``, ``2 min 41 s``, ``1 h 20 min``.
 
     Args:
         seconds: Zero or more.
@@ -31,7 +31,7 @@ def human_duration(seconds: float) -> str:
 
 
 def human_count(number: float) -> str:
-    """Return a count or a speed, three digits or so: ``3.14``, ``5,120``, ``123k``, ``1.2M``."""
+    """Return a count or a speed as text: ``3.14``, ``5,120``, ``123k``, ``1.2M``."""
     for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if number >= 0.9995 * size:
             scaled = number / size
@@ -62,7 +62,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def wrapped(line: str) -> str:
-    """Return a line in lines of at most ``WIDTH`` columns, the further ones indented."""
+    """Wrap a line at ``WIDTH`` columns, with the continuation lines indented."""
     if len(line) <= WIDTH:
         return line
     return fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -20,7 +20,7 @@ _LIVE_INTERVAL_S = 0.25  # of event time, between updates of the live line
 _PLAIN_INTERVAL_S = 10.0  # of event time, between plain lines
 _NUM_FIRST_LINES = 3
 SPEED_WINDOWS: Final = 20
-"""Windows over which speeds and waits are averaged, and on which the line depends."""
+"""Windows over which speeds and waits are averaged."""
 
 _LOSS_KEPT = 0.8  # of the smoothed loss; the rest is the new one
 _BAR_WIDTH = 20
@@ -31,7 +31,7 @@ class ProgressSink(Sink):
     """Shows progress on a stream: one live line on a terminal, now and then a line elsewhere.
 
     It has no thread, reads no clock (time is the ``t`` of events) and hides no cursor, so a killed
-    run leaves the terminal usable. A stream that breaks is left alone from then on.
+    run leaves the terminal usable. After an error of the stream, nothing is written any more.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -64,7 +64,7 @@ class ProgressSink(Sink):
         """Leave the last state on the stream, with a line end."""
         if self._usable:
             with suppress(OSError, ValueError):
-                self._tell_change()
+                self._describe_change()
                 self._end_live()
                 self._stream.flush()
         self._usable = False
@@ -82,7 +82,7 @@ class ProgressSink(Sink):
             self._show_window(event["t"])
         elif kind not in TeamChange.KINDS:
             if kind == "run_finished":
-                self._tell_change()
+                self._describe_change()
                 self._end_live()
             text = terminal_line(event, steps_before(event, self._start, self._newest))
             if text is not None:
@@ -91,20 +91,20 @@ class ProgressSink(Sink):
                 self._print_plain(event["t"])
 
     def _take_change(self, event: Event) -> None:
-        """Gather the events of a change of the team, which is told with the next window."""
+        """Gather the events of a change of the team, which is printed with the next window."""
         if self._change is not None and not self._change.takes(event):
-            self._tell_change()
+            self._describe_change()
         if self._change is None and event["type"] != "window":
             self._change = TeamChange()
         if self._change is not None:
             self._change.add(event)
             if event["type"] == "window":
-                self._tell_change()
+                self._describe_change()
 
-    def _tell_change(self) -> None:
+    def _describe_change(self) -> None:
         change, self._change = self._change, None
         if change is not None:
-            self._print_above(change.told()["text"])
+            self._print_above(change.summary()["text"])
 
     def _show_window(self, t: float) -> None:
         if self._live:
@@ -131,7 +131,7 @@ class ProgressSink(Sink):
         # Written without rich's console, which ends the process when a pipe breaks.
         from rich.cells import cell_len, chop_cells
 
-        # A line as wide as the terminal would wrap when the cursor moves on.
+        # A line as wide as the terminal would wrap when the cursor moves.
         most = max(1, _width(self._stream) - 1)
         table = RunTable.of(self._recent)
         # Drop the least important parts first; shares and waits matter more than the bar.
@@ -162,9 +162,9 @@ def progress_line(table: RunTable, start: Event, *, bar: str = "", brief: int = 
     Args:
         table: The windows, at least the newest ``SPEED_WINDOWS``.
         start: The newest ``run_started``.
-        bar: Show a bar of these two signs, for what is done and for what is left.
-        brief: How much a narrow terminal has no room for: from 1 on the ranks' names and a second
-            speed, from 2 on the time that is left, from 3 on also the loss.
+        bar: Show a bar of these two signs, for the completed and the remaining part.
+        brief: What to leave out for a narrow terminal: from 1 on the ranks' names and a second
+            speed, from 2 on the remaining time, from 3 on also the loss.
     """
     if not len(table):
         return ""
@@ -196,7 +196,7 @@ def progress_line(table: RunTable, start: Event, *, bar: str = "", brief: int = 
 
 
 def _smoothed(losses: list[float]) -> float:
-    """Return a smoothed loss; one that is not finite is shown once, and not kept."""
+    """Return a smoothed loss; one that is not finite is shown once, without smoothing."""
     smooth = losses[0]
     for loss in losses[1:]:
         is_usable = math.isfinite(smooth) and math.isfinite(loss)
@@ -205,7 +205,7 @@ def _smoothed(losses: list[float]) -> float:
 
 
 def _ranks(table: RunTable, counted: NDArray[np.bool_], *, brief: bool) -> str:
-    """Return each rank's share of the newest window and part of recent time spent waiting."""
+    """Return each rank's share of the newest window, and its wait as a fraction of recent time."""
     lanes = table.present
     if len(lanes) < 2:
         return ""

@@ -1,12 +1,12 @@
-"""Events as sentences for people: in the terminal, in reports and on the dashboard. Pure."""
+"""Events as sentences, for the terminal, reports and the dashboard. Pure."""
 
 from typing import Final
 
 from evener.observe.events import Event
 from evener.observe.numbers import human_bytes, human_duration
 
-#: The engine itself warns of stragglers and parked ranks, the coordinator of workers that it has
-#: refused. Of the others, other lines say enough.
+#: Events that the terminal does not print: the engine warns of stragglers and parked ranks, the
+#: coordinator of refused workers, and other lines report the rest.
 _NOT_IN_TERMINAL: Final = frozenset(
     {"straggler", "straggler_over", "parked", "recalled", "join_refused"}
     | {"checkpoint_missed", "events_dropped"}
@@ -14,7 +14,7 @@ _NOT_IN_TERMINAL: Final = frozenset(
 
 
 def terminal_line(event: Event, steps: int | None = None) -> str | None:
-    """Return the line of the terminal about an event; ``None`` for those that get none.
+    """Return the terminal's line about an event; ``None`` if it is not printed.
 
     Args:
         event: The event.
@@ -37,15 +37,15 @@ def steps_before(event: Event, start: Event, newest: Event | None) -> int | None
     if start.get("policy") == "sync":
         return window
     is_newest = newest is not None and newest["window"] + 1 == window
-    return newest.get("turns") if newest is not None and is_newest else None
+    return newest.get("optimizer_steps") if newest is not None and is_newest else None
 
 
 def describe(event: Event, steps: int | None = None) -> str | None:
-    """Return what has happened; ``None`` for types of events that are not told one by one.
+    """Return an event as a sentence; ``None`` for types that have none.
 
     Args:
         event: The event.
-        steps: Optimizer steps before it, which users count; windows are told without them.
+        steps: Optimizer steps before it, which users count; by default, windows are named.
     """
     after = _after(event, steps)
     match event["type"]:

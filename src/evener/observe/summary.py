@@ -1,4 +1,4 @@
-"""The summary of a run: a JSON file for programs, a table and the last lines for people."""
+"""The summary of a run: a JSON file, and the table and last lines in the terminal."""
 
 import json
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ class RankSummary:
     Attributes:
         rank: Its rank at the end.
         member: Its id.
-        device: Its device, for people, such as ``cuda:0 (L40S)``.
-        samples: Committed samples that it did.
+        device: Its device as text, such as ``cuda:0 (L40S)``.
+        samples: Committed samples that it processed.
         weight: Their weight (tokens, or samples).
-        wait_fraction: Part of its time in which it waited for others, from 0 to 1.
+        wait_fraction: Fraction of its time in which it waited for others, from 0 to 1.
     """
 
     rank: int
@@ -43,18 +43,17 @@ class RunSummary:
 
     Attributes:
         tokens_per_s: Speed of the team after the warm-up, in ``unit`` per second; of an elastic
-            team, in windows of those that are there at the end. ``None`` when they were too few.
-        solo_tokens_per_s: Speed of each rank alone, by rank: what it did per second of its own
-            compute time in the windows of ``tokens_per_s``; ``None`` where unknown, and for those
-            that are gone.
+            team, in windows of its members at the end. ``None`` if there were too few.
+        solo_tokens_per_s: Speed of each rank alone, by rank: units per second of its own compute
+            time in the windows of ``tokens_per_s``; ``None`` if unknown, and for departed ranks.
         heldout_loss: Mean loss on held-out data at the end, if it was evaluated.
         heldout_samples: Samples behind it: all that are held out, unless the run was stopped.
         committed_tokens: Weight of all committed windows, in ``unit``.
         committed_samples: Samples of all committed windows.
         steps: Optimizer steps.
-        world_size: Ranks in the team; of an elastic team, those that are there at the end.
+        world_size: Ranks in the team; of an elastic team, those at the end.
         policy: Apply policy.
-        backend: What carried the exchange.
+        backend: The backend of the exchange.
         checkpoint: Path of the newest checkpoint, if there is one.
         run_folder: Where the files of the run are.
         elapsed_s: Seconds of training, from the start of each session to its end.
@@ -62,14 +61,14 @@ class RunSummary:
         ranks: One row for each of them, by rank.
         gone_weight: Weight of the work of ranks that have left an elastic team.
         emulated: Ranks that are slowed down on purpose, and the factor.
-        parked: Ranks that got no share, since the team is faster without them.
+        parked: Ranks without a share, since the team is faster without them.
         verdict: Whether each device is worth it, who waits for whom, and what to change.
         machine: Facts about the machine (JSON).
-        versions: Versions of what took part, by name.
+        versions: Versions of Python, torch, evener and other packages, by name.
         details: Further figures of the job, by key of the JSON file.
 
     Raises:
-        UsageError: A figure of ``details`` has the name of a key that the file has itself.
+        UsageError: A figure of ``details`` has the name of a key of the file.
     """
 
     tokens_per_s: float | None
@@ -99,8 +98,8 @@ class RunSummary:
         own = {each.name for each in fields(self)} | {"of_ideal"}
         if taken := sorted(own.intersection(self.details)):
             raise UsageError(
-                f"the task's figures hold {', '.join(map(repr, taken))}, which summary.json has "
-                "itself; return them from Task.figures under other names. The checkpoint is "
+                f"the task's figures hold {', '.join(map(repr, taken))}, which are keys of "
+                "summary.json; return them from Task.figures under other names. The checkpoint is "
                 "written: start with resume to write the summary"
             )
 
@@ -114,13 +113,13 @@ class RunSummary:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures, also the derived ones, as values that ``json.dumps`` accepts."""
+        """Return all figures, derived ones included, as values that ``json.dumps`` accepts."""
         document = strict_json(self)
         details = document.pop("details")
         return {**document, **details, "of_ideal": self.estimate.of_ideal}
 
     def write(self, path: Path) -> None:
-        """Write the JSON file, whole or not at all.
+        """Write the JSON file atomically.
 
         Raises:
             EvenerError: The file cannot be written.
@@ -157,7 +156,7 @@ def closing_table(summary: RunSummary) -> "Table":
         solo = estimate.alone.get(row.rank)
         table.add_row(
             str(row.rank),
-            # Only this column gives way: its cells are cut, the others neither cut nor wrapped.
+            # Only this column shrinks: its cells are cut, the others are neither cut nor wrapped.
             Text(row.device.replace("NVIDIA GeForce ", ""), no_wrap=True, overflow="ellipsis"),
             f"{row.weight / total:.0%}" if total > 0 else "–",
             human_count(solo) if solo is not None else "?",
@@ -168,11 +167,11 @@ def closing_table(summary: RunSummary) -> "Table":
 
 
 def closing_lines(summary: RunSummary, program: str = "evener") -> list[str]:
-    """Return the last lines for a person: the verdict, and what the table does not say.
+    """Return the last lines in the terminal: the verdict, and facts that the table lacks.
 
     Args:
         summary: The run.
-        program: How the user reaches ``evener``.
+        program: The command by which the user runs ``evener``.
     """
     lines = [*map(wrapped, summary.verdict)]
     for rank, factor in sorted(summary.emulated.items()):

@@ -1,4 +1,4 @@
-"""The windows of a run as columns of numbers, from which every figure of it is made. Pure."""
+"""The windows of a run as columns of numbers, from which its figures are computed. Pure."""
 
 from array import array
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ VOIDING: Final = ("run_started", "run_resumed", "reformed")
 """Types of events that make earlier ``window`` events void, from their own ``window`` on."""
 
 WARM_UP_WINDOWS: Final = 3
-"""Windows whose time does not count as speed: caches are cold and shares not settled yet."""
+"""Windows that do not count in speeds: caches are cold and shares not settled yet."""
 
 Floats = NDArray[np.float64]
 Columns = dict[str, Floats]
@@ -22,15 +22,15 @@ ROW_NUMBERS: Final = (
     *("window", "windows", "begin_s", "end_s", "loss", "anchor", "update_parts", "session"),
     "optimizer_steps",
 )
-"""What is known of a row: its last window, how many there are, and the optimizer steps up to its
-end; NaN where nothing is known."""
+"""The numbers of a row: its last window, the number of windows, and the optimizer steps up to its
+end; NaN if unknown."""
 
 SUMS: Final = (
     *("samples", "weight", "compute_s", "wait_s", "sync_s", "data_s", "sent_bytes", "update_s"),
     *("hidden_s", "micro_batches", "steps"),
 )
 PART_NUMBERS: Final = ("row", "lane", *SUMS, "work_ago_s", "wait_ago_s", "sync_ago_s")
-"""What is known of a member's part in a row; 0 for sums of which nothing is known."""
+"""The numbers of a member's part in a row; sums are 0 if unknown."""
 
 _PAUSES: Final = ("eval", "checkpoint", "checkpoint_missed")
 _SESSION_STARTS: Final = ("run_started", "run_resumed", "reformed")
@@ -39,11 +39,12 @@ _SESSION_STARTS: Final = ("run_started", "run_resumed", "reformed")
 class RunTable:
     """Takes the events of a run one by one, in the order in which they were written.
 
-    A row holds a window, or several that share an event (``thinning``); a part is what one member
-    did in it. Windows that a resume or a re-formed team made void are dropped; their time remains.
+    A row holds a window, or several that share an event (``thinning``); a part is the work of one
+    member in it. Windows that a resume or a re-formed team made void are dropped; their time
+    remains.
 
     Time is *training time*: seconds from the first event on, without those between the end of a
-    session and the resume. A row begins when the team could begin with it: after the row before,
+    session and the resume. A row begins when the team could begin with it: after the previous row,
     and after evaluations in between.
 
     Attributes:
@@ -99,7 +100,7 @@ class RunTable:
         elif kind == "window":
             self._add_row(event, t - self._origin_t)
         elif kind == "eval":
-            # It follows the previous window at once; its event may come late.
+            # It follows the previous window directly; its event may come late.
             begin_s = self._free_s
             latest_s = max(begin_s, self.elapsed_s)
             self._free_s = min(begin_s + max(0.0, event["elapsed_s"]), latest_s)
@@ -218,7 +219,7 @@ class RunTable:
                 np.nan if loss is None else loss,
                 np.nan if anchor is None else anchor,
                 *(event.get("update_parts", 1), len(self._teams) - 1),
-                event.get("turns", event["window"] + 1),
+                event.get("optimizer_steps", event["window"] + 1),
             )
         )
 
@@ -237,17 +238,17 @@ class RunTable:
 
 
 def add_up(places: NDArray[Any], numbers: Floats, count: int) -> Floats:
-    """Return sums of numbers by place, of so many places."""
+    """Return sums of numbers by place, of ``count`` places."""
     return np.bincount(places.astype(np.intp), numbers, count).astype(np.float64)
 
 
 def wait_parts(sums: Columns) -> Floats:
-    """Return by lane the part of its time that was spent waiting, NaN where there is none."""
+    """Return by lane the fraction of its time that was spent waiting, NaN without time."""
     return ratio(sums["wait_s"], sum((sums[f"{span}_s"] for span in SPANS), np.zeros(1)))
 
 
 def ratio(over: Floats, under: Floats) -> Floats:
-    """Return ``over / under``, and NaN where ``under`` is 0."""
+    """Return ``over / under``, NaN where ``under`` is 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.where(under > 0, over / under, np.nan)
 

@@ -8,22 +8,22 @@ from evener.observe.numbers import human_duration
 _STEPS: Final = {
     "detect_s": "until it was noticed",
     "reform_s": "until the team had formed again",
-    "heal_s": "to send the state",
+    "recover_s": "to send the state",
     "redo_s": "until the next window was committed",
 }
-"""Seconds that a change takes, in their order; events lack those that are not known."""
+"""Seconds that a change takes, in their order; events lack unknown ones."""
 
 _NAMED: Final = 3
 
 
 class TeamChange:
-    """Takes the events of one change: losses, the team that forms again, its states, and joins.
+    """Collects the events of one change: losses, the re-formed team, its states, and joins.
 
     It ends with the next window.
     """
 
     KINDS: Final = frozenset(
-        {"worker_lost", "worker_left", "reformed", "healed", "worker_joined", "window"}
+        {"worker_lost", "worker_left", "reformed", "recovered", "worker_joined", "window"}
     )
     """The types of these events, in the order in which they come."""
 
@@ -31,7 +31,7 @@ class TeamChange:
         self._by_kind: dict[str, list[Event]] = {kind: [] for kind in self.KINDS}
 
     def takes(self, event: Event) -> bool:
-        """Return whether an event may be of this change."""
+        """Return whether an event may belong to this change."""
         begun = self._by_kind["reformed"]
         is_first = event["type"] in ("worker_lost", "worker_left", "reformed")
         return not self._by_kind["window"] and not (begun and is_first)
@@ -40,7 +40,7 @@ class TeamChange:
         """Take an event."""
         self._by_kind[event["type"]].append(event)
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return the kind of the change, its cost in seconds, and the sentence."""
         lost, left, joined = (
             self._by_kind[kind] for kind in ("worker_lost", "worker_left", "worker_joined")
@@ -56,9 +56,9 @@ class TeamChange:
             for event in self._by_kind["reformed"][-1:]
         ]
         if joined:
-            donor = next((event["donor"] for event in self._by_kind["healed"]), None)
-            source = f" with the state of {donor}" if donor else ""
-            parts.append(f"{_who(joined)} joined{source}")
+            source = next((event["source"] for event in self._by_kind["recovered"]), None)
+            state = f" with the state of {source}" if source else ""
+            parts.append(f"{_who(joined)} joined{state}")
         spent = self._spent()
         cost_s = sum(spent.values()) if spent else None
         text = "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Event files that TensorBoard shows; needs the extra ``evener[tensorboard]``."""
+"""Event files for TensorBoard; needs the extra ``evener[tensorboard]``."""
 
 import contextlib
 import math
@@ -21,7 +21,7 @@ class TensorBoardSink(Sink):
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open an event file in ``folder``, which is made if needed.
+        """Open an event file in ``folder``, which is created if needed.
 
         Raises:
             ConfigError: TensorBoard is not installed.
@@ -33,7 +33,7 @@ class TensorBoardSink(Sink):
                 f"TensorBoard files need the package tensorboard, which is missing ({error}): "
                 "pip install 'evener[tensorboard]', or switch TensorBoard off"
             ) from error
-        # Adding more scalars than that waits for the disk.
+        # Adding more scalars than that blocks until the disk has caught up.
         self._writer: Any = SummaryWriter(str(folder), max_queue=_MOST_WAITING)
         self._unit = "tokens"
         self._last_t: float | None = None

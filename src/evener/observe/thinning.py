@@ -5,14 +5,14 @@ from typing import Any, Final
 from evener.observe.events import Event, mean_loss
 
 FULL_WINDOWS: Final = 50_000
-"""So many windows of a run have an event of their own."""
+"""The first windows of a run, which have an event each."""
 
 _USUAL_RANKS: Final = 4
-"""Of a larger team, fewer windows do: the size of an event grows with its ranks."""
+"""In a larger team, fewer windows have one: the size of an event grows with its ranks."""
 
 
 def stride(window: int, num_ranks: int, full_windows: int = FULL_WINDOWS) -> int:
-    """Return how many windows share an event; it doubles whenever their number has doubled.
+    """Return how many windows share an event; it doubles when the number of windows doubles.
 
     Args:
         window: Number of the window.
@@ -35,8 +35,8 @@ def can_merge(first: Event, second: Event) -> bool:
 def merge(first: Event, second: Event) -> dict[str, Any]:
     """Return one event of two that can be merged.
 
-    Work and seconds of ranks are sums, losses are means by weight, and ranges of samples that
-    touch are joined. All other fields are those of ``second``.
+    Work and seconds of ranks are summed, losses are averaged by weight, and adjacent ranges of
+    samples are joined. All other fields are those of ``second``.
     """
     rows = [_merge_rows(*pair) for pair in zip(first["ranks"], second["ranks"], strict=True)]
     merged = {
@@ -59,7 +59,7 @@ def _members(event: Event) -> list[tuple[int, str]]:
 
 def _merge_rows(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     merged = {
-        # When the spans of several windows began is not one moment.
+        # The spans of several windows have no common beginning.
         name: other[name] if name in _KEPT else round(one[name] + other[name], 6)
         for name in one
         if name in other and not name.endswith("_ago_s")

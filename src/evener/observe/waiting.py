@@ -11,22 +11,22 @@ from evener.observe.numbers import human_duration
 from evener.observe.table import Floats, RunTable, add_up
 
 NOTEWORTHY: Final = 0.02
-"""Below this part of the team's time, waiting is what differences between two windows make."""
+"""Below this fraction of the team's time, waiting is caused by differences between windows."""
 
 _STANDS_OUT: Final = 2.0
-"""A rank is named only if it is waited for so many times as long as any other."""
+"""A rank is named only if others wait for it this many times as long as for any other."""
 
 
 _LEAST_WINDOWS: Final = 5
-"""Fewer windows cannot tell a rank that keeps others waiting from the noise."""
+"""Fewer windows do not distinguish a rank that delays others from noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
     """How much the ranks waited for each of them, by lane.
 
-    The rank that waits least in a window arrives last. The others wait for it for the time by which
-    they wait longer than it does.
+    The rank that waits least in a window arrives last. The others wait for it as long as their wait
+    exceeds its own.
 
     Attributes:
         pairs_s: Seconds by who waited (row) and for whom (column).
@@ -45,14 +45,14 @@ class Waits:
 
     @classmethod
     def of(cls, table: RunTable) -> Self:
-        """Tell who was last in each window, and what that cost."""
+        """Find the last rank of each window, and the delay that it caused."""
         rows, parts = table.rows(), table.parts()
         team_s = sum(float(parts[name].sum()) for name in map("{}_s".format, SPANS))
         order = np.lexsort((parts["wait_s"], parts["row"]))
         order = order[parts["compute_s"][order] > 0]
         row, wait_s = parts["row"][order].astype(np.intp), parts["wait_s"][order]
         lane = parts["lane"][order].astype(np.intp)
-        # Of each window the rank that waited least comes first, then the one after it.
+        # In each window the rank that waited least comes first, then the next one.
         _, first, place, count = np.unique(
             row, return_index=True, return_inverse=True, return_counts=True
         )
@@ -84,7 +84,7 @@ class Waits:
 
 
 def describe_waits(waits: Waits, names: Sequence[str], whole_s: float, *, waiting: float) -> str:
-    """Return who waits for whom, for people.
+    """Return who waits for whom, as text.
 
     Args:
         waits: By lane.

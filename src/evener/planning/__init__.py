@@ -1,5 +1,5 @@
 """Divide the work of a window over ranks, and decide when the team averages.
 
-Pure: no torch, no clock, no I/O. Times come in as numbers, plans go out as frozen dataclasses, so
-the code that runs in production is the code that property tests and simulations exercise.
+Pure: no torch, no clock, no I/O. Times are arguments, and plans are frozen dataclasses, so property
+tests and simulations run the same code as production.
 """

@@ -13,16 +13,16 @@ from evener.planning.shares import fastest_shares
 from evener.planning.speed import CostModel
 
 _OF_WHAT_OTHERS_BRING = 0.5
-"""Part of the contribution of all ranks but the fastest that averaging may take."""
+"""Fraction of the contribution of all ranks but the fastest that averaging may take."""
 
 
 @final
 class CadencePolicy(Planner):
     """Plans windows that the slowest rank fills with ``anchor`` local steps.
 
-    Before speeds are known, a window is one step of each rank (or what a hint says). Then windows
-    last as long as the slowest rank needs for its anchor, and ranks close them by the clock. The
-    rest at the end of an epoch is divided so that all finish together.
+    Before speeds are known, a window is one step of each rank, or follows the user's hint. Then
+    windows last as long as the slowest rank needs for its anchor, and ranks close them by time. The
+    last batches of an epoch are divided so that all ranks finish together.
 
     Args:
         members: Member ids, by rank.
@@ -47,7 +47,7 @@ class CadencePolicy(Planner):
         self._guard = guard
         self._max_batch_diff = max_batch_diff
         self._way = way
-        #: Whether there are others that an average would wait for.
+        #: Whether there are other ranks with which to average.
         self._in_background = way.in_background and len(members) > 1
         self._verdict = Verdict.STABLE
         self._samples_per_step = [0.0] * len(members)
@@ -55,13 +55,13 @@ class CadencePolicy(Planner):
         self._absent: frozenset[int] = frozenset()
 
     def set_absent(self, ranks: frozenset[int]) -> None:
-        """Give these ranks nothing to do, and forget how fast they were."""
+        """Give these ranks no work, and forget their speeds."""
         self._absent = ranks
         if ranks:
             self.elche.forget(ranks)
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
-        """Return samples per second of each rank alone, as timed; see ``Planner``."""
+        """Return measured samples per second of each rank alone; see ``Planner``."""
         return tuple(
             1000.0 * samples / ms if ms > 0 else 0.0
             for samples, ms in zip(self._samples_per_step, self.elche.ms_per_batch, strict=True)
@@ -71,9 +71,9 @@ class CadencePolicy(Planner):
         """Learn from a window.
 
         Args:
-            reports: One a rank.
-            sync_s: Seconds that averaging took of the ranks' time, without waiting for the slowest;
-                of the window before, as far as it is known only afterwards.
+            reports: One per rank.
+            sync_s: Seconds that averaging took, without waits for the slowest rank; of the previous
+                window if it is known only afterwards.
         """
         self._verdict, factor = ask_guard(self._guard, max(r.divergence for r in reports))
         steps = [r.steps - r.warmup_steps for r in reports]
@@ -98,9 +98,9 @@ class CadencePolicy(Planner):
         Args:
             window: Its number.
             epoch: Its epoch.
-            left: Batches of the epoch that are in no window before.
-            limit: Local steps that the run may still do; ``None`` for any number.
-            stop: The team stops with this window.
+            left: Remaining batches of the epoch.
+            limit: Remaining local steps of the run; ``None`` for any number.
+            stop: Whether the team stops with this window.
         """
         elche = self.elche
         counts: Sequence[int] = elche.batch_counts
@@ -118,7 +118,7 @@ class CadencePolicy(Planner):
             rest = self._split(left - sum(steps))
             queues = tuple(s + r for s, r in zip(steps, rest, strict=True))
         else:
-            if not elche.is_calibrated:  # no clock ends this window
+            if not elche.is_calibrated:  # this window is not closed by time
                 most = steps
             # Enough for this window, and in ASYNC for the beginning of the next.
             queues = tuple(2 * m for m in most)
@@ -133,20 +133,20 @@ class CadencePolicy(Planner):
                 or is_tail
                 or not self._in_background
                 or not elche.is_calibrated
-                # Until this window's average has landed, ranks may do as much of the next one.
+                # Until this window's average is applied, ranks may make as many steps of the next.
                 or (limit is not None and limit < 2 * sum(most))
             ),
             steps=steps,
             most=most,
             queues=queues,
-            # Without these a rank would fall too far behind a rank that makes all of its steps.
+            # Otherwise a rank would fall too far behind a rank that makes all of its steps.
             least=0 if self._max_batch_diff is None else max(0, max(most) - self._max_batch_diff),
             anchor=elche.anchor,
             verdict=self._verdict,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learnt, as plain JSON types."""
+        """Return the learnt state in JSON types."""
         return {
             "policy": self._way.value,
             "members": list(self.members),
@@ -156,8 +156,8 @@ class CadencePolicy(Planner):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state`` if it is of the same members, in any order.
 
-        Another team, or a run of SYNC, starts its cadence over: a wrong one costs more
-        than one window of a step each.
+        With another team, or after a run of SYNC, the cadence starts over: a wrong one would cost
+        more than one window of a step per rank.
         """
         saved = list(state.get("members", ()))
         if sorted(saved) != sorted(self.members) or "cadence" not in state:
@@ -167,15 +167,14 @@ class CadencePolicy(Planner):
         self.elche.load_state_dict({**state["cadence"], **by_rank})
 
     def _weight(self, busy_ms: Sequence[float], steps: Sequence[int]) -> float:
-        """Return what El Che's time of averaging is multiplied by.
+        """Return the factor for the averaging time that is reported to El Che.
 
         Averaging takes as long after a short window, such as the last of an epoch, as after a full
-        one; and its time is known only when the window after it is reported. What the anchor can
-        change is its part of a window in which the slowest rank makes its anchor, so that is what
-        El Che is told.
+        one; and its time is known only with the report of the next window. The anchor affects the
+        fraction of averaging in a full window, so that fraction is reported.
 
-        If averaging takes more of the time than all ranks but the fastest contribute, the fastest
-        would be faster alone. So half of their contribution limits averaging, like
+        If averaging takes more time than all ranks but the fastest save, the fastest would be
+        faster alone. So averaging is limited to half of their contribution, like
         ``overhead_target``.
         """
         elche = self.elche
@@ -193,7 +192,7 @@ class CadencePolicy(Planner):
         if not elche.is_calibrated:
             return "the ranks' speeds are not known yet"
         if elche.anchor < before and self._verdict is Verdict.NUDGE_DOWN:
-            return "the ranks drifted apart, so they average more often"
+            return "the ranks diverged, so they average more often"
         if elche.anchor != before:
             took = "more than" if elche.anchor > before else "less than half of"
             return f"averaging took {took} {elche.overhead_target:.0%} of the time"
@@ -202,7 +201,7 @@ class CadencePolicy(Planner):
     # ── counts ───────────────────────────────────────────────────────────────────────────────────
 
     def _bounded(self, counts: Sequence[int], slowest: int) -> tuple[int, ...]:
-        """Return counts as far ahead of the slowest as allowed, and 0 for ranks that are absent."""
+        """Return counts within the allowed lead over the slowest, and 0 for absent ranks."""
         furthest = math.inf if self._max_batch_diff is None else slowest + self._max_batch_diff
         return tuple(
             0 if rank in self._absent else int(min(count, furthest))
@@ -210,7 +209,7 @@ class CadencePolicy(Planner):
         )
 
     def _ms(self) -> list[float]:
-        """Return milliseconds a step by rank; a rank that was never timed counts as the slowest."""
+        """Return milliseconds per step by rank; an untimed rank counts as the slowest."""
         known = self.elche.ms_per_batch
         slowest = max(known)
         if slowest > 0:
@@ -225,7 +224,7 @@ class CadencePolicy(Planner):
         least = available // len(present)
         if least:
             return self._bounded(self._split(available, least), least)
-        # The first ranks: which ones must not depend on how fast they are.
+        # The first ranks: the choice must not depend on speed.
         return tuple(int(rank in present[:available]) for rank in range(len(self.members)))
 
     def _split(self, total: int, least: int = 0) -> tuple[int, ...]:

@@ -9,9 +9,8 @@ class WindowClock:
     """Decides after each local step whether to start another one.
 
     A step is started only if it would end nearer the deadline than stopping now. So a rank that has
-    turned slow contributes its completed steps. The others wait for half a step of it at most,
-    beyond the step under way. A step is predicted to take as long as the last ones: each new one
-    counts for half.
+    become slow contributes its completed steps. The others wait at most half of its step, beyond
+    the current step. The time of a step is predicted from the last ones: each new one counts half.
     """
 
     def __init__(self) -> None:
@@ -29,13 +28,13 @@ class WindowClock:
         Args:
             most: Steps at most, those already done included.
             deadline_s: When to stop, on the clock of ``wants_another``; ``inf`` for never.
-            least: Steps that are done whatever the time, as far as ``most`` goes.
+            least: Steps that are made regardless of the time, up to ``most``.
         """
         self._most, self._least = most, least
         self._deadline_s = deadline_s
 
     def count_step(self, elapsed_s: float | None) -> None:
-        """Count a step that took ``elapsed_s`` seconds; ``None`` where that tells nothing."""
+        """Count a step that took ``elapsed_s`` seconds; ``None`` if the time does not count."""
         self.num_steps += 1
         if elapsed_s is None:
             return
@@ -43,7 +42,7 @@ class WindowClock:
         self._step_s = 0.5 * known + 0.5 * elapsed_s
 
     def wants_another(self, now_s: float) -> bool:
-        """Return whether to start another step now; the first one always, where one is allowed."""
+        """Return whether to start another step now; always for the first one, if allowed."""
         if self.num_steps >= self._most:
             return False
         if self.num_steps < max(1, self._least):

@@ -1,9 +1,9 @@
 """El Che: the number of local batches of each rank between two averagings. Pure.
 
-The column marches at the pace of its slowest member: the slowest rank does ``anchor`` batches, a
-faster one as many more as it can do in the same time. The rules and their constants are those of
-floDl 0.5, with two differences: the slowest rank gets the anchor whatever the dead zone and the
-limit of a change say, and no count moves by less than rounding explains.
+The slowest rank computes ``anchor`` batches, and a faster rank as many as it can in the same time.
+The rules and their constants are those of floDl 0.5, with two differences: the slowest rank gets
+the anchor regardless of the dead zone and the limit of a change, and no count changes by less than
+rounding explains.
 """
 
 import math
@@ -14,41 +14,41 @@ from typing import Any, Self, final
 from evener.errors import CheckpointError, ConfigError
 
 _LEAST_GAIN, _MOST_GAIN = 0.1, 0.8
-"""How much of a new timing is believed: the more it differs from the known one, the more."""
+"""Least and largest gain of a new timing; it grows with the difference from the known one."""
 
 _DEAD_ZONE = 0.10
-"""A count changes only by more than this part of itself."""
+"""A count changes only by more than this fraction of itself."""
 
 _BEYOND_ROUNDING = 0.75
-"""And only if it is off by more of a batch than rounding explains: small counts, of which one batch
-is more than the dead zone, would otherwise go back and forth with noise."""
+"""And only if it is wrong by more than rounding explains: otherwise small counts, of which one
+batch is more than the dead zone, would oscillate with noise."""
 
 ANCHOR = 10
-"""The anchor that a run starts from, unless told otherwise."""
+"""The default anchor at the start of a run."""
 
 MAX_ANCHOR = 200
-"""The anchor grows no further, unless told otherwise or started from a larger one."""
+"""The default largest anchor, unless a run starts from a larger one."""
 
 LEAST_OVERHEAD, MOST_OVERHEAD = 0.01, 0.50
-"""Within these, ``overhead_target`` may be chosen."""
+"""The limits of ``overhead_target``."""
 
 _SAME_MS = 1e-6
 """Ranks whose batches take equally long up to this many milliseconds are equally slow."""
 
 _MOST_BATCHES = 2.0**53
-"""However absurd a timing is, counts stay finite."""
+"""Most batches of a rank, so that counts stay finite with any timing."""
 
 
 @final
 class ElChe:
     """Counts of local batches by rank, and the anchor that sets how rarely ranks average.
 
-    Each report moves a rank's milliseconds a batch towards the measured ones (an exponential mean
+    Each report moves a rank's milliseconds per batch towards the measured ones (an exponential mean
     whose gain is their relative difference, within 0.1 to 0.8). The anchor grows as soon as
     averaging takes more than ``overhead_target`` of the time, in one step to where it would not; it
-    shrinks by one a report while averaging takes less than half of that, never below what it
-    started from. The slowest rank always gets the anchor; another rank's count changes when it is
-    more than 10 % off.
+    shrinks by one per report while averaging takes less than half of that, but not below its
+    initial value. The slowest rank always gets the anchor; another rank's count changes if it is
+    wrong by more than 10 %.
 
     Args:
         world_size: Number of ranks, 1 or more.
@@ -57,7 +57,7 @@ class ElChe:
     Attributes:
         anchor: Batches of the slowest rank.
         has_speed_hint: Whether speeds were given by hand.
-        overhead_target: Part of the time that averaging may take.
+        overhead_target: Fraction of the time that averaging may take.
 
     Raises:
         ConfigError: A number is out of range.
@@ -94,7 +94,7 @@ class ElChe:
 
         Args:
             slow_rank: The slow rank; it gets the anchor.
-            ratio: How many batches the others do meanwhile, for each of its own; 1 or more.
+            ratio: Batches of another rank in the time of one batch of this one; 1 or more.
 
         Returns:
             This object.
@@ -103,7 +103,7 @@ class ElChe:
             ConfigError: There is no such rank, or the ratio is below 1.
         """
         _check("slow_rank", slow_rank, least=0, most=self._world_size - 1)
-        _check("ratio", ratio, least=1.0)  # to name a fast rank, name another one as the slow one
+        _check("ratio", ratio, least=1.0)  # for a fast rank, name another one as the slow one
         ratios = [1.0 if r == slow_rank else ratio for r in range(self._world_size)]
         return self.with_speeds(ratios)
 
@@ -111,7 +111,7 @@ class ElChe:
         """Set the relative speeds of all ranks, until they are measured.
 
         Args:
-            speeds: One a rank, above 0; the unit is free.
+            speeds: One per rank, above 0, in any unit.
 
         Returns:
             This object.
@@ -128,7 +128,7 @@ class ElChe:
         return self
 
     def with_overhead_target(self, target: float) -> Self:
-        """Set the part of the time that averaging may take, 0.10 by default.
+        """Set the fraction of the time that averaging may take, 0.10 by default.
 
         Args:
             target: From 0.01 to 0.50.
@@ -147,8 +147,8 @@ class ElChe:
         """Set the largest anchor, 200 by default.
 
         Args:
-            max_anchor: A larger anchor of now comes down to it. 0 keeps the anchor from growing:
-                the one of now is then the largest.
+            max_anchor: A larger present anchor is reduced to it. With 0 the present anchor is the
+                largest.
 
         Returns:
             This object.
@@ -166,7 +166,7 @@ class ElChe:
         return self
 
     def with_max_batch_diff(self, max_batch_diff: int | None) -> Self:
-        """Set by how much a count may change at one report; ``None``, the default, by anything.
+        """Set by how much a count may change at one report; ``None``, the default, is no limit.
 
         Returns:
             This object.
@@ -202,7 +202,7 @@ class ElChe:
 
     @property
     def is_calibrated(self) -> bool:
-        """Return whether a report has come."""
+        """Return whether there was a report."""
         return any(self._ms)
 
     @property
@@ -212,16 +212,16 @@ class ElChe:
 
     @property
     def ms_per_batch(self) -> tuple[float, ...]:
-        """Return the milliseconds of a batch, by rank; 0 where none was timed."""
+        """Return the milliseconds of a batch, by rank; 0 if none was timed."""
         return tuple(self._ms)
 
     def clamp_total(self, n: int) -> tuple[int, ...]:
-        """Return the counts, scaled down if they sum to more than ``n``; change nothing.
+        """Return the counts, scaled down if they sum to more than ``n``; the object is not changed.
 
-        Call it before every window with the batches that are left of the epoch: until its last
-        window the counts stay as they are. There, each rank keeps its proportion, rounded down but
-        to 1 at least; what is left goes to the low ranks, and what is too much comes off the
-        largest counts.
+        Call it before every window with the remaining batches of the epoch: before its last window
+        the counts are unchanged. In the last window, each rank keeps its proportion, rounded down
+        but at least 1; a remainder goes to the low ranks, and an excess is taken from the largest
+        counts.
 
         Args:
             n: Most batches over all ranks, 0 or more.
@@ -247,7 +247,7 @@ class ElChe:
             shares[shares.index(max(shares))] -= 1
         return tuple(shares)
 
-    # ── what came of it ──────────────────────────────────────────────────────────────────────────
+    # ── reports ──────────────────────────────────────────────────────────────────────────────────
 
     def report_timing(
         self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float
@@ -256,8 +256,8 @@ class ElChe:
 
         Args:
             wall_ms: Milliseconds that each rank was busy with its batches, without any wait.
-            actual_batches: Batches that each rank has really done; 0 leaves its timing alone.
-            sync_ms: Milliseconds that the averaging took; 0 leaves the anchor alone.
+            actual_batches: Batches that each rank has computed; with 0 its timing is unchanged.
+            sync_ms: Milliseconds that the averaging took; with 0 the anchor is unchanged.
 
         Raises:
             ConfigError: Not one number for each rank, a negative or infinite one, or no batch at
@@ -267,7 +267,7 @@ class ElChe:
         self._check_each("actual_batches", actual_batches)
         _check("sync_ms", sync_ms, least=0.0)
         if not any(actual_batches):
-            raise ConfigError("no rank did a batch; report windows with work only")
+            raise ConfigError("no rank computed a batch; report only windows with work")
         is_first = not self.is_calibrated
         for rank, (wall, batches) in enumerate(zip(wall_ms, actual_batches, strict=True)):
             if batches and wall > 0:
@@ -283,14 +283,14 @@ class ElChe:
             self._recount()
 
     def nudge_anchor_down(self, factor: float) -> None:
-        """Average more often, as when ranks drift apart.
+        """Average more often, for example if ranks diverge.
 
         Before the first report, the counts stay those of the hint, or of the first anchor: the
-        smaller anchor acts from that report on.
+        smaller anchor has an effect from that report on.
 
         Args:
-            factor: The anchor is multiplied by it and rounded up, to 1 at least, also below what it
-                started from. Taken to be within 0.1 to 1.
+            factor: The anchor is multiplied by it and rounded up, to at least 1, also below its
+                initial value. It is limited to 0.1 to 1.
         """
         part = min(max(factor, 0.1), 1.0)
         self.anchor = min(self.anchor, max(1, math.ceil(self.anchor * part)))
@@ -343,7 +343,7 @@ class ElChe:
         """Continue from ``state``.
 
         Raises:
-            CheckpointError: It is of another number of ranks.
+            CheckpointError: It is for another number of ranks.
         """
         counts, ms = list(state["counts"]), list(state["ms"])
         if len(counts) != self._world_size:
@@ -359,7 +359,7 @@ class ElChe:
         if len(values) != self._world_size or not all(0 <= value < math.inf for value in values):
             raise ConfigError(
                 f"{name} is {list(values)} for {self._world_size} ranks; give one finite number of "
-                "0 or more a rank"
+                "0 or more per rank"
             )
 
 

@@ -14,10 +14,10 @@ def evaluation_slices(
 ) -> Iterator[Parts]:
     """Cut samples into consecutive slices, whose parts follow in rank order.
 
-    Every rank has a sample in each slice. The fastest rank has a whole batch, the others as much
-    of theirs as they do in the same time. The last slices take what fills no whole one; with tiny
-    batches, a part of the last one may be larger than a batch. The first rank has all samples if
-    there are fewer than ranks. Exact arithmetic, hence the same on every machine.
+    Every rank has a sample in each slice. The fastest rank has a whole batch, the others as many
+    samples as they process in the same time. The last slices are smaller; with tiny batches, a part
+    of the last one may be larger than a batch. If there are fewer samples than ranks, the first
+    rank has all of them. The arithmetic is exact, so all machines get the same slices.
 
     Args:
         samples: Their positions, in order.
@@ -25,7 +25,7 @@ def evaluation_slices(
         speeds: Samples per second of each rank, above 0.
 
     Yields:
-        The slices, in order; none where there is no sample.
+        The slices, in order; none without samples.
     """
     num_ranks = len(batch_sizes)
     if len(samples) < num_ranks:
@@ -35,7 +35,7 @@ def evaluation_slices(
     seconds = min(size / Fraction(speeds[rank]) for rank, size in batch_sizes.items())
     whole = [max(1, int(Fraction(speeds[rank]) * seconds)) for rank in batch_sizes]
     sizes = _sizes(len(samples), sum(whole), num_ranks)
-    # Each rank has one sample, and the rest is divided as a whole slice is.
+    # Each rank has one sample, and the rest is divided like a whole slice.
     ratios = [part - 1 for part in whole] if sum(whole) > num_ranks else whole
     divided = {size: apportion(size - num_ranks, ratios) for size in {*sizes}}
     start = 0

@@ -1,4 +1,4 @@
-"""Divergence guards: whether ranks drift so far apart that they should average more often. Pure."""
+"""Divergence guards: whether ranks diverge so much that they should average more often. Pure."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,46 +11,45 @@ _RISES = 2
 """Rises in a row after which growth is suppressed: the third of three rising values shows them."""
 
 THRESHOLD = 0.05
-"""Divergence below which ``LevelGuard`` does nothing, unless told otherwise."""
+"""Default divergence below which ``LevelGuard`` does nothing."""
 
 _FAR = 10.0
-"""So many thresholds apart, ranks average more often, whether the divergence rises or not.
+"""Multiple of the threshold above which ranks average more often, also without a rise.
 
-Lower levels say little: in docs/experiments.md, trainings with divergences up to 0.6 lost no more
-than others with 0.1, if a rank was slow or the model was small.
+Lower levels mean little: in docs/experiments.md, trainings with divergences up to 0.6 were not
+worse than others with 0.1, if a rank was slow or the model was small.
 """
 
 LEAST_FACTOR = 0.1
-"""The anchor comes down to a tenth at once, not further."""
+"""Least factor: the anchor is reduced at most to a tenth at once."""
 
 _FACTOR = 0.5
-"""What ``NUDGE_DOWN`` without a factor multiplies the anchor by."""
+"""The default factor of ``NUDGE_DOWN``."""
 
 
 class Verdict(StrEnum):
     """The verdict of a guard on the anchor."""
 
     STABLE = "stable"
-    """Nothing to worry about."""
+    """The divergence is fine."""
 
     SUPPRESS_GROWTH = "suppress_growth"
     """The anchor should not grow now."""
 
     NUDGE_DOWN = "nudge_down"
-    """The anchor should come down: to half, unless a factor is given with it."""
+    """The anchor should be reduced: to half, unless a factor is given with it."""
 
 
 Answer = Verdict | tuple[Verdict, float]
-"""What a guard returns: a verdict, or ``(Verdict.NUDGE_DOWN, factor)``."""
+"""The result of a guard: a verdict, or ``(Verdict.NUDGE_DOWN, factor)``."""
 
 
 class DivergenceGuard(ABC):
     """Judges how far ranks were apart when they averaged.
 
-    Derive a class for a rule of your own and give an object of it as
-    ``DdpConfig(divergence_guard=...)``. Each rank asks its own once a window, in the order of
-    windows; what that of the planning rank says counts. It must not call anything that ranks do
-    together.
+    Derive a class for your own rule and pass an object of it as
+    ``DdpConfig(divergence_guard=...)``. Each rank calls its own once per window, in the order of
+    windows; the verdict on the planning rank counts. It must not call a collective.
     """
 
     @abstractmethod
@@ -62,8 +61,8 @@ class DivergenceGuard(ABC):
                 before they were averaged.
 
         Returns:
-            What to do with the anchor. ``(Verdict.NUDGE_DOWN, 0.7)`` multiplies it by 0.7; factors
-            are from 0.1 to below 1, and 0.5 without one.
+            The verdict on the anchor. ``(Verdict.NUDGE_DOWN, 0.7)`` multiplies it by 0.7; factors
+            are from 0.1 to below 1, and 0.5 by default.
         """
 
 
@@ -80,15 +79,15 @@ class NoGuard(DivergenceGuard):
 class LevelGuard(DivergenceGuard):
     """Acts on the level of the divergence, and at the third of three rising values.
 
-    Above ten times the threshold the anchor comes down, and it does not grow until the divergence
+    Above ten times the threshold the anchor is reduced, and it does not grow until the divergence
     is below the threshold. While the divergence keeps rising above the threshold, the anchor does
-    not grow. Then it comes down only with ``factor``: averaging more often because of a trend costs
+    not grow. Then it is reduced only with ``factor``: averaging more often because of a trend costs
     time, and was found not to help accuracy.
 
     Args:
         threshold: Divergence below which nothing is done.
-        factor: Multiplies the anchor where it comes down: from the fourth rising value on, and by
-            the level. ``None`` leaves it alone at the former, and halves it at the latter.
+        factor: Multiplies the anchor from the fourth rising value on, and above the level. With
+            ``None``, rising values do not reduce it, and the level halves it.
     """
 
     def __init__(self, threshold: float = THRESHOLD, factor: float | None = None) -> None:
@@ -123,8 +122,8 @@ def make_guard(
 
     Args:
         guard: ``"level"``; ``"none"``, ``None`` or ``False`` for no guard; or one of the user's.
-        threshold: That of ``"level"``; ``None`` for its default.
-        factor: That of ``"level"``.
+        threshold: Threshold of ``"level"``; ``None`` for its default.
+        factor: Factor of ``"level"``.
 
     Raises:
         ConfigError: The name is unknown.
@@ -142,10 +141,10 @@ def make_guard(
 
 
 def ask_guard(guard: DivergenceGuard, divergence: float) -> tuple[Verdict, float]:
-    """Return the guard's verdict on a window and its factor, checked: the guard may be the user's.
+    """Return the guard's checked verdict on a window and its factor.
 
     Raises:
-        ConfigError: It returned something that is not a verdict, or a factor that is out of range.
+        ConfigError: The user's guard did not return a verdict, or its factor is out of range.
     """
     answer: Any = guard.report(divergence)
     try:

@@ -1,20 +1,20 @@
-"""How large the pieces are in which gradients travel during backward, and whether it pays. Pure."""
+"""The size of pieces in which gradients are exchanged during backward, if that is faster. Pure."""
 
 from typing import Final, NamedTuple
 
 _MOST_PIECES: Final = 64
 _LEAST_GAIN: Final = 0.02
-"""A choice must be predicted to save this part of backward and exchange; timing is not better."""
+"""Least fraction of backward and exchange that must be saved; timings are not more exact."""
 
 
 class ExchangeCost(NamedTuple):
-    """What an exchange costs the rank that is slowest in it, as timed once.
+    """The measured cost of an exchange for the slowest rank.
 
     Attributes:
         byte_s: Seconds for each byte of a tensor that is summed.
-        call_s: Seconds of a call that sums next to nothing.
-        processor_part: By which part backward is slower meanwhile, as an exchange needs processors,
-            too; see ``processor_part``.
+        call_s: Seconds of a call that sums a tiny tensor.
+        processor_part: Fraction by which backward is slower meanwhile, as an exchange needs
+            processors, too; see ``processor_part``.
     """
 
     byte_s: float
@@ -23,10 +23,10 @@ class ExchangeCost(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """A choice, with what was predicted for it.
+    """A choice, with its predicted time.
 
     Attributes:
-        num_bytes: Of one piece; 0 to exchange all when backward is over.
+        num_bytes: Size of a piece; 0 to exchange all after backward.
         seconds: From the beginning of backward to the end of the exchange.
         after_s: The same for an exchange after backward.
     """
@@ -37,30 +37,30 @@ class Pieces(NamedTuple):
 
 
 def processor_part(needed: float, left: float) -> float:
-    """Return by which part backward is slower while an exchange is under way.
+    """Return the fraction by which backward is slower during an exchange.
 
     Args:
         needed: Cores that backward keeps busy, on average.
-        left: Cores that the exchange leaves to it.
+        left: Cores that the exchange does not use.
     """
     return 0.0 if needed <= 0.0 else min(max((needed - left) / needed, 0.0), 1.0)
 
 
 def choose_pieces(num_bytes: int, backward_s: float, cost: ExchangeCost) -> Pieces:
-    """Choose the size of pieces by which backward and exchange are over first.
+    """Choose the size of pieces with which backward and exchange end first.
 
     The exchange of n pieces takes ``X = byte_s · num_bytes + n · call_s``, and ``processor_part``
-    of that time is taken from backward. Pieces leave at even distances while backward computes, one
-    after another. If backward takes longer than the exchange, the last piece is what remains after
-    it. Otherwise the exchange begins with the first piece, and remains to its end. So both are over
+    of that time is taken from backward. Pieces are sent one after another, at equal intervals
+    during backward. If backward takes longer than the exchange, only the last piece remains after
+    it. Otherwise the exchange begins with the first piece, and its end is what counts. So both end
     after the larger of ``backward_s + processor_part · X + (1 - processor_part) · (X / n)`` and
     ``backward_s / n + X``.
 
     Args:
-        num_bytes: Of all gradients, above 0.
-        backward_s: Seconds of the backward during which they leave, on the rank where it is
+        num_bytes: Size of all gradients, above 0.
+        backward_s: Seconds of the backward during which they are sent, on the rank on which it is
             shortest.
-        cost: Of an exchange.
+        cost: Cost of an exchange.
     """
     byte_s, call_s, part = cost
     after_s = backward_s + byte_s * num_bytes + call_s
@@ -77,10 +77,10 @@ def choose_pieces(num_bytes: int, backward_s: float, cost: ExchangeCost) -> Piec
 
 
 def describe(chosen: Pieces, backward_s: float) -> str:
-    """Return a line that says how gradients travel, and why.
+    """Describe in a line when gradients are exchanged, and why.
 
     Args:
-        chosen: What is done.
+        chosen: The choice.
         backward_s: As given to ``choose_pieces``.
     """
     exchange_ms = 1e3 * (chosen.after_s - backward_s)

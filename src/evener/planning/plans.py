@@ -15,10 +15,9 @@ class WindowPlan:
         epoch: Epoch whose permutation the positions refer to.
         start: First position of the window.
         size: Samples of the window over all ranks.
-        shares: Whole samples for each rank, by rank; they sum to ``size``, which is checked where a
+        shares: Whole samples for each rank, by rank; they sum to ``size``, which is checked when a
             plan is received.
-        parked: By rank, 1 where it is parked from this window on, and 0 elsewhere; may be empty
-            where nobody is.
+        parked: By rank, 1 if it is parked from this window on, else 0; may be empty if none is.
     """
 
     window: int
@@ -54,17 +53,17 @@ class LocalPlan:
 
     Attributes:
         window: Global number of the window.
-        epoch: Epoch whose samples it takes.
-        window_s: Seconds from the last average until ranks should stop; ``inf`` when counts alone
-            close the window. It is above 0, which is checked where a plan is received.
+        epoch: Epoch of its samples.
+        window_s: Seconds from the last average until ranks should stop; ``inf`` if only counts
+            close the window. It is above 0, which is checked when a plan is received.
         blocking: Whether ranks wait for the average of this window at its end, also in ASYNC.
         steps: Local steps expected of each rank.
-        most: Local steps that a rank does at most; with ``blocking`` off, also how many it may do
-            of the next window before the average of this one has landed.
-        queues: Batches that each rank's queue is filled up to when the window begins.
-        least: Local steps that a rank does whatever the clock says, as far as its ``most`` goes.
-        anchor: The anchor that it rests on.
-        verdict: What the divergence guard has said.
+        most: Most local steps of a rank; with ``blocking`` off, also its most steps of the next
+            window before the average of this one is applied.
+        queues: Batches in each rank's queue at the beginning of the window.
+        least: Local steps that a rank makes regardless of the time, up to its ``most``.
+        anchor: The anchor of the plan.
+        verdict: The verdict of the divergence guard.
     """
 
     window: int

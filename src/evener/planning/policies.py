@@ -1,7 +1,7 @@
 """Policies: when the team averages, and how the work is divided until then.
 
-Only one rank plans; the others learn the plan. So nothing here needs to be reproducible to the bit
-on other machines, but it is deterministic, as a run that is replayed should be. Pure.
+Only one rank plans; the others receive the plan. So plans need not be bit-identical on other
+machines, but they are deterministic, so that runs can be replayed. Pure.
 """
 
 import math
@@ -25,35 +25,35 @@ class ApplyPolicy(StrEnum):
     """Local optimizer steps; differences from consensus are averaged at the end of the window."""
 
     ASYNC = "async"
-    """As CADENCE, with the average formed in the background, at most one window late."""
+    """As CADENCE, with the average computed in the background, at most one window late."""
 
     @property
     def in_background(self) -> bool:
-        """Return whether ranks continue while an average is formed."""
+        """Return whether ranks continue while an average is computed."""
         return self is ApplyPolicy.ASYNC
 
 
-#: Plans whose reasons are kept: they are asked for when their windows are committed.
+#: Plans whose reasons are kept until their windows are committed.
 _MOST_REASONS: Final = 8
 
-#: A parked rank stays away for at least so many windows, before it is tried again.
+#: Least windows for which a parked rank is out before it is tried again.
 LEAST_APART: Final = 500
 
 
-#: Seconds that a slow or an idle rank has cost in all before it is worth a person's attention.
+#: Seconds that a slow or idle rank must have cost in total before the user is warned.
 NOTEWORTHY_S: Final = 2.0
 
-#: Standard errors by which one forecast must be below another one to count as better.
+#: Standard errors by which one forecast must be below another to count as better.
 _CLEARLY: Final = 3.0
 
 
 class Forecast(NamedTuple):
-    """What a window is predicted to take; zeros where nothing is known.
+    """The predicted time of a window; zeros if unknown.
 
     Attributes:
         window_s: Seconds, those of the exchange included.
-        exchange_s: Seconds of the exchange; what backward hides of it does not count.
-        error_s: Standard error of ``window_s``, by how much the measurements differ.
+        exchange_s: Seconds of the exchange that backward does not hide.
+        error_s: Standard error of ``window_s``, from the spread of the measurements.
     """
 
     window_s: float = 0.0
@@ -67,11 +67,11 @@ class Forecast(NamedTuple):
 
 
 class Parking(NamedTuple):
-    """A decision to park ranks, with the forecasts that it rests on.
+    """A decision to park ranks, with its forecasts.
 
     Attributes:
-        alone: The ranks to park, with the samples per second that each does alone; 0 where that
-            could not be measured.
+        alone: The ranks to park, with the samples per second of each alone; 0 if that could not be
+            measured.
         before: The forecast with them.
         after: The forecast without them.
     """
@@ -87,10 +87,10 @@ class Parking(NamedTuple):
 
 
 class Planner:
-    """Learns the speeds of members, and keeps them over a change of the team.
+    """Learns the speeds of members, and keeps them when the team changes.
 
-    A member's id stays the same when ranks get new numbers. Only the planning rank's planner
-    decides anything.
+    A member's id stays the same when ranks get new numbers. Only the plans of the planning rank
+    count.
 
     Attributes:
         members: Member ids, by rank.
@@ -104,10 +104,10 @@ class Planner:
         self._reasons: deque[tuple[int, str]] = deque(maxlen=_MOST_REASONS)
 
     def why(self, window: int) -> str:
-        """Return why the plan of a window differs from the previous one, for people.
+        """Return why the plan of a window differs from the previous one, as text.
 
         Args:
-            window: One of the last that this planner has planned.
+            window: One of the last planned windows.
 
         Returns:
             A clause; empty where nothing changed, or another rank has planned the window.

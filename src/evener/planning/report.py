@@ -10,7 +10,7 @@ PARAMETERS: Final = -2
 class Report(NamedTuple):
     """One rank's part of a window, whatever the policy; all zeros where it had none.
 
-    In a ``WindowResult``, where it is called ``RankRecord``, the last eleven (``TOLD_LATER``) are
+    In a ``WindowResult``, where it is called ``RankRecord``, the last eleven (``LATE_FIELDS``) are
     about that window. They are 0 until it has been committed.
 
     Attributes:
@@ -33,7 +33,7 @@ class Report(NamedTuple):
         buffers_changed: Whether a buffer of its model was written.
         loss_scale: Its own loss scale; 0 where it has none.
         limit: Largest micro-batch that fits into its memory; 0 while there was enough.
-        warmup_s: How much of ``compute_s`` tells nothing of the rank's speed: the first micro-batch
+        warmup_s: How much of ``compute_s`` does not show the rank's speed: the first micro-batch
             of each size includes one-time work (caches, autotuning, compiling).
         warmup_busy_s: And how much of ``busy_s``.
         warmup_micro_batches: How many of ``micro_batches`` these were.
@@ -90,7 +90,7 @@ class Report(NamedTuple):
 
 
 #: Fields of a window that ranks report only with the next one.
-TOLD_LATER: Final = Report._fields[Report._fields.index("wait_s") :]
+LATE_FIELDS: Final = Report._fields[Report._fields.index("wait_s") :]
 
 #: What users call it, in a ``WindowResult``.
 RankRecord = Report

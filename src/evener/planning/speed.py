@@ -4,7 +4,7 @@ That is ``window_s + fixed_s * micro_batches + per_sample_s * samples``.
 
 ``window_s`` is the optimizer's update, which is timed by itself: every rank makes it in every
 window, also one without samples. Measured seconds are compute only, never a wait for others. At
-one size of micro-batch the other two parts cannot be told apart, and need not: all of it is then
+one size of micro-batch the other two parts cannot be separated, and need not: all of it is then
 put on the samples, which predicts exactly at that size. Where two sizes were seen, the fixed part
 is fitted.
 
@@ -25,7 +25,7 @@ _CHANGED = 1.3
 """Factor between measured and predicted time that counts as a change, if it lasts."""
 
 _LASTING = 3
-"""Windows in a row by which a change is told from noise."""
+"""Windows in a row after which a change counts as real, not as noise."""
 
 _LEAST_SLOPE = 0.01
 """Least part of a measured time that grows with the samples: a rank is never free of charge."""
@@ -99,7 +99,7 @@ class SpeedModel:
     def observe(
         self, samples: int, micro_batches: int, compute_s: float, update_s: float = 0.0
     ) -> None:
-        """Learn from a window; values that tell nothing are ignored.
+        """Learn from a window; values that show nothing are ignored.
 
         Args:
             samples: Samples computed, 0 for none.

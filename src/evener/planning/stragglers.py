@@ -17,17 +17,17 @@ from evener.planning.policies import NOTEWORTHY_S
 from evener.planning.report import Report
 
 FACTOR: Final = 1.3
-"""A rank is slow in a window in which it needs so many times the expected seconds."""
+"""A rank is slow in a window if it needs this many times the expected seconds."""
 
 IN_A_ROW: Final = 3
-"""After so many slow windows in a row a rank is named, after as many others it has recovered."""
+"""Slow windows in a row after which a rank is named; after as many others it has recovered."""
 
 _PAST: Final = 15
 _LEAST_PAST: Final = 8
 
 
 class SlowCause(StrEnum):
-    """Why a rank is slow, as far as its reports tell."""
+    """Why a rank is slow, as far as its reports show."""
 
     UNKNOWN = "the cause is not known"
     DATA = "it waits for its data"
@@ -43,7 +43,7 @@ class Straggler(NamedTuple):
         factor: How many times as long it takes as was to be expected.
         compute_s: Its seconds in the last window, waiting for data included.
         expected_s: The expected seconds.
-        cause: Why, as far as reports tell.
+        cause: Why, as far as reports show.
         delay_s: Seconds by which windows would have ended sooner if it had arrived with the last of
             the others; from ``since`` to ``window``.
         is_over: Whether it is as fast as before again.
@@ -110,7 +110,7 @@ class StragglerWatch:
         Returns:
             Ranks that have just become stragglers, and those that have stopped being one.
         """
-        # A first micro-batch of its size tells nothing of a rank's speed.
+        # A first micro-batch of its size does not show a rank's speed.
         timed = {rank: r for rank, r in enumerate(records) if r.samples and not r.warmup_samples}
         expected_s = {rank: self._paces[rank].expected_s(r) for rank, r in timed.items()}
         ratios = {rank: _seconds(timed[rank]) / s for rank, s in expected_s.items() if s > 0}
@@ -124,7 +124,7 @@ class StragglerWatch:
                 pace.since = pace.since if pace.slow else window
                 pace.slow = min(pace.slow + 1, IN_A_ROW)
                 pace.delay_s += _delay_s(rank, records)
-                # Not one that is alone, as nobody waits for it.
+                # Not one that is alone, as no rank waits for it.
                 is_costly = pace.slow == IN_A_ROW and pace.delay_s >= NOTEWORTHY_S
                 if is_costly and pace.named is None:
                     pace.named = _name(rank, window, record, factor, pace)

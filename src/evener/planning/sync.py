@@ -16,7 +16,7 @@ _DEAD_BAND: Final = 0.02
 """Shares stay as they are while a change promises to save less of the window than this."""
 
 _LARGEST_RATIO: Final = 16.0
-"""A rank counts as at most so many times as slow as the fastest one until its speed is settled. A
+"""How many times as slow as the fastest one a rank counts at most, until its speed is settled. A
 calibration times other work than the run's, and something else may disturb a first window. A rank
 that gets almost no work would hardly be measured again."""
 
@@ -132,9 +132,9 @@ class SyncPolicy(Policy):
         self._predict()
 
     def _observe_exchange(self, num_ranks: int, seconds: float) -> None:
-        """Learn from an exchange of so many ranks, which plans may no longer be for.
+        """Learn from an exchange of ``num_ranks``, which plans may no longer be for.
 
-        The first one of other ranks than before tells nothing: it sets up connections, and nothing
+        The first one of other ranks than before does not count: it sets up connections, and nothing
         of it was hidden, as gradients travel during backward once a window has shown their order.
         """
         is_first, self._num_exchanging = num_ranks != self._num_exchanging, num_ranks

@@ -16,10 +16,10 @@ from evener.parsing import Fields, short, whole
 _Kind = TypeVar("_Kind")
 
 NO_NUMBER: Final = -1
-"""The number of a worker that has none, because other workers have all numbers."""
+"""The number of a worker for which no number is free."""
 
 TRAINING: Final = "training"
-"""The phase of a member whose next exchange is about plans: only then can a joiner take part."""
+"""The phase of a member whose next exchange agrees on plans: only then can a joiner take part."""
 
 EVALUATING: Final = "evaluating"
 
@@ -27,14 +27,14 @@ WAITING: Final = "waiting"
 """The phase of a member that waits for others, in an exchange."""
 
 PARKED: Final = "parked"
-"""The phase of a parked member: the others train without it, and it waits to be called back."""
+"""The phase of a parked member: the others train without it, and it waits to be recalled."""
 
 
 class FixedPlace(NamedTuple):
-    """A rank's place in a fixed team, which its launcher or its user has decided.
+    """A rank's place in a fixed team, which the launcher or the user has chosen.
 
     Attributes:
-        team: Names the team to its coordinator, which may have several.
+        team: Name of the team; a coordinator may have several.
         rank: Number of the rank.
         world_size: Ranks of the team.
     """
@@ -51,9 +51,9 @@ class Standing:
     Attributes:
         applied: Windows that it has applied.
         committed: Windows that it has committed; at most ``applied``.
-        digest: Of its state after ``applied``, in hexadecimal; members with the same digest hold
-            the same bits.
-        phase: Its phase then: ``TRAINING``, or a text of its own.
+        digest: Digest of its state after ``applied``, in hexadecimal; members with the same digest
+            hold the same bits.
+        phase: Its phase then: ``TRAINING``, or another text.
     """
 
     applied: int
@@ -62,7 +62,7 @@ class Standing:
     phase: str = TRAINING
 
     def is_as(self, other: "Standing") -> bool:
-        """Return whether both hold the same bits."""
+        """Return whether both members hold the same bits."""
         return (self.applied, self.digest) == (other.applied, other.digest)
 
 
@@ -75,11 +75,11 @@ class Formation:
         members: Ids in the order of ranks: members that stay keep their order, joiners follow.
         numbers: By member, a number below the most members of a team. A member keeps it from one
             generation to the next.
-        base: How many windows the state has applied in which all members begin.
+        base: Number of applied windows of the state with which all members begin.
         has_state: Whether a member holds state. Otherwise the team starts over, from a checkpoint
             or not, and ``base`` is 0.
-        donor: The member whose state all members adopt.
-        receivers: Members that must receive the donor's state; the others hold the same bits.
+        source: The member whose state all members load.
+        receivers: Members that must receive the source's state; the others hold the same bits.
         detect_s: Seconds from the last heartbeat of the lost member to the end of the previous
             generation; 0 if none was lost.
     """
@@ -89,7 +89,7 @@ class Formation:
     numbers: tuple[int, ...]
     base: int
     has_state: bool
-    donor: str
+    source: str
     receivers: tuple[str, ...]
     detect_s: float = 0.0
 
@@ -107,22 +107,22 @@ class Deadlines:
     """Every deadline of an elastic team, in seconds; the coordinator sends them to all workers.
 
     Attributes:
-        lease_s: So long after a heartbeat a member may commit. Also how long a coordinator that
-            has just started waits for members of an earlier generation.
-        beat_s: Between two heartbeats of a worker.
-        reconnect_s: A worker whose connection has ended is lost unless it connects again so soon.
-        stopped_s: A worker whose process is stopped (state T) is lost after so long.
-        host_lease_s: A worker is lost after so long without a sign of life from it and from its
-            launcher.
-        gather_s: So long after the last arrival the first generation, or one that starts over
-            without any state, forms with fewer than the most workers. Also how long members may
-            take to leave a generation together.
-        connect_s: So long members of a new generation may take to connect to one another, and a
-            worker may wait for a number that becomes free.
-        hello_s: A connection that has not identified itself is closed after so long.
-        patience_s: A worker waits so long for a coordinator that does not answer.
-        timeout_s: So long a generation waits for living members that do not come, and for workers
-            that are missing.
+        lease_s: Time after a heartbeat in which a member may commit. Also the time for which a
+            coordinator that has just started waits for members of an earlier generation.
+        beat_s: Time between two heartbeats of a worker.
+        reconnect_s: Time to reconnect, after which a worker whose connection has ended is lost.
+        stopped_s: Time after which a worker whose process is stopped (state T) is lost.
+        host_lease_s: Time without a message from a worker and from its launcher after which the
+            worker is lost.
+        gather_s: Time after the last arrival after which the first generation, or one that starts
+            over without any state, forms with fewer than the most workers. Also the time for
+            members to leave a generation together.
+        connect_s: Time for members of a new generation to connect to one another. Also the longest
+            wait of a worker for a free number.
+        hello_s: Time after which a connection that has not identified itself is closed.
+        patience_s: Longest wait of a worker for a coordinator that does not answer.
+        timeout_s: Longest wait of a generation for living members that do not come, and for missing
+            workers.
     """
 
     lease_s: float = 3.0
@@ -142,7 +142,7 @@ class ProcessState(StrEnum):
 
     GONE = "gone"
     FINISHED = "finished"
-    """It has ended, with exit code 0: the run was done to its end."""
+    """It has ended with exit code 0: the run was completed."""
     STOPPED = "stopped"
     CONTINUED = "continued"
 
@@ -151,15 +151,15 @@ def read_team_limits(given: object, option: str = "elastic") -> tuple[int, int]:
     """Return the fewest and the most members of a team from ``"MIN:MAX"`` or ``(MIN, MAX)``.
 
     Args:
-        given: What the user gave.
-        option: Its name, for the message.
+        given: The user's value.
+        option: The option's name, for the message.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The value is invalid.
     """
     parts = given.split(":") if isinstance(given, str) else given
     digits = [str(part) for part in parts] if isinstance(parts, tuple | list) else []
-    # A team keeps lists with a place for each number, and int() refuses thousands of digits.
+    # A team has lists with an entry for each number, and int() refuses thousands of digits.
     if len(digits) == 2 and all(each.isdecimal() and len(each) <= 4 for each in digits):
         least, most = map(int, digits)
         if 1 <= least <= most:
@@ -170,7 +170,7 @@ def read_team_limits(given: object, option: str = "elastic") -> tuple[int, int]:
     )
 
 
-#: By the type of an attribute, what reads it from JSON.
+#: By the type of an attribute, the function that reads it from JSON.
 _READERS: Final[Mapping[Any, Callable[[Fields, str], Any]]] = {
     bool: Fields.flag,
     int: Fields.whole,
@@ -185,7 +185,7 @@ def read_message(kind: type[_Kind], fields: Fields) -> _Kind:
     """Return a ``Standing``, ``Formation`` or ``Deadlines`` from the JSON of its attributes.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The JSON is not of that kind.
     """
     attributes = dataclass_fields(kind)  # type: ignore[arg-type]
     return kind(**{one.name: _READERS[one.type](fields, one.name) for one in attributes})

@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 
 class Host(NamedTuple):
-    """A host, as its agent introduces it.
+    """A host, by the facts of its agent.
 
     Attributes:
         number: Its number, from 0.
-        nnodes: Hosts of the team, as its agent was told.
+        nnodes: Hosts of the team, by its agent's option.
         nproc: Ranks that it starts.
-        port: On host 0, a port for process groups of the script's own.
-        where: Where it is, in words.
+        port: On node 0, a port for the script's own process groups.
+        where: Its address or name, as text.
     """
 
     number: int
@@ -23,27 +23,27 @@ class Host(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What people know it by."""
+        """Its name for messages."""
         return f"node {self.number} ({self.where})"
 
 
 @dataclass(slots=True)
 class Hosts:
-    """The hosts that have come.
+    """The hosts that have connected.
 
     Attributes:
-        nnodes: How many the team has.
+        nnodes: Number of the team's hosts.
     """
 
     nnodes: int
     _nodes: dict[str, Host] = field(default_factory=dict)
 
     def arrive(self, agent: str, node: Host) -> str:
-        """Take in a host.
+        """Add a host.
 
         Args:
-            agent: Who has come; the same when it comes again.
-            node: What it says of itself.
+            agent: Id of its agent; the same after a reconnect.
+            node: The host.
 
         Returns:
             Why it is refused; empty if it is not.
@@ -54,7 +54,7 @@ class Hosts:
                 f"{node.nnodes}; give every machine the same number"
             )
         if not 0 <= node.number < self.nnodes:
-            return f"node {node.number} of {self.nnodes} with {node.nproc} ranks is impossible"
+            return f"node {node.number} of {self.nnodes} with {node.nproc} ranks is invalid"
         if any(a != agent and n.number == node.number for a, n in self._nodes.items()):
             return (
                 f"two machines were started with --node-rank {node.number}; number them from 0 to "
@@ -68,7 +68,7 @@ class Hosts:
         return len(self._nodes) == self.nnodes
 
     def depart(self, agent: str) -> Host | None:
-        """Note that a host has gone; return it if the team had begun."""
+        """Note that a host has disconnected; return it if the team had begun."""
         if self._is_complete:
             return self._nodes.get(agent)
         self._nodes.pop(agent, None)
@@ -76,7 +76,7 @@ class Hosts:
 
     @property
     def missing(self) -> str:
-        """The hosts that have not come, in words; empty once all have."""
+        """The hosts that have not connected, as text; empty once all have."""
         if self._is_complete:
             return ""
         here = {node.number for node in self._nodes.values()}
@@ -85,12 +85,12 @@ class Hosts:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the hosts that have come."""
+        """Ranks of the hosts that have connected."""
         return sum(node.nproc for node in self._nodes.values())
 
     @property
     def master_port(self) -> int:
-        """The port of host 0."""
+        """The port of node 0."""
         return next(node.port for node in self._nodes.values() if node.number == 0)
 
     def first_ranks(self) -> dict[str, int]:

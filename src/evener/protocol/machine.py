@@ -1,26 +1,26 @@
-"""The state machine of a window: what follows from the rows of all ranks. Pure.
+"""The state machine of a window: the decision from the rows of all ranks. Pure.
 
 A *round* is one exchange of rows. Before it, a rank makes the row of its next action
-(``State.say``). After it, ``judge`` returns the decision: a list of actions, and the state that
-follows. All ranks judge the same rows by the same function, so all do the same. Engines carry out
-the decision, and keep no flags of their own about which ranks have left, rest, stop or are away.
+(``State.make_row``). After it, ``judge`` returns the decision: a list of actions, and the next
+state. All ranks judge the same rows by the same function, so all decide the same. Engines carry out
+the decision, and keep no state of their own about which ranks have left, rest, stop or are away.
 
 The whole table is in ``judge`` and the functions below it; the first line that matches applies::
 
     rows                                              what is done
     ------------------------------------------------  -------------------------------------------
-    different windows, generations or purposes        error on every rank: ranks are at odds
+    different windows, generations or purposes        error on every rank: ranks disagree
     ASK                                               nothing: the exchange itself follows
-    PLAN                                              the planner's plan is taken: work begins;
-                                                      error where ranks hold different data
+    PLAN                                              the planner's plan is accepted: work begins;
+                                                      error if ranks hold different data
     REST or IDLE, an exchange in flight               nothing: it lands first
-    REST or IDLE                                      COMMIT; idle ranks are led out
-    CHANGE                                            COMMIT; then ranks are parked or called back,
+    REST or IDLE                                      COMMIT; idle ranks leave their loops
+    CHANGE                                            COMMIT; then ranks are parked or recalled,
                                                       or a new generation is formed
     WINDOW or STEP                                    COMMIT, and:
       ... in SYNC, trainable parameters differ        error on every rank
       ... learning rates differ                       RATES, and one of the lines below
-      ... a rank drops it, as it was told to stop     DROP
+      ... a rank drops it, as it was asked to stop    DROP
       ... a rank's share did not fit into memory      REDO; DROP if the team stops
       ... different optimizers are to be stepped      error on every rank
       ... a number is not finite, no skip allowed     RESTORE, error on every rank
@@ -28,25 +28,23 @@ The whole table is in ``judge`` and the functions below it; the first line that 
       ... some losses are means and some are sums     error on every rank
       ... in CADENCE and ASYNC                        EXCHANGE, then PLAN; ``land``: LAND, and
                                                       CHANGE if the planner wishes it
-      ... one optimizer is to be stepped (WINDOW)     TURN
+      ... one optimizer is to be stepped (WINDOW)     STEP_ONE
       ... samples differ from the plan (WINDOW)       error on every rank
       ... otherwise                                   APPLY; CHANGE if the planner wishes it
 
-A *parked* rank costs more than it contributes. It stays in the rounds of an epoch, where its rows
-say at once that it is idle, whatever the others do. It leaves what is exchanged between rounds:
-tensors, and whatever functions of ``on_commit`` exchange. The plan of a window says who is parked
-in it, and between epochs nobody is (``State.regroup``). If the planner is parked, the lowest rank
-that stays plans from then on, also after the other has come back: that one has missed what the
-others have measured.
+A *parked* rank costs more than it contributes. It stays in the rounds of an epoch, in which it
+sends an ``IDLE`` row at once. It does not take part in exchanges between rounds: of tensors, and in
+functions of ``on_commit``. The plan of a window says which ranks are parked in it; between epochs
+none is (``State.regroup``). If the planner is parked, the lowest remaining rank plans from then on,
+also after the other is recalled, because that one lacks the others' measurements.
 
-In an elastic team the coordinator numbers and forms generations, and ``State.renew`` gives the
-state in which one begins. A rank that joins or leaves changes the generation by agreement; before,
-parked ranks are called back. A rank that is lost forces the change: the others drop the window
-under way and do it again, and parked ranks come back as ranks that join.
+In an elastic team the coordinator numbers and forms generations, and ``State.renew`` returns the
+state with which one begins. A rank that joins or leaves changes the generation by agreement; before
+that, parked ranks are recalled. A lost rank forces the change: the others drop the current window
+and redo it, and parked ranks return like ranks that join.
 
-If replicas are to be compared, rows carry digests of the state after the previous window. Where
-they differ, ``VERIFY`` precedes the commit: it names the difference, and every rank raises an
-error.
+If replicas are compared, rows carry digests of the state after the previous window. If they differ,
+``VERIFY`` precedes the commit: it finds the difference, and every rank raises an error.
 
 ``COMMIT`` concerns the previous window, if one was applied: the rows of all ranks show that all
 have applied it. In a line that has it, it precedes everything else, errors included.
@@ -67,34 +65,34 @@ from evener.protocol.row import ALL, Plan, Purpose, Row
 
 
 class Phase(Enum):
-    """Where a rank is."""
+    """The phase of a rank."""
 
     OUT = auto()
     """No epoch with plans is open."""
     WORK = auto()
     """In an epoch, with a plan."""
     REST = auto()
-    """Its loop was left by ``break``, which others may not know: rows are owed."""
+    """Its loop was left by ``break``, which others may not know: it still owes them rows."""
     ENDED = auto()
-    """Closed, or at odds with the others: nothing can be agreed on any more."""
+    """Closed, or in disagreement with the others: no further agreement is possible."""
 
 
 class Action(Enum):
     """An action of the decision, which an engine carries out."""
 
     VERIFY = auto()
-    """Find out in what the ranks' states differ."""
+    """Find the difference of the ranks' states."""
     COMMIT = auto()
-    """The window before is known to be applied everywhere."""
+    """Commit the previous window, which all ranks have applied."""
     RATES = auto()
-    """Exchange learning rates, which differ; ranks without a share adopt those of the others."""
+    """Exchange learning rates, which differ; ranks without a share use those of the others."""
     DROP = auto()
-    """Throw this window away; its samples stay uncommitted."""
+    """Drop this window; its samples stay uncommitted."""
     REDO = auto()
-    """Throw this window away, and compute it again by the same plan."""
+    """Drop this window, and compute it again by the same plan."""
     RESTORE = auto()
     """Discard all steps since the last average."""
-    TURN = auto()
+    STEP_ONE = auto()
     """Average and step one optimizer; the window continues."""
     APPLY = auto()
     """Average and step; the window is over."""
@@ -103,7 +101,7 @@ class Action(Enum):
     LAND = auto()
     """Apply the exchanged average to the consensus."""
     CHANGE = auto()
-    """The generation ends, as the members of an elastic team are to change."""
+    """End the generation, because the members of an elastic team change."""
 
 
 class State(NamedTuple):
@@ -111,28 +109,26 @@ class State(NamedTuple):
 
     Attributes:
         me: This rank's number in the team.
-        world_size: Ranks of the team, those that are parked or absent included.
+        world_size: Ranks of the team, parked and absent ones included.
         policy: What a window is.
         members: Ranks of this generation, in order.
-        parked: Which of them are parked.
-        planner: The rank of the others that plans, writes and prints. It is rank 0 until that is
-            parked, then the lowest present one until that is parked. In an elastic team it is the
-            oldest member; -1 on a rank that has not joined.
+        parked: The parked ranks among them.
+        planner: The rank that plans, writes and prints. It is rank 0 until that is parked, then the
+            lowest present rank until that is parked. In an elastic team it is the oldest member; -1
+            on a rank that has not joined.
         generation: Its number.
-        phase: Where this rank is.
+        phase: The phase of this rank.
         window: Number of the window that is being computed.
-        own: The row that was sent and not yet answered.
+        own: The row that this rank has sent and that is not answered yet.
         plans: Agreed plans, that of this window first; one at a time in CADENCE and ASYNC.
-        flight: Plan of the window whose exchange has begun and not landed.
-        applied: Whether the previous window is applied and not known to be committed.
+        flight: Plan of the window whose exchange has begun, and whose average is not applied yet.
+        applied: Whether the previous window is applied and not yet known to be committed.
         stopping: Whether the team has agreed to stop.
         winding: Whether the epoch ends early, with one more window at which all wait.
-        led_out: Whether the others have left their loops by ``break``, so that this rank has left
-            its own.
+        led_out: Whether this rank has left its loop because the others have left theirs.
         is_elastic: Whether members may join and leave.
-        absent: Numbers that no member of an elastic team has.
-        leaving: Ranks that were told to leave an elastic team for good, as they said in the last
-            round.
+        absent: Numbers of an elastic team that no member has.
+        leaving: Ranks that leave an elastic team for good, by their last rows.
     """
 
     me: int
@@ -182,25 +178,25 @@ class State(NamedTuple):
 
     @property
     def due_to_park(self) -> frozenset[int]:
-        """Return the ranks that the plan of this window parks; between epochs nobody is parked."""
+        """Return the ranks that the plan of this window parks; between epochs no rank is parked."""
         planned = self.planned_to_park if self.is_working else []
         return planned[0] if planned else frozenset()
 
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
 
-    def say(self, purpose: Purpose, **said: Any) -> "State":
+    def make_row(self, purpose: Purpose, **fields: Any) -> "State":
         """Make this rank's row; the returned state holds it as ``own``.
 
         Args:
-            purpose: What it wants.
-            **said: Further fields of ``Row``.
+            purpose: Its purpose.
+            **fields: Further fields of ``Row``.
         """
         row = Row(
             purpose=purpose,
             window=self.window,
             generation=self.generation,
             left=self.phase is Phase.REST,
-            **said,
+            **fields,
         )
         return self._replace(own=row)
 
@@ -213,7 +209,7 @@ class State(NamedTuple):
         """Leave the loop, by ``break`` or by an error: ``REST`` follows.
 
         In SYNC that also holds in ``OUT``, which is the phase in windows of streams, and between
-        epochs. In CADENCE and ASYNC it holds in ``OUT`` where the last window of an epoch is not
+        epochs. In CADENCE and ASYNC it holds in ``OUT`` if the last window of an epoch is not
         committed: ranks that end their loops commit it. Without effect in all other phases.
         """
         has_landed = self.applied and self.flight is None
@@ -226,11 +222,11 @@ class State(NamedTuple):
         return self._replace(phase=phase, plans=(), winding=False)
 
     def begin(self) -> "State":
-        """Begin an epoch, without anything of the previous one."""
+        """Begin an epoch, without state of the previous one."""
         return self.release()._replace(led_out=False)
 
     def regroup(self) -> "State":
-        """Let the ranks be parked that the plan of this window names, and no others."""
+        """Park exactly the ranks that the plan of this window names."""
         parked = self.due_to_park
         present = [rank for rank in self.members if rank not in parked]
         planner = self.planner if self.planner in present else present[0]
@@ -239,8 +235,8 @@ class State(NamedTuple):
     def renew(self, formation: Formation, me: int) -> "State":
         """Begin a generation of an elastic team, without plans.
 
-        The first member plans: those that stay come first, in their order, so that the planner
-        changes only if it is lost.
+        The first member plans. Members that stay come first, in their order, so the planner changes
+        only if it is lost.
 
         Args:
             formation: The generation.
@@ -267,18 +263,18 @@ class State(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What follows from a round.
+    """The decision of a round.
 
     Attributes:
         state: The state after it.
         actions: What to do, in this order.
         part: The optimizer that is stepped; ``None`` for all of them.
-        weight: Of the window, over all ranks.
-        divisor: What turns the sum of the ranks' gradients into the window's: ``weight``, or 1 for
-            losses that are sums.
+        weight: Weight of the window, over all ranks.
+        divisor: By which the sum of the ranks' gradients is divided: ``weight``, or 1 for losses
+            that are sums.
         loss: Mean loss; ``nan`` without weight.
         skip: Whether the window is skipped; its samples count as used.
-        culprit: The first rank on which something is not finite, where that is an error.
+        culprit: The first rank with a non-finite value, if that is an error.
         error: The error to raise after all actions.
     """
 
@@ -293,15 +289,15 @@ class Decision(NamedTuple):
     error: EvenerError | None = None
 
 
-# Purposes that a rank without work may meet: it joins whatever the others do.
+# Purposes with which an idle rank can exchange rows: it joins what the others do.
 _WITH_IDLE = frozenset({Purpose.WINDOW, Purpose.STEP, Purpose.REST, Purpose.IDLE})
 
 
 def judge(state: State, rows: Mapping[int, Row]) -> Decision:
-    """Return what follows from the rows of a round; it is the same on every rank.
+    """Return the decision from the rows of a round; it is the same on every rank.
 
     Args:
-        state: This rank's.
+        state: This rank's state.
         rows: By rank, of all members of the generation, in rank order.
     """
     present = {rank: row for rank, row in rows.items() if rank not in state.parked}
@@ -327,7 +323,7 @@ def judge(state: State, rows: Mapping[int, Row]) -> Decision:
 
 
 def _common_purpose(rows: Mapping[int, Row]) -> Purpose | None:
-    """Return the purpose of all ranks; ``None`` where purposes differ."""
+    """Return the purpose of all ranks; ``None`` if purposes differ."""
     wanted = {row.purpose for row in rows.values()}
     busy = wanted - {Purpose.IDLE}
     if len(busy) > 1:
@@ -342,7 +338,7 @@ def _commit(state: State, rows: Mapping[int, Row]) -> tuple[Action, ...]:
 
 
 def _begin(state: State, rows: Mapping[int, Row]) -> Decision:
-    """Adopt the planner's plan: an epoch begins, or continues in a new generation."""
+    """Accept the planner's plan: an epoch begins, or continues in a new generation."""
     own = rows[state.me]
     for rank, row in rows.items():
         if row.data != own.data:
@@ -352,7 +348,7 @@ def _begin(state: State, rows: Mapping[int, Row]) -> Decision:
 
 
 def _accept(state: State, plan: Plan | None) -> State:
-    """Take a plan; without one, or where nothing is left to do, the epoch is over."""
+    """Accept a plan; without one, or without samples, the epoch is over."""
     plans = state.plans
     if isinstance(plan, WindowPlan):
         plans = (*plans, plan)
@@ -365,9 +361,9 @@ def _accept(state: State, plan: Plan | None) -> State:
 
 
 def _settle(state: State, rows: Mapping[int, Row], commit: tuple[Action, ...]) -> Decision:
-    """Commit the applied window: all ranks rest. Ranks idle in a loop that was left leave it."""
+    """Commit the applied window: all ranks rest. Idle ranks leave the loop that others left."""
     if any(row.busy for row in rows.values()):
-        return Decision(state=state)  # a rank with an exchange in flight lands it first
+        return Decision(state=state)  # a rank with an exchange in flight applies it first
     state = state._replace(applied=False)
     if state.phase is Phase.REST or rows[state.me].purpose is Purpose.IDLE or not state.plans:
         is_left = any(row.left for row in rows.values())
@@ -396,11 +392,11 @@ def _judge_window(
         if working[rank].part != part:
             parts = (part, working[rank].part)
             words = ["all optimizers" if p == ALL else f"optimizer {p}" for p in parts]
-            told = (
+            message = (
                 f"rank {first} steps {words[0]}, rank {rank} {words[1]}: every rank must step the "
                 "same optimizers in the same order; decide by ddp.window, never by a local counter"
             )
-            return Decision(state=state, actions=actions, error=UsageError(told))
+            return Decision(state=state, actions=actions, error=UsageError(message))
     bad = [rank for rank, row in rows.items() if row.report.non_finite]
     if bad and not all(rows[rank].may_skip for rank in bad):
         if not state.is_sync:
@@ -423,14 +419,14 @@ def _judge_window(
     if not state.is_sync:
         return decision._replace(actions=(*actions, Action.EXCHANGE))
     if purpose is Purpose.WINDOW and only is not None:
-        return decision._replace(actions=(*actions, Action.TURN))
+        return decision._replace(actions=(*actions, Action.STEP_ONE))
     if purpose is Purpose.WINDOW and (wrong := _unlike_work(state, rows)):
         return decision._replace(actions=actions, error=wrong)
     return _close(decision, rows, actions)
 
 
 def _close(decision: Decision, rows: Mapping[int, Row], actions: tuple[Action, ...]) -> Decision:
-    """Close a window of SYNC, and take in the plan of the window after the next."""
+    """Close a window of SYNC, and accept the plan of the window after the next."""
     before = decision.state
     state = before._replace(window=before.window + 1, applied=True)
     actions = (*actions, Action.APPLY)
@@ -443,13 +439,13 @@ def _close(decision: Decision, rows: Mapping[int, Row], actions: tuple[Action, .
 
 
 def land(state: State, rows: Mapping[int, Row], plan: Plan | None, decision: Decision) -> Decision:
-    """Land the average of a window of local steps whose exchange is over.
+    """Apply the average of a window of local steps whose exchange is over.
 
     Args:
-        state: This rank's now, with the window in flight.
-        rows: Of the window.
-        plan: The next plan; ``None`` if something was not finite.
-        decision: What was made of the rows.
+        state: This rank's state now, with the window in flight.
+        rows: Rows of the window.
+        plan: The next plan; ``None`` if a value was not finite.
+        decision: The decision from the rows.
     """
     over, has_left = state.flight, state.phase is Phase.REST
     assert over is not None, "no window is in flight"
@@ -477,13 +473,13 @@ def land(state: State, rows: Mapping[int, Row], plan: Plan | None, decision: Dec
 
 
 def unlike_parameters(rows: Mapping[int, Row]) -> UsageError | None:
-    """Return the error of ranks that train different parameters, by the rows of a window."""
+    """Return the error if ranks train different parameters, by the rows of a window."""
     if len({row.trainable for row in rows.values()}) == 1:
         return None
-    said = ", ".join(f"{row.trainable} on rank {rank}" for rank, row in rows.items())
+    counts = ", ".join(f"{row.trainable} on rank {rank}" for rank, row in rows.items())
     return UsageError(
-        f"ranks train different numbers of parameter tensors ({said}): requires_grad_(True) "
-        "was called on some of them only. Call it on every rank, at the beginning of an epoch "
+        f"ranks train different numbers of parameter tensors ({counts}): requires_grad_(True) "
+        "was called only on some of them. Call it on every rank, at the beginning of an epoch "
         "or when ddp.window, which is the same everywhere, reaches a number"
     )
 
@@ -495,8 +491,8 @@ def _unlike_work(state: State, rows: Mapping[int, Row]) -> ProtocolError | None:
         if row.report.samples != plan.shares[rank]:
             return ProtocolError(
                 f"rank {rank} computed {row.report.samples} samples of window {plan.window}, "
-                f"planned were {plan.shares[rank]}; ranks run different code, or this is a bug of "
-                "evener"
+                f"not the planned {plan.shares[rank]}; ranks run different code, or this is a bug "
+                "of evener"
             )
     if sum(plan.shares[rank] for rank in rows) != plan.size:
         return ProtocolError(
@@ -533,15 +529,15 @@ def check_weight(weight: float, *, owner: str) -> float:
     """Return ``weight`` if it can weigh a loss.
 
     Args:
-        weight: Units that the loss is the mean of, such as samples or tokens.
-        owner: Whose weight it is, for the message, such as ``"rank 1"``.
+        weight: Units behind the mean loss, such as samples or tokens.
+        owner: The owner of the weight, for the message, such as ``"rank 1"``.
 
     Raises:
         UsageError: The weight is negative or not finite.
     """
     if not math.isfinite(weight) or weight < 0.0:
         raise UsageError(
-            f"{owner} has weight={weight}: a weight is how many samples or tokens a loss is the "
-            "mean of, so it must be finite and not negative. Give the count of what was averaged"
+            f"{owner} has weight={weight}: a weight is the number of samples or tokens behind a "
+            "mean loss, so it must be finite and not negative. Give that number"
         )
     return weight

@@ -1,19 +1,19 @@
 """The members of a team, and when its next generation may form. Pure: time is a number.
 
 The coordinator owns a ``Roster``. It reports events with their time to the roster, and sends the
-messages that ``take`` returns. An event changes attributes of one worker; ``tick``, which ``take``
-calls after events, then does everything that is due, whatever has happened. Terms:
+messages that ``take`` returns. An event changes attributes of one worker. ``tick``, which ``take``
+calls after events, then does everything that is due. Terms:
 
 - A worker is *ready* when it waits for a generation: a joiner, or a member that has left its own.
 - A generation is *over* when one of its members has left it or is lost. It then renews no lease.
 
-A commit in generation g needs the rows of all members of g. So once a member has left g, nothing
-that it has not applied can be committed there: with it, g + 1 may form at once. A generation
+A commit in generation g needs the rows of all members of g. So once a member has left g, windows
+that it has not applied cannot be committed there: with it, g + 1 may form at once. A generation
 without any member that holds state starts over. It forms only when no other worker can still
-commit: each has left, its process has ended, or its lease has run out.
+commit: each has left, its process has ended, or its lease has expired.
 
-A fixed team is one whose fewest and most members are the same, and whose workers come with the
-number that they must have. It forms one generation, when all of them are ready.
+In a fixed team the fewest and most members are equal, and workers have given numbers. It forms one
+generation, when all of them are ready.
 """
 
 from collections import Counter, deque
@@ -37,34 +37,34 @@ from evener.protocol.formation import (
     Standing,
 )
 
-#: Ranks that wait for another one tell so within so long of one another.
+#: Ranks that wait for the same rank report it within this time of one another.
 _TELLING_S: Final = 1.0
-#: Workers that start together arrive within so long; nothing is printed before.
+#: Workers that start together connect within this time; nothing is printed before.
 _SILENT_S: Final = 5.0
 
 
 class Activity(Enum):
-    """What a worker does, by its own messages."""
+    """The activity of a worker, by its messages."""
 
     WORKING = auto()
-    """It is set up, or is at work in a generation. Only here its lease is renewed."""
+    """It is in setup, or works in a generation. Only then its lease is renewed."""
     READY = auto()
-    """It waits for a generation, and commits nothing in the one that it was in."""
+    """It waits for a generation, and commits nothing in its previous one."""
     REFUSED = auto()
-    """It was told why it cannot be in the team."""
+    """It was sent the reason why it cannot be in the team."""
     LEFT = auto()
     """It has left for good."""
 
 
 class Trouble(Enum):
-    """What a worker is lost for, unless it ends in time. The value is the reason, for a message."""
+    """Why a worker is lost, unless it recovers in time. The value is the reason, for a message."""
 
     GONE = "its process has ended"
     STOPPED = "its process has been stopped for {:g} s (stopped_s)"
     DISCONNECTED = "its connection has ended and did not come back within {:g} s (reconnect_s)"
     SILENT = (
-        "neither it nor its launcher has been heard of for {:g} s (host_lease_s): both are "
-        "stopped, or their machine or the network to it is gone"
+        "neither it nor its launcher has sent a heartbeat for {:g} s (host_lease_s): both are "
+        "stopped, or their machine or the network to it has failed"
     )
 
 
@@ -74,24 +74,24 @@ class Seat:
 
     Attributes:
         member: Its id.
-        session: A text that only this process of that id has; empty until it has connected.
-        wish: The number that it gets if that is free: its last one, or its place on its launcher.
+        session: A text that identifies its process; empty until it has connected.
+        wish: The number that it gets if it is free: its last one, or its place on its launcher.
         number: Its number in the team.
-        facts: What must be the same on all workers.
-        address: Where other workers reach it; empty where it has not told.
+        facts: Facts that must be the same on all workers.
+        address: Address at which other workers reach it; empty if unknown.
         is_local: Whether only processes of its own machine reach it there.
-        activity: What it does.
-        knows: The last generation that it was in, as it or a message to it said.
-        standing: What it held when it became ready.
-        unreached: Members of the generation that it was in, to which it could not connect.
-        told: By type, the last message to it, of those that are sent once.
+        activity: Its activity.
+        knows: Its last generation, by its own message or by one to it.
+        standing: The state that it held when it became ready.
+        unreached: Members of its last generation to which it could not connect.
+        last_sent: By type, the last message to it, for types that are sent only once.
         lease_end_s: The last time at which it may commit; 0 once it has left its generation.
-        micro_batches: How many it has done.
-        phase: What it is doing, in its own words.
+        micro_batches: Micro-batches that it has computed.
+        phase: What it is doing, as text.
         advanced_s: When one of the two changed.
-        named_s: The value of ``advanced_s`` when the terminal named it as late, in this wait.
-        heard_s: When its last heartbeat came, or it arrived.
-        troubles: From when on it is lost, and why.
+        named_s: The value of ``advanced_s`` when it was named as late, in this wait.
+        heard_s: Time of its last heartbeat, or of its arrival.
+        troubles: Its troubles, each with the time from which on it is lost, and why.
     """
 
     member: str
@@ -105,7 +105,7 @@ class Seat:
     knows: int = 0
     standing: Standing | None = None
     unreached: frozenset[str] = frozenset()
-    told: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    last_sent: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     lease_end_s: float = 0.0
     micro_batches: int = 0
     phase: str = "joining"
@@ -121,11 +121,11 @@ class Seat:
 
     @property
     def is_connected(self) -> bool:
-        """Return whether it has a connection, and its host has been heard of lately."""
+        """Return whether it has a connection, and its host has sent heartbeats."""
         return self.troubles.keys() <= {Trouble.STOPPED}
 
     def suffer(self, trouble: Trouble, since_s: float, patience_s: float = 0.0) -> None:
-        """Note a trouble that it has since ``since_s``, and is lost for after ``patience_s``."""
+        """Note a trouble since ``since_s``, for which it is lost after ``patience_s``."""
         why = trouble.value.format(patience_s)
         self.troubles.setdefault(trouble, (since_s + patience_s, why))
 
@@ -144,10 +144,10 @@ class Outgoing(NamedTuple):
     """A message that follows from an event.
 
     Attributes:
-        to: The member that it is for; empty for the terminal.
+        to: The recipient; empty for the terminal.
         type: ``formed``, ``over``, ``wanted``, ``left_out``, ``failed``, ``ended``; ``say`` for the
             terminal.
-        content: What it says, as JSON.
+        content: Its content, as JSON.
     """
 
     to: str
@@ -159,18 +159,18 @@ class Outgoing(NamedTuple):
 class Roster:
     """The state machine of membership.
 
-    Each event takes the time, in seconds, which must not go back.
+    Each event takes the time in seconds, which must not decrease.
 
     Attributes:
         least: Fewest members of a generation.
         most: Most members of a generation.
-        deadlines: Those of the team.
+        deadlines: The team's deadlines.
         started_s: When the coordinator started.
         is_fixed: Whether it is a fixed team.
         formation: The newest generation; ``None`` before the first.
         run_has_ended: Whether a member has left it because the run had ended.
-        living: Ids of the workers that have come, and neither left nor are lost, in the order of
-            their arrival; as of the last tick.
+        living: Ids of the workers that have neither left nor are lost, in the order of their
+            arrival; as of the last tick.
     """
 
     least: int
@@ -183,18 +183,18 @@ class Roster:
     living: tuple[str, ...] = ()
     _seats: dict[str, Seat] = field(default_factory=dict)
     _outgoing: list[Outgoing] = field(default_factory=list)
-    _due_s: float | None = None  # when the last event was of which the rest is still to be done
+    _due_s: float | None = None  # time of the last event that is not processed yet
     _looked_s: float = 0.0
-    #: When a supervisor last reported that a worker's process runs, also before it has arrived.
-    #: Without one, a worker may be silent for long, as in a call that holds the interpreter's lock.
+    #: When a supervisor last reported that a worker's process runs, also before it has arrived. A
+    #: worker without a supervisor may be silent for long, for example while a call holds the GIL.
     _attended_s: dict[str, float] = field(default_factory=dict)
     _inside: frozenset[str] = frozenset()  # the members of the newest generation
-    _leader: str = ""  # who decides how the team starts over, while no member is left
+    _leader: str = ""  # the worker that chooses the state to start over with, if no member is left
     _over: str = "it has not begun"  # why the newest generation is over; empty while it is not
     _over_s: float = 0.0
-    _forgotten_lease_s: float = 0.0  # no worker that was forgotten commits later
+    _forgotten_lease_s: float = 0.0  # after it, no forgotten worker commits
     _arrival_s: float = 0.0  # when a worker became ready
-    _short_s: float = 0.0  # since when too few workers are ready, as the terminal was told
+    _short_s: float = 0.0  # since when too few workers are ready, as was printed
     _has_formed: bool = False  # a generation that this coordinator has formed
     _formed: Mapping[str, Any] = field(default_factory=dict)  # the newest generation, as a message
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=64))
@@ -210,14 +210,14 @@ class Roster:
         return self._over
 
     def number_of(self, member: str) -> int:
-        """Return the number of a worker; ``NO_NUMBER`` as long as others have them all."""
+        """Return the number of a worker; ``NO_NUMBER`` while none is free."""
         return self._seats[member].number
 
     def is_open(self, now_s: float) -> bool:
         """Return whether generations may form.
 
-        Members of a generation that an earlier coordinator formed come back first: a new team
-        beside theirs would commit windows that they have committed, too.
+        Members of a generation that an earlier coordinator formed reconnect first: otherwise a
+        second team would commit windows that they have committed already.
         """
         return self.is_fixed or now_s - self.started_s >= self.deadlines.lease_s
 
@@ -228,7 +228,7 @@ class Roster:
         return sorted({*range(self.most)} - present)
 
     def knows(self, member: str) -> bool:
-        """Return whether a worker has arrived and is not forgotten; only such have events."""
+        """Return whether a worker has arrived and is not forgotten; only then it has events."""
         return member in self._seats
 
     def is_member(self, member: str) -> bool:
@@ -236,22 +236,21 @@ class Roster:
         return member in self._inside
 
     def leads(self, member: str) -> bool:
-        """Return whether a worker decides how a team starts over that has no member left.
+        """Return whether a worker chooses the state with which a team without members starts over.
 
-        It is the first one that lives. What members have told remains known: this is for what
-        they could not tell any more.
+        It is the first living one. Facts of former members remain known; it chooses the others.
         """
         return member == self._leader
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what must be the same on all members, as far as members have told it."""
+        """Return the facts that must be the same on all members, as far as they are known."""
         return {name: fact for seat in self._members() for name, fact in seat.facts.items()}
 
     def take(self) -> list[Outgoing]:
-        """Do what follows from the events since the last call; return the messages.
+        """Process the events since the last call; return the messages.
 
-        A thousand members may leave a generation at the same moment. Each look at all of them costs
-        about a millisecond, so there is one for all events together.
+        A thousand members may leave a generation at the same moment. Each pass over all of them
+        costs about a millisecond, so there is one pass for all events together.
         """
         if self._due_s is not None:
             self.tick(self._due_s)
@@ -271,22 +270,22 @@ class Roster:
         address: str = "",
         is_local: bool = False,
     ) -> str:
-        """Take in a worker that has connected, for the first time or again.
+        """Add a worker that has connected, for the first time or again.
 
         Args:
             now_s: The time.
             member: Its id.
-            session: A text that only this process of that id has.
-            facts: What must be the same on all members.
-            held: The last generation that it was in, where there is one.
-            wish: The number that it has if that is free, such as its place on its launcher.
-            address: Where other workers reach it.
+            session: A text that identifies its process.
+            facts: Facts that must be the same on all members.
+            held: Its last generation, if any.
+            wish: The number that it gets if it is free, such as its place on its launcher.
+            address: Address at which other workers reach it.
             is_local: Whether only processes of its own machine reach it there.
 
         Returns:
             Why it is refused; empty if it is not.
         """
-        if self._due_s is not None:  # who lives is to be known
+        if self._due_s is not None:  # the living workers must be known
             self.tick(now_s)
         new = Seat(member, session, wish, NO_NUMBER, facts, address, is_local, advanced_s=now_s)
         if self.is_fixed and (why := self._misfit(new)):
@@ -298,7 +297,7 @@ class Roster:
         if why := self._difference(new) or self._mixture(new):
             return why
         if is_another:
-            self._forget(before)  # so that the new worker is the last in the order
+            self._forget(before)  # so that the new worker is last in the order
             if self.is_member(member):
                 self._end(now_s, f"{member} is another process now")
         seat = self._seats.setdefault(member, new)
@@ -307,8 +306,8 @@ class Roster:
         seat.knows = held.generation if held else 0
         for ended in (Trouble.DISCONNECTED, Trouble.GONE):
             seat.troubles.pop(ended, None)
-        seat.told.clear()  # messages may not have reached it
-        if seat.activity is Activity.REFUSED:  # it may not have heard why
+        seat.last_sent.clear()  # messages may not have reached it
+        if seat.activity is Activity.REFUSED:  # it may not have received the reason
             seat.activity = Activity.WORKING
         self.remember(now_s, held)
         self.tick(now_s)
@@ -317,13 +316,12 @@ class Roster:
     def remember(
         self, now_s: float, held: Formation | None, facts: Mapping[str, Any] | None = None
     ) -> None:
-        """Continue from a generation that a coordinator before this one has formed.
+        """Continue from a generation that an earlier coordinator has formed.
 
         Args:
             now_s: The time.
-            held: A generation that a worker, a supervisor or the ledger tells of, where there is
-                one.
-            facts: What must be the same on its members, where that is known.
+            held: A generation that a worker, a supervisor or the ledger has reported, if any.
+            facts: Facts that must be the same on its members, if known.
         """
         if held is None or held.generation <= self.generation or self._has_formed:
             return
@@ -331,7 +329,7 @@ class Roster:
         for member, number in zip(held.members, held.numbers, strict=True):
             if member not in self._seats:
                 self._seats[member] = Seat(member, facts=facts or {}, advanced_s=now_s)
-                # It may take as long to come back as generations take to form again.
+                # A reconnect may take as long as forming a generation.
                 since_s = max(now_s, self.started_s + self.deadlines.lease_s)
                 patience_s = self.deadlines.reconnect_s
                 self._seats[member].suffer(Trouble.DISCONNECTED, since_s, patience_s)
@@ -340,7 +338,7 @@ class Roster:
             seat.lease_end_s = now_s + self.deadlines.lease_s
 
     def describe(self, now_s: float, member: str, facts: Mapping[str, Any]) -> None:
-        """Take in more of what must be the same on all members."""
+        """Add facts that must be the same on all members."""
         seat = self._seats[member]
         seat.facts = {**seat.facts, **facts}
         if why := self._difference(seat):
@@ -348,7 +346,7 @@ class Roster:
         self._due_s = now_s
 
     def depart(self, now_s: float, member: str) -> None:
-        """Note that a worker's connection has ended; it may come again."""
+        """Note that a worker's connection has ended; it may reconnect."""
         seat = self._seats.get(member)
         if seat is None or (self.is_fixed and seat.activity is Activity.LEFT):
             return
@@ -370,8 +368,8 @@ class Roster:
         Args:
             now_s: The time.
             member: Its id.
-            generation: The last generation that it was in; 0 for none.
-            standing: What it holds; ``None`` without state.
+            generation: Its last generation; 0 for none.
+            standing: The state that it holds; ``None`` without state.
             unreached: Members of that generation to which it could not connect.
         """
         seat = self._seats[member]
@@ -389,11 +387,11 @@ class Roster:
         Args:
             now_s: The time.
             member: Its id.
-            finished: Whether the run has ended: it was done to its end, or the team was stopped.
+            finished: Whether the run has ended: it was completed, or the team was stopped.
         """
         seat = self._seats[member]
         seat.activity, seat.lease_end_s = Activity.LEFT, 0.0
-        # Ranks that leave a fixed team at its end need not do so together.
+        # Ranks need not leave a fixed team together at its end.
         if self.is_member(member) and not self.is_fixed:
             self.run_has_ended |= finished
             self._end(now_s, f"{member} left the team")
@@ -405,7 +403,7 @@ class Roster:
         seat.heard_s = now_s
         if micro_batches != seat.micro_batches:
             self._paces.append(now_s - seat.advanced_s)
-        if self.is_fixed and phase == WAITING:  # who is late now may have been named before
+        if self.is_fixed and phase == WAITING:  # the late rank may have been named before
             others = self._seats.values()
             if not any(one.phase == WAITING for one in others):
                 for one in others:
@@ -418,7 +416,7 @@ class Roster:
         return renews
 
     def process(self, now_s: float, member: str, state: ProcessState, reason: str) -> None:
-        """Note what a supervisor reports of a worker's process."""
+        """Note a supervisor's report of a worker's process."""
         if member not in self._seats:
             return
         seat = self._seats[member]
@@ -429,12 +427,12 @@ class Roster:
         else:
             seat.troubles[Trouble.GONE] = (now_s, reason or Trouble.GONE.value)
             seat.lease_end_s = 0.0
-            # The worker has told so itself, unless that was to a coordinator before this one.
+            # The worker has reported it itself, but perhaps to an earlier coordinator.
             self.run_has_ended |= state is ProcessState.FINISHED and self.is_member(member)
         self._due_s = now_s
 
     def attend(self, now_s: float, members: Iterable[str]) -> None:
-        """Note the workers whose processes run, as their supervisor reports again and again."""
+        """Note the workers whose processes run, by their supervisor's repeated reports."""
         self._attended_s |= dict.fromkeys(members, now_s)
 
     # ── what is due ──────────────────────────────────────────────────────────────────────────────
@@ -465,29 +463,29 @@ class Roster:
     def _listen(self, now_s: float) -> None:
         """Note which workers are silent.
 
-        A worker alone may be silent for long. Its supervisor is another process of its host: both
-        are silent only if the host or the network to it is gone, or if both are stopped.
+        A worker may be silent for long. Its supervisor is another process of its host: both are
+        silent only if the host or the network to it has failed, or if both are stopped.
         """
         was_stopped = now_s - self._looked_s > self.deadlines.lease_s  # this coordinator itself
         self._looked_s = now_s
         patience_s = self.deadlines.host_lease_s
         for seat in self._seats.values():
             if was_stopped:
-                seat.heard_s = now_s  # what was sent meanwhile is yet to be heard
+                seat.heard_s = now_s  # messages of that time are not read yet
             if now_s - max(seat.heard_s, self._attended_s.get(seat.member, inf)) < patience_s:
                 seat.troubles.pop(Trouble.SILENT, None)
                 continue
             lived = seat.lives(now_s)
             seat.suffer(Trouble.SILENT, now_s - patience_s, patience_s)
             if lived:
-                self._say(f"{seat.member} is lost: {seat.why_lost(now_s)}")
+                self._log(f"{seat.member} is lost: {seat.why_lost(now_s)}")
 
     def _end(self, now_s: float, why: str) -> None:
         if not self._over:
             self._over, self._over_s = why, now_s
 
     def _answer(self, now_s: float) -> None:
-        """Tell ready workers which generation they are in, or that the team continued without them.
+        """Send ready workers their generation, or that the team continued without them.
 
         The first message may not have reached them.
         """
@@ -512,12 +510,12 @@ class Roster:
     def _forget(self, seat: Seat) -> None:
         self._forgotten_lease_s = max(self._forgotten_lease_s, seat.lease_end_s)
         del self._seats[seat.member]
-        self.living = ()  # another worker may take the same place: numbers are to be given again
+        self.living = ()  # another worker may get the same place: numbers are assigned again
 
     def _number(self, now_s: float, first: Container[str]) -> None:
-        """Give every living worker a number of its own, as far as they reach.
+        """Assign a number to every living worker, as long as numbers are free.
 
-        Those in ``first`` come before others, and those that have a number before those without.
+        Workers in ``first`` come before others, and workers with a number before those without.
         """
         free, ascending = set(range(self.most)), iter(range(self.most))
         seats = [*self._seats.values()]
@@ -531,12 +529,12 @@ class Roster:
                 free.remove(seat.number)
 
     def _inform(self, now_s: float) -> None:
-        """Tell workers whether their generation is to end, and that it is over."""
+        """Notify workers that their generation shall end, or is over."""
         inside = self._inside
         waits = any(seat.can_join and seat.member not in inside for seat in self._seats.values())
-        # If a team left its generation before the next one may form, it would only wait.
+        # If a team left its generation before the next one may form, it would wait idly.
         wanted = self.is_open(now_s) and len(inside) < (self.most if waits else self.least)
-        # Members that leave a generation together need not be told.
+        # Members that leave a generation together need no message.
         is_due = self._over and (
             now_s - self._over_s >= self.deadlines.gather_s
             or any(seat.why_lost(now_s) for seat in self._members())
@@ -545,17 +543,16 @@ class Roster:
         for seat in self._seats.values():
             why = self._over if is_due else ""
             if seat.member in inside:
-                self._tell(seat, "wanted", wish)
+                self._send_if_new(seat, "wanted", wish)
             else:
                 why = f"the team continued without {seat.member}, to generation {self.generation}"
             if seat.knows and why and seat.activity is Activity.WORKING:
-                self._tell(seat, "over", {"generation": seat.knows, "why": why})
+                self._send_if_new(seat, "over", {"generation": seat.knows, "why": why})
 
     def _name_late(self, now_s: float) -> None:
-        """Name living members for which others wait in vain; end none of them.
+        """Name living members for which others wait too long; do not end them.
 
-        Ranks of a fixed team tell of a wait when it is long, so a moment for the last to tell will
-        do.
+        Ranks of a fixed team report only long waits, so a short time for the last report suffices.
         """
         waiting = [
             seat
@@ -582,7 +579,7 @@ class Roster:
                         f"(it is {seat.phase}, after {seat.micro_batches} micro-batches{last})"
                     )
                 verb = "wait" if names[1:] else "waits"
-                self._say(f"{_name(names)} {verb} for {whom}; they do so until timeout_s is over")
+                self._log(f"{_name(names)} {verb} for {whom}; they do so until timeout_s is over")
 
     def _awaited(self, now_s: float) -> list[Seat]:
         """Return the living members that have not left the newest generation."""
@@ -595,7 +592,7 @@ class Roster:
     # ── the next generation ──────────────────────────────────────────────────────────────────────
 
     def _consider_forming(self, now_s: float) -> None:
-        """Form the next generation, or refuse workers that wait for it in vain."""
+        """Form the next generation, or refuse workers for which it cannot form."""
         if not (self._over and self.is_open(now_s)):
             return
         is_patient = now_s - self._over_s < self.deadlines.timeout_s
@@ -606,19 +603,19 @@ class Roster:
         if not ready:
             return
         if self.run_has_ended and not any(map(self.is_member, ready)):
-            # They would train a finished run once more. A script of its members may begin another.
+            # They would train a finished run again. A script of its members may begin another run.
             why = (
-                f"the team's run has ended, in generation {self.generation}: it was done to its "
-                "end, or stopped; to train another run, start another coordinator (with a "
-                "ledger of its own, if any)"
+                f"the team's run has ended, in generation {self.generation}: it was completed or "
+                "stopped; to train another run, start another coordinator (with its own ledger, "
+                "if any)"
             )
             self._refuse(ready, "ended", why)
             return
         members = [seat for seat in self._members() if seat.can_join]
         standings = {seat.member: seat.standing for seat in members if seat.standing is not None}
         if any(held.phase != TRAINING for held in standings.values()):
-            # No joiner can follow, as in an evaluation. Those who remain continue alone, even if
-            # they are fewer than the least: their next window ends the generation.
+            # No worker can join now, for example in an evaluation. The remaining members continue
+            # alone, even if they are fewer than the least: their next window ends the generation.
             ready = [*standings]
         elif len(ready) < self.least:
             self._wait_for_more(now_s, ready)
@@ -630,11 +627,11 @@ class Roster:
             self._form(now_s, ready, standings)
 
     def _part(self) -> None:
-        """Refuse ready members that could not connect to others, until those left all could.
+        """Refuse ready members that could not connect to others, until all remaining ones could.
 
-        Nobody can tell which end of a broken connection is at fault. So the newest one goes, and
-        workers without state before members that train: whoever joins ends no team. One that lacks
-        connections to several others takes precedence over those.
+        Which end of a broken connection is at fault is unknown. So the newest worker is refused,
+        and workers without state before members that train, so that a joiner never ends a team. A
+        worker without connections to several others is refused before those.
         """
         ready = {seat.member: seat for seat in self._members() if seat.can_join}
         order = {member: place for place, member in enumerate(ready)}
@@ -667,25 +664,25 @@ class Roster:
             f"{' and '.join(filter(None, ways))}; let the workers' machines connect to one another "
             "(firewall, routes), or give the address that the others reach (--address)"
         )
-        self._say(f"{why}; the team forms without it")
+        self._log(f"{why}; the team forms without it")
         return why
 
     def _mixture(self, new: Seat) -> str:
-        """Return why a worker's address does not fit those of the others; empty if it does."""
+        """Return why a worker's address does not match those of the others; empty if it does."""
         seats = (self._seats[member] for member in self.living if member != new.member)
-        other = next((seat for seat in seats if seat.address), None)  # all others are like it
+        other = next((seat for seat in seats if seat.address), None)  # like all others
         if not new.address or other is None or other.is_local == new.is_local:
             return ""
         local, far = (new, other) if new.is_local else (other, new)
         return (
             f"{local.member} is reached at {local.address}, where only its own machine connects, "
-            f"and {far.member} at {far.address}; have all workers connect to an address of the "
-            "coordinator that every machine reaches (`evener coordinator --bind`), or give that of "
-            f"{local.member} to it (--address)"
+            f"and {far.member} at {far.address}; let all workers connect to an address of the "
+            "coordinator that every machine reaches (`evener coordinator --bind`), or start "
+            f"{local.member} with its address (--address)"
         )
 
     def _wait_for_more(self, now_s: float, ready: list[str]) -> None:
-        if self.is_fixed:  # each rank has a deadline of its own, and asks then who is missing
+        if self.is_fixed:  # each rank has its own deadline, and then asks for the missing ranks
             return
         since_s, timeout_s = max(self._arrival_s, self._over_s), self.deadlines.timeout_s
         few = f"{len(ready)} of at least {self.least} workers"
@@ -694,11 +691,11 @@ class Roster:
                 f"only {few} came within {timeout_s:g} s (timeout_s); start more workers, or "
                 "allow fewer (--elastic MIN:MAX)"
             )
-            self._say(why)
+            self._log(why)
             self._refuse(ready, "failed", why)
         elif now_s - since_s >= _SILENT_S and self._short_s != since_s:
             self._short_s = since_s
-            self._say(f"{few} are ready; the team waits {timeout_s:g} s for more (timeout_s)")
+            self._log(f"{few} are ready; the team waits {timeout_s:g} s for more (timeout_s)")
 
     def _refuse(self, members: Iterable[str], kind: str, why: str) -> None:
         for member in members:
@@ -710,17 +707,17 @@ class Roster:
         joiners = [member for member in ready if member not in standings]
         if self.formation is None:
             # By number, so that rank 0 is the main process; workers without one come last. Later
-            # the order is that of arrival: if no member holds state, the first worker may be one
-            # that was parked and holds an older state, and its replacement would send a new one.
+            # the order is that of arrival. Otherwise, if no member holds state, the first worker
+            # could be one that was parked and holds an older state.
             joiners.sort(key=lambda m: self._seats[m].number % (self.most + 1))
         members = tuple([*standings, *joiners][: self.most])
         best = max(standings.values(), key=attrgetter("applied", "committed"), default=None)
-        donor = next((m for m, held in standings.items() if held is best), members[0])
+        source = next((m for m, held in standings.items() if held is best), members[0])
         same = {m for m, held in standings.items() if best and held.is_as(best)}
         if before and not standings and not self.run_has_ended:
-            self._say(
+            self._log(
                 f"no member is left that holds the state of generation {self.generation}, so the "
-                "next one begins with what its first worker loads, or from the start"
+                "next one begins with a checkpoint that its first worker loads, or from the start"
             )
         self._number(now_s, frozenset(members))
         unheard_s = [self._over_s - seat.heard_s for seat in before if seat.why_lost(now_s)]
@@ -731,8 +728,8 @@ class Roster:
                 numbers=tuple(self._seats[member].number for member in members),
                 base=best.applied if best else 0,
                 has_state=best is not None,
-                donor=donor,
-                receivers=tuple(m for m in members if m not in same and m != donor),
+                source=source,
+                receivers=tuple(m for m in members if m not in same and m != source),
                 detect_s=max([0.0, *unheard_s]),
             )
         )
@@ -747,7 +744,7 @@ class Roster:
     def _misfit(self, new: Seat) -> str:
         """Return why a worker cannot be in this fixed team; empty if it can.
 
-        With ranks of different world sizes the team can never be complete, so all are refused.
+        With ranks of different world sizes the team cannot become complete, so all are refused.
         """
         others = [seat for seat in self._seats.values() if seat.session != new.session]
         for seat in others:
@@ -764,14 +761,14 @@ class Roster:
             if rank == other:
                 return (
                     f"two processes were started as rank {rank}, {seat.member} and {new.member}: "
-                    "give each process of a team a number of its own (RANK)"
+                    "give each process of a team a different number (RANK)"
                 )
         return ""
 
     def _difference(self, seat: Seat) -> str:
-        """Return in which fact a worker differs from another, and what to do; empty if in none."""
-        # The facts of the team's members count; before there is a team, those of the first workers.
-        # A worker that is not in the team, and differs, must not end a member.
+        """Return the fact in which a worker differs from another, and the remedy; empty if none."""
+        # The facts of the team's members count; before that, those of the first workers. A worker
+        # that is not in the team, and differs, must not end a member.
         is_inside = self.is_member(seat.member)
         for others in (self._members(), [] if is_inside else self._seats.values()):
             for other in others:
@@ -786,26 +783,26 @@ class Roster:
     def _enter(self, seat: Seat) -> None:
         assert self.formation is not None
         seat.activity, seat.knows, seat.unreached = Activity.WORKING, self.generation, frozenset()
-        seat.told.clear()
+        seat.last_sent.clear()
         if self._formed.get("generation") != self.generation:
             self._formed = asdict(self.formation)
         self._send(seat.member, "formed", self._formed)
 
-    def _tell(self, seat: Seat, kind: str, content: Mapping[str, Any]) -> None:
+    def _send_if_new(self, seat: Seat, kind: str, content: Mapping[str, Any]) -> None:
         """Send a message, unless it was the last one of its type on this connection."""
-        if seat.told.get(kind) != content:
-            seat.told[kind] = content
+        if seat.last_sent.get(kind) != content:
+            seat.last_sent[kind] = content
             self._send(seat.member, kind, content)
 
     def _send(self, member: str, kind: str, content: Mapping[str, Any]) -> None:
         self._outgoing.append(Outgoing(member, kind, content))
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self._send("", "say", {"text": text})
 
 
 def _name(members: list[str]) -> str:
-    """Return the names of workers, of many the first ones."""
+    """Return the names of workers; if there are many, the first ones."""
     rest = f" and {len(members) - 3} more" if len(members) > 4 else ""
     names = members[:3] if rest else members
     return f"{', '.join(names)}{rest}" if rest else " and ".join(names)

@@ -1,7 +1,7 @@
 """The row: one rank's message to the others in one round, for every policy and purpose. Pure.
 
-Rows travel as float64. One codec serves rows, reports and plans: the fields of a class in order.
-Ranks have compared their versions before, so what arrives is what was sent.
+Rows are sent as float64. One codec serves rows, reports and plans: the fields of a class in order.
+Ranks have compared their versions before, so all use the same fields.
 """
 
 import struct
@@ -28,7 +28,7 @@ class Purpose(IntEnum):
     """The purpose of a rank in a round; it must be the same on all ranks.
 
     Attributes:
-        description: The purpose in words, for errors.
+        description: The purpose as text, for errors.
     """
 
     description: str
@@ -38,11 +38,11 @@ class Purpose(IntEnum):
     STEP = 3, "closing a window (ddp.step, outside of a map-style ddp.loader)"
     IDLE = 4, "waiting in the loader, with nothing to do in this window"
     REST = 5, "ending an epoch (the loader is exhausted, or break has left it)"
-    CHANGE = 6, "changing the team (a rank is parked or called back, joins or leaves)"
-    ASK = 7, "exchanging something outside of windows"
+    CHANGE = 6, "changing the team (a rank is parked or recalled, joins or leaves)"
+    ASK = 7, "exchanging values outside of windows"
 
     def __new__(cls, number: int, description: str) -> Self:
-        """Make a member of its number and words."""
+        """Make a member with a number and a description."""
         self = int.__new__(cls, number)
         self._value_, self.description = number, description
         return self
@@ -52,38 +52,38 @@ class Row(NamedTuple):
     """One rank's message in one round.
 
     Attributes:
-        purpose: What it wants.
-        window: Number of the window that it is in.
-        generation: Number of the generation that it belongs to.
+        purpose: The rank's purpose.
+        window: Number of its window.
+        generation: Number of its generation.
         stop: Whether it wants the team to stop after this window.
-        drop: Whether it was told to stop in mid-window, so that no rank may apply the window: its
+        drop: Whether it was asked to stop in mid-window, so that no rank may apply the window: its
             samples stay uncommitted.
-        redo: Whether its share did not fit into memory when some of its gradients had left, so that
-            all ranks compute the window again.
+        redo: Whether its share did not fit into memory after some of its gradients were sent, so
+            that all ranks compute the window again.
         left: Whether its loop was left by ``break``.
-        leaving: Whether it was told to leave an elastic team for good.
-        busy: Whether an exchange of its own has not landed (ASYNC).
-        begun: Whether its gradients have begun to travel, during backward.
-        late: Whether some came after they had left, which are exchanged in addition.
+        leaving: Whether it was asked to leave an elastic team for good.
+        busy: Whether the average of its last exchange is not applied yet (ASYNC).
+        begun: Whether its gradients are being exchanged during backward.
+        late: Whether some gradients came after their exchange, which are exchanged in addition.
         order: Digest of the order in which backward has completed its gradients; 0 if not known.
-        backward_s: Seconds of its last backward, in which gradients can travel.
-        slower: By which part an exchange would slow that backward down.
+        backward_s: Seconds of its last backward, during which gradients can be exchanged.
+        slower: Fraction by which an exchange would slow that backward down.
         part: Optimizer that is to be stepped alone; ``ALL`` closes the window.
-        renew: Whether the planner wishes to end the generation, as the members of an elastic team
-            are to change.
-        trainable: How many of its parameters are trainable: those that are averaged.
+        renew: Whether the planner wishes to end the generation, so that the members of an elastic
+            team can change.
+        trainable: Number of its trainable parameters, which are averaged.
         rates: Digest of its learning rates.
         hooked: Whether the user's hooks on its optimizers need all gradients and parameters.
         summed: Whether its loss is a sum, whose gradient is not divided by the weight.
         may_skip: Whether a window that is not finite on it may be skipped: an overflow of fp16 that
             a smaller scale may prevent, or the user's option.
-        digest: Of the state after the previous window, where this rank compares it; else 0.
+        digest: Digest of the state after the previous window, if ranks compare it; else 0.
         report: Its part of the window.
-        num_samples: Of the data set, as a rank says that begins an epoch.
-        batch_size: Of its loader.
-        seed: Of the order of samples, below 2**53.
+        num_samples: Size of the data set, from a rank that begins an epoch.
+        batch_size: Batch size of its loader.
+        seed: Seed of the order of samples, below 2**53.
         plan: The planner's plan: of the window after the next in SYNC, and of the next one in
-            CADENCE, in ASYNC and where an epoch begins.
+            CADENCE, in ASYNC and at the beginning of an epoch.
     """
 
     purpose: Purpose
@@ -116,12 +116,12 @@ class Row(NamedTuple):
 
     @property
     def data(self) -> tuple[int, int, int]:
-        """Return what must be the same on all ranks."""
+        """Return the values that must be the same on all ranks."""
         return self.num_samples, self.batch_size, self.seed
 
 
 def encode(row: Row, world_size: int) -> list[float]:
-    """Return the row as numbers, as many with a plan as without."""
+    """Return the row as numbers; their count does not depend on whether it has a plan."""
     room = 16 + 3 * world_size  # for the longest plan
     plan = [] if row.plan is None else pack(row.plan)
     kind = float(_PLANS.index(type(row.plan)))
@@ -143,7 +143,7 @@ def decode(numbers: Sequence[float]) -> Row:
 def pack(value: Any) -> list[float]:
     """Return the fields of a row, report or plan as float64: single numbers first, then tuples.
 
-    An empty tuple travels as zeros.
+    An empty tuple is sent as zeros.
     """
     numbers: list[float] = []
     whole: Any = type(value)
@@ -162,10 +162,10 @@ def unpack(kind: type[T], numbers: Sequence[float], **given: Any) -> T:
     """Invert ``pack``.
 
     Args:
-        kind: What to make of it. All its tuples have one length, which follows from how many
-            ``numbers`` there are.
+        kind: The class. All its tuples have one length, which follows from the count of
+            ``numbers``.
         numbers: Its fields.
-        **given: Fields that did not travel.
+        **given: Fields that are not in ``numbers``.
     """
     whole: Any = kind
     layout = _layout(whole)
@@ -180,7 +180,7 @@ def unpack(kind: type[T], numbers: Sequence[float], **given: Any) -> T:
 
 
 class _Layout(NamedTuple):
-    """How a class travels.
+    """The encoding of a class.
 
     Attributes:
         scalars: Single numbers by name: their type, or the members of their enumeration.

@@ -1,19 +1,19 @@
-"""Messages for users about ranks that do not agree. Pure."""
+"""Messages about ranks that disagree. Pure."""
 
 from collections.abc import Mapping
 
 from evener.protocol.row import Purpose, Row
 
 
-def mismatch(rows: Mapping[int, Row], told: Mapping[int, str]) -> str:
-    """Describe the different purposes of ranks that have met.
+def mismatch(rows: Mapping[int, Row], doing: Mapping[int, str]) -> str:
+    """Describe the different purposes of ranks in one round.
 
     Args:
-        rows: What each rank said.
-        told: What each rank does, and where in the user's code, as far as that is known.
+        rows: The row of each rank.
+        doing: What each rank does, and where in the user's code, as far as known.
     """
     descriptions = [
-        f"rank {rank} is {told.get(rank) or row.purpose.description}" for rank, row in rows.items()
+        f"rank {rank} is {doing.get(rank) or row.purpose.description}" for rank, row in rows.items()
     ]
     windows = {row.window for row in rows.values()}
     where = f"in window {windows.pop()}" if len(windows) == 1 else f"in windows {sorted(windows)}"
@@ -22,7 +22,7 @@ def mismatch(rows: Mapping[int, Row], told: Mapping[int, str]) -> str:
         why = (
             "Over a stream, or without ddp.loader, all ranks must make the same number of updates. "
             "Remedy: leave a loop over a stream on all ranks at the same ddp.window. Without a "
-            "loader, a rank that has nothing left calls ddp.backward(loss, weight=0) or, with a "
+            "loader, a rank without further data calls ddp.backward(loss, weight=0) or, with a "
             "DistributedTrainer, train_batch(None); DistributedTrainer.train_epoch does so itself"
         )
     elif any("ddp.gather" in description for description in descriptions):
@@ -43,7 +43,7 @@ def mismatch(rows: Mapping[int, Row], told: Mapping[int, str]) -> str:
 
 
 def other_data(rank: int, row: Row, own_rank: int, own: Row) -> str:
-    """Describe data that differs between two ranks: their shares would not make one epoch."""
+    """Describe data that differs between two ranks, so that shares would not form one epoch."""
     return (
         f"rank {rank} trains on {_data(row)}, rank {own_rank} on {_data(own)}; "
         "give every rank the same data set, batch_size and seed"
@@ -51,11 +51,11 @@ def other_data(rank: int, row: Row, own_rank: int, own: Row) -> str:
 
 
 def other_reduction(summed: Mapping[int, bool]) -> str:
-    """Describe ranks whose losses would have to be averaged, beside ranks whose losses are sums."""
-    said = ", ".join(f"{'sum' if s else 'mean'} on rank {rank}" for rank, s in summed.items())
+    """Describe ranks of which some give means and some give sums as losses."""
+    reductions = ", ".join(f"{'sum' if s else 'mean'} on rank {rank}" for rank, s in summed.items())
     return (
-        f"ranks gave ddp.backward losses of different reductions in one window ({said}); give the "
-        "same reduction on every rank"
+        f"ranks gave ddp.backward losses of different reductions in one window ({reductions}); "
+        "give the same reduction on every rank"
     )
 
 

@@ -1,6 +1,6 @@
-"""What would make a run faster: rules on its figures, each with a key and what it would gain. Pure.
+"""What would make a run faster: rules on its figures, each with a key and its gain. Pure.
 
-A rule returns nothing unless the figures show its case by more than two equal runs differ.
+A rule returns nothing if its case is within the difference between two equal runs.
 """
 
 import math
@@ -11,9 +11,9 @@ from typing import Final, Literal
 from evener.observe.estimate import NEGLIGIBLE, Estimate, added
 from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
+from evener.simulation.advice_text import MOST_SHARES
 from evener.simulation.changes import Change, Predictor
 from evener.simulation.team_advice import LONG_WINDOW_S
-from evener.simulation.telling import MOST_SHARES
 
 Kind = Literal[
     "slow_rank",
@@ -27,7 +27,7 @@ Kind = Literal[
 ]
 
 _NOTEWORTHY: Final = 0.03
-"""Time lost to one cause below this part is not worth a change."""
+"""Below this fraction, the time lost to one cause is not worth a change."""
 
 _MUCH_EXCHANGE: Final = 0.15
 _MUCH_DATA: Final = 0.05
@@ -37,14 +37,14 @@ _MOST_TIMES: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What the rules know of a rank of the present team.
+    """The facts of a rank of the present team that rules use.
 
     Attributes:
         rank: The rank.
-        name: For people, such as ``rank 1 (cuda:1 P100)``.
-        data: Part of its time in which it waited for data.
-        joined: The window with which it joined the running team; ``None`` if it was there before.
-        changed: By which factor a sample takes longer at the end of the run than at its beginning.
+        name: A text such as ``rank 1 (cuda:1 P100)``.
+        data: Fraction of its time in which it waited for data.
+        joined: The window with which it joined the running team; ``None`` if it did not join.
+        changed: Factor by which a sample takes longer at the end of the run than at its beginning.
         at_once: Most samples in one forward and backward.
         passes: Micro-batches in a window.
     """
@@ -60,18 +60,18 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What the rules know of a run.
+    """The facts of a run that rules use.
 
     Attributes:
         policy: Its policy.
         estimate: Its speeds.
         ranks: The present team.
-        unit: What speeds count.
-        batch_size: Usual samples of a window.
-        window_s: Usual seconds of a window.
-        wait: Part of the ranks' time in which they waited for one another.
-        exchange: Part in which they exchanged.
-        data: Part in which they waited for data.
+        unit: The unit of speeds.
+        batch_size: Median samples of a window.
+        window_s: Median seconds of a window.
+        wait: Fraction of the ranks' time in which they waited for one another.
+        exchange: Fraction in which they exchanged.
+        data: Fraction in which they waited for data.
     """
 
     policy: ApplyPolicy
@@ -92,11 +92,11 @@ class Advice:
     Attributes:
         kind: The rule.
         text: The figures and what to do, in one or two sentences.
-        hint: What to do, in a few words, where no key does it.
-        key: What to set, as in ``--set``; ``None`` where no key does it.
-        change: What is to be predicted for ``gain``.
-        gain: By which part the run would be faster then, as ``evener plan`` predicts, or as the
-            measured speeds of the ranks tell.
+        hint: What to do, in a few words, if no key does it.
+        key: What to set, as in ``--set``; ``None`` if no key does it.
+        change: The change for which ``gain`` is predicted.
+        gain: Fraction by which the run would be faster, as ``evener plan`` predicts or by the
+            measured speeds of the ranks.
     """
 
     kind: Kind
@@ -120,7 +120,7 @@ def advise_run(facts: RunFacts, predict: Predictor | None = None) -> list[Advice
 
     Args:
         facts: The run.
-        predict: Predicts gains, where there is time for it.
+        predict: Predicts gains; ``None`` if there is no time for it.
     """
     found = []
     for one in (advice for rule in _RULES for advice in rule(facts)):
@@ -135,7 +135,7 @@ def advise_run(facts: RunFacts, predict: Predictor | None = None) -> list[Advice
 
 
 def coarsest_loss(batch_size: int, speeds: list[float]) -> tuple[tuple[int, ...], float]:
-    """Return the best split of a batch into whole samples, and the part of the time that it loses.
+    """Return the best split of a batch into whole samples, and the fraction of time that it loses.
 
     Args:
         batch_size: Samples.

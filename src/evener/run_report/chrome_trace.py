@@ -24,14 +24,14 @@ Trace = Iterator[dict[str, Any]]
 def trace_events(name: str, history: RunHistory) -> Trace:
     """Yield the events of a trace.
 
-    Each rank is a process of its own with one track: a slice for each window, and in it waiting for
-    data, compute, wait and exchange. A span of several pieces is drawn as one. What does not fit
-    into its window, as exchanges in the background do not, is drawn shorter; ``args`` holds what
-    was measured. The process "team" has evaluations, checkpoints, membership changes, changed
+    Each rank is a process with one track: a slice for each window, and in it waiting for data,
+    compute, wait and exchange. A span of several pieces is drawn as one. A span that does not fit
+    into its window, such as an exchange in the background, is drawn shorter; ``args`` holds the
+    measured time. The process "team" has evaluations, checkpoints, membership changes, changed
     plans, and counters for loss, speed and bytes.
 
     Args:
-        name: What the run is called.
+        name: Name of the run.
         history: Its events.
     """
     yield from _named(_TEAM, 0, f"team of {name}", "events")
@@ -49,7 +49,7 @@ def trace_events(name: str, history: RunHistory) -> Trace:
 
 
 def trace_text(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the JSON of a trace in pieces: large traces are never whole in memory."""
+    """Yield the JSON of a trace in pieces, so that a large trace is never whole in memory."""
     yield '{"displayTimeUnit":"ms","traceEvents":[\n'
     separator = ""
     for event in events:
@@ -156,7 +156,7 @@ def _part(part: Mapping[str, float], name: str, begin_us: int, end_us: int) -> T
     yield _slice(pid, _WINDOWS, name, begin_us, end_us, args)
     work, wait, sync = (part[f"{key}_ago_s"] for key in ("work", "wait", "sync"))
     if not all(map(math.isfinite, (work, wait, sync))):
-        return  # of several windows, no moment is known at which the spans began
+        return  # the spans of several windows have no common beginning
     ago_s = work, max(0.0, work - spent_s[0]), wait, sync
     for span, (start_us, stop_us) in zip(
         SPANS, _laid_out(begin_us, end_us, spent_s, ago_s), strict=True

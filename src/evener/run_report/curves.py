@@ -14,7 +14,7 @@ _DIGITS: Final = 6
 
 
 class Points:
-    """The rows of a table, merged into points that stand for about as many windows each.
+    """The rows of a table, merged into points of about the same number of windows.
 
     Args:
         table: The windows.
@@ -39,7 +39,7 @@ class Points:
 
     @property
     def are_merged(self) -> bool:
-        """Whether some points stand for several windows."""
+        """Whether some points contain several windows."""
         return bool((self.rows["windows"] > 1).any()) or len(self) < len(self.rows["windows"])
 
     def sums(self, of_rows: Floats) -> Floats:
@@ -77,12 +77,12 @@ class Points:
 def series(
     table: RunTable, lanes: "NDArray[np.intp]", parked: Collection[int], most: int
 ) -> dict[str, Any]:
-    """Return the curves as JSON, of so many points at most.
+    """Return the curves as JSON, of at most ``most`` points.
 
     Args:
         table: The windows.
         lanes: Its lanes, in the order in which they are shown.
-        parked: Those lanes that are parked now.
+        parked: The lanes that are parked now.
         most: Points.
     """
     points = Points(table, lanes, most)
@@ -143,8 +143,8 @@ def timeline(table: RunTable, lanes: "NDArray[np.intp]", most_numbers: int) -> d
         ``merged``: the most windows in a cell. For each cell its first ``window``, ``gap_us`` since
         the end of the cell before, ``length_us``. For each lane and cell ``data_us`` (of a rank
         that has waited for data), ``compute_us``, ``wait_us`` and ``sync_us``; with merged windows
-        also ``most_wait``, the largest part of its time that the rank waited in one of them, in
-        thousandths.
+        also ``most_wait``, the largest fraction of its time that the rank waited in one of them,
+        in thousandths.
     """
     each = 3 + (len(SPANS) + 1) * len(lanes)
     cells = Points(table, lanes, max(1, most_numbers // each))

@@ -1,4 +1,4 @@
-"""The figures of a run as one JSON document, for the page and for programs. Pure."""
+"""The figures of a run as one JSON document, for the page and other programs. Pure."""
 
 from collections.abc import Sequence
 from typing import Any, Final, Literal
@@ -19,22 +19,22 @@ from evener.run_report.verdict import judge
 from evener.simulation.changes import Predictor
 
 MOST_POINTS: Final = 1500
-"""The most points of a curve: as many as a wide screen has columns of pixels for it."""
+"""The most points of a curve: the columns of pixels of a wide screen."""
 
 MOST_NUMBERS: Final = 250_000
-"""The most numbers in all curves of a page; each takes about 7 bytes of it."""
+"""The most numbers in all curves of a page; each takes about 7 bytes."""
 
 MOST_TIMELINE_NUMBERS: Final = 850_000
-"""The most numbers in all timelines of a page; windows are merged where there would be more."""
+"""The most numbers in all timelines of a page; windows are merged if there would be more."""
 
 MOST_PAIRED: Final = 64
-"""The most ranks of which each pair has its waits in the page."""
+"""The most ranks for which the page has the waits of each pair."""
 
 Presence = Literal["here", "gone", "replaced", "parked", "ended"]
-"""Whether a member of the team takes part; one that is gone may be replaced by another."""
+"""Whether a member of the team takes part; a departed one may be replaced by another."""
 
 
-# Sums of absurd values become infinite, and null in the document.
+# Sums of extreme values become infinite, and null in the document.
 @np.errstate(over="ignore", invalid="ignore")
 def figures(
     name: str,
@@ -49,13 +49,13 @@ def figures(
     """Return the document of a run.
 
     Args:
-        name: What the run is called.
+        name: Name of the run.
         history: Its events.
-        facts: What its summary says.
-        notes: What was left out while reading.
-        divisor: Divides the room of a page, such as by the runs that share it.
-        is_running: Whether its processes are there; ``None`` where that is not known.
-        predict: Predicts what advice would gain, where there is time for it.
+        facts: The facts of its summary.
+        notes: Notes about parts that could not be read.
+        divisor: Divides the size limit of a page, for example by the number of runs in it.
+        is_running: Whether its processes are running; ``None`` if unknown.
+        predict: Predicts the gain of advice; ``None`` if there is no time for it.
     """
     table = history.table
     order = sorted(range(len(table.members)), key=lambda i: (table.ranks[i], table.members[i]))
@@ -192,19 +192,19 @@ def _ranks(
 def _waits(history: RunHistory, waits: Waits, order: Sequence[int], text: str) -> dict[str, Any]:
     table = history.table
     named = [one["text"] for one in history.incidents if one["type"].startswith("straggler")]
-    told = f" Named during the run: {'; '.join(named[:3])}." if named else ""
+    warned = f" Named during the run: {'; '.join(named[:3])}." if named else ""
     pairs_s = waits.pairs_s[np.ix_(order, order)]
     return {
         "ranks": [table.ranks[lane] for lane in order],
         "members": [table.members[lane] for lane in order],
         "seconds": [*map(numbers, pairs_s)] if len(order) <= MOST_PAIRED else None,
         "culprit": None if waits.culprit is None else table.ranks[waits.culprit],
-        "text": text + told,
+        "text": text + warned,
     }
 
 
 def _flags(history: RunHistory) -> list[dict[str, Any]]:
-    """Return what charts mark in time, in order."""
+    """Return the marks of charts, in order of time."""
     fields = ("kind", "t_s", "window", "rank", "member", "cost_s", "text")
     flags = [{name: one[name] for name in fields} for one in history.incidents if one["kind"]]
     for one in history.checkpoints:
@@ -217,9 +217,9 @@ def _flags(history: RunHistory) -> list[dict[str, Any]]:
 
 
 def _evals(history: RunHistory) -> list[dict[str, Any]]:
-    """Return the evaluations, each with the samples before it; of very many, some of them.
+    """Return the evaluations, each with the samples before it; if there are many, some of them.
 
-    In a row all windows are taken to have as many samples.
+    All windows of a row are assumed to have the same number of samples.
     """
     step = -(-len(history.evals) // MOST_LISTED) or 1
     evals = history.evals[::-step][::-1]  # with the newest

@@ -9,7 +9,7 @@ from evener.observe.table import VOIDING, RunTable
 from evener.observe.team_change import TeamChange
 
 MOST_LISTED: Final = 500
-"""The most lines of a list, such as that of the checkpoints; a longer one loses its middle."""
+"""The most lines of a list, such as that of checkpoints; the middle of longer ones is dropped."""
 
 _INCIDENTS: Final = {
     "run_resumed": "resume",
@@ -22,11 +22,11 @@ _INCIDENTS: Final = {
     "events_dropped": "",
     "run_finished": "",
 }
-"""Types of events that are told one by one, and the flag that each gets in charts."""
+"""Types of events that are listed one by one, and the flag of each in charts."""
 
 _DECISIONS: Final = ("parked", "recalled", "join_refused")
 _BACKEND: Final = ("backend", "backend_reason")
-"""What a team that forms again may exchange over something else, and why."""
+"""A re-formed team may exchange over another backend, and why."""
 
 _MOST_SHARES: Final = 8
 
@@ -44,13 +44,13 @@ class RunHistory:
         ending: The newest session's ``run_finished``, if it has one.
         sessions: Starts and resumes.
         counts: Events by type.
-        incidents: Changes of the team, stragglers and other things of which there are few.
-        decisions: What the planner and the coordinator decided, and why.
+        incidents: Changes of the team, stragglers and other rare events.
+        decisions: Decisions of the planner and of the coordinator, and why.
         evals: Evaluations, with ``begin_s``.
-        checkpoints: What has been saved.
+        checkpoints: Saved checkpoints.
         workers: The newest ``worker_started`` by member.
-        joined: By member that has joined a running team: with which window.
-        gone: By member that was lost or has left: why, and the window that was under way.
+        joined: By member that has joined the running team: its first window.
+        gone: By member that was lost or has left: why, and the current window at that time.
     """
 
     def __init__(self) -> None:
@@ -71,11 +71,11 @@ class RunHistory:
 
     @property
     def has_summary(self) -> bool:
-        """Whether a ``summary.json`` is of the newest session: that has ended, and not failed."""
+        """Whether ``summary.json`` is of the newest session, which has ended without failure."""
         return self.ending is not None and self.ending["reason"] != "failed"
 
     def slowed(self, lane: int) -> float | None:
-        """Return by which factor a rank is slowed on purpose; ``None`` if it is not."""
+        """Return the factor by which a rank is slowed on purpose; ``None`` if it is not."""
         return self.workers.get(self.table.members[lane], {}).get("emulated")
 
     def add(self, event: Event) -> None:
@@ -123,7 +123,7 @@ class RunHistory:
             case "run_finished":
                 self.ending = event
         if kind in TeamChange.KINDS:
-            self._tell_change(event)
+            self._describe_change(event)
         elif kind in _INCIDENTS:
             self._tell(_INCIDENTS[kind], event, self._describe(event))
         if kind in _DECISIONS:
@@ -134,15 +134,15 @@ class RunHistory:
         self.sessions += 1
         self.ending = None
 
-    def _tell_change(self, event: Event) -> None:
-        """Tell all events of one change of the team as one sentence."""
+    def _describe_change(self, event: Event) -> None:
+        """Describe all events of one change of the team in one sentence."""
         if self._change is None or not self._change.takes(event):
             if event["type"] == "window":
                 return
             self._change = TeamChange()
             self._tell("", event, "")
         self._change.add(event)
-        self.incidents[-1] |= self._change.told()
+        self.incidents[-1] |= self._change.summary()
 
     def _tell(self, flag: str, event: Event, text: str) -> None:
         line = {name: event.get(name) for name in ("rank", "member")}

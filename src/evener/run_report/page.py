@@ -1,9 +1,9 @@
 """The page of reports and of the dashboard, as one HTML file. Pure but for assets.
 
-The page holds a report's document as JSON, needs no server and no network; that of the dashboard
-asks its server for it. Its script draws everything from the document. A content security policy
-allows that script only, whatever names and messages of a run contain. uPlot 1.6.32 draws the
-curves; the files of its ``dist`` folder and its license are in ``assets/``.
+A report's page holds the document as JSON and needs no server and no network; the dashboard's page
+requests it from its server. The script draws everything from the document. A content security
+policy allows only that script, whatever names and messages of a run contain. uPlot 1.6.32 draws
+the curves; the files of its ``dist`` folder and its license are in ``assets/``.
 """
 
 import base64
@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any, Final
 
 GENERATOR: Final = '<meta name="generator" content="evener report {}">'
-"""Says of which runs a page is, so that ``evener report`` may replace that of the same runs."""
+"""Identifies the runs of a page, so that ``evener report`` may replace a page of the same runs."""
 
 _SCRIPTS: Final = ("uPlot.iife.min.js", "charts.js", "timeline.js", "page.js", "live.js")
 _STYLES: Final = ("uPlot.min.css", "page.css")
@@ -25,12 +25,12 @@ def page(document: Mapping[str, Any] | None = None, runs: str = "") -> str:
     """Return the page.
 
     Args:
-        document: ``runs``, each as ``figures`` returns it, and ``version``. Without it, the page
-            is that of the dashboard.
-        runs: A hexadecimal digest that stands for the runs.
+        document: ``runs``, each as ``figures`` returns it, and ``version``. Without it, return the
+            dashboard's page.
+        runs: A hexadecimal digest that identifies the runs.
     """
     script, style = ("".join(map(_asset, names)) for names in (_SCRIPTS, _STYLES))
-    # A "<" could end the script element, whatever the text around it.
+    # A "<" could end the script element.
     data = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     found = _asset("page.html")
     for name, value in (
@@ -38,7 +38,7 @@ def page(document: Mapping[str, Any] | None = None, runs: str = "") -> str:
         ("generator", GENERATOR.format(runs)),
         ("style", style),
         ("script", script),
-        ("numbers", data),  # the last, as names of runs may hold anything
+        ("numbers", data),  # last, because names of runs may contain anything
     ):
         found = found.replace(f"{{{{{name}}}}}", value)
     return found

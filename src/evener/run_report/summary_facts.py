@@ -1,4 +1,4 @@
-"""Facts of a report from ``summary.json``, which may be of another version or damaged. Pure."""
+"""Facts of a report from ``summary.json``, which may have another version or be damaged. Pure."""
 
 from typing import Annotated, Any, Self
 
@@ -32,10 +32,10 @@ class SummaryFacts(BaseModel):
 
 
 def read_facts(document: Any) -> SummaryFacts:
-    """Take what a report shows from the document of a ``summary.json``.
+    """Read the facts that a report shows from the document of a ``summary.json``.
 
     Raises:
-        ValueError: It is not such a document; says which key has which problem.
+        ValueError: It is not such a document; names the key and the problem.
     """
     try:
         return SummaryFacts.model_validate(document)

@@ -23,10 +23,10 @@ from evener.run_report.history import RunHistory
 from evener.simulation.changes import Predictor
 
 _MOST_NAMED: Final = 3
-"""Ranks of which the verdict says what they add; of a larger team it names the slowest."""
+"""Most ranks whose contribution the verdict names; in a larger team it names only the slowest."""
 
 _LEAST_ROWS: Final = 4
-"""Windows in a third of a run without which nothing tells whether speeds have changed."""
+"""Least windows in a third of a run to decide whether speeds have changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class RunVerdict:
 
     Attributes:
         estimate: Speeds of the team and of its ranks alone.
-        names: Of the present ranks, for people.
-        lost_waiting: Part of the ranks' time in which they waited for one another.
-        waits: Who waits for whom, in words.
+        names: Names of the present ranks.
+        lost_waiting: Fraction of the ranks' time in which they waited for one another.
+        waits: Who waits for whom, as text.
         advice: What to change.
         speeds_changed: Whether a rank became slower or faster during the run.
         basis: Whether the figures were measured in a run, or predicted.
@@ -53,7 +53,7 @@ class RunVerdict:
 
     @property
     def remark(self) -> str | None:
-        """Return what the reader must know of the multiple; ``None`` for nothing."""
+        """Return a remark that the reader needs for the multiple; ``None`` without one."""
         return SPEEDS_CHANGED if self.speeds_changed or self.estimate.speeds_changed else None
 
     @property
@@ -77,28 +77,28 @@ class RunVerdict:
         if estimate.speed is None:
             return "The run was too short, or its team changed too late, to measure its speed."
         if len(self.names) < 2:
-            return "One rank has no other to be compared with."
+            return "A single rank cannot be compared with others."
         if estimate.speeds_changed:
             return f"The team is not compared with its ranks alone: {SPEEDS_CHANGED}."
         if estimate.unknown:
             ranks = " and ".join(f"rank {rank}" for rank in sorted(estimate.unknown))
-            return f"What {ranks} would do alone is not known, so no multiple is given."
+            return f"The speed of {ranks} alone is not known, so no multiple is given."
         if estimate.of_fastest is None or estimate.of_ideal is None:
-            return "What each rank does alone is not known, so no multiple is given."
-        told = ", ".join(self._contributions())
+            return "The speed of each rank alone is not known, so no multiple is given."
+        contributions = ", ".join(self._contributions())
         changed = f"; {SPEEDS_CHANGED}" if self.speeds_changed else ""
         return (
             f"The team does {estimate.of_fastest:.2f}× rank {estimate.fastest} alone, "
-            f"{estimate.of_ideal:.0%} of all ranks together{changed}: {told}."
+            f"{estimate.of_ideal:.0%} of all ranks together{changed}: {contributions}."
         )
 
     @property
     def change(self) -> str:
         """Return what to change first, in a sentence or two."""
         if not self.advice and self.estimate.speed is None:
-            return "Let it run for longer: nothing tells yet what would make it faster."
+            return "The run is too short for advice: let it run for longer."
         if not self.advice:
-            return "Nothing stands out that would make it faster."
+            return "No change is expected to make it noticeably faster."
         first = self.advice[0]
         gain = "" if first.gain is None else f" Expected: {first.gain:+.0%}."
         key = f" Set {first.key}." if first.key else ""
@@ -171,7 +171,7 @@ def judge(history: RunHistory, waits: Waits, predict: Predictor | None = None) -
 
 
 def name_rank(history: RunHistory, lane: int) -> str:
-    """Return a rank and its device, for people."""
+    """Return a rank and its device as text."""
     rank, member = history.table.ranks[lane], history.table.members[lane]
     worker = history.workers.get(member, {})
     slowed = history.slowed(lane)
@@ -204,7 +204,7 @@ def _ranks(history: RunHistory, sums: Columns) -> tuple[RankFacts, ...]:
 
 
 def _factors(table: RunTable) -> list[float]:
-    """Return by lane how many times as long a sample takes in the last third of measured rows."""
+    """Return by lane the time of a sample in the last third of measured rows over the first."""
     counted = table.measured()
     samples = table.cells("samples")[counted]
     compute_s = (table.cells("compute_s") - table.cells("update_s"))[counted]

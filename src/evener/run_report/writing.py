@@ -22,7 +22,7 @@ from evener.version import __version__
 DEFAULT_PAGE: Final = Path("report.html")
 
 _MOST_NOTES: Final = 3
-"""The most lines that are named because they are not events; further ones are counted."""
+"""The most invalid lines that are named; further ones are counted."""
 
 
 def report(runs: Sequence[Path]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def report(runs: Sequence[Path]) -> dict[str, Any]:
         runs: Run folders, or their ``events.jsonl``.
 
     Raises:
-        ConfigError: One is not the folder of a run, or its events cannot be read.
+        ConfigError: A folder is not that of a run, or its events cannot be read.
     """
     folders = [find_events(run).parent for run in runs]
     names = [folder.name for folder in folders]
@@ -51,14 +51,14 @@ def write_page(document: dict[str, Any], runs: Sequence[Path], path: Path | None
     Args:
         document: As ``report`` returns it.
         runs: The runs in it.
-        path: Where it goes; by default ``report.html`` in the current folder. If that is something
-            else than an earlier page of the same runs, ``report-2.html``, and so on.
+        path: The file; by default ``report.html`` in the current folder. If that exists and is not
+            an earlier page of the same runs, ``report-2.html``, and so on.
 
     Returns:
-        Where it went.
+        The file.
 
     Raises:
-        ConfigError: It cannot be written there.
+        ConfigError: The file cannot be written.
     """
     folders = "\0".join(str(find_events(run).parent.resolve()) for run in runs)
     digest = hashlib.blake2b(folders.encode(), digest_size=8).hexdigest()
@@ -70,7 +70,7 @@ def write_page(document: dict[str, Any], runs: Sequence[Path], path: Path | None
 
 
 def verdict_lines(document: dict[str, Any]) -> list[str]:
-    """Return what matters most of a report: of one run three answers, of several one for each."""
+    """Return the most important lines of a report: three for one run, else one for each run."""
     runs = document["runs"]
     if len(runs) == 1:
         found = [*runs[0]["verdict"]["answers"].values()]
@@ -84,7 +84,7 @@ def write_trace(run: Path, path: Path) -> None:
 
     Args:
         run: Its folder, or its ``events.jsonl``.
-        path: Where it goes.
+        path: The file.
 
     Raises:
         ConfigError: The run does not exist, its events cannot be read, or the file cannot be
@@ -99,8 +99,8 @@ class RunReader:
 
     Args:
         folder: The folder.
-        is_live: It is read again and again, for all who look at the dashboard: its files are not
-            followed out of the folder, and a missing summary is not noteworthy.
+        is_live: Whether it is read repeatedly, for the dashboard: then symbolic links that lead out
+            of the folder are not followed, and a missing summary is not reported.
     """
 
     def __init__(self, folder: Path, *, is_live: bool = False) -> None:
@@ -110,7 +110,7 @@ class RunReader:
         #: How many lines were left out, and a few of them with the reason.
         self.num_skipped = 0
         self.skipped: list[str] = []
-        #: Also says whether another file is there now.
+        #: Also detects that the file was replaced.
         self.follower = EventFollower(folder / EVENTS, self._skip, follow=not is_live)
 
     def history(self) -> RunHistory:
@@ -155,7 +155,7 @@ class RunReader:
             self.skipped.append(f"line {line:,} of {EVENTS} is left out: {why}")
 
     def _read_summary(self) -> tuple[SummaryFacts, str]:
-        """Return the summary, and why there is none, for people."""
+        """Return the summary, and as text why there is none."""
         try:
             facts = read_facts(read_json(self._folder / SUMMARY, follow=False))
         except FileNotFoundError:
@@ -173,7 +173,7 @@ class RunReader:
 
 
 def _is_free(path: Path, digest: str) -> bool:
-    """Return whether no file is there but a page of the same runs."""
+    """Return whether the file does not exist, or is a page of the same runs."""
     try:
         with path.open("rb") as stream:
             return GENERATOR.format(digest).encode() in stream.read(4096)

@@ -14,25 +14,25 @@ from evener.simulation.prediction import TeamPrediction, predict
 from evener.simulation.team_advice import needed
 
 _MOST_RANKS: Final = 16
-"""Of a larger team the simulation takes longer than a reader of a report should wait."""
+"""Most ranks that are simulated for a report: a larger team would take too long."""
 
 
 class Change(NamedTuple):
-    """A change of a run; ``None`` leaves things as they are."""
+    """A change of a run; ``None`` changes nothing."""
 
     policy: ApplyPolicy | None = None
     batch_size: int | None = None
 
 
 Predictor = Callable[[Change], float | None]
-"""Returns by which part a run would be faster after a change; ``None`` if nothing can tell.
+"""Returns the fraction by which a run would be faster after a change; ``None`` if unknown.
 
 Under another policy, that is faster for the same loss; see ``needed``.
 """
 
 
 def predict_changes(table: RunTable, start: Event) -> Predictor | None:
-    """Return what predicts changes of a run; ``None`` for a run that tells too little.
+    """Return a function that predicts changes of a run; ``None`` if the run has too few windows.
 
     Args:
         table: The windows of the run.
@@ -50,7 +50,7 @@ def predict_changes(table: RunTable, start: Event) -> Predictor | None:
 
     def gain(change: Change) -> float | None:
         if change.policy is not None and not is_whole:
-            return None  # it would give work to a rank whose speed is not known
+            return None  # a rank whose speed is not known would get work
         if not present:
             present.append(_useful(predict(team, policy)))
         changed = replace(team, batch_size=change.batch_size or team.batch_size)

@@ -1,4 +1,4 @@
-"""A team as a run has measured it: costs, disturbances and exchanges, from the table of windows."""
+"""A team as measured by a run: costs, disturbances and exchanges, from the table of windows."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -21,22 +21,22 @@ from evener.simulation.prediction import MeasuredRun, TeamSpec
 from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, Noise, SimulatedRank
 
 LEAST_WINDOWS: Final = 5
-"""Windows after the warm-up without which a run tells too little."""
+"""Least windows after the warm-up."""
 
 _MOST_WINDOWS: Final = 20_000
-"""The newest rows of a run that are used: it may have been at work for weeks."""
+"""Most rows of a run that are used, the newest: a run may take weeks."""
 
 _MOST_TIMES: Final = 100
-"""A window that took so many times the usual time does not count: the run was suspended in it."""
+"""Windows that took this many times the usual time do not count: the run was suspended."""
 
 _STRETCH: Final = 40
-"""Windows after which what disturbs a rank is its usual speed."""
+"""Windows after which a disturbance of a rank counts as its usual speed."""
 
 _USUAL_FIXED: Final = 0.1
-"""Part of a micro-batch's time that is usually fixed."""
+"""Fraction of a micro-batch's time that is usually fixed."""
 
 _USUAL_BACKWARD: Final = 2 / 3
-"""Part of a micro-batch's time that is usually backward."""
+"""Fraction of a micro-batch's time that is usually backward."""
 
 _FIELDS: Final = (
     *("samples", "micro_batches", "steps"),
@@ -49,7 +49,7 @@ Rows = Mapping[str, Table]
 
 
 def read_team(run: Path) -> TeamSpec:
-    """Read what the run of a folder has measured.
+    """Return the team that a run has measured.
 
     Args:
         run: The folder, or its ``events.jsonl``.
@@ -65,7 +65,7 @@ def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
 
     Args:
         events: Those of the run, in the order in which they were written.
-        run: Its name, for people.
+        run: Its name.
 
     Raises:
         ConfigError: There are too few windows, or no rank has computed anything in them.
@@ -85,7 +85,7 @@ def team_of(table: RunTable, start: Event, run: str) -> TeamSpec:
     Args:
         table: Its windows.
         start: Its newest ``run_started``.
-        run: Its name, for people.
+        run: Its name, for messages.
 
     Raises:
         ConfigError: As ``measured_team``.
@@ -96,9 +96,9 @@ def team_of(table: RunTable, start: Event, run: str) -> TeamSpec:
     num_windows = int(team["windows"].sum())
     if num_windows < LEAST_WINDOWS:
         raise ConfigError(
-            f"{run} has {num_windows} windows after its warm-up that say what each rank did, at "
-            f"least {LEAST_WINDOWS} are needed to tell how fast its ranks are; let it run for "
-            "longer, name another run, or give speeds by hand with --speeds"
+            f"{run} has {num_windows} windows with the work of each rank after its warm-up, and at "
+            f"least {LEAST_WINDOWS} are needed to measure its ranks; let it run for longer, name "
+            "another run, or give speeds by hand with --speeds"
         )
     rows = _rows(table, counted)
     computed: NDArray[np.bool_] = np.logical_or.reduce(_computed(rows))
@@ -125,15 +125,15 @@ def team_of(table: RunTable, start: Event, run: str) -> TeamSpec:
         sizes = np.ceil(rows["samples"][steps > 0] / steps[steps > 0])
         anchor = int(np.nan_to_num(team["anchor"], nan=ANCHOR).min())
         notes.append(
-            "the run made local steps, in which updates are not timed by themselves: sync is "
-            "predicted with an update for each step's samples, and so as rather too slow"
+            "the run made local steps, in which updates are not timed separately: sync is "
+            "predicted with an update for each step's samples, so its speed is underestimated"
         )
     if "params" not in start:
-        notes.append("the run does not say how many parameters it trains: give --params")
+        notes.append("the number of parameters is not in the run's events: give --params")
     link = Link(BYTES_PER_PARAMETER * start.get("params", 0))
     if policy.in_background or (rows["samples"] > 0).sum(axis=1).max() < 2:
         why = "averaged in the background" if policy.in_background else "had one rank at work"
-        notes.append(f"the run {why}, so what an exchange takes is not known: give --bandwidth")
+        notes.append(f"the run {why}, so the time of an exchange is not known: give --bandwidth")
     else:
         link = _link(rows, ranks, link.num_bytes)
     # Windows at the end of an epoch have fewer samples.
@@ -162,7 +162,7 @@ def team_of(table: RunTable, start: Event, run: str) -> TeamSpec:
 
 
 def _windows_that_count(table: RunTable, policy: ApplyPolicy) -> NDArray[np.bool_]:
-    """Return which measured rows say what each rank did, without pauses of the run in them."""
+    """Return which measured rows have each rank's work, and no pause of the run."""
     counted = table.measured()
     counted[:-_MOST_WINDOWS] = False
     is_idle = table.cells("samples") == 0
@@ -171,14 +171,14 @@ def _windows_that_count(table: RunTable, policy: ApplyPolicy) -> NDArray[np.bool
     rows = table.rows()
     counted &= ~np.isin(rows["window"] - rows["windows"] + 1, list(table.paused))
     lengths_s = rows["length_s"] / rows["windows"]
-    counted &= lengths_s > 0.0  # else the clock was set back in it
+    counted &= lengths_s > 0.0  # otherwise the clock was set back in it
     if counted.any():
         counted &= lengths_s <= _MOST_TIMES * np.median(lengths_s[counted])
     return counted
 
 
 def _rows(table: RunTable, counted: NDArray[np.bool_]) -> Rows:
-    """Return the rows that count; of several windows in one, the mean."""
+    """Return the rows that count; the mean if a row has several windows."""
     team = table.rows()
     windows = team["windows"][counted, None]
     lanes = table.present
@@ -188,17 +188,17 @@ def _rows(table: RunTable, counted: NDArray[np.bool_]) -> Rows:
 
 
 def _computed(rows: Rows) -> NDArray[np.bool_]:
-    """Return in which windows a rank has computed, beside its update."""
+    """Return the windows in which a rank has computed more than its update."""
     return (rows["samples"] > 0) & (rows["compute_s"] > rows["update_s"])
 
 
 def _link(rows: Rows, ranks: Mapping[int, SimulatedRank], num_bytes: int) -> Link:
     """Return the link as it was while most ranks were at work.
 
-    What gradients travelled during backward is told by the rank that came last to the others, as
-    its exchanges waited for nobody. If backward was long enough to hide all of the exchange, what
-    was not hidden never is. Otherwise the exchange was hidden as far as backward went, and nothing
-    tells what is never hidden: it counts as nothing.
+    How much of the exchange backward hid is measured on the rank that arrived last, as its
+    exchanges did not wait for others. If backward was long enough to hide all of the exchange, the
+    rest can never be hidden. Otherwise the exchange was hidden for all of backward, and the part
+    that can never be hidden is unknown and counts as 0.
     """
     present = rows["samples"] > 0
     num_ranks = int(present.sum(axis=1).max())
@@ -271,9 +271,9 @@ def _disturbances(compute_s: Table, expected_s: Table, computed: NDArray[np.bool
 def _cost(rows: Rows, parts: int, micro_batch_size: int) -> CostModel:
     """Return the cost of a rank's windows, as the planner of a run learns it.
 
-    Windows of one size cannot tell what of a micro-batch's time is fixed, and yet the last
-    micro-batch of a share, which may be of one sample, costs more than its samples alone. So the
-    usual part of a full micro-batch is then fixed; for these windows it is the same cost.
+    If all windows have one size, the fixed part of a micro-batch's time cannot be measured. But the
+    last micro-batch of a share, which may have a single sample, costs more than its samples. So the
+    usual fraction of a full micro-batch is assumed fixed, which is the same cost for these windows.
     """
     speed = SpeedModel()
     fields = ("samples", "micro_batches", "compute_s", "update_s")

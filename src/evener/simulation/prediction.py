@@ -17,29 +17,29 @@ from evener.simulation.simulated_sync import SimulatedSync
 
 _SYNC_WINDOWS: Final = 160
 _LOCAL_WINDOWS: Final = 36
-"""Windows that are simulated: those of local steps have more steps."""
+"""Simulated windows, fewer with local steps, since their windows have more steps."""
 
 _SETTLING: Final = 1 / 3
-"""Part of them in which the planner settles; the others count."""
+"""Fraction of them in which the planner settles; the others count."""
 
 _MOST_STEPS: Final = 6000
 _LEAST_WINDOWS: Final = 6
-"""Very unequal ranks have thousands of local steps in a window: the simulation ends after so many
-steps, but not before so many windows."""
+"""Limits for very unequal ranks, which have thousands of local steps in a window: the simulation
+ends after this number of steps, but not before this number of windows."""
 
 _MOST_APART: Final = 20_000
-"""Local steps that a rank makes at most more than the slowest one. Beside one of a hundredth of
-the speed the anchor still grows to its limit; beside slower ones it grows less."""
+"""Most local steps of a rank beyond those of the slowest one. Beside a rank of a hundredth of the
+speed the anchor still grows to its limit; beside slower ones it grows less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """What a run did, by the figures of its report.
+    """A measured run, by the figures of its report.
 
     Attributes:
         policy: Its policy.
         estimate: Samples per second of the team and of its ranks alone.
-        parts: Parts of the ranks' time, by span.
+        parts: Fractions of the ranks' time, by span.
         window_s: Usual seconds of a window.
     """
 
@@ -59,11 +59,11 @@ class TeamSpec:
         batch_size: Samples of an optimizer step: of the team in SYNC.
         local_batch_size: The same of a local step in CADENCE and ASYNC.
         anchor: Local steps of the slowest rank in a window, to begin with.
-        max_anchor: The anchor grows no further.
-        divides_updates: In SYNC each rank makes its part of the optimizer's update.
-        source: Where its speeds come from, for people.
-        notes: What is unknown about it.
-        measured: What the run did that has measured it; ``None`` without one.
+        max_anchor: Largest anchor.
+        divides_updates: Whether in SYNC each rank makes its part of the optimizer's update.
+        source: Origin of its speeds, as text.
+        notes: Notes about unknown figures.
+        measured: The run that has measured it; ``None`` without one.
     """
 
     ranks: tuple[SimulatedRank, ...]
@@ -94,20 +94,20 @@ class TeamPrediction:
         policy: The policy.
         batch_size: Samples of an optimizer step.
         samples_per_s: Throughput of the team.
-        of_ideal: That over the sum of what all ranks do alone; ``None`` where speeds changed
-            meanwhile, as those of a measured run may.
-        wait: Part of the time of ranks at work in which they wait for others, from 0 to 1.
-        exchange: Part in which they exchange gradients, or average.
-        bookkeeping: Part that is neither that nor compute.
-        lost: Part that is not compute.
+        of_ideal: That over the sum of all ranks' speeds alone; ``None`` if speeds changed, as in a
+            measured run.
+        wait: Fraction of the time of ranks at work in which they wait for others, from 0 to 1.
+        exchange: Fraction in which they exchange gradients, or average.
+        bookkeeping: Fraction that is none of these and not compute.
+        lost: Fraction that is not compute.
         window_s: Seconds of a window.
         samples_per_window: Of all ranks.
-        shares: Part of the samples by rank.
-        waits: Part of each rank's time in which it waits; 0 of a parked one.
+        shares: Fraction of the samples by rank.
+        waits: Fraction of each rank's time in which it waits; 0 for a parked one.
         parked: Ranks that the planner parks.
-        sent_bytes: Bytes that each rank at work sends in a window; ``None`` where the size of an
+        sent_bytes: Bytes that each rank at work sends in a window; ``None`` if the size of an
             exchange is not known.
-        sent_bytes_per_s: The same in a second.
+        sent_bytes_per_s: The same per second.
     """
 
     policy: ApplyPolicy
@@ -179,7 +179,7 @@ def _sum_up(
     exchanges_s = [sum(w.exchanges_s[rank] for w in windows) for rank in ranks]
     computes_s = [sum(w.reports[rank].compute_s for w in windows) for rank in ranks]
     present = windows[-1].present
-    # Ranks that were parked meanwhile are not at work; see "present".
+    # Parked ranks are not at work; see "present".
     wait = fmean(waits_s[rank] / spent_s[rank] for rank in present)
     exchange = fmean(exchanges_s[rank] / spent_s[rank] for rank in present)
     compute = fmean(computes_s[rank] / spent_s[rank] for rank in present)

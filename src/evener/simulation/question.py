@@ -12,21 +12,21 @@ from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, Simulate
 from evener.simulation.team_advice import TeamAdvice, advise
 
 BATCH_SIZE: Final = 32
-"""Samples of an optimizer step unless told otherwise, as in a run without the key."""
+"""Default samples of an optimizer step, as in a run without the key."""
 
 LATENCY_MS: Final = 0.1
-"""Milliseconds until a message arrives unless told otherwise, as in a local network."""
+"""Default milliseconds until a message arrives, as in a local network."""
 
 _LEAST_SPEED, _MOST_SPEED = 1e-9, 1e15
 _MOST_RATIO: Final = 1000
-"""Ranks that are further apart are not simulated: windows of local steps would have too many."""
+"""Largest ratio of speeds that is simulated: beyond it, windows have too many local steps."""
 
 
 def answer_plan(options: PlanOptions) -> TeamAdvice:
-    """Predict what a team would do.
+    """Predict a team, and advise.
 
     Raises:
-        ConfigError: An option is wrong, or contradicts another; or the run tells too little.
+        ConfigError: An option is wrong, or contradicts another; or the run has too few windows.
     """
     if (options.run is None) == (options.speeds is None):
         raise ConfigError(
@@ -93,7 +93,7 @@ def _speeds(option: str, text: str | None) -> list[float]:
 
 
 def _link(link: Link, options: PlanOptions) -> Link:
-    """Return a link as the options say; what they do not say is as measured."""
+    """Return a link with the values of the options; the rest is as measured."""
     if options.params is not None:
         link = replace(link, num_bytes=round(BYTES_PER_PARAMETER * options.params))
     if options.bandwidth is None:
@@ -102,7 +102,7 @@ def _link(link: Link, options: PlanOptions) -> Link:
         return link
     if not link.num_bytes:
         raise ConfigError(
-            f"--bandwidth is {options.bandwidth:g}, but nothing says how much is exchanged; give "
+            f"--bandwidth is {options.bandwidth:g}, but the size of an exchange is not known; give "
             "--params, such as 350e6"
         )
     transfer_s = 8 * link.num_bytes / (1e9 * options.bandwidth)

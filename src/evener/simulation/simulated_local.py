@@ -12,19 +12,19 @@ from evener.planning.report import NOTHING, Report
 from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow
 
 _ENDLESS: Final = 2**50
-"""Batches that are left of the epoch."""
+"""Remaining batches of the epoch."""
 
 
 class SimulatedLocal:
-    """Windows of local steps, closed by each rank's clock and exchanged as the engine does it.
+    """Windows of local steps, closed by each rank's clock and exchanged as in the engine.
 
-    Whether ranks wait for an exchange is in the policy's plans: always in CADENCE; in ASYNC only if
-    a rank has no step left before the average has landed.
+    The policy's plans say whether ranks wait for an exchange: always in CADENCE; in ASYNC only if a
+    rank has no step left before the average has been applied.
 
     Args:
         ranks: The ranks.
         link: The link between them.
-        policy: Plans.
+        policy: Plans the windows.
         batch_size: Samples of a local step.
 
     Attributes:
@@ -53,7 +53,7 @@ class SimulatedLocal:
         return [self.window() for _ in range(num_windows)]
 
     def window(self) -> SimulatedWindow:
-        """Simulate a window until its average has landed on every rank."""
+        """Simulate a window until its average has been applied on every rank."""
         plan = self._plan
         for rank in self._ranks:
             rank.go_on(math.inf)
@@ -107,12 +107,12 @@ class _LocalRank:
         self._landed_s = 0.0
 
     def follow(self, plan: LocalPlan, rank: int) -> None:
-        """Go on by a plan, whose time runs from now; steps made before count."""
+        """Continue with a plan, whose time begins now; steps made before count."""
         self._left = max(self._left, plan.queues[rank] - self._work.steps)
         self._clock.limit(plan.most[rank], self.now_s + plan.window_s, least=plan.least)
 
     def go_on(self, until_s: float) -> None:
-        """Make local steps until the clock says stop, the queue is empty, or a moment is over."""
+        """Make local steps until the window's time is over, the queue is empty, or ``until_s``."""
         while self._left and self.now_s < until_s and self._clock.wants_another(self.now_s):
             step = self._rank.step(self._batch_size, self.now_s)
             self._left -= 1
@@ -121,13 +121,13 @@ class _LocalRank:
             self._clock.count_step(step.busy_s)
 
     def end_window(self, most: int) -> Report:
-        """Begin with the next window; return the work of the one before."""
+        """Begin the next window; return the work of the previous one."""
         done, self._work = self._work, NOTHING
         self._clock.open(most)
         return done
 
     def land(self, landed_s: float) -> float:
-        """Apply an average that has landed; return the seconds since the one before."""
+        """Apply an average; return the seconds since the previous one."""
         self.now_s = max(self.now_s, landed_s)
         elapsed_s, self._landed_s = self.now_s - self._landed_s, self.now_s
         return elapsed_s

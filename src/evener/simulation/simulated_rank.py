@@ -14,12 +14,12 @@ BYTES_PER_PARAMETER = 4
 
 
 class Noise(NamedTuple):
-    """Disturbances of a rank, over the windows of a run, repeated without end.
+    """Disturbances of a rank, over the windows of a run, repeated endlessly.
 
-    They follow time: one that slowed two ranks at once does so again, for as long as it did.
+    They depend on time: a disturbance of two ranks at once is repeated on both, with its duration.
 
     Attributes:
-        factors: Of the computed time, one for each window.
+        factors: Factors of the compute time, one for each window.
         ends_s: When each window ended, in seconds from the beginning of the first one.
     """
 
@@ -27,14 +27,14 @@ class Noise(NamedTuple):
     ends_s: tuple[float, ...]
 
     def lengthen(self, plain_s: float, at_s: float) -> float:
-        """Return the seconds of a computation that begins at a moment.
+        """Return the seconds of a computation that begins at ``at_s``.
 
         A disturbance slows what is computed while it lasts, and nothing afterwards: otherwise a
         long one would slow a team for longer than it has slowed the run.
 
         Args:
             plain_s: Seconds that the computation takes undisturbed.
-            at_s: The moment.
+            at_s: When it begins.
         """
         at_s %= self.ends_s[-1]
         window, done_s = bisect_right(self.ends_s, at_s), 0.0
@@ -59,8 +59,8 @@ class SimulatedRank:
         cost: Seconds of compute; ``window_s`` is the optimizer's update.
         micro_batch_size: Most samples in one forward and backward; ``None`` for all in one.
         overhead_s: Seconds beside compute for each micro-batch, such as fetching data.
-        noise: Disturbs the computed time.
-        name: For people, such as ``rank 1 (cpu)``.
+        noise: Disturbances of the compute time.
+        name: A text such as ``rank 1 (cpu)``.
         alone_factor: Its measured speed alone over that of ``cost``.
     """
 
@@ -77,16 +77,16 @@ class SimulatedRank:
         return self.alone_factor * batch_size / usual.seconds(batch_size, self.micro_batch_size)
 
     def lengthen(self, plain_s: float, at_s: float) -> float:
-        """Return the seconds of a computation that begins at a moment; see ``Noise``."""
+        """Return the seconds of a computation that begins at ``at_s``; see ``Noise``."""
         return self.noise.lengthen(plain_s, at_s)
 
     def share(self, samples: int, at_s: float, update_parts: int = 1) -> Report:
-        """Return what the rank reports of its share of a window of SYNC.
+        """Return the rank's report of its share of a window of SYNC.
 
         Args:
             samples: Samples of the share.
             at_s: When it begins.
-            update_parts: Into how many parts ranks have divided the update.
+            update_parts: Number of parts into which ranks divide the update.
         """
         micro_batches = num_micro_batches(samples, self.micro_batch_size)
         update_s = self.cost.window_s / update_parts
@@ -109,7 +109,7 @@ class SimulatedRank:
         return self.cost.fixed_s + self.cost.per_sample_s * rest if rest else 0.0
 
     def step(self, samples: int, at_s: float) -> Report:
-        """Return what the rank reports of a local step on ``samples``; see ``share``."""
+        """Return the rank's report of a local step on ``samples``; see ``share``."""
         return self.share(samples, at_s)._replace(steps=1, update_s=0.0, update_parts=0)
 
 
@@ -124,16 +124,16 @@ class Link:
 
         max(never_hidden · E, E - hides · m)
 
-    of the E seconds of an exchange: it cannot begin before the first gradients are there, and the
-    last ones travel when backward is over.
+    of the E seconds of an exchange: it cannot begin before the first gradients are computed, and
+    the last ones travel after backward.
 
     Attributes:
-        num_bytes: Bytes of what is exchanged.
-        transfer_s: Seconds that it takes to send all of it from one rank to another.
-        latency_s: Seconds until a message arrives, however small.
+        num_bytes: Bytes of the tensor that is exchanged.
+        transfer_s: Seconds to send all of it from one rank to another.
+        latency_s: Seconds until the smallest message arrives.
         meeting_s: Seconds of the round of rows before an exchange, once all have arrived.
-        hides: Part of the last micro-batch behind which an exchange is hidden; 0 hides nothing.
-        never_hidden: Part of an exchange that is not hidden however long backward takes.
+        hides: Fraction of the last micro-batch behind which an exchange is hidden; 0 hides nothing.
+        never_hidden: Fraction of an exchange that is not hidden however long backward takes.
     """
 
     num_bytes: int = 0
@@ -144,7 +144,7 @@ class Link:
     never_hidden: float = 0.0
 
     def exchange_s(self, num_ranks: int) -> float:
-        """Return the seconds of an exchange between so many ranks."""
+        """Return the seconds of an exchange between ``num_ranks`` ranks."""
         messages = 2 * (num_ranks - 1)
         return messages * (self.transfer_s / num_ranks + self.latency_s)
 
@@ -152,14 +152,14 @@ class Link:
         """Return the seconds of an exchange that ranks wait for.
 
         Args:
-            num_ranks: How many.
+            num_ranks: Number of ranks.
             micro_batch_s: Seconds of the last micro-batch, on the rank where it is shortest.
         """
         exchange_s = self.exchange_s(num_ranks)
         return max(self.never_hidden * exchange_s, exchange_s - self.hides * micro_batch_s)
 
     def wait_s(self, num_ranks: int) -> float:
-        """Return the seconds for which also the last rank waits for the others' rows."""
+        """Return the seconds for which even the last rank waits for the others' rows."""
         return self.meeting_s if num_ranks > 1 else 0.0
 
     def sent_bytes(self, num_ranks: int) -> float:
@@ -186,7 +186,7 @@ class SimulatedWindow(NamedTuple):
 
     @property
     def length_s(self) -> float:
-        """Return the seconds of the rank that took longest."""
+        """Return the seconds of the slowest rank."""
         return max(self.elapsed_s)
 
     @property

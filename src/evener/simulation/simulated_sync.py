@@ -15,16 +15,16 @@ _AHEAD: Final = 2
 
 
 class SimulatedSync:
-    """Windows over a fixed batch, planned and parked as the engine does it.
+    """Windows over a fixed batch, planned and parked as in the engine.
 
     The plan of window w + 2 is based on reports up to w - 1.
 
     Args:
         ranks: The ranks.
         link: The link between them.
-        policy: Plans; knows only what the caller has given it.
+        policy: Plans the windows; knows only what the caller has given it.
         batch_size: Samples of a window; may be changed between windows.
-        divides_updates: Each rank that is present makes its part of the update.
+        divides_updates: Whether each present rank makes its part of the update.
 
     Attributes:
         now_s: Virtual seconds since the beginning.
@@ -106,11 +106,11 @@ class SimulatedSync:
         length_s = last_s + meeting_s + exchange_s
         self.now_s += length_s
         self.windows += 1
-        told = [
+        timed = [
             report._replace(elapsed_s=length_s if number in present else 0.0)
             for number, report in enumerate(reports)
         ]
-        self._unlearnt.append((told, plan, meeting_s + exchange_s))
+        self._unlearnt.append((timed, plan, meeting_s + exchange_s))
         here = [number in present for number in range(len(self._ranks))]
         return SimulatedWindow(
             present=present,
@@ -124,7 +124,7 @@ class SimulatedSync:
         )
 
     def _change(self, parked: frozenset[int], *, work_for_all: float = 0.0) -> None:
-        """Form the next generation: plans are dropped, and made again by those who are present."""
+        """Form the next generation: plans are dropped, and made again for the present ranks."""
         self.observe()
         self.parked = parked
         self.policy.set_parked(parked)

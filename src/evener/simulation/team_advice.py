@@ -10,14 +10,14 @@ from evener.planning.policies import ApplyPolicy
 from evener.simulation.prediction import TeamPrediction, TeamSpec, predict
 
 AS_GOOD: Final = 0.97
-"""A policy with this part of the fastest one's throughput is preferred if its result is nearer
-to that of one machine; predictions are no more exact than that."""
+"""A policy that reaches this fraction of the fastest one's throughput is preferred if its result is
+nearer to that of one device; predictions are not more exact than that."""
 
 NOTEWORTHY: Final = 0.01
-"""A change of the throughput by less than this part is none."""
+"""Changes of the throughput by less than this fraction are ignored."""
 
 LONG_WINDOW_S: Final = 60.0
-"""Ranks that average less often drift apart, and lose more work with a rank that is lost."""
+"""Longest window: ranks that average less often diverge, and a lost rank costs more work."""
 
 Predictions = Mapping[ApplyPolicy, TeamPrediction]
 
@@ -28,9 +28,9 @@ class Worth:
 
     Attributes:
         rank: The rank.
-        name: For people.
+        name: Its name.
         without: Throughput of the team without it, under the best policy.
-        gain: By which part the rank raises the throughput; below 0 if it lowers it.
+        gain: Fraction by which the rank raises the throughput; below 0 if it lowers it.
         verdict: Whether the rank is worth having, in a sentence.
     """
 
@@ -82,7 +82,7 @@ def advise(team: TeamSpec) -> TeamAdvice:
 
 
 def predict_all(team: TeamSpec) -> Predictions:
-    """Predict every policy; the one that is nearest to one machine comes first."""
+    """Predict every policy; the one whose result is nearest to that of one device comes first."""
     return {policy: predict(team, policy) for policy in ApplyPolicy}
 
 
@@ -100,10 +100,10 @@ def needed(prediction: TeamPrediction) -> float:
 
 
 def best_policy(predictions: Predictions) -> ApplyPolicy:
-    """Return the first policy that is as good as the best of those with windows that are short.
+    """Return the first policy that is as good as the best one with short windows.
 
-    A policy is as good as its speed, less the samples that it needs beyond SYNC. It is SYNC if no
-    other has short windows.
+    A policy is rated by its speed, divided by the samples that it needs relative to SYNC. It is
+    SYNC if no other policy has short windows.
     """
     short = {
         policy: one.samples_per_s / needed(one)
@@ -147,7 +147,7 @@ def _reason(predictions: Predictions, best: ApplyPolicy) -> str:
         more = needed(fastest) / needed(chosen) - 1.0
         beside += f", but may need {more:.0%} more samples for the same loss"
     if chosen is sync:
-        return f"its result is that of one machine with the same batch{beside}"
+        return f"its result is that of one device with the same batch{beside}"
     losses = {"waiting": sync.wait, "exchanges": sync.exchange, "bookkeeping": sync.bookkeeping}
     largest = max(losses, key=lambda name: losses[name])
     lost = f"loses {losses[largest]:.0%} of its time to {largest}"

@@ -1,4 +1,4 @@
-"""Tries policies and backends on the user's own configuration, in turns. No torch here."""
+"""Try policies and backends on the user's configuration, one after another. No torch here."""
 
 import json
 import os
@@ -24,18 +24,18 @@ from evener.run_report.writing import report, write_page
 from evener.team.child import die_with
 from evener.team.terminal import say
 
-#: A trial has this long to load models, tokenise text and start; the first one does all of it.
+#: Time for a trial to load models, tokenise text and start; the first one does all of it.
 START_TIMEOUT_S = 3600.0
-#: A trial gets this long to leave a checkpoint and end.
+#: Time for a trial to write a checkpoint and end.
 END_TIMEOUT_S = 120.0
 
 _LOOK_S = 0.1
-# What would cost time and disk without saying anything about policies.
+# Switched off, because it costs time and disk and does not depend on the policy.
 _TRIAL_KEYS = ("checkpoint.every=0", "sample.num_tokens=0", "tensorboard=false")
 _PRETRAIN = (sys.executable, "-P", "-m", "evener", "pretrain")
 
 
-#: Runs one combination for some seconds: its windows, or why there are none.
+#: Runs one combination for some seconds; returns its windows, or why there are none.
 RunTrial = Callable[[str, str, str, float], Trial | str]
 
 
@@ -43,7 +43,7 @@ def check_options(options: BenchOptions) -> None:
     """Resolve the configuration of every combination, before anything starts.
 
     Raises:
-        ConfigError: One is wrong, or the bench's name is.
+        ConfigError: A configuration, or the name of the benchmark, is invalid.
     """
     check_name(options.name)
     for policy, backend in _combinations(options):
@@ -52,26 +52,26 @@ def check_options(options: BenchOptions) -> None:
 
 
 def _combinations(options: BenchOptions) -> list[tuple[str, str]]:
-    """Return each one once, in the order in which they were asked for."""
+    """Return each combination once, in the requested order."""
     return [*dict.fromkeys((p, b) for p in options.policies for b in options.backends)]
 
 
 def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Comparison:
-    """Try every combination in turns, and write ``bench.json``, ``bench.txt``, ``bench.html``.
+    """Try every combination in rounds; write ``bench.json``, ``bench.txt`` and ``bench.html``.
 
-    Each round tries all combinations; every other round goes through them backwards, so that a
-    machine that grows slower favours none. Each trial starts the same training again.
+    Each round tries all combinations; every second round in reverse order, so that a machine that
+    becomes slower favours none. Each trial starts the same training again.
 
     Args:
         options: What to try.
-        run_trial: Instead of starting ``evener pretrain``: (name, policy, backend, seconds).
+        run_trial: Called instead of starting ``evener pretrain``: (name, policy, backend, seconds).
 
     Returns:
-        The comparison. What could not run is in it, with the reason.
+        The comparison. It also has the combinations that could not run, with the reason.
 
     Raises:
-        LaunchError: The folder cannot be made.
-        KeyboardInterrupt: After Ctrl-C, when what was measured has been written.
+        LaunchError: The folder cannot be created.
+        KeyboardInterrupt: After Ctrl-C, once the results so far have been written.
     """
     folder = _claim(options.out, options.name)
     run_trial = run_trial or Pretrain(options, folder)
@@ -95,9 +95,9 @@ def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Compa
                 else:
                     trials.append(result)
                     say(f"{turn}: {human_count(result.speed)} {result.unit}/s")
-    except KeyboardInterrupt:  # what has been measured is told all the same
+    except KeyboardInterrupt:  # the results so far are still reported
         interrupted = True
-    # A combination that failed in a later round is not compared by its first.
+    # A combination that failed in a later round is not compared by its first round.
     comparison = compare([t for t in trials if f"{t.policy}/{t.backend}" not in skipped], skipped)
     _write(folder, options, comparison)
     _write_page(folder, combinations, comparison)
@@ -107,19 +107,19 @@ def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Compa
 
 
 class Pretrain:
-    """Runs a trial as ``evener pretrain``, the very command that the user would run."""
+    """Runs a trial with ``evener pretrain``, as the user would."""
 
     def __init__(self, options: BenchOptions, folder: Path) -> None:
         self._options = options
         self._folder = folder / "trials"
         self._folder.mkdir()
-        # Text that an earlier run has tokenised is not tokenised again.
+        # Text that an earlier run has tokenised is reused.
         cache = options.out.absolute() / ".cache"
         cache.mkdir(exist_ok=True)
         (self._folder / ".cache").symlink_to(cache, target_is_directory=True)
 
     def __call__(self, name: str, policy: str, backend: str, seconds: float) -> Trial | str:
-        """Run a trial for so many seconds; see ``RunTrial``."""
+        """Run a trial for ``seconds``; see ``RunTrial``."""
         log = self._folder / f"{name}.log"
         with log.open("wb") as output:
             parent = os.getpid()
@@ -137,7 +137,7 @@ class Pretrain:
         return self.read(name, policy, backend, log, process.returncode)
 
     def command(self, name: str, policy: str, backend: str) -> list[str]:
-        """Return the command of a trial; of keys that are set twice the last one wins."""
+        """Return the command of a trial; if a key is set twice, the last value counts."""
         options = self._options
         keys = (*options.overrides, *_TRIAL_KEYS, f"policy={policy}", f"backend={backend}")
         command = [*_PRETRAIN, str(options.config), "--quiet"]
@@ -150,7 +150,7 @@ class Pretrain:
         return command
 
     def _wait(self, process: "subprocess.Popen[bytes]", events: Path, seconds: float) -> None:
-        """Return when the trial has had its time, or has ended by itself."""
+        """Return when the time of the trial is over, or it has ended by itself."""
         deadline = time.monotonic() + START_TIMEOUT_S
         started = False
         while process.poll() is None:
@@ -164,17 +164,17 @@ class Pretrain:
     def read(
         self, name: str, policy: str, backend: str, log: Path, code: int | None
     ) -> Trial | str:
-        """Return what came of it; checkpoints of trials are of no use, and large."""
+        """Return the result; delete the trial's checkpoints, which are large."""
         run = self._folder / name
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        said = [line.partition("error: ")[2] for line in lines if "error: " in line]
+        messages = [line.partition("error: ")[2] for line in lines if "error: " in line]
         trial = None
         if (run / EVENTS).exists():
             trial = read_trial(read_events(run / EVENTS), policy, backend)
         if (run / "checkpoints").is_dir():
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
         if code not in (0, 128 + signal.SIGTERM):
-            return said[-1] if said else f"ended with code {code}; see {log}"
+            return messages[-1] if messages else f"ended with code {code}; see {log}"
         return trial or f"no window was committed in its time; give more --minutes, or see {log}"
 
 
@@ -190,7 +190,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _claim(parent: Path, name: str) -> Path:
-    """Return a folder of that name, with a number behind it where it is taken."""
+    """Create a folder of that name and return it; a number is appended to a name in use."""
     for number in count(1):
         folder = parent.absolute() / (name if number == 1 else f"{name}-{number}")
         try:

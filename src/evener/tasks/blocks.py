@@ -2,16 +2,16 @@
 
 from torch import nn
 
-#: Labels of what is not in a block, in the order of exchange.
+#: Labels of parameters outside of blocks, in the order of exchange.
 LM_HEAD, FINAL_NORM, EMBEDDING = "LM head", "final norm", "embedding"
 
 
 def gradient_buckets(model: nn.Module) -> list[tuple[str, list[str]]] | None:
     """Return a bucket for each block, the last one first; then LM head, final norm, embedding.
 
-    Backward is done with blocks in that order. The blocks are the ``ModuleList`` that holds most of
+    Backward finishes blocks in that order. The blocks are the ``ModuleList`` that holds most of
     the parameters; without one, the ``Sequential`` of modules of one class that does. An LM head
-    that is tied to the embedding goes with the embedding, whose gradient is finished last.
+    that is tied to the embedding is in the embedding's bucket, whose gradient is finished last.
 
     Args:
         model: A causal language model.
@@ -49,7 +49,7 @@ def gradient_buckets(model: nn.Module) -> list[tuple[str, list[str]]] | None:
 def _blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential | None:
     lists: list[nn.ModuleList | nn.Sequential]
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    if not lists:  # layers of unlike kinds in a Sequential are no blocks
+    if not lists:  # a Sequential of different layers has no blocks
         rows = [m for m in model.modules() if isinstance(m, nn.Sequential)]
         lists = [m for m in rows if len(m) > 1 and len(set(map(type, m))) == 1]
     sizes = [sum(p.numel() for p in blocks.parameters()) for blocks in lists]

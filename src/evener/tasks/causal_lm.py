@@ -1,4 +1,4 @@
-"""Pretraining as a task of the driver: what is a causal language model's own."""
+"""Pretraining of a causal language model, as a task of the driver."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +30,8 @@ from evener.tasks.text.packing import PackedDocuments
 from evener.tasks.text.preparation import prepare_text
 from evener.tasks.text.tokenizer import CausalTokenizer, check_vocabulary, load_tokenizer
 
-# Keys of a model's configuration that do not change what its weights mean. How long a sequence may
-# be follows data.seq_len; where it decides shapes, these differ.
+# Keys of a model's configuration that do not affect the meaning of its weights. The longest
+# sequence follows data.seq_len; if it determines shapes, these differ.
 _NOT_OF_THE_MODEL: Final = frozenset(
     {"_name_or_path", "dtype", "max_position_embeddings", "torch_dtype", "transformers_version"}
 )
@@ -68,7 +68,7 @@ class CausalLanguageModel(Task):
     ) -> None:
         torch.manual_seed(config.seed)
         data, vocab_size, eos_id, tokenizer = config.data, config.data.vocab_size, EOS_ID, None
-        if data.tokenizer != BPE:  # else it is yet to be trained
+        if data.tokenizer != BPE:  # otherwise it is not trained yet
             tokenizer = load_tokenizer(data.tokenizer)
             vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self.model = build_model(
@@ -100,7 +100,7 @@ class CausalLanguageModel(Task):
         return LMBatch(torch.stack(ids), torch.stack(labels))
 
     def loss(self, batch: LMBatch) -> tuple[Tensor, float]:
-        """Return the mean cross-entropy per counted token, in nats, and how many count."""
+        """Return the mean cross-entropy per counted token, in nats, and the number of these."""
         return mean_loss(self.model, batch, self._device), batch.num_tokens
 
     def measure(self, samples: list[Any]) -> Sequence[float]:
@@ -109,7 +109,7 @@ class CausalLanguageModel(Task):
         return summed_loss(self.model, batch, self._device), batch.num_tokens
 
     def set_length(self, epochs: float) -> None:
-        """Give the learning rate its end: an epoch's tokens, in proportion."""
+        """Set the length of the schedule: an epoch's tokens times ``epochs``."""
         self._rates.set_total(self.began[1] + self._train.num_tokens * epochs)
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────
@@ -130,17 +130,17 @@ class CausalLanguageModel(Task):
         }
 
     def assets(self) -> Mapping[str, bytes]:
-        """Return what makes a checkpoint load with transformers."""
+        """Return the files with which transformers can load a checkpoint."""
         return {"config.json": config_json(self.model), **self._tokenizer.files()}
 
     def resumed(self) -> None:
-        """Give the optimizer the present hyper-parameters."""
+        """Apply the present hyper-parameters to the optimizer."""
         apply_settings(self.optimizer, self._config.optimizer)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────
 
     def write_results(self, job: Job, figures: Mapping[str, Any], *, stopped: bool) -> None:
-        """Let the model write a text, and show it."""
+        """Let the model generate a text, and print it."""
         sample, path = self._config.sample, job.folder / "sample.txt"
         if sample.num_tokens == 0 or stopped:
             return

@@ -1,4 +1,4 @@
-"""The driver of jobs: everything that is the same whatever a task trains."""
+"""The driver of jobs: everything that does not depend on the task."""
 
 import math
 import random
@@ -54,13 +54,13 @@ class Task(ABC):
         optimizer: Over its trainable parameters.
         schedule: See ``scheduler`` of ``Ddp.setup``.
         gradient_buckets: See ``DdpConfig.gradient_buckets``.
-        unit: What the weights of ``loss`` count, for people.
-        sample_weight: The weight of a held-out sample, for people.
+        unit: What the weights of ``loss`` count, for messages.
+        sample_weight: The weight of a held-out sample, for messages.
         prefetch: See ``Ddp.loader``; ``"thread"`` for data that draws no random numbers.
-        results: Files and folders that a finished run leaves beside its checkpoints.
-        lengths: Keys that lengthen a run, for people.
-        began: Windows and weight that the run had when its present data began.
-        made_from: Keys from which parts of ``made_of`` follow, by part, for people.
+        results: Files and folders of a finished run, besides its checkpoints.
+        lengths: Keys that lengthen a run, for messages.
+        began: Optimizer steps and weight of the run when its present data began.
+        made_from: Keys that determine parts of ``made_of``, by part, for messages.
     """
 
     model: nn.Module
@@ -75,7 +75,7 @@ class Task(ABC):
     began: tuple[int, float] = (0, 0.0)
     made_from: Mapping[str, Sequence[str]] = MappingProxyType({})
 
-    # ── what every task says ─────────────────────────────────────────────────────────────────
+    # ── what every task defines ──────────────────────────────────────────────────────────────
 
     @abstractmethod
     def open_data(self, job: "Job") -> tuple[Dataset[Any], Dataset[Any]]:
@@ -86,17 +86,17 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, float]:
-        """Return the mean loss of a micro-batch, with a graph, and the weight it is the mean of."""
+        """Return the mean loss of a micro-batch, with its graph, and the weight behind the mean."""
 
     @abstractmethod
     def measure(self, samples: list[Any]) -> Sequence[float]:
-        """Return sums over some held-out samples; the model is in ``eval()``, without gradients.
+        """Return sums over some held-out samples; in ``eval()`` mode and without gradients.
 
-        The first is that of the losses, the second that of their weights. Others are the task's
-        own, such as the number of samples that are classified correctly: always as many.
+        The first is the sum of losses, the second the sum of their weights. Further ones are up to
+        the task, such as the number of correctly classified samples; their number is fixed.
         """
 
-    # ── what a task may say ──────────────────────────────────────────────────────────────────
+    # ── what a task may define ───────────────────────────────────────────────────────────────
 
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of samples; torch's ``default_collate`` unless overridden."""
@@ -115,11 +115,11 @@ class Task(ABC):
 
         Args:
             window: Windows so far.
-            totals: The sums of ``measure`` over the held-out samples that are evaluated in the
-                course of the run: always the same, as many as ``eval.time_fraction`` allows.
+            totals: The sums of ``measure`` over the held-out samples of evaluations during the run:
+                always the same samples, as many as ``eval.time_fraction`` allows.
 
         Returns:
-            What to print of it besides the loss.
+            What to print besides the loss.
         """
         return ""
 
@@ -131,12 +131,12 @@ class Task(ABC):
             totals: The sums of ``measure`` over all of them, within ``showing_result``.
 
         Returns:
-            What to print of it besides the loss; as ``judge`` unless overridden.
+            What to print besides the loss; as ``judge`` unless overridden.
         """
         return self.judge(window, totals)
 
     def showing_result(self) -> AbstractContextManager[None]:
-        """Give the model what the run leaves, for the length of a block; it has it as it is."""
+        """Load the run's result into the model during the block; by default, its last state."""
         return nullcontext()
 
     @property
@@ -146,15 +146,15 @@ class Task(ABC):
 
     @property
     def best_loss(self) -> float | None:
-        """Held-out loss of what the run leaves, where that is not its last state."""
+        """Held-out loss of the result, if that is not the last state."""
         return None
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────
 
     def made_of(self, job: "Job") -> Mapping[str, Any]:
-        """Return the parts without which the weights mean nothing, by name, in JSON types.
+        """Return what determines the meaning of the weights, by name, in JSON types.
 
-        Other ranks, or a checkpoint, with other parts are refused.
+        Ranks or checkpoints with other values are refused.
         """
         return {}
 
@@ -166,7 +166,7 @@ class Task(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a ``state_dict``."""
+        """Load a ``state_dict``."""
         return
 
     def assets(self) -> Mapping[str, bytes]:
@@ -174,13 +174,13 @@ class Task(ABC):
         return {}
 
     def resumed(self) -> None:
-        """Adapt what a checkpoint has brought back, such as learning rates, to the present keys."""
+        """Adapt loaded state, such as learning rates, to the present keys."""
         return
 
     # ── the end, on the main process ─────────────────────────────────────────────────────────
 
     def figures(self, job: "Job", *, stopped: bool) -> Mapping[str, Any]:
-        """Return what ``summary.json`` shall hold beside the team's figures, as JSON types."""
+        """Return further figures for ``summary.json``, in JSON types."""
         return {}
 
     def write_results(self, job: "Job", figures: Mapping[str, Any], *, stopped: bool) -> None:
@@ -192,7 +192,7 @@ class Task(ABC):
         return
 
     def in_words(self, figures: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what is printed at the end, by name: text as it is, numbers with four digits."""
+        """Return what is printed at the end, by name: texts, and numbers with four digits."""
         return figures
 
 
@@ -240,7 +240,7 @@ class Job(EpochLoop):
         self._has_new_data = False
 
     def go(self) -> TaskResult:
-        """Do all that is left to do of the run; all ranks call it together."""
+        """Run the job to its end; all ranks call it together."""
         is_main = self.ddp.is_main_process
         self.folder, self.resumed = find_run(self.team, self.options, self.config, say=self.warn)
         self._lock = FolderLock(self.folder)
@@ -258,17 +258,17 @@ class Job(EpochLoop):
                 return self._result(self.resumed.path if self.resumed else None)
             try:
                 return self._carry_out()
-            except Exception as error:  # told while nobody else may write to the folder
+            except Exception as error:  # recorded while the folder is locked
                 self.ddp.events.end(failed=True, error=error)
                 raise
 
     def say(self, text: str) -> None:
-        """Print a line for people, on the main process, unless they want silence."""
+        """Print a line on the main process, unless the user has asked for quiet."""
         if not self.options.quiet:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Print a line for people, on the main process."""
+        """Print a line on the main process."""
         if self.ddp.is_main_process:
             say(text)
 
@@ -329,11 +329,11 @@ class Job(EpochLoop):
         if self._has_new_data:
             self.loader.cursor.restart()
             self.say("continuing with other data, from its first epoch on")
-            self._task.began = self._engine.turns, ddp.progress.weight
+            self._task.began = self._engine.optimizer_steps, ddp.progress.weight
 
     def _load_newest(self) -> None:
-        """Load the newest checkpoint of the run, as no worker holds its state any more."""
-        if self.ddp.is_main_process:  # a former one may be stopped while it writes a later window
+        """Load the newest checkpoint of the run, since no worker holds its state any more."""
+        if self.ddp.is_main_process:  # a former one may be suspended while it writes a later window
             fence_writers(self.folder / CHECKPOINTS)
         found = choose_checkpoint(self.team, [self.folder], say=self.warn)
         if found is not None:
@@ -343,15 +343,15 @@ class Job(EpochLoop):
             self.ddp.events.learn(resumed_from=self.folder)
 
     def _is_complete(self) -> bool:
-        """Return whether an earlier session has done all of it."""
+        """Return whether an earlier session has completed the run."""
         task = self._task
         if self.resumed is None or not self.has_ended:
             return False
         if not is_finished(self.team, self.folder, self.ddp.window, task.results):
             return False
         self.say(
-            f"{self.folder} has been completed ({self._engine.turns} steps): nothing to do. Raise "
-            f"{task.lengths} to train on, or start a new run without --resume"
+            f"{self.folder} has been completed ({self._engine.optimizer_steps} steps): nothing to "
+            f"do. Raise {task.lengths} to train on, or start a new run without --resume"
         )
         return True
 
@@ -389,12 +389,12 @@ class Job(EpochLoop):
             return self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a rank that resumes, joins, or was parked, has to know of the job."""
+        """Return the state of the job for ranks that resume, join, or were parked."""
         task = self._task
         return {"evaluated": self._evaluated, "began": task.began, "task": task.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what another rank knows of the job."""
+        """Load the state of the job."""
         self._evaluated, self._task.began = state["evaluated"], state["began"]
         self._task.load_state_dict(state["task"])
 
@@ -402,12 +402,12 @@ class Job(EpochLoop):
 
     @property
     def has_ended(self) -> bool:
-        """Whether no window is left."""
+        """Whether the run has no further window."""
         return self._task.is_done or super().has_ended
 
     @property
     def heldout_loss(self) -> float | None:
-        """That of what the run leaves; ``None`` where it was not computed after the last step."""
+        """Held-out loss of the result; ``None`` if it was not computed after the last step."""
         (window, loss), best = self._evaluated, self._task.best_loss
         return best if best is not None else loss if window == self.ddp.window else None
 
@@ -416,7 +416,7 @@ class Job(EpochLoop):
         self.ddp.backward(*self._task.loss(batch))
 
     def on_commit(self, result: WindowResult) -> None:
-        """Evaluate and save where that is due; the window has been recorded."""
+        """Evaluate and save if that is due; the window has been recorded."""
         if self.team.is_elastic:  # the main process may be lost, and its lock with it
             self._lock.share()
         if self.ddp.is_main_process:
@@ -429,7 +429,7 @@ class Job(EpochLoop):
         super().on_commit(result)
 
     def prepare_save(self) -> None:
-        """Update what the task adds to checkpoints."""
+        """Update the task's files in checkpoints."""
         if self.ddp.is_main_process:
             self._assets.update(self._task.assets())
 
@@ -440,7 +440,7 @@ class Job(EpochLoop):
             whole: Evaluate all of them, however long that takes; see ``eval.time_fraction``.
 
         Returns:
-            The sums of ``Task.measure``, the same on every rank; ``None`` when a rank was told to
+            The sums of ``Task.measure``, the same on every rank; ``None`` if a rank was asked to
             stop meanwhile.
         """
         batches = self.ddp.eval_loader(
@@ -448,8 +448,8 @@ class Job(EpochLoop):
             batch_size=self.loader.micro_batch_size,
             collate_fn=list,
         )
-        # A sum of its own for each number, not a list of batches: with 1,000 classes a task may
-        # return a million numbers for each.
+        # Sums, not a list of the batches' numbers: with 1,000 classes a task may return a million
+        # numbers for each batch.
         own: list[NDArray[np.float64]] = []
 
         def measure(samples: list[Any]) -> None:
@@ -460,7 +460,7 @@ class Job(EpochLoop):
             batches,
             measure,
             lambda: own[0].tolist() if own else [],
-            # Where the task has ended the run itself, this is the evaluation at its end.
+            # If the task has ended the run itself, this is the evaluation at its end.
             heed_stop=not self._task.is_done,
         )
         if measured is None:
@@ -480,7 +480,7 @@ class Job(EpochLoop):
         words = task.conclude(window, totals) if at_end else task.judge(window, totals)
         name = "heldout_all" if at_end else "heldout"
         numbers = {"loss": loss, "weight": totals[1], "elapsed_s": elapsed_s}
-        self.ddp.events.tell("eval", window=window, name=name, **numbers)
+        self.ddp.events.emit("eval", window=window, name=name, **numbers)
         if words:
             self.say(f"step {window}: {words}")
 
@@ -494,7 +494,7 @@ class Job(EpochLoop):
         covered = self.num_evaluated
         if self._evaluates_part and (task.is_done or not self.ddp.stopping):
             self._evaluate(at_end=True)
-            if task.is_done or not self.ddp.stopping:  # no stop came meanwhile
+            if task.is_done or not self.ddp.stopping:  # not stopped meanwhile
                 covered = len(self._heldout)  # type: ignore[arg-type]
         stopped = self.ddp.stopping and not task.is_done
         checkpoint = self.finish()
@@ -508,7 +508,7 @@ class Job(EpochLoop):
         return self._result(checkpoint, stopped=stopped)
 
     def _sum_up(self, checkpoint: Path | None, covered: int, *, stopped: bool) -> None:
-        """Say what came of the run, on the main process; the others wait for it."""
+        """Report the results of the run, on the main process; the others wait for it."""
         task = self._task
         figures = task.figures(self, stopped=stopped)
         summary = summarise(
@@ -523,7 +523,7 @@ class Job(EpochLoop):
         try:
             summary.write(self.folder / SUMMARY)
             task.write_results(self, figures, stopped=stopped)
-        except EvenerError as error:  # the checkpoint is safe; that is what counts
+        except EvenerError as error:  # the checkpoint is written, so this is only a warning
             self.warn(f"warning: {error}")
         if stopped:
             self.ddp.events.finish(self.ddp.window, "stopped", "continue with --resume")
@@ -537,7 +537,7 @@ class Job(EpochLoop):
     def _result(self, checkpoint: Path | None, *, stopped: bool = False) -> TaskResult:
         if checkpoint is None:
             raise RunEndedError(
-                f"the team has ended the run without rank {self.ddp.rank}, which did not answer in "
+                f"the team ended the run without rank {self.ddp.rank}, which did not answer in "
                 f"time; the results are in {self.folder}"
             )
         return TaskResult(
@@ -556,16 +556,16 @@ def run_task(
     resume: bool = False,
     quiet: bool = False,
 ) -> TaskResult:
-    """Train a task of your own, as ``evener pretrain`` trains its one; all ranks call it together.
+    """Train your own task with the driver of ``evener pretrain``; all ranks call it together.
 
-    In a script that was started plainly, and where the keys ask for several devices, the script is
-    started once for each of them, as by ``Ddp.setup``. Ctrl-C, SIGTERM and SIGUSR1 leave a
-    checkpoint and end the call.
+    If the script was started plainly and the keys ask for several devices, it is started once for
+    each of them, as by ``Ddp.setup``. On Ctrl-C, SIGTERM and SIGUSR1 a checkpoint is written and
+    the call ends.
 
     Args:
         task: What to train.
-        config: The keys of the run, or a YAML file that holds them; see ``docs/tasks.md``.
-        out: Folder that runs go to.
+        config: The keys of the run, or a YAML file with them; see ``docs/tasks.md``.
+        out: Folder of runs.
         resume: Continue from the newest complete checkpoint of the run's name.
         quiet: Print neither the team nor progress.
 
@@ -593,8 +593,8 @@ def run_job(
         task: What is trained.
         config: What the user asked for.
         options: How it was started.
-        signals: Entered for as long as there is something to save.
-        environment: This rank's place, where nothing shall be started beside it.
+        signals: Context that is entered while there is something to save.
+        environment: This rank's place; then no further ranks are started.
 
     Raises:
         UserError: An input is wrong; the message names value, cause and remedy.
@@ -620,6 +620,6 @@ def run_job(
         ),
         environment=environment,
     )
-    # Only now: until here there is nothing to save, and a signal ends the process at once.
+    # Not before: until here there is nothing to save, and a signal ends the process at once.
     with signals, ddp:
         return Job(task, config, options, ddp).go()

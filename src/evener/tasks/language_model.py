@@ -19,8 +19,8 @@ from evener.errors import ConfigError
 from evener.files import explaining, require_regular
 from evener.tasks.lm_batch import IGNORED, LMBatch
 
-#: The model that ``type: llama`` without further keys gives: half a million parameters. At this
-#: width the usual initial range of 0.02 costs hundreds of steps before anything is learnt.
+#: The model of ``type: llama`` without further keys: half a million parameters. At this width it
+#: would learn nothing for hundreds of steps with the usual initial range of 0.02.
 SMALL_LLAMA: Mapping[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 352,
@@ -34,13 +34,13 @@ SMALL_LLAMA: Mapping[str, Any] = {
 def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: int) -> nn.Module:
     """Make the model of a configuration, in float32.
 
-    The weights of a model from scratch depend on torch's random generator; rank 0's reach the
-    others when the team is set up.
+    The weights of a model from scratch depend on torch's random generator; the other ranks receive
+    rank 0's when the team is set up.
 
     Args:
         config: A local folder, or a transformers model type with configuration keys.
-        vocab_size: Tokens of the tokenizer; a model from scratch gets as many.
-        seq_len: Longest sequence that the model must take.
+        vocab_size: Tokens of the tokenizer; also of a model from scratch.
+        seq_len: Longest sequence that the model must accept.
         eos_id: The token that ends a document.
 
     Raises:
@@ -54,9 +54,9 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: i
         _check_type(config.type)
         keys = scratch_keys(config, vocab_size=vocab_size, max_position_embeddings=seq_len)
         with building(config, "causal language model"):
-            # Otherwise `check_vocabulary` has something to say. As the padding token, the end of
-            # a text keeps an embedding of zeros in many architectures, and so looks at all
-            # positions alike: learnt, it sums texts up far worse (docs/experiments.md).
+            # Otherwise `check_vocabulary` would warn. As the padding token, the end-of-text token
+            # would keep an embedding of zeros in many architectures, and attend to all positions
+            # equally, which represents texts far worse (docs/experiments.md).
             if eos_id < keys.get("vocab_size", vocab_size):
                 keys = (
                     dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id) | keys
@@ -68,12 +68,12 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: i
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Rows of the model's input embedding."""
+    """Return the number of rows of the model's input embedding."""
     return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
 
 def mean_loss(model: nn.Module, batch: LMBatch, device: torch.device) -> Tensor:
-    """Mean cross-entropy per counted token, in nats; ``nan`` where none counts.
+    """Return the mean cross-entropy per counted token, in nats; ``nan`` if none counts.
 
     Args:
         model: Takes ``input_ids`` and returns an object with ``logits`` of shape ``(B, T, V)``.
@@ -85,7 +85,7 @@ def mean_loss(model: nn.Module, batch: LMBatch, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def summed_loss(model: nn.Module, batch: LMBatch, device: torch.device) -> float:
-    """Cross-entropy summed over counted tokens, added up in float64."""
+    """Return the cross-entropy summed over counted tokens, in float64."""
     logits, labels = _logits_and_labels(model, batch, device)
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
     wide = losses.to(float64_device(losses.device))
@@ -95,8 +95,8 @@ def summed_loss(model: nn.Module, batch: LMBatch, device: torch.device) -> float
 def _logits_and_labels(
     model: nn.Module, batch: LMBatch, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Shapes ``(B * T, V)``, in float32 or float64, and ``(B * T,)``."""
-    # A key of transformers' models, which would keep what only generation needs.
+    """Return logits of shape ``(B * T, V)``, in float32 or float64, and labels ``(B * T,)``."""
+    # Otherwise transformers' models would keep a cache that only generation needs.
     options = {} if getattr(model, "config", None) is None else {"use_cache": False}
     logits = model(input_ids=batch.input_ids.to(device), **options).logits.flatten(0, 1)
     wide = logits if logits.dtype is torch.float64 else logits.float()
@@ -113,15 +113,15 @@ def write_text(
     seed: int,
     device: torch.device,
 ) -> list[int]:
-    """Continue a prompt; an end-of-text token in between does not end the text.
+    """Continue a prompt; an end-of-text token does not end the text.
 
     Args:
         model: A model of transformers, in ``eval()``.
         prompt_ids: At least one token.
         num_tokens: Tokens to write.
-        temperature: 0 takes the likeliest token.
-        seq_len: The model sees at most this many last tokens.
-        seed: Seed of the draw; the global generator is left alone.
+        temperature: 0 chooses the likeliest token.
+        seq_len: Most previous tokens that the model gets.
+        seed: Seed of the sampling; the global generator is not changed.
         device: Where the model lives.
 
     Returns:
@@ -131,17 +131,17 @@ def write_text(
 
     ids, end = list(prompt_ids), len(prompt_ids) + num_tokens
     sampling = {"temperature": temperature, "top_k": 0} if temperature else {}
-    # Other devices have one generator, which nothing draws from after a run.
+    # Other devices have one generator, which is not used after a run.
     kept = [device] if device.type in ("cuda", "xpu") else []
     with quiet(), torch.random.fork_rng(kept, device_type=device.type):
         torch.manual_seed(seed)
         while len(ids) < end:
-            # Half of what the model sees at once is context, once the text is longer than that.
+            # Once the text is longer than seq_len, half of that is context.
             context = torch.tensor([ids[-seq_len // 2 :] if len(ids) >= seq_len else ids])
             settings = GenerationConfig(
                 max_new_tokens=min(end - len(ids), seq_len - context.shape[1]),
                 do_sample=temperature > 0,
-                pad_token_id=0,  # of no importance: there is one text
+                pad_token_id=0,  # not used: there is one text
                 **sampling,
             )
             written = model.generate(  # type: ignore[operator]
@@ -154,7 +154,7 @@ def write_text(
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters escaped: a model may write any of them."""
+    """Return the text with control characters escaped, since a model may generate them."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
@@ -167,7 +167,7 @@ def config_json(model: nn.Module) -> bytes:
 
 
 def model_folder(path: str) -> Path:
-    """Return the folder that holds a model: the one named, or a run's newest checkpoint in it.
+    """Return the folder of a model: the given one, or a run's newest checkpoint in it.
 
     Raises:
         ConfigError: Neither has a ``config.json``.
@@ -197,16 +197,16 @@ def _load_model(path: str, seq_len: int) -> nn.Module:
 
 
 def check_length(built: Any, seq_len: int, which: str, key: str = "data.seq_len") -> None:
-    """Refuse samples that are longer than a model takes, by its configuration.
+    """Refuse samples that are longer than a model's configuration allows.
 
     Args:
         built: The configuration.
         seq_len: Tokens of a sample.
-        which: What the message calls the model.
+        which: The model's name in the message.
         key: The user's key of ``seq_len``.
 
     Raises:
-        ConfigError: They are longer.
+        ConfigError: Samples are longer.
     """
     longest = getattr(built, "max_position_embeddings", None)
     if longest is not None and longest < seq_len:
@@ -219,7 +219,7 @@ def _check_type(name: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    lacks = "is no causal language model" if name in CONFIG_MAPPING_NAMES else "is not known"
+    lacks = "is not a causal language model" if name in CONFIG_MAPPING_NAMES else "is not known"
     check_type(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, f"{lacks} to transformers")
 
 
@@ -227,7 +227,7 @@ def check_type(name: str, known: Mapping[str, Any], lacks: str) -> None:
     """Refuse a ``model.type`` that is not among those ``known``; ``lacks`` says what it is not.
 
     Raises:
-        ConfigError: Names those that are spelt alike.
+        ConfigError: Names types with a similar spelling.
     """
     if name not in known:
         close = difflib.get_close_matches(name, known, cutoff=0.5)
@@ -238,16 +238,16 @@ def check_type(name: str, known: Mapping[str, Any], lacks: str) -> None:
 
 
 def in_short(error: Exception) -> str:
-    """Return the message on one line; libraries explain themselves in paragraphs."""
+    """Return the message on one line, shortened: those of libraries can be long."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 
 
 def scratch_keys(config: ModelConfig, **chosen: Any) -> dict[str, Any]:
-    """Return the keys of ``model.config`` over those that evener chooses, whatever their names.
+    """Return evener's choice of configuration keys, overridden by those of ``model.config``.
 
-    Types have names of their own for some keys, such as gpt2's ``n_positions``. Both in one call
-    would silently set the one that comes last.
+    Some types have other names for some keys, such as gpt2's ``n_positions``. If both names were
+    passed, the last one would silently count.
     """
     from transformers import CONFIG_MAPPING
 
@@ -282,12 +282,12 @@ def configure(config: ModelConfig, keys: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def loading(path: str, what: str) -> Iterator[Path]:
-    """Enter with the folder of a model, and raise ``ConfigError`` where it does not load."""
+    """Enter with the folder of a model; raise ``ConfigError`` if it cannot be loaded."""
     folder = model_folder(path)
     try:
         require_regular(folder)
         yield folder
-    except Exception as error:  # damaged files, other kinds of models: each fails in its own way
+    except Exception as error:  # damaged files, other kinds of models: errors have any type
         raise ConfigError(
             f"model.path {path!r} cannot be loaded as a {what}: {in_short(error)}; give a "
             "folder written by save_pretrained or a checkpoint of evener"
@@ -296,7 +296,7 @@ def loading(path: str, what: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def building(config: ModelConfig, what: str) -> Iterator[None]:
-    """Raise ``ConfigError`` for whatever an architecture makes of numbers that do not fit."""
+    """Raise ``ConfigError`` for any error of an architecture, such as sizes that do not match."""
     try:
         yield
     except ConfigError:
@@ -310,7 +310,7 @@ def building(config: ModelConfig, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Any:
-    """Silence transformers' progress bars and advice for the length of the block."""
+    """Silence transformers' progress bars and advice during the block."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

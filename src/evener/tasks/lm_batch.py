@@ -1,4 +1,4 @@
-"""A batch of a causal language model: tokens, and what should come after each of them."""
+"""A batch of a causal language model: tokens, and the token that follows each of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from evener.errors import DataError
 from evener.parsing import short
 
 IGNORED: Final = -100
-"""Label of a position that is no target; PyTorch's losses leave it out by default."""
+"""Label of a position without a target; PyTorch's losses ignore it by default."""
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -24,8 +24,8 @@ class LMBatch:
 
     Attributes:
         input_ids: int64 of shape ``(B, T)``; B sequences of T tokens.
-        labels: int64 of shape ``(B, T)``: the token after each, or -100 where there is nothing to
-            predict, such as padding. They are not shifted again.
+        labels: int64 of shape ``(B, T)``: the token after each, or -100 without a target, as for
+            padding. They are not shifted again.
 
     Raises:
         DataError: Shapes or dtypes do not fit.
@@ -51,15 +51,15 @@ class LMBatch:
 
     @classmethod
     def of_documents(cls, documents: Sequence[Sequence[int]], *, pad_id: int = 0) -> Self:
-        """One sequence per document, each token to be predicted from those before it.
+        """Make a batch with one sequence per document; each token predicts the next one.
 
         Args:
             documents: Token ids of each; two or more.
-            pad_id: Fills up short ones on the right; it is never counted as a target.
+            pad_id: Pads short documents on the right; it is never a target.
 
         Raises:
-            DataError: There is no document, or one has fewer than two tokens, or something else
-                than whole numbers.
+            DataError: There is no document, or one has fewer than two tokens, or values that are
+                not whole numbers.
         """
         if not documents:
             raise DataError("LMBatch.of_documents was given no document; give at least one")
@@ -71,12 +71,12 @@ class LMBatch:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences, B."""
+        """Return the number of sequences, B."""
         return int(self.input_ids.shape[0])
 
     @property
     def num_tokens(self) -> int:
-        """Targets that count: the weight of the batch's mean loss."""
+        """Return the number of targets: the weight of the batch's mean loss."""
         return int((self.labels != IGNORED).sum().item())
 
 

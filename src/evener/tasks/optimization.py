@@ -1,4 +1,4 @@
-"""The optimizer of a run, and the learning rate by what the team has committed."""
+"""The optimizer of a run, and its learning rate by the team's committed progress."""
 
 import math
 from typing import Literal
@@ -12,10 +12,10 @@ from evener.engine.results import Progress
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> AdamW:
-    """AdamW over what is trainable, in two groups.
+    """Return AdamW over the trainable parameters, in two groups.
 
-    With ``AdapterOptimizerConfig`` they are the adapter and the head, which has a learning rate of
-    its own. Otherwise they are matrices and vectors (norms, biases), which have no weight decay.
+    With ``AdapterOptimizerConfig`` these are the adapter and the head, which has another learning
+    rate. Otherwise they are matrices, and vectors (norms, biases), which have no weight decay.
 
     Args:
         model: Its trainable parameters are optimized.
@@ -33,10 +33,9 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> AdamW:
 
 
 def apply_settings(optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> None:
-    """Put the hyper-parameters into an optimizer of ``make_optimizer``.
+    """Set the hyper-parameters of an optimizer of ``make_optimizer``.
 
-    A checkpoint brings back those that it was written with, and what the user says now takes
-    precedence.
+    A checkpoint restores those with which it was written; the user's present ones take precedence.
     """
     lr_ratios, decays = (1.0, 1.0), (settings.weight_decay, 0.0)
     if isinstance(settings, AdapterOptimizerConfig):
@@ -48,13 +47,13 @@ def apply_settings(optimizer: torch.optim.Optimizer, settings: OptimizerConfig) 
 
 
 class WarmupCosine:
-    """Linear warm-up, then cosine, by what the team has committed.
+    """Linear warm-up, then cosine, by the team's committed progress.
 
     Args:
         settings: Part of the run that is warm-up, and the last rate.
-        counted: What the length of the run is counted in: ``"weight"`` (tokens of a language
-            model), ``"samples"`` or ``"steps"``.
-        total: Length of the run, where it is known.
+        counted: Unit of the run's length: ``"weight"`` (tokens of a language model), ``"samples"``
+            or ``"steps"``.
+        total: Length of the run, if it is known.
     """
 
     def __init__(

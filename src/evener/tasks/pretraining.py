@@ -1,6 +1,6 @@
 """``evener pretrain`` and ``evener.pretrain``: a causal language model on the whole team.
 
-What they need comes in when they are called: a public name is cheap to import.
+Their dependencies are imported when they are called, so that a public name is fast to import.
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,20 +48,20 @@ def pretrain(
     """Pretrain a causal language model, as ``evener pretrain`` does; all ranks call it together.
 
     In a script that was started plainly there is one rank; ``evener launch``, torchrun or SLURM
-    start one per device. Ctrl-C, SIGTERM and SIGUSR1 leave a checkpoint and end the call.
+    start one per device. On Ctrl-C, SIGTERM and SIGUSR1 a checkpoint is written and the call ends.
 
     Args:
-        config: The keys of the run, or a YAML file that holds them; see ``docs/pretraining.md``.
+        config: The keys of the run, or a YAML file with them; see ``docs/pretraining.md``.
         dataset: Documents instead of the files of ``data.path``: texts, or mappings with the text
-            under ``data.text_key``, such as a Hugging Face ``datasets.Dataset``. It is iterated
-            over more than once, in the same order; the same on every rank.
-        out: Folder that runs go to.
+            under ``data.text_key``, such as a Hugging Face ``datasets.Dataset``. It is read more
+            than once, in the same order; the same on every rank.
+        out: Folder of runs.
         resume: Continue from the newest complete checkpoint of the run's name.
         allow: What may differ from that checkpoint's run: ``"data"``, ``"precision"``.
         quiet: Print neither the team nor progress.
 
     Returns:
-        Where the model is and how good it is, the same on every rank.
+        The folders of the run and its held-out loss, the same on every rank.
 
     Raises:
         UserError: An input is wrong; the message names value, cause and remedy.

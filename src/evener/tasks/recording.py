@@ -1,4 +1,4 @@
-"""What a run leaves for people and programs: events, the summary, the closing table."""
+"""The records of a run: events, the summary, the closing table."""
 
 import io
 import shutil
@@ -27,15 +27,15 @@ from evener.run_report.writing import RunReader
 from evener.simulation.changes import predict_changes
 from evener.team.terminal import say, warn
 
-_NOTHING: Final = dict.fromkeys(SUMS, 0.0)  # of a member that did no window
-_EVENTS_S: Final = 1.0  # a summary waits no longer for a disk that hangs
+_NOTHING: Final = dict.fromkeys(SUMS, 0.0)  # of a member without any window
+_EVENTS_S: Final = 1.0  # longest wait of a summary for a slow disk
 
 
 def find_sinks(paths: Sequence[str]) -> list[SinkMaker]:
     """Return the functions that the key ``sinks`` names; the current folder is searched, too.
 
     Raises:
-        ConfigError: One cannot be imported.
+        ConfigError: A function cannot be imported.
     """
     if paths and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
@@ -60,7 +60,7 @@ def record(
     tensorboard: bool = False,
     sinks: Sequence[SinkMaker] = (),
 ) -> None:
-    """Write the team's events to ``events.jsonl``, and show them to people; all ranks call it.
+    """Write the team's events to ``events.jsonl`` and to the terminal; all ranks call it.
 
     The main process writes and prints. If it is parked, the next main process continues.
 
@@ -69,10 +69,10 @@ def record(
         folder: The run folder.
         terminal: Show progress on standard error.
         tensorboard: Write files for TensorBoard.
-        sinks: Make sinks of the user's own.
+        sinks: Functions that make the user's sinks.
 
     Raises:
-        ConfigError: A function returned something else than a sink, or the file cannot be opened.
+        ConfigError: A function did not return a sink, or the file cannot be opened.
     """
     makers: list[Sink | SinkMaker] = [partial(JsonlSink, folder / EVENTS), *sinks]
     if terminal:
@@ -106,7 +106,7 @@ def summarise(
     Args:
         ddp: The team.
         folder: The run folder.
-        checkpoint: The newest one.
+        checkpoint: The newest checkpoint.
         **figures: Further fields of the summary.
     """
     import psutil
@@ -118,7 +118,7 @@ def summarise(
     table = history.table
     done, estimate = table.member_sums(), measure(table)
     team = assembly.team
-    # Of an elastic team: who is there at the end, parked or not.
+    # Of an elastic team: the members at the end, parked or not.
     members = [m for m in ddp.members if m.rank in team.everyone]
     gone = done.keys() - {m.member for m in members}
     highest = max(m.rank for m in members)
@@ -162,11 +162,11 @@ def summarise(
 
 
 def show(summary: RunSummary) -> None:
-    """Print the closing table and the lines for a person to stderr."""
+    """Print the closing table and lines to stderr."""
     from rich.console import Console
 
-    # A console that writes by itself would end the process when nobody reads any more. Which
-    # characters draw boxes depends on the encoding.
+    # A rich console would end the process if the reader of a pipe has ended, so it only renders.
+    # The characters that draw boxes depend on the encoding.
     terminal = Console(stderr=True)
     text = io.TextIOWrapper(io.BytesIO(), encoding=terminal.encoding, errors="replace")
     console = Console(file=text, force_terminal=terminal.is_terminal, width=terminal.width)
@@ -178,7 +178,7 @@ def show(summary: RunSummary) -> None:
 
 
 def _program() -> str:
-    """Return how the user reaches ``evener``, whose environment need not be activated."""
+    """Return the command by which the user runs ``evener``: its environment may not be active."""
     if shutil.which("evener"):
         return "evener"
     own = Path(sys.executable).with_name("evener")

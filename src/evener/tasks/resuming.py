@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and whether anything of the run is left to do."""
+"""Find the checkpoint that a run resumes from, and whether the run is finished."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from evener.observe.following import newest_event
 from evener.tasks.run_changes import RUN
 
 RUN_FOLDER: Final = "run folder"
-"""What all workers of an elastic team have in common; those that join hear of it."""
+"""Name of the fact by which workers that join an elastic team learn the run's folder."""
 
 
 def find_run(
@@ -26,10 +26,10 @@ def find_run(
     *,
     say: Callable[[str], None],
 ) -> tuple[Path, Checkpoint | None]:
-    """Return the run's folder, and the checkpoint that it resumes from, if it does.
+    """Return the run's folder, and the checkpoint that it resumes from, if any.
 
-    All ranks call it together; one that joins a team calls it alone. Where no member of the team is
-    left, the first of those that join chooses, and the others hear of it.
+    All ranks call it together; a rank that joins a team calls it alone. If the team has no member
+    left, the first rank that joins chooses, and the others receive its choice.
 
     Args:
         team: The ranks.
@@ -39,11 +39,11 @@ def find_run(
 
     Raises:
         CheckpointError: There is nothing to resume from, or ranks see different checkpoints.
-        ConfigError: The folder cannot be made, or is not to be found here.
+        ConfigError: The folder cannot be created, or is missing on this machine.
     """
     parent, name = options.out, str(config.name)
-    if team.membership.is_joining and (told := _hear_folder(team)) is not None:
-        return told, None
+    if team.membership.is_joining and (folder := _hear_folder(team)) is not None:
+        return folder, None
     if options.resume:
         found = choose_checkpoint(team, runs_of(parent, name), say=say)
         if found is None:
@@ -67,16 +67,16 @@ def find_run(
 
 
 def _hear_folder(team: Team) -> Path | None:
-    """Return the folder of the run that this rank joins; ``None`` where nobody can tell it."""
-    told = team.membership.described(RUN_FOLDER, team.comm.timeout_s)
-    if told is None:
+    """Return the folder of the run that this rank joins; ``None`` if no member knows it."""
+    folder = team.membership.described(RUN_FOLDER, team.comm.timeout_s)
+    if folder is None:
         return None
-    if not Path(told).is_dir():
+    if not Path(folder).is_dir():
         raise ConfigError(
-            f"the run's folder {told} is not on this machine; put --out on storage that every "
+            f"the run's folder {folder} is not on this machine; put --out on storage that every "
             "worker sees"
         )
-    return Path(told)
+    return Path(folder)
 
 
 def choose_checkpoint(
@@ -89,14 +89,14 @@ def choose_checkpoint(
 
     Args:
         team: The ranks.
-        folders: Those of the runs, the newest first; what the first rank gives counts.
-        say: Told, in a sentence, of each newer run or checkpoint that cannot be used.
+        folders: Folders of the runs, the newest first; only the first rank's list counts.
+        say: Called with a sentence for each newer run or checkpoint that cannot be used.
 
     Returns:
-        The run's folder, and its newest complete checkpoint; ``None`` where there is none.
+        The run's folder, and its newest complete checkpoint; ``None`` if there is none.
 
     Raises:
-        CheckpointError: Ranks see different ones.
+        CheckpointError: Ranks see different checkpoints.
     """
     own = _newest_of_any(folders, say) if team.is_first else None
     found = team.introduce(own and [str(own[0]), own[1].path.name])[0]
@@ -106,10 +106,10 @@ def choose_checkpoint(
     checkpoint: Checkpoint | None = None
     try:
         checkpoint = own[1] if own else open_checkpoint(folder / CHECKPOINTS / step)
-        said = ["", hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()]
+        outcome = ["", hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()]
     except CheckpointError as error:
-        said = [str(error), ""]
-    answers = team.introduce(said)
+        outcome = [str(error), ""]
+    answers = team.introduce(outcome)
     for rank, (refused, content) in enumerate(answers):
         if refused or content != answers[0][1]:
             raise CheckpointError(
@@ -124,13 +124,13 @@ def choose_checkpoint(
 def find_unfinished(parent: Path, name: str, config: Mapping[str, Any]) -> list[Path]:
     """Return the folder of the newest run of a name, if an elastic team has to continue it.
 
-    That is a run which was started with the same configuration, has a complete checkpoint, was not
-    completed, and has no process that is at work on it.
+    Such a run was started with the same configuration, has a complete checkpoint, was not
+    completed, and is not locked by another process.
 
     Args:
         parent: Folder of runs.
         name: The run's name.
-        config: What the user asks for, in JSON.
+        config: The user's configuration, in JSON.
     """
     for folder in runs_of(parent, name)[:1]:
         with FolderLock(folder) as lock, suppress(CheckpointError):
@@ -163,13 +163,13 @@ def _newest_of_any(
 
 
 def is_finished(team: Team, folder: Path, window: int, results: Sequence[str] = ()) -> bool:
-    """Return whether a run has come to its end, at ``window``; all ranks call it together.
+    """Return whether a run was completed, at ``window``; all ranks call it together.
 
     Args:
         team: The ranks.
-        folder: The run folder, which the first rank looks into.
-        window: Windows that the run has.
-        results: What it leaves in the folder; a full disk may have kept it from that.
+        folder: The run folder, which the first rank reads.
+        window: Number of windows of the run.
+        results: Its result files; a full disk may have prevented them.
     """
     finished = False
     if team.is_first:
@@ -179,7 +179,7 @@ def is_finished(team: Team, folder: Path, window: int, results: Sequence[str] = 
 
 
 def _was_completed(folder: Path, window: int | None = None) -> bool:
-    """Return whether the last event of a run tells its end, at ``window`` if that is given."""
+    """Return whether the last event of a run is its end, at ``window`` if that is given."""
     last = newest_event(folder / EVENTS) or {}
     is_end = [last.get("type"), last.get("reason")] == ["run_finished", "completed"]
     return is_end and window in (None, last["window"])

@@ -1,4 +1,4 @@
-"""What a run is made of, and what of it a resume may change."""
+"""What a run depends on, and what of it may differ in a resume."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
@@ -10,13 +10,13 @@ from evener.errors import CheckpointError, DataError
 from evener.parsing import short
 
 RUN: Final = "run.json"
-"""Document of a checkpoint: the user's keys (``config``), and what the run is made of."""
+"""Document of a checkpoint: the user's keys (``config``), and ``Task.made_of``."""
 
 MADE_OF: Final = "made_of"
-"""Key of ``RUN``: the parts without which the weights mean nothing, by name."""
+"""Key of ``RUN``: see ``Task.made_of``."""
 
 Sources = Mapping[str, Sequence[str]]
-"""Keys from which parts follow, by part; see ``Task.made_from``."""
+"""Keys that determine parts, by part; see ``Task.made_from``."""
 
 
 def check_changes(
@@ -25,19 +25,19 @@ def check_changes(
     sources: Sources,
     allow: Collection[str] | None,
 ) -> tuple[set[str], list[str]]:
-    """Refuse a checkpoint of a run that is made of something else, but for what is allowed.
+    """Refuse a checkpoint of a run with other parts, except for those that may differ.
 
     Args:
-        checkpoint: What the run resumes from.
+        checkpoint: The checkpoint that the run resumes from.
         run: The present run's ``RUN``.
-        sources: Keys from which parts follow; see ``Task.made_from``.
+        sources: Keys that determine parts; see ``Task.made_from``.
         allow: Parts that may differ; ``None`` if the user cannot allow any.
 
     Returns:
-        The parts that differ, and the keys that do, such as ``"optimizer.lr 0.001 -> 0.0003"``.
+        The parts that differ, and the keys that differ, as ``"optimizer.lr 0.001 -> 0.0003"``.
 
     Raises:
-        CheckpointError: Says what differs, and what to do.
+        CheckpointError: Names the difference and the remedy.
     """
     saved = checkpoint.document(RUN)
     keys = _differences(saved["config"], run["config"])
@@ -63,7 +63,7 @@ def check_changes(
 
 
 def require_same_parts(team: Team, parts: Mapping[str, Any], sources: Sources) -> None:
-    """Refuse ranks that make the run of something else than rank 0; all call it together.
+    """Refuse ranks whose parts differ from those of rank 0; all call it together.
 
     Raises:
         DataError: Names the first rank and the part, on every rank.
@@ -80,13 +80,13 @@ def require_same_parts(team: Team, parts: Mapping[str, Any], sources: Sources) -
 
 
 def _in_words(name: str, sources: Sources) -> str:
-    """Return what the user changes in order to change a part."""
+    """Return the keys that the user changes in order to change a part."""
     keys = sources.get(name)
     return f"{', '.join(keys)} and the files that they name" if keys else name
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Return what differs, by key; those of sections first."""
+    """Return the differences by key, those in sections first."""
     before, after = _flat(before), _flat(after)
     return {
         key: f"{key} {short(before.get(key))} -> {short(after.get(key))}"

@@ -1,4 +1,4 @@
-"""What runs of the driver return; the same on every rank."""
+"""Results of the driver's runs; the same on every rank."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ class TaskResult:
         run_folder: Events, summary, checkpoints.
         checkpoint: The last one; ``resume=True`` continues from it.
         heldout_loss: Mean held-out loss per unit of weight, in nats for cross-entropy; ``None``
-            where it was not evaluated after the last step.
+            if it was not evaluated after the last step.
         stopped: A signal ended the run early; ``resume=True`` continues it.
     """
 
@@ -24,7 +24,7 @@ class TaskResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainResult(TaskResult):
-    """What ``pretrain`` returns: a ``TaskResult``.
+    """The result of ``pretrain``.
 
     ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` load the
     checkpoint. The held-out loss is the mean cross-entropy per held-out token, in nats.
@@ -33,17 +33,17 @@ class PretrainResult(TaskResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifyResult(TaskResult):
-    """What ``classify`` returns: a ``TaskResult`` and more of the best adapter.
+    """The result of ``classify``, with the metrics of the best adapter.
 
     The held-out loss is its mean cross-entropy per held-out sample in nats, weighted by class.
 
     Attributes:
         adapter: The best adapter and its head; ``ClassifyPipeline.load(run_folder)`` and peft load
-            it. ``None`` where nothing was evaluated.
+            it. ``None`` without an evaluation.
         merged: Base and adapter in one; ``AutoModelForSequenceClassification.from_pretrained``
             loads it.
         labels: The classes, by index.
-        accuracy: Part of the held-out samples that the best adapter classifies correctly.
+        accuracy: Fraction of the held-out samples that the best adapter classifies correctly.
         macro_f1: Its F1, averaged over the classes.
     """
 

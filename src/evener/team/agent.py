@@ -2,8 +2,8 @@
 
 In a fixed team the first worker that fails ends the run. In an elastic team a worker that fails is
 replaced, up to a number of failures; a warm standby process, which has loaded torch, takes the
-place of the next one. An agent tells the coordinator of its workers' processes, and never imports
-torch.
+place of the next one. An agent reports the state of its workers' processes to the coordinator, and
+never imports torch.
 """
 
 import os
@@ -36,46 +36,46 @@ from evener.team.worker_processes import (
     rank_environment,
 )
 
-#: An elastic team stops when more workers than this have failed, unless the user says otherwise.
+#: Default number of failed workers beyond which an elastic team stops.
 MAX_FAILURES: Final = 10
-#: Seconds that ranks of a fixed team get to end by themselves after they were asked to.
+#: Seconds for ranks of a fixed team to end by themselves after they were asked to.
 GRACE_S: Final = 5.0
 #: The same for workers of an elastic team: they finish their window.
 ELASTIC_GRACE_S: Final = 30.0
-#: What a standby loads, by the module that it runs when it becomes a worker.
+#: Modules that a standby loads, by the module that it runs when it becomes a worker.
 LIBRARIES: Final = {
     "evener": ("torch", "transformers", "evener.tasks.job"),
     "evener.team.script": ("torch", "evener.ddp"),
     "evener.managed.worker": ("evener.managed.rank",),
 }
-#: What is said of a rank that has called ``exec``.
+#: Message about a rank that has called ``exec``.
 ANOTHER_PROGRAM: Final = (
-    "has become another program (exec), while the other ranks count on it; start that program "
-    "beside the rank, as by subprocess.run"
+    "has become another program (exec), while the other ranks wait for it; start that program "
+    "in another process, for example with subprocess.run"
 )
 
-# A worker that has run for so long was well: when it fails, it is started again at once.
+# A worker that fails after at least this time is replaced at once.
 _SETTLED_S = 10.0
 _LONGEST_PAUSE_S = 60.0
-# A rank that lost its peer may say so while the peer still unwinds from what really happened: the
-# others are left alone for so long, so that it can say it.
+# A rank may report a lost peer before the peer has reported the original error. So the other ranks
+# are not ended for this time.
 _SETTLE_S = 2.0
-# A worker that has told of its failure, or closed its channel, has to end within so long.
+# Time for a worker to end after it has reported its failure, or closed its channel.
 _UNWIND_S = 10.0
 _MOST_STANDBYS_LOST = 3
-# Workers of other agents that end with those of this one have left by then.
+# By then, workers of other agents that end together with those of this one have left.
 _FAREWELL_S = 1.0
 _LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedTeam:
-    """A team, and where the workers of this host find it.
+    """A team, and its address for the workers of this host.
 
     Attributes:
         address: ``HOST:PORT`` of the coordinator.
-        token_file: Holds what workers must know; ``None`` where the coordinator has no token.
-        connection: Tells the coordinator of the workers' processes.
+        token_file: File with the token; ``None`` if the coordinator has none.
+        connection: Reports the workers' processes to the coordinator.
         nproc: Workers on this host.
         ranks: In a fixed team, the ranks of this host; ``None`` in an elastic team.
         hosts_coordinator: Whether the coordinator is a thread of this process.
@@ -91,10 +91,10 @@ class JoinedTeam:
     is_own_token: bool = False
 
     def environment(self, base: Mapping[str, str], slot: int, member: str) -> dict[str, str]:
-        """Return the environment of a worker, but for its channel.
+        """Return the environment of a worker, except for its channel.
 
         Args:
-            base: What it is made from.
+            base: The environment that it extends.
             slot: The worker's place on this host.
             member: Its id.
         """
@@ -117,10 +117,10 @@ class _Slot:
 
     Attributes:
         number: Its number on this host.
-        starts: How many workers have had it.
+        starts: Number of workers that were started in it.
         started_s: When the last one started, on the monotonic clock.
-        due_s: When the next one starts; ``None`` while none has to.
-        failures: How many have failed soon after their start, one after the other.
+        due_s: When the next one starts; ``None`` if none is needed.
+        failures: Number of successive workers that failed soon after their start.
     """
 
     number: int
@@ -130,7 +130,7 @@ class _Slot:
     failures: int = 0
 
     def begin(self, base: str, rank: int) -> str:
-        """Note a start of a rank; return the new worker's id, which no other worker ever had."""
+        """Note a start of a rank; return the new worker's id, which is never reused."""
         self.starts += 1
         self.started_s, self.due_s = time.monotonic(), None
         return f"{base}/{rank}{f'.{self.starts}' if self.starts > 1 else ''}"
@@ -145,17 +145,17 @@ class _Slot:
 
 
 class Agent:
-    """Looks after the workers of one host, until the run is over.
+    """Watches the workers of one host until the run is over.
 
     Args:
         command: Python, its options, ``-m``, a module of ``LIBRARIES``, its arguments; the same for
             every worker. In a fixed team, any program and its arguments.
         team: The team of the workers.
-        requests: What is wanted of this agent.
-        environ: What the environment of each worker is made from.
-        handed: Descriptors that every worker inherits, by the variable that names each.
+        requests: Signals that were sent to this agent.
+        environ: The base of each worker's environment.
+        handed: Descriptors that every worker inherits, by the variable that holds their number.
         max_failures: An elastic team's run stops when more workers than this have failed here.
-        grace_s: Seconds that workers get to end by themselves; by default ``GRACE_S``.
+        grace_s: Seconds for workers to end by themselves; by default ``GRACE_S``.
     """
 
     #: Standard input of the first worker, as ``subprocess`` takes it.
@@ -185,23 +185,23 @@ class Agent:
         self._base = host if hosts else f"{host}/{os.getpid()}"
         self._slots = [_Slot(number) for number in range(team.nproc)]
         self._workers: dict[int, tuple[_Slot, str]] = {}  # by process: where, and the worker's id
-        self._accounted: set[int] = set()  # processes whose end was dealt with
+        self._accounted: set[int] = set()  # processes whose end was handled
         self._lingering: dict[int, float] = {}  # processes that should end, and since when
         self._standby: Child | None = None
         self._num_standbys_lost = 0
         self._failures: list[Child] = []
         self._has_begun = False  # a worker of this host has joined the team
-        self._is_over = False  # one has done the run to its end
+        self._is_over = False  # a worker has completed the run
         self._why = ""  # the run was given up
         self._code = 0
-        # Of other hosts of a fixed team:
+        # On other hosts of a fixed team:
         self._failure_elsewhere = ""  # why the run failed there
         self._ended_elsewhere: set[int] = set()  # ranks there that ended with exit code 0
-        self._lost_hosts: list[str] = []  # why, in words
+        self._lost_hosts: list[str] = []  # as text
         self._is_coordinator_late = False
         self._stop_signal: signal.Signals | None = None
-        self._deadline: float | None = None  # on the monotonic clock; None while nobody has to end
-        self._lateness = ""  # what is said of those who miss it
+        self._deadline: float | None = None  # on the monotonic clock; None while no worker must end
+        self._lateness = ""  # the message about workers that miss it
         self._settles_at: float | None = None  # likewise; None while no rank has lost another
         self._killed = False
 
@@ -236,7 +236,7 @@ class Agent:
                 state = child.look_at_state()
                 if state is not None and child.pid in self._workers:
                     self._note_state(child, state)
-            for child in self._processes.all:  # after their ends: what they told before has come
+            for child in self._processes.all:  # after their ends, so all their messages have come
                 for message in child.channel.receive():
                     self._take(child, message)
             self._decide()
@@ -246,18 +246,18 @@ class Agent:
                 self._end_late()
         for child in self._processes.alive:
             say(
-                f"evener: {child.who} does not end even when killed: it hangs in the kernel, in a "
+                f"evener: {child.who} does not end after SIGKILL: it hangs in the kernel, in a "
                 "device driver or a network file system"
             )
             child.end(-signal.SIGKILL)
 
     def _take(self, child: Child, message: Message) -> None:
-        """Take in what a worker says."""
+        """Handle a worker's message."""
         child.take(message)
         self._has_begun |= child.place == JOINED
 
     def _decide(self) -> None:
-        """Heed requests and what others say, and look after the workers."""
+        """Handle requests and messages, and replace or end workers."""
         self._heed_requests()
         self._watch_coordinator()
         for child in self._processes.all:
@@ -271,7 +271,7 @@ class Agent:
 
     @property
     def _is_due(self) -> bool:
-        """Whether a worker is still to be started."""
+        """Whether another worker must be started."""
         return self._deadline is None and any(slot.due_s is not None for slot in self._slots)
 
     @property
@@ -279,11 +279,11 @@ class Agent:
         return [child for child in self._processes.alive if child.pid in self._workers]
 
     def _note_state(self, child: Child, state: KernelState) -> None:
-        """A worker was stopped, is held by a debugger, or runs again; nothing is ended for it."""
+        """Report that a worker was stopped, is held by a debugger, or runs again."""
         _, member = self._workers[child.pid]
         is_halted = state is KernelState.STOPPED
-        told = ProcessState.STOPPED if is_halted else ProcessState.CONTINUED
-        self._connection.tell(member, told, str(state))
+        reported = ProcessState.STOPPED if is_halted else ProcessState.CONTINUED
+        self._connection.report_state(member, reported, str(state))
         if not is_halted:
             joins = "" if self._is_fixed else ", and joins the team"
             say(f"evener: {child.who} runs again{joins}")
@@ -298,7 +298,7 @@ class Agent:
         )
 
     def _account_for(self, child: Child) -> None:
-        """Tell the coordinator of an end, and see what follows from it."""
+        """Report a worker's end to the coordinator, and react to it."""
         if child.pid not in self._workers:
             self._lose_standby(child)
             return
@@ -306,7 +306,7 @@ class Agent:
         how = child.in_short.partition("(")[2].rstrip(")")
         is_done = not (child.failed or child.code or _has_left(child))
         state = ProcessState.FINISHED if is_done else ProcessState.GONE
-        self._connection.tell(member, state, f"its process ended ({how})")
+        self._connection.report_state(member, state, f"its process ended ({how})")
         if self._is_fixed:
             if child.code == 0:
                 self._connection.relay({"ended": child.rank})
@@ -339,24 +339,24 @@ class Agent:
             f"{self._grace_s:g} s; press Ctrl-C to kill them at once"
         )
         say(f"evener: {why or signum.name}{asked if alive else ''}")
-        # The terminal has gone: to the ranks that is a request like any other.
+        # The terminal was closed: ranks handle it like any other request to stop.
         passed = signal.SIGTERM if signum == signal.SIGHUP else signum
         if not self._is_fixed:
-            # SIGINT means to a worker that it alone has to leave; SIGTERM that all have to stop.
+            # On SIGINT, a worker leaves by itself; on SIGTERM, all workers stop.
             passed = signal.SIGTERM if self._team.hosts_coordinator else signal.SIGINT
         self._ask_to_stop(passed)
 
     def _ask_to_stop(self, signum: signal.Signals) -> None:
         self._set_deadline(self._grace_s, f"had not ended {self._grace_s:g} s after being asked to")
         for child in self._processes.alive:
-            if child.report is None:  # otherwise it is on its way out already
+            if child.report is None:  # otherwise it is already ending
                 child.send_signal(signum)
 
     def _set_deadline(self, seconds: float, lateness: str) -> None:
         self._deadline, self._lateness = time.monotonic() + seconds, lateness
 
     def _end_late(self) -> None:
-        """The deadline has come, and some run on."""
+        """Kill the workers that still run at the deadline."""
         self._kill(self._lateness)
 
     def _kill(self, why: str) -> None:
@@ -369,7 +369,7 @@ class Agent:
         self._set_deadline(DEATH_S, why)
 
     def _is_hurried(self) -> bool:
-        """Return whether output that is still on its way shall be left."""
+        """Return whether output that has not arrived is dropped."""
         return bool(self._requests.take())
 
     # ── starts ───────────────────────────────────────────────────────────────────────────────────
@@ -381,7 +381,7 @@ class Agent:
                 self._start(slot)
 
     def _start(self, slot: _Slot) -> None:
-        # Several agents of a fixed team may be on one host, or on hosts of one name.
+        # Several agents of a fixed team may be on one host, or on hosts with the same name.
         rank = slot.number + (self._team.ranks.first if self._team.ranks else 0)
         member = slot.begin(self._base, rank)
         environ = self._team.environment(self._environ, slot.number, member)
@@ -389,7 +389,7 @@ class Agent:
         name = "" if self._is_fixed else f"worker {member}"
         if child is not None and not child.has_ended:
             names = (COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE, "RANK", "LOCAL_RANK")
-            child.channel.tell({TAKE: {name: environ[name] for name in names}})
+            child.channel.send({TAKE: {name: environ[name] for name in names}})
             child.rank, child.name = slot.number, name
         else:
             is_first = not (slot.number or slot.starts > 1)
@@ -400,7 +400,7 @@ class Agent:
             except LaunchError as error:
                 if not (self._has_begun and self._at_work):
                     raise
-                warn(f"{error}. The others continue; it is tried again in {slot.fail():g} s")
+                warn(f"{error}. The others continue; it is started again in {slot.fail():g} s")
                 return
         self._workers[child.pid] = (slot, member)
         self._connection.attend(member)
@@ -409,7 +409,7 @@ class Agent:
     # ── a fixed team ends together ───────────────────────────────────────────────────────────────
 
     def _keep_together(self) -> None:
-        """End the ranks of a fixed team where one has failed, here or on another host."""
+        """End the ranks of a fixed team if one has failed, here or on another host."""
         for relayed in self._connection.take_relayed():
             self._hear_agent(relayed)
         self._heed_stopped_ranks()
@@ -426,19 +426,19 @@ class Agent:
             self._fail()
 
     def _fail(self) -> None:
-        """A rank of this host has failed, and no other can be the cause of it."""
+        """Stop the run: a rank of this host has failed, and not because of another one."""
         self._connection.relay({"failed": [child.rank for child in self._processes.all]})
         self._ask_to_stop(signal.SIGTERM)
 
     def _hear_agent(self, message: Message) -> None:
-        """What the agent of another host says."""
+        """Handle a message of the agent of another host."""
         stop, failed, ended = (message.get(name) for name in ("stop", "failed", "ended"))
         if isinstance(ended, int):
             self._ended_elsewhere.add(ended)
         if isinstance(name := message.get("lost"), str):
             words = (
-                f"the connection to {printable(name)} broke off at {clock_time(time.time())}: the "
-                "link to that machine is cut, or the machine or its launcher has gone"
+                f"the connection to {printable(name)} ended at {clock_time(time.time())}: the link "
+                "to that machine is cut, or the machine or its launcher has ended"
             )
             self._lost_hosts.append(f"{words}; check both, and start every machine's part again")
             if self._deadline is None:
@@ -465,11 +465,11 @@ class Agent:
                 continue
             if self._deadline is None:
                 self._stop_everywhere(signum, f"{child.who} has stopped ({signum.name})")
-            if self._stop_signal is not None:  # else another rank has failed before
+            if self._stop_signal is not None:  # otherwise another rank has failed before
                 child.signals.add(signum)
 
     def _find_deserters(self, waiting: Sequence[int]) -> None:
-        """Find ranks that others wait for, and that cannot come any more."""
+        """Find ranks that others wait for and that will never come."""
         for child in self._processes.all:
             if child.desertion or child.signals:
                 continue
@@ -479,7 +479,7 @@ class Agent:
                 child.desertion = f"ended with exit code 0{_waited(waiting)}"
 
     def _failed_for_sure(self) -> bool:
-        # However a process ends that has done its work, nobody misses it.
+        # After a process has done its work, its exit code does not matter.
         working = [child for child in self._processes.all if child.place != DONE]
         failing = [child for child in working if child.report is not None or child.failed]
         if any(c.report is None or not c.report.follow_up or c.desertion for c in failing):
@@ -491,7 +491,7 @@ class Agent:
     # ── an elastic team continues ────────────────────────────────────────────────────────────────
 
     def _keep_going(self) -> None:
-        """Replace workers of an elastic team that have failed, and end those that linger."""
+        """Replace failed workers of an elastic team, and end workers that should have ended."""
         self._notice_end()
         for child in self._at_work:
             self._hasten(child)
@@ -508,7 +508,7 @@ class Agent:
         elif not child.failed:
             self._is_over = True
             self._start_no_more()
-        elif not self._is_over:  # else it came too late: others have done the run to its end
+        elif not self._is_over:  # otherwise it came too late: others have completed the run
             self._failures.append(child)
             self._replace(child, slot)
 
@@ -517,7 +517,7 @@ class Agent:
             slot.due_s = None
 
     def _replace(self, child: Child, slot: _Slot) -> None:
-        """Start another worker in the place of one that has failed, or give the run up."""
+        """Replace a failed worker, or give up the run."""
         code, words = judge([child], None)
         report = child.report
         if not self._has_begun:
@@ -525,7 +525,7 @@ class Agent:
         elif report is not None and (
             report.user_error or report.kind == CoordinatorLostError.__name__
         ):
-            # It would fail in the same way again; the others may still do the run to its end.
+            # It would fail in the same way again; the others may still complete the run.
             say(words, end="")
             self._code = self._code or code
             if not (self._at_work or self._is_due):
@@ -534,7 +534,7 @@ class Agent:
             self._give_up(
                 code,
                 f"{words}error: {len(self._failures)} workers have failed here, and --max-failures "
-                f"is {self._max_failures}; end what makes them fail, or raise it\n",
+                f"is {self._max_failures}; fix the cause, or raise --max-failures\n",
             )
         else:
             pause_s = slot.fail()
@@ -554,11 +554,11 @@ class Agent:
         self._ask_to_stop(signal.SIGTERM if self._team.hosts_coordinator else signal.SIGINT)
 
     def _hasten(self, child: Child) -> None:
-        """End a worker that cannot work any more, but lingers."""
+        """End a worker that cannot work any more but has not ended."""
         if signal.SIGKILL in child.signals:
             return
-        # On its way out Python closes the channel some time before the process ends. A program that
-        # takes the place of a worker when that has left the team disturbs nobody.
+        # At exit Python closes the channel some time before the process ends. If a worker that has
+        # left the team calls exec, the new program may run on.
         is_awaited = child.place in (JOINING, JOINED)
         lingers = (child.is_another_program and is_awaited) or child.has_raised
         since_s = self._lingering.setdefault(child.pid, time.monotonic()) if lingers else None
@@ -578,7 +578,7 @@ class Agent:
             self._ask_to_stop(signal.SIGTERM)
 
     def _warm_up(self) -> None:
-        """Have a standby load what a worker needs, once the workers have done so themselves."""
+        """Let a standby load what a worker needs, after the workers have loaded it."""
         at_work = self._at_work
         if (
             self._standby is not None
@@ -611,7 +611,7 @@ class Agent:
             for pipe in filter(None, (child.process.stdout, child.process.stderr)):
                 pipe.close()
         else:
-            self._processes.carry_output(child)  # it says why
+            self._processes.carry_output(child)  # it has the cause
             self._num_standbys_lost += 1
             if self._num_standbys_lost == _MOST_STANDBYS_LOST:
                 self._do_without_standby(child.silent_end)
@@ -624,7 +624,7 @@ class Agent:
     # ── the coordinator ──────────────────────────────────────────────────────────────────────────
 
     def _watch_coordinator(self) -> None:
-        """Say that workers wait for a coordinator that does not answer, and for how long."""
+        """Print that workers wait for a coordinator that does not answer, and for how long."""
         silent_s = self._connection.silent_s
         is_known = self._is_fixed or self._team.hosts_coordinator
         if is_known or bool(silent_s) == self._is_coordinator_late or not self._at_work:
@@ -642,23 +642,23 @@ class Agent:
         )
 
     def _serve_others(self) -> None:
-        """Keep the coordinator for workers of other agents, until a signal or their end."""
+        """Serve the coordinator for workers of other agents, until a signal or their end."""
         own = {member for _, member in self._workers.values()}
-        said_s = time.monotonic() + _FAREWELL_S
-        is_said = False
-        heard: list[signal.Signals] = []
+        announce_s = time.monotonic() + _FAREWELL_S
+        is_announced = False
+        signals: list[signal.Signals] = []
         while not self._why and self._stop_signal in (None, signal.SIGINT):
             others = sorted(self._connection.workers - own)
-            if not others or (is_said and heard):
+            if not others or (is_announced and signals):
                 return
-            if not is_said and time.monotonic() >= said_s:
-                is_said = True
+            if not is_announced and time.monotonic() >= announce_s:
+                is_announced = True
                 say(
                     f"evener: the workers of this launcher have ended; its coordinator serves "
                     f"{', '.join(others)} until these have ended, too: press Ctrl-C to end it now"
                 )
             wait([self._requests.fileno()], _LOOK_S)
-            heard += self._requests.take()  # or the next waits would end at once
+            signals += self._requests.take()  # otherwise the next waits would return at once
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
@@ -668,12 +668,12 @@ class Agent:
         return bool(self._why) or (self._code > 0 and not self._is_over)
 
     def conclude(self) -> tuple[int, str]:
-        """Return how the run has ended.
+        """Return the result of the run.
 
         Returns:
-            The exit code: 0 when a worker has done the run to its end; 128 + n after a stop by
-            signal n; else that of the failure that ended the run, 1 if that was a kill. And why the
-            run has failed, in words, if it has.
+            The exit code: 0 if a worker has completed the run; 128 + n after a stop by signal n;
+            else that of the failure that ended the run, 1 if that was a kill. And the cause of a
+            failure as text, empty without one.
         """
         if self._is_fixed:
             lost = "\n".join(self._lost_hosts)
@@ -688,18 +688,18 @@ class Agent:
         if self._is_over or not ended:
             return 0, ""
         left = [child.code for child in ended if _has_left(child)]
-        # As shells tell the end by a signal; the last ones may all have left.
+        # The exit code as in shells; the last workers may all have left.
         last = max((code if code >= 0 else 128 - code for code in left), default=1)
         return self._code or last, ""
 
 
 def run_has_ended(address: str) -> str:
-    """Say that nobody can join a run any more."""
+    """Return a message: no worker can join the run any more."""
     return f"the run of the team at {address} has ended; no worker can join it any more"
 
 
 def _has_left(child: Child) -> bool:
-    """Return whether a worker was told to leave or to stop, and not by its agent."""
+    """Return whether a worker was asked to leave or to stop, and not by its agent."""
     if child.code == 0:  # its script may catch KeyboardInterrupt
         return not child.finished
     return child.stop_signal is not None
@@ -707,6 +707,6 @@ def _has_left(child: Child) -> bool:
 
 def _waited(waiting: Sequence[int]) -> str:
     return (
-        f" while {name_ranks(waiting)} waited for it in Ddp.setup; let every rank go through the "
-        "whole script, and call Ddp.setup as often as the others"
+        f" while {name_ranks(waiting)} waited for it in Ddp.setup; let every rank run the whole "
+        "script, and call Ddp.setup the same number of times"
     )

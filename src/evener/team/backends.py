@@ -1,4 +1,4 @@
-"""How a team exchanges: decided from what all ranks say of themselves, so that all decide alike."""
+"""Choose how a team exchanges, from facts of all ranks, so that all make the same choice."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -24,18 +24,18 @@ _NCCL_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeFacts:
-    """What a rank says before the team agrees on how to exchange.
+    """The facts of a rank by which the team chooses how to exchange.
 
     Attributes:
-        backend: The averaging backend it was asked to use.
+        backend: The requested averaging backend.
         policy: When its script averages; ``"by hand"`` for ``Ddp.wrap``.
         host: Name of its host.
         local_world_size: Ranks on that host.
         num_gpus: GPUs and other accelerators that torch finds there.
-        device: Where it computes, such as ``cuda:0``.
+        device: Its device, such as ``cuda:0``.
         vendor: ``"NVIDIA"`` or ``"AMD"``; empty but on CUDA devices.
-        gpu: What tells its GPU from all others; empty but on CUDA devices.
-        nccl: Version of its collective library, such as ``"2.29"``; empty where it has none.
+        gpu: Identifies its GPU; empty but on CUDA devices.
+        nccl: Version of its collective library, such as ``"2.29"``; empty if it has none.
     """
 
     backend: str
@@ -60,16 +60,16 @@ def check_policy(policy: str) -> ApplyPolicy:
 
 
 def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
-    """Return how the team exchanges tensors that lie on devices.
+    """Choose how the team exchanges tensors on devices.
 
     Args:
-        team: What each rank says, in rank order.
+        team: The facts of each rank, in rank order.
 
     Returns:
-        ``"nccl"``, ``"shared"``, ``"hosts"``, ``"gloo"`` or ``"none"``, and why, for people.
+        ``"nccl"``, ``"shared"``, ``"hosts"``, ``"gloo"`` or ``"none"``, and the reason as text.
 
     Raises:
-        ConfigError: Ranks ask for different things, or for NCCL where it cannot work.
+        ConfigError: Ranks request different backends, or NCCL if it cannot work.
     """
     first = team[0]
     for rank, facts in enumerate(team):
@@ -94,7 +94,7 @@ def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
             )
         return "nccl", "asked for"
     if backend is AverageBackend.AUTO and not obstacle:
-        return "nccl", "chosen because every rank has a GPU of its own, all of one vendor"
+        return "nccl", "chosen because every rank has its own GPU, all of one vendor"
     why = "asked for ('cpu')"
     if backend is AverageBackend.AUTO:
         why = f"chosen because {obstacle}"
@@ -112,23 +112,22 @@ def connect_team(
     timeout_s: float,
     communicator: Communicator | None = None,
 ) -> tuple[Communicator, Membership]:
-    """Connect to the other ranks and agree on how to exchange; all ranks call it together.
+    """Connect to the other ranks and choose the backend; all ranks call it together.
 
     Args:
         environment: This rank's place.
         backend: ``AverageBackend`` by name.
         policy: See ``ExchangeFacts``.
-        device: Where this rank computes.
+        device: This rank's device.
         timeout_s: Longest wait for another rank.
-        communicator: To be used instead of connecting.
+        communicator: Used instead of a new connection.
 
     Returns:
-        The connection, whose ``reason`` says why it exchanges as it does; and the place in the
-        team.
+        The communicator, whose ``reason`` explains the choice, and the place in the team.
 
     Raises:
         ConfigError: See ``decide_backend``; on every rank.
-        LaunchError: The ranks did not find one another, or NCCL, which was asked for, failed.
+        LaunchError: The ranks did not find one another, or NCCL was requested and failed.
     """
     check_backend(backend)
     if communicator is not None:
@@ -144,7 +143,7 @@ def connect_team(
         chosen, comm.reason = decide_backend([ExchangeFacts(**answer) for answer in answers])
         if backend != AverageBackend.GLOO and comm.world_size > 1:
             comm, how = connect_hosts(comm)
-            # Beside NCCL, only rows travel there.
+            # With NCCL, only rows travel there.
             comm.reason += "" if chosen == "nccl" else f"; {how}"
         if chosen == "nccl" and backend == AverageBackend.AUTO:
             _use_nccl(comm, comm.reason, "", comm.timeout_s)
@@ -159,7 +158,7 @@ def connect_team(
 def _require_nccl(comm: Communicator) -> None:
     if failure := comm.add_nccl():
         raise LaunchError(
-            f"NCCL did not connect the ranks ({failure}); NCCL_DEBUG=INFO tells more, and "
+            f"NCCL did not connect the ranks ({failure}); NCCL_DEBUG=INFO shows details, and "
             "backend='gloo' exchanges on the hosts"
         )
 
@@ -167,12 +166,12 @@ def _require_nccl(comm: Communicator) -> None:
 def prefer_nccl(comm: Communicator, own: ExchangeFacts, timeout_s: float) -> None:
     """Let the members of a generation exchange over NCCL, if that can join all of them.
 
-    All of them call it together. If it cannot, all exchange by way of host memory until the next
-    generation, and the first one says why.
+    All of them call it together. If it cannot, all exchange through host memory until the next
+    generation, and the first one prints why.
 
     Args:
-        comm: Joins them.
-        own: What this one is.
+        comm: Connects them.
+        own: The facts of this member.
         timeout_s: Deadline for comparing GPUs, and for connecting.
     """
     answers = comm.all_gather_json(asdict(own), what="how ranks exchange", timeout_s=timeout_s)
@@ -181,22 +180,22 @@ def prefer_nccl(comm: Communicator, own: ExchangeFacts, timeout_s: float) -> Non
 
 
 def _use_nccl(comm: Communicator, reason: str, obstacle: str, timeout_s: float) -> None:
-    """Exchange over NCCL if that works, and note why or why not; all ranks call it together."""
+    """Exchange over NCCL if that works, and set the reason; all ranks call it together."""
     if not obstacle and (failure := comm.add_nccl(timeout_s=min(timeout_s, _NCCL_S))):
         obstacle = f"NCCL failed {failure}"
     comm.reason = f"chosen because {obstacle}" if obstacle else reason
     if obstacle and comm.rank == 0:
         warn(
-            f"{obstacle}; so ranks exchange by way of host memory, which is slower. "
-            "NCCL_DEBUG=INFO tells more, and backend='gloo' or 'cpu' does without NCCL"
+            f"{obstacle}; so ranks exchange through host memory, which is slower. "
+            "NCCL_DEBUG=INFO shows details, and backend='gloo' or 'cpu' does not use NCCL"
         )
 
 
 def _obstacle_to_nccl(team: Mapping[int, ExchangeFacts]) -> str:
-    """Why NCCL cannot join these ranks; empty where it can."""
+    """Return why NCCL cannot connect these ranks; empty if it can."""
     for rank, facts in team.items():
         if not facts.gpu and facts.device != "cpu":
-            return f"rank {rank} computes on {facts.device}, and NCCL joins CUDA devices only"
+            return f"rank {rank} computes on {facts.device}, and NCCL connects only CUDA devices"
     on_cpu = [rank for rank, facts in team.items() if not facts.gpu]
     if on_cpu:
         facts = team[on_cpu[0]]
@@ -204,7 +203,7 @@ def _obstacle_to_nccl(team: Mapping[int, ExchangeFacts]) -> str:
         if 0 < facts.num_gpus < facts.local_world_size:
             why = f" (host {facts.host}: {facts.local_world_size} ranks, GPUs: {facts.num_gpus})"
         compute = "computes" if len(on_cpu) == 1 else "compute"
-        return f"{name_ranks(on_cpu)}{why} {compute} on the CPU, and NCCL joins GPUs only"
+        return f"{name_ranks(on_cpu)}{why} {compute} on the CPU, and NCCL connects only GPUs"
     owners: dict[str, int] = {}
     for rank, facts in team.items():
         other = owners.setdefault(facts.gpu, rank)
@@ -218,7 +217,7 @@ def _obstacle_to_nccl(team: Mapping[int, ExchangeFacts]) -> str:
         if not facts.nccl or _library(facts) != _library(first):
             return (
                 f"rank {lowest} has {_library(first)} and rank {rank} has {_library(facts)}, which "
-                "do not exchange"
+                "are incompatible"
             )
     return ""
 
@@ -233,7 +232,7 @@ def describe_exchange(
     policy: str,
     device: torch.device,
 ) -> ExchangeFacts:
-    """Return what this rank says of itself; see ``ExchangeFacts``."""
+    """Return the facts of this rank."""
     on_gpu = device.type == "cuda"
     return ExchangeFacts(
         backend=backend.value,

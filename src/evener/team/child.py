@@ -1,4 +1,4 @@
-"""What a rank's process does around its work: die with its launcher, and say why it failed."""
+"""The process of a rank: it ends with its launcher, and reports its failure."""
 
 import faulthandler
 import gc
@@ -20,7 +20,7 @@ from evener.team.signals import STOPPING
 from evener.team.terminal import TERMINAL_FDS, allow_unmarked, say
 from evener.team.wire import CHANNEL_FD, Channel
 
-#: Set by evener's launcher: its own process number.
+#: Set by evener's launcher: its process id.
 PARENT_PID = "EVENER_PARENT_PID"
 
 _PR_SET_PDEATHSIG = 1
@@ -29,28 +29,29 @@ _supervisors: list[Channel] = []
 
 
 def is_supervised() -> bool:
-    """Return whether a supervisor listens to this process: not to children of a rank."""
+    """Return whether this process has a supervisor; children of a rank have none."""
     return any(not channel.has_ended for channel in _supervisors)
 
 
-def tell(**message: Any) -> None:
-    """Tell the supervisor of this rank, where there is one, and not from children of the rank."""
+def notify_supervisor(**message: Any) -> None:
+    """Send a message to this rank's supervisor, if it has one; not from children of the rank."""
     for channel in _supervisors:
-        channel.tell(message)
+        channel.send(message)
 
 
 def run_child(main: Callable[[], int | None]) -> int:
-    """Run a rank's work and turn what it raises into an exit code.
+    """Run a rank's work and convert its exception to an exit code.
 
-    In a process that evener's launcher started, the failure goes to the launcher, which prints the
-    first one of all ranks; elsewhere it is printed here: the message of a ``UserError``, otherwise
-    the traceback. ``SystemExit`` passes through; the launcher is told of one that is not 0.
+    In a process that evener's launcher started, the failure is sent to the launcher, which prints
+    the first one of all ranks. Elsewhere it is printed here: the message of a ``UserError``,
+    otherwise the traceback. ``SystemExit`` passes through; the launcher is notified if its code is
+    not 0.
 
     Args:
         main: The work; returns an exit code, or ``None`` for 0.
 
     Returns:
-        What the process should exit with.
+        The exit code of the process.
     """
     try:
         if os.environ.get(LAUNCHED):
@@ -58,7 +59,7 @@ def run_child(main: Callable[[], int | None]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see start_in_silence
         return main() or 0
     except SystemExit as stop:
-        # Python may take seconds to end, and by then others have told that they lost this rank.
+        # Python may take seconds to end, and by then other ranks report that they lost this one.
         if exit_code_of(stop) and is_supervised():
             report_failure(stop)
         raise
@@ -67,14 +68,14 @@ def run_child(main: Callable[[], int | None]) -> int:
     except RunEndedError as ended:
         say(f"evener: {ended}")
         return 0
-    except Exception as error:  # the top of a process: whatever it is, it has to be reported
+    except Exception as error:  # the top of a process: every error must be reported
         if follows_from_ctrl_c(error):
             return 128 + signal.SIGINT
         return report_failure(error)
 
 
 def follows_from_ctrl_c(error: BaseException) -> bool:
-    """Return whether a library could not be imported because Ctrl-C came."""
+    """Return whether an import failed because of Ctrl-C."""
     chain: list[BaseException] = []
     each: BaseException | None = error if isinstance(error, ImportError | SystemError) else None
     while each is not None and each not in chain:
@@ -84,15 +85,15 @@ def follows_from_ctrl_c(error: BaseException) -> bool:
 
 
 def report_failure(error: Exception | SystemExit) -> int:
-    """Tell the launcher, or else the terminal, about an exception.
+    """Report an exception to the launcher, or print it without one.
 
     Returns:
-        What the process should exit with.
+        The exit code of the process.
     """
     add_notes(error)
     report = describe(error)
     if is_supervised():
-        tell(failure=asdict(report))
+        notify_supervisor(failure=asdict(report))
     elif report.user_error:
         show_message(report.message, report.notes)
     else:
@@ -101,10 +102,10 @@ def report_failure(error: Exception | SystemExit) -> int:
 
 
 def apply_threads(config: DistributedTrainConfig) -> int:
-    """Share the host's cores among its ranks where evener's launcher has not done so.
+    """Divide the host's cores among its ranks, unless evener's launcher has done so.
 
-    ``OMP_NUM_THREADS`` is left as the user set it, but for the 1 that torchrun sets by itself
-    whenever it starts several ranks. A process that runs alone is left to torch.
+    ``OMP_NUM_THREADS`` of the user is respected, except for the 1 that torchrun sets by itself
+    if it starts several ranks. In a process that runs alone, torch decides.
 
     Returns:
         Threads that torch now computes with.
@@ -114,23 +115,23 @@ def apply_threads(config: DistributedTrainConfig) -> int:
     chosen = os.environ.get("OMP_NUM_THREADS")
     by_torchrun = config.launched_by == "torchrun" and chosen == "1" and config.local_world_size > 1
     if config.launched_by in ("torchrun", "slurm", "the user") and (not chosen or by_torchrun):
-        # SLURM may have bound each task to cores of its own, which are then not to be shared again.
+        # SLURM may have bound each task to its own cores, which must not be divided again.
         bound = config.launched_by == "slurm" and available_cores() < (os.cpu_count() or 1)
         torch.set_num_threads(threads_per_rank(1 if bound else config.local_world_size))
     return torch.get_num_threads()
 
 
 def prepare_rank() -> Channel | None:
-    """Let this rank's process die with its parent, heed signals, and show what it prints at once.
+    """Make this rank's process end with its parent, handle signals, and print lines at once.
 
     Returns:
-        The connection to the supervisor, where this process has been given one.
+        The connection to the supervisor, if this process has one.
     """
     die_with(int(os.environ[PARENT_PID]))
     _heed_signals()
     if given := os.environ.pop(CHANNEL_FD, None):
         _supervisors.append(Channel(socket.socket(fileno=int(given))))
-        _supervisors[-1].tell({"program": program_of(os.getpid())})
+        _supervisors[-1].send({"program": program_of(os.getpid())})
     if given_to_us := os.environ.pop(TERMINAL_FDS, None):
         allow_unmarked([*map(int, given_to_us.split(","))])
     faulthandler.enable()
@@ -140,10 +141,10 @@ def prepare_rank() -> Channel | None:
 
 
 def _heed_signals() -> None:
-    """Let signals that ask to stop do so, also where this process has inherited to ignore them.
+    """Restore the handling of signals that ask to stop, even if it was inherited as ignored.
 
     Shells let background jobs of scripts ignore SIGINT, so that Ctrl-C does not reach them. Ranks
-    have sessions of their own, so what reaches them is sent by the launcher.
+    run in separate sessions, so a signal that reaches them comes from the launcher.
     """
     for signum in STOPPING:
         if signal.getsignal(signum) is signal.SIG_IGN:
@@ -152,16 +153,16 @@ def _heed_signals() -> None:
 
 
 def _show_unraisable(unraisable: Any) -> None:
-    # Ctrl-C may come in a callback that cannot raise it; Python would print where that was.
+    # Ctrl-C may interrupt a callback that cannot raise; Python would print its place.
     if not isinstance(unraisable.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
 
 
 def write_lines_at_once() -> None:
-    """Write each line when it ends, and as a whole.
+    """Write each line as a whole, as soon as it ends.
 
-    Through a pipe lines would come late and all at once; with PYTHONUNBUFFERED, which writes every
-    argument of ``print`` by itself, those of other ranks would come in between.
+    Through a pipe, lines would come late and all at once. PYTHONUNBUFFERED writes every argument of
+    ``print`` separately, so lines of ranks would be mixed.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -170,9 +171,9 @@ def write_lines_at_once() -> None:
 
 @contextmanager
 def loading_libraries() -> Iterator[None]:
-    """Keep Python from looking for garbage while large libraries come in: a fifth of their time.
+    """Pause Python's garbage collector while large libraries are imported: a fifth of their time.
 
-    They make hundreds of thousands of objects that stay, and each look goes through all of them.
+    They create hundreds of thousands of permanent objects, which each collection would traverse.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -184,10 +185,10 @@ def loading_libraries() -> Iterator[None]:
 
 
 def die_with(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent ends, however that happens.
+    """Ask the kernel to kill this process when its parent ends for any reason.
 
     Args:
-        parent_pid: The parent as it was at the start; if it has gone already, this exits at once.
+        parent_pid: The parent at the start; if it has ended already, this process exits at once.
     """
     if sys.platform != "linux":
         return

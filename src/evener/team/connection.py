@@ -1,6 +1,6 @@
-"""A connection to the coordinator of a team, that is made again whenever it ends.
+"""A connection to the coordinator of a team, which reconnects whenever it ends.
 
-Agents use it, so it loads no torch.
+Agents use it, so it does not import torch.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import Final, final
 
 from evener.closing import Closing
 from evener.comm.addresses import end_when_unreachable, is_unknown_name, parse_address
-from evener.comm.forks import NotInherited, leave_behind_in_children
+from evener.comm.forks import NotInherited, close_in_children
 from evener.errors import CoordinatorLostError, EvenerError, LaunchError, TeamRefusedError
 from evener.parsing import Fields, whole
 from evener.protocol.formation import (
@@ -39,7 +39,7 @@ from evener.team.wire import (
 from evener.version import __version__
 
 _CONNECT_S: Final = 2.0
-# Hosts that are started together come within so long; nothing is printed before.
+# Hosts that are started together connect within this time; nothing is printed before.
 _SILENT_S: Final = 1.0
 _FIRST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.1
@@ -50,22 +50,22 @@ class CoordinatorConnection(Closing, NotInherited):
 
     Args:
         address: ``HOST:PORT`` of the coordinator.
-        token: The team's; ``None`` where it has none.
+        token: The team's token; ``None`` without one.
         member: Name of this end.
         role: ``worker`` or ``agent``.
         timeout_s: Longest wait for the first connection.
-        has_beats: Whether each end shows the other that it lives.
+        has_beats: Whether the ends exchange heartbeats.
 
     Attributes:
         address: As given.
         member: As given.
-        deadlines: The team's, as the coordinator has them.
+        deadlines: The team's deadlines, from the coordinator.
         limits: Fewest and most members of the team.
         own_address: This machine's end of the route to the coordinator.
 
     Raises:
-        ConfigError: The address is none.
-        LaunchError: Nothing answers there in time.
+        ConfigError: The address is invalid.
+        LaunchError: The coordinator does not answer in time.
         TeamRefusedError: The coordinator refused this end.
     """
 
@@ -97,10 +97,10 @@ class CoordinatorConnection(Closing, NotInherited):
         self._why = "no answer"  # to the last attempt to connect
         self._beat_due_s = 0.0 if has_beats else inf
         self._has_beats = has_beats
-        self._heard_s = time.monotonic()
+        self._received_s = time.monotonic()
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
-        leave_behind_in_children(self)
+        close_in_children(self)
         self._thread = threading.Thread(
             target=self._run, name="evener-coordinator-connection", daemon=True
         )
@@ -114,58 +114,58 @@ class CoordinatorConnection(Closing, NotInherited):
         self._nudge()
         self._thread.join(_CONNECT_S)
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close a forked child's copies of the sockets; see ``NotInherited``."""
         self._wake_end.close()
         self._wake.close()
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last message, if the coordinator is late with the next; else 0.
+        """Seconds since the last message, if the coordinator's next one is late; else 0.
 
-        Each heartbeat has an answer. One that is late is stopped, or cannot be reached.
+        Each heartbeat has an answer. If it is late, the coordinator is stopped or unreachable.
         """
-        silent_s = time.monotonic() - self._heard_s if self._has_beats else 0.0
+        silent_s = time.monotonic() - self._received_s if self._has_beats else 0.0
         return silent_s if silent_s > self.deadlines.lease_s + _CONNECT_S else 0.0
 
-    # ── what the two kinds of ends add ───────────────────────────────────────────────────────────
+    # ── for subclasses ───────────────────────────────────────────────────────────────────────────
 
     @abstractmethod
     def _introduction(self) -> Message:
-        """Return what this end tells of itself after the hello; the lock is held."""
+        """Return the facts that this end sends after the hello; the lock is held."""
 
     @abstractmethod
     def _begin(self, welcome: Fields) -> list[Message]:
-        """Take in the welcome; return what is said first. The lock is held."""
+        """Handle the welcome; return the first messages to send. The lock is held."""
 
     @abstractmethod
     def _beat(self) -> Message:
         """Return a heartbeat; the lock is held."""
 
     @abstractmethod
-    def _hear(self, kind: str, fields: Fields) -> None:
-        """Take in a message; the lock is held. Raise ValueError if it is none."""
+    def _handle(self, kind: str, fields: Fields) -> None:
+        """Handle a message; the lock is held. Raise ValueError if it is invalid."""
 
-    def _say_farewell(self) -> list[Message]:
-        """Return what is said last, before the connection is closed on purpose."""
+    def _farewell(self) -> list[Message]:
+        """Return the last messages before the connection is closed on purpose."""
         return []
 
     def _on_break(self) -> None:
-        """The connection has ended; the lock is held. It is made again."""
+        """Handle the end of a connection, which is followed by another; the lock is held."""
 
     def _may_return(self) -> bool:
-        """Return whether a connection that has ended is made again."""
+        """Return whether to reconnect after the connection has ended."""
         return True
 
     def _absent(self) -> EvenerError:
-        """Return the error of a coordinator that has never answered."""
+        """Return the error for a coordinator that has never answered."""
         return LaunchError(
             f"{self._role} {self.member} waited {self._timeout_s:.0f} s for the coordinator at "
             f"{self.address} ({self._why}): start it with `evener coordinator`, and check the "
             "address and the port"
         )
 
-    # ── for both ─────────────────────────────────────────────────────────────────────────────────
+    # ── for all ──────────────────────────────────────────────────────────────────────────────────
 
     def _start(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -187,7 +187,7 @@ class CoordinatorConnection(Closing, NotInherited):
             raise
 
     def _post(self, message: Message) -> None:
-        """Send a message; the lock is held. Where the connection has ended, it is not sent."""
+        """Send a message; the lock is held. If the connection has ended, it is dropped."""
         if self._is_welcome:
             self._outgoing.append(message)
             self._nudge()
@@ -197,7 +197,7 @@ class CoordinatorConnection(Closing, NotInherited):
         self._nudge()
 
     def _nudge(self) -> None:
-        with suppress(OSError):  # full: it is awake already
+        with suppress(OSError):  # full, so the thread is awake already
             self._wake.send(b"x")
 
     def _fail(self, failure: EvenerError) -> None:
@@ -221,7 +221,7 @@ class CoordinatorConnection(Closing, NotInherited):
                     due_s = lost_s + self.deadlines.patience_s
                 left_s = due_s - time.monotonic()
                 if isinstance(error, OSError | UnicodeError) and is_unknown_name(error):
-                    self._why = f"the name {self._host!r} is unknown here"  # yet, as in Kubernetes
+                    self._why = f"the name {self._host!r} is unknown here"  # yet, in Kubernetes
                 if left_s <= 0:
                     self._fail(self._lost())
                     break
@@ -256,11 +256,11 @@ class CoordinatorConnection(Closing, NotInherited):
 
     def _connect(self) -> tuple[Channel, Seal]:
         connection = socket.create_connection((self._host, self._port), _CONNECT_S)
-        connection.settimeout(None)  # a Channel waits by other means
+        connection.settimeout(None)  # a Channel has its own waits
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end_when_unreachable(connection, self.deadlines.host_lease_s + 4.0)  # as the other end does
-        # A coordinator that is stopped reads nothing. This thread must not wait for it in a send:
-        # it has to notice the silence, and to connect again.
+        end_when_unreachable(connection, self.deadlines.host_lease_s + 4.0)  # like the other end
+        # A stopped coordinator does not read. This thread must not block in send: it has to notice
+        # the silence, and reconnect.
         channel = Channel(connection, MOST_MESSAGE_BYTES, self.deadlines.lease_s + _CONNECT_S)
         self.own_address = str(connection.getsockname()[0])
         try:
@@ -289,10 +289,10 @@ class CoordinatorConnection(Closing, NotInherited):
         nonce = new_nonce()
         seal = Seal(self._token, (challenge.text("nonce"), nonce), TO_COORDINATOR)
         hello = {"role": self._role, "member": self.member}
-        channel.tell({**seal.close(hello), "nonce": nonce})
+        channel.send({**seal.close(hello), "nonce": nonce})
         with self._changed:
             introduction = self._introduction()
-        channel.tell(seal.close(introduction))
+        channel.send(seal.close(introduction))
         answer = self._next(channel, deadline)
         if "type" in answer and answer.text("type") == "refused":
             raise self._unproven(
@@ -306,9 +306,9 @@ class CoordinatorConnection(Closing, NotInherited):
         return seal, welcome
 
     def _unproven(self, why: str) -> Exception:
-        """Return the error of a refusal that any program could send.
+        """Return the error for a refusal without proof, which any program could send.
 
-        While the coordinator is started again, another program may listen on its port.
+        While the coordinator is restarted, another program may listen on its port.
         """
         return ConnectionError(why) if self._has_met else TeamRefusedError(why)
 
@@ -321,7 +321,7 @@ class CoordinatorConnection(Closing, NotInherited):
     def _talk(self, channel: Channel, seal: Seal) -> None:
         """Send and receive until the connection ends."""
         self._beat_soon()
-        self._heard_s = time.monotonic()
+        self._received_s = time.monotonic()
         while not self._closed and not self.silent_s:
             now_s = time.monotonic()
             with self._changed:
@@ -332,33 +332,33 @@ class CoordinatorConnection(Closing, NotInherited):
                     self._beat_due_s = now_s + self.deadlines.beat_s
                 beat_due_s = self._beat_due_s
             for message in messages:
-                channel.tell(seal.close(message))
-            if channel.fileno() < 0:  # closed: the other end reads nothing
+                channel.send(seal.close(message))
+            if channel.fileno() < 0:  # closed, because the other end does not read
                 return
             left_s = max(0.0, beat_due_s - now_s) if self._has_beats else None
             ready = wait([channel.fileno(), self._wake_end], left_s)
             if self._wake_end in ready:
                 self._wake_end.recv(4096)
-            heard = channel.receive()
-            self._heard_s = time.monotonic() if heard else self._heard_s
+            received = channel.receive()
+            self._received_s = time.monotonic() if received else self._received_s
             try:
                 with self._changed:
-                    for message in heard:
+                    for message in received:
                         fields = seal.open(message)
-                        self._hear(fields.text("type"), fields)
+                        self._handle(fields.text("type"), fields)
                     self._changed.notify_all()
             except ValueError:
                 return
             if channel.has_ended:
                 return
         if self._closed:
-            for message in self._say_farewell():
-                channel.tell(seal.close(message))
+            for message in self._farewell():
+                channel.send(seal.close(message))
 
 
 @final
 class AgentConnection(CoordinatorConnection):
-    """How an agent tells the coordinator about its processes; see ``CoordinatorConnection``."""
+    """An agent's connection, to report its processes; see ``CoordinatorConnection``."""
 
     def __init__(self, address: str, *, token: bytes | None, timeout_s: float = 10.0) -> None:
         self._workers: frozenset[str] = frozenset()
@@ -368,16 +368,16 @@ class AgentConnection(CoordinatorConnection):
         self._run_has_ended = False
         self._node: Message | None = None  # this host, in a fixed team
         self._place: Fields | None = None
-        self._missing = ""  # hosts that have not come
+        self._missing = ""  # hosts that have not connected
         self._refusal: LaunchError | None = None
-        self._is_dismissed = False  # the coordinator has ended in order
+        self._is_dismissed = False  # the coordinator has ended normally
         self._relayed: list[Message] = []
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         super().__init__(address, token=token, member=name, role="agent", timeout_s=timeout_s)
 
     @property
     def workers(self) -> frozenset[str]:
-        """Ids of the workers that live, as last heard; none once the connection has failed."""
+        """Ids of the living workers, by the last message; none once the connection has failed."""
         return frozenset() if self._failure else self._workers
 
     def attend(self, member: str) -> None:
@@ -390,8 +390,8 @@ class AgentConnection(CoordinatorConnection):
         """Whether the coordinator has reported that the run has ended for new workers."""
         return self._run_has_ended
 
-    def tell(self, member: str, state: ProcessState, reason: str = "") -> None:
-        """Report the state of a worker's process; a restarted coordinator is told again.
+    def report_state(self, member: str, state: ProcessState, reason: str = "") -> None:
+        """Report the state of a worker's process, also to a restarted coordinator.
 
         Args:
             member: The worker's id.
@@ -410,22 +410,22 @@ class AgentConnection(CoordinatorConnection):
     def enter(
         self, node: int, nnodes: int, nproc: int, port: int, *, timeout_s: float
     ) -> tuple[int, int, str, int]:
-        """Introduce this host, and wait for its place in a fixed team.
+        """Register this host, and wait for its place in a fixed team.
 
         Args:
             node: Its number.
             nnodes: Hosts of the team.
             nproc: Ranks that it starts.
-            port: On host 0, a port for process groups of the script's own.
+            port: On node 0, a port for the script's process groups.
             timeout_s: Longest wait for the other hosts.
 
         Returns:
-            The first rank of this host, the ranks of the team, and host 0's address and port.
+            The first rank of this host, the ranks of the team, and node 0's address and port.
 
         Raises:
-            LaunchError: This host is refused, or another one did not come.
+            LaunchError: This host is refused, or another one did not connect.
         """
-        began_s, is_said = time.monotonic(), False
+        began_s, is_announced = time.monotonic(), False
         with self._changed:
             self._node = {
                 "type": "node", "number": node, "nnodes": nnodes, "nproc": nproc, "port": port,
@@ -441,8 +441,8 @@ class AgentConnection(CoordinatorConnection):
                         f"node {node} waited {timeout_s:.0f} s at {self.address} for {missing}: "
                         "start the same command there with its --node-rank, or look at its output"
                     )
-                if waited_s >= _SILENT_S and not is_said:
-                    is_said = True
+                if waited_s >= _SILENT_S and not is_announced:
+                    is_announced = True
                     say(f"evener: node {node} waits at {self.address} for {missing}")
                 self._changed.wait(min(timeout_s - waited_s, _SILENT_S))
             place = self._place
@@ -450,19 +450,19 @@ class AgentConnection(CoordinatorConnection):
         return place.whole("first", least=0), world_size, place.text("host"), port
 
     def relay(self, content: Message) -> None:
-        """Tell the agents of the other hosts."""
+        """Send a message to the agents of the other hosts."""
         with self._changed:
             self._post({"type": "relay", "content": content})
 
     def take_relayed(self) -> list[Message]:
-        """Return what other agents have told since the last call."""
+        """Return the messages of other agents since the last call."""
         with self._changed:
             relayed, self._relayed = self._relayed, []
         return relayed
 
     def _introduction(self) -> Message:
-        # A restarted coordinator must not continue from an older generation, of which a worker may
-        # come back that was left out of the newest one.
+        # A restarted coordinator must not continue from an older generation: a worker of it may
+        # come back that is not in the newest one.
         return {"held": None if self._held is None else asdict(self._held)}
 
     def _begin(self, welcome: Fields) -> list[Message]:
@@ -472,14 +472,14 @@ class AgentConnection(CoordinatorConnection):
     def _beat(self) -> Message:
         return {"type": "beat", "members": list(self._members)}
 
-    def _say_farewell(self) -> list[Message]:
+    def _farewell(self) -> list[Message]:
         return [{"type": "farewell"}]
 
     def _on_break(self) -> None:
         if self._place is not None and not self._is_dismissed:
             self._relayed.append({"lost": f"node 0 ({self._host})"})
 
-    def _hear(self, kind: str, fields: Fields) -> None:
+    def _handle(self, kind: str, fields: Fields) -> None:
         if kind == "formed":
             self._held, self._run_has_ended = read_message(Formation, fields), False
         elif kind == "ended":

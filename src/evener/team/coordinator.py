@@ -1,11 +1,11 @@
-"""The coordinator of a team: it never trains, and decides who is in.
+"""The coordinator of a team: it never trains, and decides who is a member.
 
-It is a process of its own, or a thread: of a launcher, or of rank 0 of a fixed team that another
+It is a separate process, or a thread: of a launcher, or of rank 0 of a fixed team that another
 launcher has started.
 
-What it decides is in ``protocol/roster.py``. This is its edge: TCP connections, on each of which
-messages travel as lines of JSON. A message that is too long, damaged or of an unknown kind ends its
-connection and nothing else. Nothing is unpickled.
+Its decisions are in ``protocol/roster.py``. This module has the TCP connections, on which messages
+are lines of JSON. A message that is too long, damaged or of an unknown type ends only its
+connection. Nothing is unpickled.
 """
 
 import asyncio
@@ -38,32 +38,32 @@ from evener.team.terminal import say
 from evener.team.wire import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
 from evener.version import __version__
 
-#: Connections that have not said who they are. Beyond so many, new ones are closed at once: one
-#: that is open was there first, and is closed after ``hello_s``.
-_MOST_STRANGERS: Final = 256
-#: Connections that are taken in between two ticks; the kernel keeps the others waiting. Workers
-#: that are known have their turn in between, however many strangers come.
+#: Most connections that have not identified themselves. Beyond it, new ones are closed at once:
+#: open ones came first, and are closed after ``hello_s``.
+_MOST_UNIDENTIFIED: Final = 256
+#: Most connections that are accepted between two ticks; the kernel keeps the others waiting. So
+#: known workers are served in between, however many other connections come.
 _MOST_PER_TICK: Final = 50
-#: All that a connection may send before it has proven that it knows the token.
+#: Most bytes that a connection may send before it has proven that it knows the token.
 _MOST_HELLO_BYTES: Final = 4096
-#: A peer that does not read what it is sent is closed when so many bytes wait for it.
+#: Most bytes that wait for a peer that does not read; beyond it, its connection is closed.
 _MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
 _MOST_KEYS: Final = 100_000
 _MOST_STORE_BYTES: Final = 64 * 1024 * 1024
 _MOST_REFUSALS: Final = 50
-#: A script has a fixed team for each connection between its ranks that is open.
+#: Most fixed teams; a script has one for each open connection between its ranks.
 _MOST_TEAMS: Final = 1000
 _MOST_RANKS: Final = 9999
 
 
 def coordinate(options: CoordinatorOptions) -> int:
-    """Run a coordinator until this process is told to stop (SIGINT, SIGTERM); return 0.
+    """Run a coordinator until this process is asked to stop (SIGINT, SIGTERM); return 0.
 
     It prints its address as soon as workers can connect.
 
     Raises:
-        ConfigError: The coordinator would listen on other than loopback without a token, or its
-            ledger is in use, damaged or another team's.
+        ConfigError: The coordinator would listen on another address than loopback without a token,
+            or its ledger is in use, damaged or another team's.
         LaunchError: The port is in use or not allowed.
     """
 
@@ -71,8 +71,8 @@ def coordinate(options: CoordinatorOptions) -> int:
         coordinator = Coordinator(options, listen(options))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            # What is ignored stays so: workers still need a coordinator that a script has started
-            # in the background when Ctrl-C tells them to leave.
+            # Ignored signals stay ignored: workers still need a coordinator that a script has
+            # started in the background when they leave on Ctrl-C.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, coordinator.stop)
         least, most = options.least, options.most
@@ -86,18 +86,18 @@ def coordinate(options: CoordinatorOptions) -> int:
 
 @final
 class ServedTeam:
-    """A team: its roster, the connections of its workers, and what its members tell one another.
+    """A team: its roster, the connections of its workers, and its members' key-value store.
 
     Args:
-        roster: Decides who is in.
-        ledger: From which an elastic team continues; ``None`` for none.
+        roster: Decides who is a member.
+        ledger: File from which an elastic team continues; ``None`` for none.
     """
 
     def __init__(self, roster: Roster, ledger: Ledger | None = None) -> None:
         self.roster = roster
         self.store = KeyValues()
-        self.workers: dict[str, Visitor] = {}
-        #: Workers that were refused, with the reason, until the main process has heard of them.
+        self.workers: dict[str, ClientConnection] = {}
+        #: Refused workers with the reason, until they were sent to the main process.
         self._refused: deque[tuple[str, str]] = deque(maxlen=_MOST_REFUSALS)
         self._ledger = ledger
         if ledger is not None:
@@ -108,12 +108,12 @@ class ServedTeam:
     def send_orders(self) -> None:
         """Send what follows from the last events."""
         orders = self.roster.take()
-        self._keep_ledger()  # before anybody hears of a generation
+        self._keep_ledger()  # before a generation is announced
         for order in orders:
             if not order.to:
                 say(f"evener coordinator: {order.content['text']}")
             elif order.to in self.workers:
-                self.workers[order.to].tell(order.type, order.content)
+                self.workers[order.to].send(order.type, order.content)
                 if order.type == "failed":
                     self.note_refused(order.to, order.content["why"])
         self.store.keep(self.roster.generation)
@@ -121,11 +121,11 @@ class ServedTeam:
             self.store.give_up(why)
 
     def note_refused(self, member: str, why: str) -> None:
-        """Keep that a worker was refused, for the events of the run."""
+        """Record that a worker was refused, for the events of the run."""
         self._refused.append((member, why))
 
     def take_refused(self) -> list[tuple[str, str]]:
-        """Return who was refused since the last call, and why."""
+        """Return the workers that were refused since the last call, and why."""
         refused = [*self._refused]
         self._refused.clear()
         return refused
@@ -142,19 +142,19 @@ class ServedTeam:
                 self._ledger.write(entry)
 
     def tick(self, now_s: float) -> None:
-        """Note what is due."""
+        """Handle deadlines."""
         self.roster.tick(now_s)
         self.store.expire(now_s)
 
 
 @final
 class Coordinator:
-    """Decides who is in an elastic team, and in fixed ones, for as long as ``serve`` runs.
+    """Decides who is in an elastic team, and in fixed ones, while ``serve`` runs.
 
     Args:
         options: How it is started.
-        listening: A socket to listen on; its caller answers for who can reach it.
-        tick_s: How often it looks what is due. Fixed teams form by events alone.
+        listening: A listening socket; the caller is responsible for who can reach it.
+        tick_s: Seconds between checks of deadlines. Fixed teams form by events alone.
 
     Raises:
         ConfigError: The ledger is in use, damaged or another team's.
@@ -179,13 +179,13 @@ class Coordinator:
         roster = Roster(options.least, options.most, options.deadlines, now_s)
         self.elastic_team = ServedTeam(roster, self._ledger)
         self._fixed_teams: dict[str, ServedTeam] = {}
-        #: Tasks that make a visitor of a connection.
-        self._welcoming: set[asyncio.Task[Any]] = set()
+        #: Tasks that set up a client's connection.
+        self._connecting: set[asyncio.Task[Any]] = set()
         self._num_taken = 0  # connections, since the last tick
-        self._strangers: dict[Visitor, None] = {}
-        self._agents: dict[Visitor, None] = {}
-        self._told: Formation | None = None
-        self._is_end_told = False  # to all agents
+        self._unidentified: dict[ClientConnection, None] = {}
+        self._agents: dict[ClientConnection, None] = {}
+        self._sent_formation: Formation | None = None
+        self._is_end_sent = False  # to all agents
         self._are_orders_due = False
         self._num_refusals = 0
         self._stopping = asyncio.Event()
@@ -203,12 +203,12 @@ class Coordinator:
         finally:
             loop.remove_reader(self._socket)
             self._socket.close()
-            await asyncio.gather(*self._welcoming, return_exceptions=True)
+            await asyncio.gather(*self._connecting, return_exceptions=True)
             for agent in [*self._agents]:
-                agent.tell("farewell", {})
+                agent.send("farewell", {})
             workers = [one for team in self._teams for one in team.workers.values()]
-            for visitor in [*self._strangers, *self._agents, *workers]:
-                visitor.close()
+            for client in [*self._unidentified, *self._agents, *workers]:
+                client.close()
             await asyncio.sleep(0)
             if self._ledger is not None:
                 self._ledger.close()
@@ -221,10 +221,10 @@ class Coordinator:
     def _teams(self) -> list[ServedTeam]:
         return [self.elastic_team, *self._fixed_teams.values()]
 
-    # ── what visitors call ───────────────────────────────────────────────────────────────────────
+    # ── what clients call ────────────────────────────────────────────────────────────────────────
 
     def team_of(self, place: FixedPlace | None) -> ServedTeam:
-        """Return the team that a visitor means: a fixed one, or the elastic one.
+        """Return the team that a client asks for: a fixed one, or the elastic one.
 
         Raises:
             ValueError: There are too many.
@@ -233,52 +233,52 @@ class Coordinator:
             return self.elastic_team
         if place.team not in self._fixed_teams:
             if len(self._fixed_teams) >= _MOST_TEAMS:
-                raise ValueError(f"there are {_MOST_TEAMS} teams, which is as many as it keeps")
+                raise ValueError(f"the coordinator serves {_MOST_TEAMS} teams already, its limit")
             size, now_s = place.world_size, lease_clock.now_s()
             roster = Roster(size, size, self.options.deadlines, now_s, is_fixed=True)
             self._fixed_teams[place.team] = ServedTeam(roster)
         return self._fixed_teams[place.team]
 
-    def know(self, visitor: "Visitor") -> None:
-        """Note that a connection has said who it is."""
-        self._strangers.pop(visitor, None)
-        if not visitor.member:
-            self._agents[visitor] = None
-            self._is_end_told = False
+    def identify(self, client: "ClientConnection") -> None:
+        """Note that a connection has identified itself."""
+        self._unidentified.pop(client, None)
+        if not client.member:
+            self._agents[client] = None
+            self._is_end_sent = False
         else:
-            before = visitor.team.workers.get(visitor.member)
-            visitor.team.workers[visitor.member] = visitor
-            if before is not None and before is not visitor:
+            before = client.team.workers.get(client.member)
+            client.team.workers[client.member] = client
+            if before is not None and before is not client:
                 before.drop()
 
-    def forget(self, visitor: "Visitor") -> None:
+    def forget(self, client: "ClientConnection") -> None:
         """Note that a connection has ended."""
-        self._strangers.pop(visitor, None)
-        if visitor in self._agents:
-            del self._agents[visitor]
-            lost = self.nodes.depart(visitor.name)
-            if lost is not None and not visitor.has_left:
-                self.relay(visitor, {"lost": lost.name})
-            self._tell_missing()
-        team = visitor.team
-        if team.workers.get(visitor.member) is visitor:
-            del team.workers[visitor.member]
-            team.roster.depart(lease_clock.now_s(), visitor.member)
+        self._unidentified.pop(client, None)
+        if client in self._agents:
+            del self._agents[client]
+            lost = self.nodes.depart(client.name)
+            if lost is not None and not client.has_left:
+                self.relay(client, {"lost": lost.name})
+            self._send_missing()
+        team = client.team
+        if team.workers.get(client.member) is client:
+            del team.workers[client.member]
+            team.roster.depart(lease_clock.now_s(), client.member)
             self.send_orders_soon()
         for name in [name for name, each in self._fixed_teams.items() if not each.workers]:
             del self._fixed_teams[name]
 
     # ── hosts of a fixed team ────────────────────────────────────────────────────────────────────
 
-    def enter(self, visitor: "Visitor", node: Host) -> None:
-        """Take in a host of a fixed team; once all are here, tell each which ranks it starts."""
-        if why := self.nodes.arrive(visitor.name, node):
-            visitor.tell("refused_node", {"why": f"{why} (from {node.where})"})
+    def enter(self, client: "ClientConnection", node: Host) -> None:
+        """Add a host of a fixed team; once all have connected, send each its ranks."""
+        if why := self.nodes.arrive(client.name, node):
+            client.send("refused_node", {"why": f"{why} (from {node.where})"})
             absent = self.nodes.missing
             then = f"still waiting for {absent}" if absent else "the run continues without it"
             self.refuse(f"refused a launcher: {why} (from {node.where}); {then}")
             return
-        self._tell_missing()
+        self._send_missing()
         if self.nodes.missing:
             return
         first_ranks = self.nodes.first_ranks()
@@ -286,18 +286,18 @@ class Coordinator:
         for agent in self._agents:
             if agent.name in first_ranks:
                 first = first_ranks[agent.name]
-                agent.tell("place", {"first": first, "host": agent.reached_at, **world})
+                agent.send("place", {"first": first, "host": agent.reached_at, **world})
 
-    def _tell_missing(self) -> None:
+    def _send_missing(self) -> None:
         if self.options.nnodes and self.nodes.missing:
             for agent in self._agents:
-                agent.tell("missing", {"nodes": self.nodes.missing})
+                agent.send("missing", {"nodes": self.nodes.missing})
 
-    def relay(self, source: "Visitor", content: Mapping[str, Any]) -> None:
-        """Tell all other agents."""
+    def relay(self, source: "ClientConnection", content: Mapping[str, Any]) -> None:
+        """Send a message to all other agents."""
         for agent in [*self._agents]:
             if agent is not source:
-                agent.tell("relayed", {"content": content})
+                agent.send("relayed", {"content": content})
 
     def refuse(self, why: str) -> None:
         """Print why a connection was refused, up to a number of times."""
@@ -317,17 +317,17 @@ class Coordinator:
         for team in self._teams:
             team.send_orders()
         roster = self.elastic_team.roster
-        if roster.formation is not None and roster.formation is not self._told:
-            self._told = roster.formation
+        if roster.formation is not None and roster.formation is not self._sent_formation:
+            self._sent_formation = roster.formation
             for agent in self._agents:
-                agent.tell("formed", asdict(roster.formation))
-        if roster.run_has_ended and not self._is_end_told:
+                agent.send("formed", asdict(roster.formation))
+        if roster.run_has_ended and not self._is_end_sent:
             for agent in self._agents:
-                agent.tell("ended", {})
-        self._is_end_told = roster.run_has_ended
+                agent.send("ended", {})
+        self._is_end_sent = roster.run_has_ended
 
     def _take_in(self) -> None:
-        """Take in connections that wait at the port."""
+        """Accept connections that wait at the port."""
         loop = asyncio.get_running_loop()
         while self._num_taken < _MOST_PER_TICK:
             try:
@@ -336,46 +336,46 @@ class Coordinator:
                 if isinstance(error, BlockingIOError | ConnectionAbortedError):
                     return
                 if remedy := remedy_of_shortage(error):  # looked at again after the next tick
-                    self.refuse(f"cannot take in a connection ({error.strerror}); {remedy}")
+                    self.refuse(f"cannot accept a connection ({error.strerror}); {remedy}")
                 break
             self._num_taken += 1
-            if len(self._strangers) >= _MOST_STRANGERS:
+            if len(self._unidentified) >= _MOST_UNIDENTIFIED:
                 connection.close()
                 self.refuse(
-                    f"{_MOST_STRANGERS} connections have not said who they are; further ones are "
-                    "closed, and workers among them connect again"
+                    f"{_MOST_UNIDENTIFIED} connections have not identified themselves; further "
+                    "ones are closed, and workers among them connect again"
                 )
                 continue
-            visitor = Visitor(self)
-            self._strangers[visitor] = None
+            client = ClientConnection(self)
+            self._unidentified[client] = None
             connection.setblocking(False)
-            task = loop.create_task(self._welcome(visitor, connection))
-            self._welcoming.add(task)
-            task.add_done_callback(self._welcoming.discard)
+            task = loop.create_task(self._connect(client, connection))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
         loop.remove_reader(self._socket)
 
-    async def _welcome(self, visitor: "Visitor", connection: socket.socket) -> None:
+    async def _connect(self, client: "ClientConnection", connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(lambda: visitor, connection)
+            await loop.connect_accepted_socket(lambda: client, connection)
         except OSError:  # it has ended already
-            self.forget(visitor)
+            self.forget(client)
 
     def _tick(self) -> None:
         now_s = lease_clock.now_s()
         for team in self._teams:
             team.tick(now_s)
         self.send_orders()
-        for visitor in [*self._strangers]:
-            if now_s - visitor.since_s > self.options.deadlines.hello_s:
-                visitor.drop()
+        for client in [*self._unidentified]:
+            if now_s - client.since_s > self.options.deadlines.hello_s:
+                client.drop()
         self._num_taken = 0
         asyncio.get_running_loop().add_reader(self._socket, self._take_in)
 
 
 @final
-class Visitor(asyncio.Protocol):
-    """One connection, of a worker, of an agent or of a stranger."""
+class ClientConnection(asyncio.Protocol):
+    """One connection: of a worker, of an agent, or not identified yet."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.member = self.name = ""  # of a worker, of any end
@@ -387,20 +387,20 @@ class Visitor(asyncio.Protocol):
         self._seal: Seal | None = None
         self._role = ""
         self.has_left = self._is_known = False
-        self._told_living: tuple[str, ...] | None = None
+        self._sent_living: tuple[str, ...] | None = None
         self._transport: asyncio.Transport | None = None
 
     # ── asyncio calls these ──────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say what the other end has to prove."""
+        """Send the challenge, by which the other end proves that it knows the token."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         connection = transport.get_extra_info("socket")
         with suppress(OSError):  # it has ended already
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             patience_s = self._coordinator.options.deadlines.host_lease_s
-            # The roster decides before the kernel does: it knows more, and says what has happened.
+            # The roster decides before the kernel, since it knows the cause.
             end_when_unreachable(connection, patience_s + 4.0)
         self._write(
             {
@@ -423,12 +423,12 @@ class Visitor(asyncio.Protocol):
                 return
             self._unread = rest
             try:
-                self._hear(bytes(line))
+                self._handle(bytes(line))
             except ValueError as error:
                 self._reject(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that the other end has gone."""
+        """Note that the connection has ended."""
         del exc
         self._transport = None
         self._coordinator.forget(self)
@@ -437,15 +437,15 @@ class Visitor(asyncio.Protocol):
 
     @property
     def reached_at(self) -> str:
-        """The number at which the other end has reached this host."""
+        """The IP address at which the other end has reached this host."""
         return self._number("sockname")
 
     def _number(self, end: str) -> str:
-        # A socket that listens on all addresses gives those of IPv4 in the form of IPv6.
+        # A socket that listens on all addresses has IPv4 addresses in the form of IPv6.
         assert self._transport is not None
         return str(self._transport.get_extra_info(end)[0]).removeprefix("::ffff:")
 
-    def tell(self, type: str, content: Mapping[str, Any]) -> None:  # noqa: A002
+    def send(self, type: str, content: Mapping[str, Any]) -> None:  # noqa: A002
         """Send a message."""
         if self._seal is not None:
             self._write(self._seal.close({"type": type, **content}))
@@ -458,11 +458,11 @@ class Visitor(asyncio.Protocol):
             self._coordinator.forget(self)
 
     def close(self) -> None:
-        """Close the connection when what was told has gone."""
+        """Close the connection after its messages were sent."""
         if self._transport is not None:
             self._transport.close()
 
-    # ── what is heard ────────────────────────────────────────────────────────────────────────────
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────
 
     def _write(self, message: Mapping[str, Any]) -> None:
         # asyncio prints a line for each write to a connection that ended and was not yet reported.
@@ -477,7 +477,7 @@ class Visitor(asyncio.Protocol):
         self._coordinator.refuse(f"closed the connection of {who}: {why}")
         self.drop()
 
-    def _hear(self, line: bytes) -> None:
+    def _handle(self, line: bytes) -> None:
         message = parse_json(line)
         if self._seal is None:
             self._prove(message)
@@ -493,7 +493,7 @@ class Visitor(asyncio.Protocol):
         self._coordinator.send_orders_soon()
 
     def _prove(self, message: Any) -> None:
-        """Take in the hello, which is short: nobody makes this process keep or parse much."""
+        """Handle the hello, which is short, so that unknown clients cannot use much memory."""
         nonce = Fields(message).text("nonce")[:64]
         seal = Seal(self._coordinator.options.token, (self._nonce, nonce), FROM_COORDINATOR)
         try:
@@ -501,17 +501,17 @@ class Visitor(asyncio.Protocol):
             role, name = hello.text("role"), hello.text("member")
         except ValueError as error:
             why = (
-                "the token differs from the coordinator's, or one of both has none; give both the "
-                "same --token-file, or none"
+                "the token differs from the coordinator's, or only one of them has one; give both "
+                "the same --token-file, or none"
             )
             self._write({"type": "refused", "why": why})
             raise ValueError(f"it does not know the token ({error})") from None
         if role not in ("worker", "agent") or not 0 < len(name) <= 128:
-            raise ValueError(f"role {short(role)} or member {short(name)} is none")
+            raise ValueError(f"role {short(role)} or member {short(name)} is invalid")
         self._seal, self._role, self.name = seal, role, name
 
     def _introduce(self, now_s: float, fields: Fields) -> None:
-        """Take in what a worker or an agent tells of itself after the hello."""
+        """Handle the facts that a worker or an agent sends after the hello."""
         role, name, options = self._role, self.name, self._coordinator.options
         place = _read_place(fields.fields("fixed")) if "fixed" in fields else None
         if role == "worker":
@@ -538,14 +538,14 @@ class Visitor(asyncio.Protocol):
                 is_local=is_loopback(address),
             )
             if why:
-                self.tell("refused", {"why": why})
+                self.send("refused", {"why": why})
                 self.team.note_refused(name, why)
                 self._coordinator.send_orders_soon()  # others may be refused for the same reason
                 raise ValueError(f"refused worker {name}: {why}")
             self.member = name
         self._is_known = True
-        self._coordinator.know(self)
-        self.tell(
+        self._coordinator.identify(self)
+        self.send(
             "welcome",
             {
                 "deadlines": asdict(options.deadlines),
@@ -555,10 +555,10 @@ class Visitor(asyncio.Protocol):
 
     def _hear_worker(self, now_s: float, kind: str, fields: Fields) -> None:
         roster = self.team.roster
-        if self.has_left:  # its connection may outlast it, and must not make it a worker again
-            self.tell("left", {})
+        if self.has_left:  # messages that come later must not make it a worker again
+            self.send("left", {})
         elif not roster.knows(self.member):
-            self.drop()  # it was taken for dead, and may come again
+            self.drop()  # it was considered lost, and may connect again
         elif kind == "beat":
             counter, phase = fields.whole("micro_batches"), fields.text("phase")
             sent = fields["at"]
@@ -574,7 +574,7 @@ class Visitor(asyncio.Protocol):
             refused = self.team.take_refused() if is_main else []
             known["refused"] = [name for name, _ in refused]
             known["why_refused"] = [why for _, why in refused]
-            self.tell("beaten", {"at": sent, "renewed": renewed, **known})
+            self.send("beaten", {"at": sent, "renewed": renewed, **known})
         elif kind == "report":
             has_state = fields["standing"] is not None
             held = read_message(Standing, fields.fields("standing")) if has_state else None
@@ -583,18 +583,18 @@ class Visitor(asyncio.Protocol):
         elif kind == "leave":
             self.has_left = True
             roster.leave(now_s, self.member, finished=fields.flag("finished"))
-            self.tell("left", {})
+            self.send("left", {})
         elif kind == "facts":
             roster.describe(now_s, self.member, fields.fields("facts").values)
             self._coordinator.send_orders()  # a refusal comes first
-            self.tell("compared", {"facts": roster.facts()})
+            self.send("compared", {"facts": roster.facts()})
         elif kind == "missing":
-            self.tell("missing", {"ranks": roster.missing})
+            self.send("missing", {"ranks": roster.missing})
         elif kind == "store" and not roster.is_member(self.member):
             answer = {"number": fields.whole("number"), "error": "its generation is over"}
-            self.tell("stored", answer)
+            self.send("stored", answer)
         elif kind == "store":
-            self.team.store.ask(now_s, fields, lambda answer: self.tell("stored", answer))
+            self.team.store.ask(now_s, fields, lambda answer: self.send("stored", answer))
         else:
             raise ValueError(f"type is {short(kind)}, which no worker sends")
 
@@ -619,10 +619,10 @@ class Visitor(asyncio.Protocol):
         elif kind == "beat":
             self.team.roster.attend(now_s, fields.texts("members"))
             living = self.team.roster.living
-            # A thousand hosts would be told a thousand names each, four times a second.
-            news = {} if living == self._told_living else {"workers": living}
-            self._told_living = living
-            self.tell("beaten", news)
+            # Otherwise a thousand hosts would get a thousand names each, four times a second.
+            news = {} if living == self._sent_living else {"workers": living}
+            self._sent_living = living
+            self.send("beaten", news)
         else:
             raise ValueError(f"type is {short(kind)}, which no agent sends")
 
@@ -634,7 +634,7 @@ def _read_place(fields: Fields) -> FixedPlace:
         fields.whole("world_size", least=1),
     )
     if not (len(team) <= 128 and rank < size <= _MOST_RANKS):
-        raise ValueError(f"rank {rank} of {size} in team {short(team)} is none")
+        raise ValueError(f"rank {rank} of {size} in team {short(team)} is invalid")
     return FixedPlace(team, rank, size)
 
 
@@ -650,7 +650,7 @@ class _AwaitedKey:
 
 
 class KeyValues:
-    """What members of the newest generation tell one another in order to connect."""
+    """Keys and values by which members of the newest generation connect."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -659,19 +659,19 @@ class KeyValues:
         self._waits: list[_AwaitedKey] = []
 
     def keep(self, generation: int) -> None:
-        """Drop what belongs to generations before this one."""
+        """Drop the keys of earlier generations."""
         if generation != self._generation:
             self._generation, self._num_bytes = generation, 0
             self._values.clear()
             self.give_up()
 
     def give_up(self, why: str = "") -> None:
-        """Answer those that wait for a key, as the generation is over."""
+        """Answer all that wait for a key: the generation is over."""
         over = "its generation is over"
         self._fail(lambda _: True, f"{over}: {why}" if why else over)
 
     def expire(self, now_s: float) -> None:
-        """Answer those that have waited for too long."""
+        """Answer all that have waited for too long."""
         self._fail(lambda one: now_s >= one.until_s, "no member has set it in time")
 
     def _fail(self, is_in_vain: Callable[[_AwaitedKey], bool], why: str) -> None:
@@ -719,8 +719,7 @@ class KeyValues:
         size = len(value) + len(key)
         if self._num_bytes + size > _MOST_STORE_BYTES or len(self._values) >= _MOST_KEYS:
             raise ValueError(
-                f"the store holds {len(self._values)} keys and {self._num_bytes} bytes, which is "
-                "as many as it keeps"
+                f"the store holds {len(self._values)} keys and {self._num_bytes} bytes, its limit"
             )
         self._values[key], self._num_bytes = value, self._num_bytes + size
         for waiting in [one for one in self._waits if one.key == key]:

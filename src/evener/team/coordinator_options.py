@@ -1,4 +1,4 @@
-"""How a coordinator is started."""
+"""The options of a coordinator."""
 
 import socket
 from dataclasses import dataclass, field
@@ -8,24 +8,23 @@ from typing import Final
 from evener.comm.addresses import LOOPBACK, open_port
 from evener.protocol.formation import Deadlines
 
-#: How often a coordinator looks what is due, in seconds.
+#: Seconds between a coordinator's checks of deadlines.
 TICK_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorOptions:
-    """How a coordinator is started.
+    """The options of a coordinator.
 
-    Attributes:
-        host: Where it listens.
-        port: Its port; 0 takes a free one.
+    Attributes:        host: The address on which it listens.
+        port: Its port; 0 for a free one.
         least: Fewest members of the team.
         most: Most members.
-        token: What workers must know; ``None`` admits every process of this host.
-        deadlines: Those of the team.
+        token: The token that workers must know; ``None`` admits every process of this host.
+        deadlines: The team's deadlines.
         nnodes: Hosts of a fixed team; 0 for an elastic team.
-        ledger: The file from which a coordinator that is started again continues; ``None`` for
-            none: it then hears from workers and launchers what the newest generation is.
+        ledger: The file from which a restarted coordinator continues. Without one it learns the
+            newest generation from workers and launchers.
     """
 
     host: str = LOOPBACK
@@ -39,10 +38,10 @@ class CoordinatorOptions:
 
 
 def listen(options: CoordinatorOptions) -> socket.socket:
-    """Return a socket that listens where the coordinator is to be.
+    """Return a listening socket for the coordinator.
 
     Raises:
-        ConfigError: It would listen on other than loopback without a token.
+        ConfigError: It would listen on another address than loopback without a token.
         LaunchError: The port is in use, or not allowed; its cause is the OSError.
     """
     is_guarded = options.token is not None

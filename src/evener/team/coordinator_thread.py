@@ -1,7 +1,7 @@
 """A coordinator on a thread of an agent or of rank 0.
 
-The thread loads what only a coordinator needs, such as asyncio, while the port listens already:
-neither an agent nor rank 0 waits for that.
+The thread imports what only a coordinator needs, such as asyncio, after the port has been opened,
+so neither an agent nor rank 0 waits for that.
 """
 
 import socket
@@ -24,12 +24,12 @@ class CoordinatorThread(Closing):
     """A coordinator on a thread of this process, until it is closed.
 
     Args:
-        options: How it is started; without a ledger.
+        options: Its options; without a ledger.
         listening: See ``Coordinator``.
         tick_s: See ``Coordinator``.
 
     Attributes:
-        port: Where it listens.
+        port: Its port.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CoordinatorThread(Closing):
 
         try:
             asyncio.run(serve())
-        except OSError as error:  # nobody will be answered; those who ask say so
+        except OSError as error:  # clients get no answer, and report it
             remedy = remedy_of_shortage(error)
             say(f"evener: the coordinator cannot run in this process ({error.strerror}); {remedy}")
         finally:

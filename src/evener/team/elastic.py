@@ -36,11 +36,11 @@ class CoordinatorLink(CoordinatorConnection):
 
     Args:
         address: ``HOST:PORT`` of the coordinator.
-        token: The team's; ``None`` where it has none.
-        member: Id of this worker, of which the team has one.
+        token: The team's token; ``None`` without one.
+        member: Id of this worker, unique in the team.
         facts: What must be the same on all members, such as the model's fingerprint.
         timeout_s: Longest wait for the first connection; ``patience_s`` if that is less.
-        wish: The number that this worker has in the team if that is free; -1 for any.
+        wish: The number that this worker gets if it is free; -1 for any.
         reached_at: Name or number at which other workers reach this one; empty for this machine's
             end of the route to the coordinator.
         place: The place in a fixed team; ``None`` in an elastic one. A fixed team has no leases, so
@@ -61,7 +61,7 @@ class CoordinatorLink(CoordinatorConnection):
         place: FixedPlace | None = None,
     ) -> None:
         self._wish, self._given_address, self._place = wish, reached_at, place
-        self._missing: list[int] | None = None  # as the coordinator has said
+        self._missing: list[int] | None = None  # from the coordinator
         self._session = secrets.token_hex(8)
         self._facts = dict(facts)
         self._held: Formation | None = None  # the last generation that this worker was in
@@ -81,9 +81,9 @@ class CoordinatorLink(CoordinatorConnection):
         self._answers: dict[int, Fields] = {}
         self._num_asked = 0
         self._put: dict[str, Message] = {}  # keys that were set in the store of this generation
-        # The coordinator was there when the launcher started this worker. If it has ended since,
-        # the worker would wait in silence for all of the exchanges' timeout. That of a fixed team
-        # may be started last.
+        # The coordinator ran when the launcher started this worker. If it has ended since, the
+        # worker would otherwise wait silently for the exchanges' whole timeout. The coordinator of
+        # a fixed team may be started last.
         super().__init__(
             address,
             token=token,
@@ -97,19 +97,18 @@ class CoordinatorLink(CoordinatorConnection):
 
     @property
     def generation(self) -> int:
-        """The highest generation that has been formed, as last heard; 0 for none."""
+        """The highest generation that has been formed, by the last message; 0 for none."""
         return self._generation
 
     @property
     def number(self) -> int:
-        """This worker's number in the team; -1 as long as others have them all."""
+        """This worker's number in the team; -1 while none is free."""
         return self._number
 
     def await_number(self, timeout_s: float) -> bool:
         """Wait until this worker has a number, and the coordinator forms generations.
 
-        It knows by then whether the team has one: after its start it waits for members of the
-        team's generation.
+        After its start the coordinator waits for members, so by then it knows the generation.
         """
 
         def is_known() -> bool:
@@ -122,11 +121,11 @@ class CoordinatorLink(CoordinatorConnection):
 
     @property
     def reached_at(self) -> str:
-        """Where other workers reach this one."""
+        """The address at which other workers reach this one."""
         if self._given_address:
             return self._given_address
         own = self.own_address
-        # Many hosts map their own name to 127.0.1.1, where no other host finds them.
+        # Many hosts map their own name to 127.0.1.1, which other hosts cannot reach.
         if is_loopback(own) and not is_loopback(self._host):
             return own_address(self._host, self._port)
         return own
@@ -136,10 +135,10 @@ class CoordinatorLink(CoordinatorConnection):
     ) -> Formation:
         """Leave the present generation, and wait for the next one.
 
-        From here on this worker commits nothing in the generation that it was in.
+        From now on this worker commits nothing in its previous generation.
 
         Args:
-            standing: What this worker holds; ``None`` without state.
+            standing: The state that this worker holds; ``None`` without state.
             unreached: Members of the present generation to which this worker could not connect.
 
         Returns:
@@ -158,8 +157,8 @@ class CoordinatorLink(CoordinatorConnection):
             self._lease_end_s = 0.0
             self._left_out, self._formed, self._asking = False, None, message
             self._post(message)
-            # The coordinator answers within its timeout_s. A spare worker waits for as long as the
-            # team is complete; a coordinator that does not answer is noticed by the connection.
+            # The coordinator answers within its timeout_s. A spare worker waits while the team is
+            # complete; the connection notices if the coordinator does not answer.
             self._changed.wait_for(self._is_answered)
             self._asking = None
             self.check()
@@ -171,13 +170,13 @@ class CoordinatorLink(CoordinatorConnection):
             return self._take_formation()
 
     def meet_all(self, timeout_s: float) -> Formation:
-        """Wait for all ranks of a fixed team, and return its one generation.
+        """Wait for all ranks of a fixed team, and return its only generation.
 
         Args:
             timeout_s: Longest wait.
 
         Raises:
-            LaunchError: Some ranks did not come; names them.
+            LaunchError: Some ranks did not connect; names them.
             TeamRefusedError: The coordinator refuses this rank.
             CoordinatorLostError: The coordinator did not answer for ``patience_s``.
         """
@@ -203,20 +202,20 @@ class CoordinatorLink(CoordinatorConnection):
                 "look at the output of rank 0"
             )
         return LaunchError(
-            f"{waited} {name_ranks(self._missing)} of {place.world_size} to join: start what is "
-            "missing, or look at its output"
+            f"{waited} {name_ranks(self._missing)} of {place.world_size} to join: start the "
+            "missing ranks, or look at their output"
         )
 
     def describe(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Say more of what must be the same on all members, and wait until it has been compared.
+        """Send further facts that must be the same on all members, and wait for the comparison.
 
-        A coordinator that is away hears of it when it is there again.
+        A coordinator that does not answer gets them after the reconnect.
 
         Returns:
-            What members have said, as far as the coordinator has answered.
+            The facts of members, as far as the coordinator has answered.
 
         Raises:
-            TeamRefusedError: It differs from what another member has said.
+            TeamRefusedError: A fact differs from that of another member.
         """
         with self._changed:
             self._facts |= facts
@@ -230,7 +229,7 @@ class CoordinatorLink(CoordinatorConnection):
             return self._team_facts
 
     def check(self) -> None:
-        """Raise what has ended the connection for good, or why the coordinator refuses this worker.
+        """Raise the error that has ended the connection for good, or the coordinator's refusal.
 
         Raises:
             CoordinatorLostError: The coordinator did not answer for ``patience_s``.
@@ -247,7 +246,7 @@ class CoordinatorLink(CoordinatorConnection):
 
     @property
     def leads(self) -> bool:
-        """Whether no member of the team is left, and this worker decides with what it begins."""
+        """Whether the team has no member left, and this worker chooses the state to begin with."""
         return self._leads
 
     def take_refused(self) -> list[tuple[str, str]]:
@@ -258,7 +257,7 @@ class CoordinatorLink(CoordinatorConnection):
 
     @property
     def run_has_ended(self) -> bool:
-        """Whether the coordinator has said that the run has ended, without this worker."""
+        """Whether the coordinator has reported that the run has ended, without this worker."""
         return isinstance(self._refusal, RunEndedError)
 
     @property
@@ -267,7 +266,7 @@ class CoordinatorLink(CoordinatorConnection):
         return self._failure is not None
 
     def why_over(self, generation: int) -> str:
-        """Return why a generation is over, as the coordinator has said; empty while it is not.
+        """Return why a generation is over, by the coordinator's message; empty while it is not.
 
         A member that waits in an exchange of that generation must give up at once: another member
         is lost, or has left.
@@ -293,30 +292,30 @@ class CoordinatorLink(CoordinatorConnection):
             return lease_clock.now_s() < self._lease_end_s and not self._is_over()
 
     def declare(self, phase: str, done: int = 0) -> str:
-        """Say what this worker is doing, with its next heartbeat; costs nothing.
+        """Report what this worker is doing, with its next heartbeat; it does not block.
 
         A rank of a fixed team reports only long waits.
 
         Args:
-            phase: ``TRAINING``, ``WAITING`` for others in an exchange, or in its own words, such as
+            phase: ``TRAINING``, ``WAITING`` for others in an exchange, or another text, such as
                 ``compiling``.
-            done: Micro-batches that it has done since the last call.
+            done: Micro-batches computed since the last call.
 
         Returns:
-            The phase before.
+            The previous phase.
         """
         before, self._phase = self._phase, phase
         self._micro_batches += done
         if self._place is not None and phase != before and WAITING in (before, phase):
             with self._changed:
-                self._post(self._beat())  # it has no others
+                self._post(self._beat())  # it sends no other heartbeats
         return before
 
     def leave(self, *, finished: bool = False) -> None:
-        """Leave the team for good, after this worker's last commit; waits until that is known.
+        """Leave the team for good, after this worker's last commit; wait for the confirmation.
 
         Args:
-            finished: The run has ended: it was done to its end, or the team was stopped.
+            finished: Whether the run has ended: it was completed, or the team was stopped.
         """
         with self._changed:
             self._lease_end_s = 0.0
@@ -338,11 +337,11 @@ class CoordinatorLink(CoordinatorConnection):
     def ask_store(self, request: Message, timeout_s: float) -> Any:
         """Send a request to the store, and return the answer.
 
-        It is sent again with a new connection, as is what this worker has set in this generation: a
-        coordinator that was started again knows nothing of either.
+        After a reconnect it is sent again, together with all keys that this worker has set in this
+        generation, since a restarted coordinator has lost them.
 
         Raises:
-            RuntimeError: It failed, as torch expects it of a store.
+            RuntimeError: It failed; torch expects this type from a store.
         """
         with self._changed:
             self._num_asked += 1
@@ -350,8 +349,8 @@ class CoordinatorLink(CoordinatorConnection):
             message = {"type": "store", "number": number, **request}
             self._asked[number] = message
             self._post(message)
-            # A generation that is over still has keys: its members tell there why they gave up. The
-            # coordinator itself ends the waits for those that are missing.
+            # A generation that is over still has keys, under which its members put why they gave
+            # up. The coordinator itself ends waits for missing keys.
             self._changed.wait_for(
                 lambda: number in self._answers or self._failure or self._closed,
                 timeout_s + self.deadlines.reconnect_s,
@@ -398,10 +397,10 @@ class CoordinatorLink(CoordinatorConnection):
         )
 
     def _begin(self, welcome: Fields) -> list[Message]:
-        # The coordinator may have carried out an addition before the connection ended.
+        # The coordinator may have executed an addition before the connection ended.
         asked = [one for one in self._asked.values() if one["what"] != "increase"]
-        told = [*self._put.values(), *asked]
-        return told if self._asking is None else [*told, self._asking]
+        posted = [*self._put.values(), *asked]
+        return posted if self._asking is None else [*posted, self._asking]
 
     def _beat(self) -> Message:
         return {
@@ -411,7 +410,7 @@ class CoordinatorLink(CoordinatorConnection):
             "at": lease_clock.now_s(),
         }
 
-    def _hear(self, kind: str, fields: Fields) -> None:
+    def _handle(self, kind: str, fields: Fields) -> None:
         if kind == "beaten":
             self._generation, self._is_open = fields.whole("generation"), fields.flag("open")
             self._leads = fields.flag("leads")
@@ -478,15 +477,15 @@ def _report(
 
 @final
 class GenerationStore(Store):
-    """The keys of one generation, which the coordinator keeps, as torch and Gloo want to see them.
+    """The coordinator's keys of one generation, as a store for torch and Gloo.
 
-    torch calls it from C++ by way of the Python object: keep a reference to it for as long as a
+    torch calls it from C++ through the Python object: keep a reference to it while a
     ``PrefixStore`` or a process group uses it.
 
     Args:
-        link: To the coordinator.
+        link: Link to the coordinator.
         generation: Its number.
-        timeout_s: For waits that state no time themselves.
+        timeout_s: Timeout of waits without their own.
     """
 
     def __init__(self, link: CoordinatorLink, generation: int, timeout_s: float) -> None:
@@ -504,7 +503,7 @@ class GenerationStore(Store):
         return self._fetch(key, self._timeout)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under a key, 0 where it is not set, and return the sum."""
+        """Add to the number under a key (0 if it is not set), and return the sum."""
         return int(self._ask("increase", [key], amount=amount))
 
     def check(self, keys: list[str]) -> bool:
@@ -523,7 +522,7 @@ class GenerationStore(Store):
     deleteKey = delete_key  # noqa: N815  # the name that C++ looks for
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time for waits that state none themselves."""
+        """Set the timeout of waits without their own."""
         self._timeout = timeout
 
     def _fetch(self, key: str, timeout: timedelta) -> bytes:

@@ -1,4 +1,4 @@
-"""The elastic team of processes: the coordinator forms generations, each connects by itself."""
+"""An elastic team of processes: the coordinator forms generations, and members connect."""
 
 import signal
 import sys
@@ -30,7 +30,7 @@ from evener.protocol.formation import (
     read_team_limits,
 )
 from evener.team.backends import ExchangeFacts, prefer_nccl
-from evener.team.child import tell
+from evener.team.child import notify_supervisor
 from evener.team.elastic import CoordinatorLink
 from evener.team.environment import ADDRESS, COORDINATOR, ELASTIC, MEMBER
 from evener.team.membership import Formed, Membership, WaitWatch
@@ -43,21 +43,21 @@ _PAUSE_S = 0.05
 
 @final
 class ElasticMembership(Membership):
-    """A worker's place in a team that a coordinator keeps.
+    """A worker's place in a team with a coordinator.
 
-    Every generation has connections of its own, and memory of its own where members share a host:
-    a process that was stopped and wakes up reaches no member of the team that has continued.
+    Every generation has new connections, and new shared memory if members share a host. So a
+    process that was stopped and wakes up cannot reach members of a team that has continued.
 
-    Ctrl-C (SIGINT) tells a member to leave after its window; a second one ends it at once, as does
-    the first one while it is no member.
+    On Ctrl-C (SIGINT) a member leaves after its window; a second one ends it at once, as does the
+    first one while it is not a member.
 
     Args:
-        link: To the coordinator.
-        address: ``HOST:PORT`` of it, by way of which members find their network.
+        link: Link to the coordinator.
+        address: ``HOST:PORT`` of the coordinator; the route to it determines members' network.
         most: Most members of the team.
-        shares_memory: Whether members on one host exchange through its memory.
+        shares_memory: Whether members on one host exchange through shared memory.
         timeout_s: Deadline of an exchange.
-        gpu: What this member is, where GPUs are to exchange over NCCL; ``None`` elsewhere.
+        gpu: The facts of this member if GPUs exchange over NCCL; else ``None``.
     """
 
     is_elastic = True
@@ -78,12 +78,12 @@ class ElasticMembership(Membership):
         super().__init__(self._await_number(most), most, link)
         self.member = link.member
         self._joins = link.generation > 0
-        #: Of the generation: torch keeps no reference to a store that is written in Python.
+        #: The store of the generation: torch keeps no reference to a store in Python.
         self._store: Any = None
-        #: Of a generation that did not connect: its port stays open while others try to reach it.
+        #: The port of a generation that did not connect; it stays open while others try it.
         self._meeting: MeetingPoint | None = None
         self._unreached: list[str] = []  # members of a generation that did not connect
-        self._tried_s = 0.0  # connecting in vain, since a generation connected
+        self._tried_s = 0.0  # failed attempts to connect, since a generation connected
         self._has_left = self._closed = False
         self._handlers = ExitStack()
         interrupts = StopSignals([signal.SIGINT], max_interrupts=0)
@@ -92,17 +92,17 @@ class ElasticMembership(Membership):
     def _await_number(self, most: int) -> int:
         """Return this worker's number, once it is known whether the team has begun.
 
-        The number of a lost member is free a moment after it is lost. A coordinator that has just
-        been started again hears of the team's generation from its members.
+        The number of a lost member is free shortly after it is lost. A coordinator that was just
+        restarted learns the team's generation from its members.
         """
         link, deadlines = self._link, self._link.deadlines
         patience_s = deadlines.lease_s + deadlines.connect_s
         if not link.await_number(patience_s):
             why = (
-                f"it has {most} workers, the most that it was started for, and none has "
-                "ended; wait until one has, or start the team with a larger MAX"
+                f"it has {most} workers, the most that it may have; wait until one has ended, or "
+                "start the team with a larger MAX"
                 if link.number == NO_NUMBER
-                else "the coordinator has not said whether it has begun; start this worker again"
+                else "the coordinator has not reported whether it began; start this worker again"
             )
             raise LaunchError(
                 f"{link.member} cannot join the team at {self._host}:{self._port} within "
@@ -112,7 +112,7 @@ class ElasticMembership(Membership):
 
     @property
     def is_joining(self) -> bool:
-        """Whether the team began before this worker came, which is not in it yet."""
+        """Whether the team has begun, and this worker is not a member yet."""
         return self._joins
 
     @property
@@ -122,22 +122,22 @@ class ElasticMembership(Membership):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether Ctrl-C has told this worker to leave."""
+        """Whether this worker leaves because of Ctrl-C."""
         return self._interrupts.requested is not None and not self._has_left
 
     @property
     def is_over(self) -> bool:
-        """Whether the coordinator has said that the generation is over, or is lost itself."""
+        """Whether the coordinator has reported the end of the generation, or is lost."""
         return self._link.is_lost or bool(self._link.why_over(self.generation))
 
     def next_generation(self, standing: Standing | None) -> Formed:
         """Report to the coordinator, and connect to the members of the generation that it forms.
 
         Raises:
-            CollectiveError: Not all members connected: they form another generation.
+            CollectiveError: Not all members connected; they form another generation.
             LaunchError: Attempts to connect have taken ``timeout_s`` in all.
         """
-        self._interrupts.take_interrupts(0)  # who waits for a generation need finish no window
+        self._interrupts.take_interrupts(0)  # between generations there is no window to finish
         try:
             formation = self._link.next_generation(standing, self._unreached)
         except LeftOutError:
@@ -148,12 +148,12 @@ class ElasticMembership(Membership):
         self.generation = formation.generation
         self._unreached, self._meeting = [], None
         self.number = formation.number_of(self.member)
-        tell(place=JOINED)
+        notify_supervisor(place=JOINED)
         if has_joined:
             say(
                 f"evener: {self.member} has joined the team at {self._host}:{self._port} as rank "
-                f"{self.number} of {len(formation.members)}; it takes the state of another rank "
-                "and trains until the run ends; Ctrl-C makes it leave after its window"
+                f"{self.number} of {len(formation.members)}; it receives the state of another rank "
+                "and trains until the run ends; on Ctrl-C it leaves after its window"
             )
         began_s = time.monotonic()
         try:
@@ -165,13 +165,13 @@ class ElasticMembership(Membership):
         return Formed(formation, comm)
 
     def _bear(self, error: CollectiveError, took_s: float) -> None:
-        """Say that a generation did not connect; raise LaunchError where that lasts too long."""
+        """Warn that a generation did not connect; raise LaunchError if that lasts too long."""
         timeout_s, connect_s = self._link.deadlines.timeout_s, self._link.deadlines.connect_s
-        self._tried_s += min(took_s, connect_s)  # it takes longer where this process is stopped
+        self._tried_s += min(took_s, connect_s)  # longer only if this process was stopped
         if self._tried_s >= timeout_s:
             raise LaunchError(
-                f"rank {self.number} has connected to no generation for {timeout_s:g} s "
-                f"(timeout_s), the last time as {error}: check the network between the workers"
+                f"rank {self.number} could not connect to a generation for {timeout_s:g} s "
+                f"(timeout_s); the last error: {error}: check the network between the workers"
             ) from None
         warn(f"{error}; they form another generation")
 
@@ -192,7 +192,7 @@ class ElasticMembership(Membership):
                 form_timeout_s=connect_s,
             )
         except RuntimeError as error:
-            self._meeting = meeting  # the others try whether they reach this one
+            self._meeting = meeting  # the others test whether they reach this one
             others = [number for number in formation.numbers if number != self.number]
             missed = meeting.find_unreached(others)
             self._unreached = [formation.members[formation.numbers.index(n)] for n in missed]
@@ -215,7 +215,7 @@ class ElasticMembership(Membership):
         return comm
 
     def await_lease(self) -> None:
-        """Return when the coordinator has renewed this worker's lease, mostly at once.
+        """Wait until the coordinator has renewed this worker's lease; usually it has.
 
         Raises:
             PeerLostError: The generation is over.
@@ -237,7 +237,7 @@ class ElasticMembership(Membership):
     def may_write(self) -> bool:
         """Wait for the lease if it has run out; return whether the team has kept this worker.
 
-        Between generations there is none to run out.
+        Between generations there is no lease.
         """
         if not 0.0 < self._link.lease_end_s() <= lease_clock.now_s():
             return not self._joins
@@ -248,36 +248,36 @@ class ElasticMembership(Membership):
         return True
 
     def described(self, name: str, timeout_s: float) -> Any:
-        """Ask the coordinator for what members have said."""
+        """Ask the coordinator for a fact of the members."""
         deadline = time.monotonic() + timeout_s
         while True:
             leads, is_late = self._link.leads, time.monotonic() >= deadline
-            if (told := self._link.describe({}).get(name)) or leads:
-                return told
+            if (found := self._link.describe({}).get(name)) or leads:
+                return found
             if is_late:
                 raise LaunchError(
-                    f"the team has not told its {name} within {timeout_s:g} s (timeout_s); check "
+                    f"the team has not sent its {name} within {timeout_s:g} s (timeout_s); check "
                     "that its workers run the same command as this one"
                 )
             time.sleep(_PAUSE_S)
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Tell the coordinator, which compares."""
+        """Send facts to the coordinator, which compares them."""
         self._link.describe(facts)
 
     def leave(self, *, finished: bool) -> None:
-        """Tell the coordinator."""
+        """Report to the coordinator that this worker leaves."""
         if not self._has_left:
             self._has_left = True
-            tell(finished=finished or self._link.run_has_ended)
+            notify_supervisor(finished=finished or self._link.run_has_ended)
             self._link.leave(finished=finished)
 
     def close(self) -> None:
         """Leave the team, and end the connection to its coordinator.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C had come, and the team has stopped before this worker could
-                leave: all of them were to leave, or this was the last one.
+            KeyboardInterrupt: Ctrl-C was pressed, and the team has stopped before this worker could
+                leave: all workers were leaving, or this was the last one.
         """
         if self._closed:
             return
@@ -292,7 +292,7 @@ class ElasticMembership(Membership):
 
 
 def check_team_limits(asked: str, environ: Mapping[str, str]) -> None:
-    """Refuse to be a worker of another team than that which the script asks for.
+    """Refuse a team whose limits differ from those of the script.
 
     Args:
         asked: Fewest and most workers, as ``MIN:MAX``.
@@ -304,13 +304,13 @@ def check_team_limits(asked: str, environ: Mapping[str, str]) -> None:
     found = environ.get(ELASTIC)
     if found is None:
         raise ConfigError(
-            f"elastic is {asked!r}, and this process was not started for an elastic team; start "
+            f"elastic is {asked!r}, but this process was not started for an elastic team; start "
             f"the script by itself or by `evener launch --elastic {asked} SCRIPT`, or add it to a "
             "team by `evener join`"
         )
     if found != asked:
         raise ConfigError(
-            f"elastic is {asked!r}, and the team was started for {found} workers; leave elastic "
+            f"elastic is {asked!r}, but the team was started for {found} workers; leave elastic "
             f"out of Ddp.setup, or start the team with --elastic {asked}"
         )
 
@@ -335,7 +335,7 @@ def join_team(
     Raises:
         ConfigError: The environment describes the place only in part.
         TeamRefusedError: The coordinator refuses this worker.
-        CoordinatorLostError: It does not answer.
+        CoordinatorLostError: The coordinator does not answer.
     """
     address = environ[COORDINATOR]
     member, limits = environ.get(MEMBER), environ.get(ELASTIC)
@@ -345,7 +345,7 @@ def join_team(
             "`evener launch --elastic MIN:MAX` sets all of them"
         )
     _, most = read_team_limits(limits, "--elastic")
-    tell(place=JOINING)
+    notify_supervisor(place=JOINING)
     wish = int(environ.get("RANK", NO_NUMBER))  # so that "rank 2" is the launcher's worker 2
     link = CoordinatorLink(
         address,

@@ -1,4 +1,4 @@
-"""Who am I in the team: read once from the environment, checked, and then only passed on."""
+"""A process's place in a team: read once from the environment, checked, then passed on."""
 
 import os
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from evener.team import slurm
 LAUNCHED = "EVENER_LAUNCHED"
 #: ``HOST:PORT`` of the team's coordinator, if a launcher has started it.
 COORDINATOR = "EVENER_COORDINATOR"
-#: Id of this worker, which no other worker ever had.
+#: Id of this worker, which is never reused.
 MEMBER = "EVENER_MEMBER"
-#: Name or number at which the other workers reach it, given by the user; else that of its route to
-#: the coordinator.
+#: The user's address at which other workers reach it; by default, that of its route to the
+#: coordinator.
 ADDRESS = "EVENER_ADDRESS"
-#: File with what the processes of a team must know.
+#: File with the token that the processes of a team must know.
 TOKEN_FILE = "EVENER_TOKEN_FILE"
 #: Elastic teams only: fewest and most workers, as ``MIN:MAX``.
 ELASTIC = "EVENER_ELASTIC"
@@ -30,10 +30,10 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 
 _NUMBERS = ("world_size", "rank", "local_rank", "local_world_size", "coordinator_port")
 _KEYS = (*_NUMBERS, "role", "coordinator_addr", "backend", "comm_backend")
-#: Where else in a file the keys may stand.
+#: Sections of a file that may contain the keys.
 _SECTIONS = (("training", "distributed"), ("distributed",))
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: Where torchrun finds its options in the environment, by the launcher's option.
+#: Environment variables of torchrun's options, by the launcher's option.
 _MACHINES: Final[Mapping[str, str]] = {
     "nnodes": "PET_NNODES",
     "node_rank": "PET_NODE_RANK",
@@ -44,14 +44,14 @@ _MACHINES: Final[Mapping[str, str]] = {
 
 
 class DistributedRole(StrEnum):
-    """What a process does besides computing."""
+    """The role of a process besides computing."""
 
     COORDINATOR = "coordinator"
     WORKER = "worker"
 
 
 class DistributedBackend(StrEnum):
-    """What a rank computes on; ``ACCELERATOR`` is whatever ``torch.accelerator`` finds."""
+    """The kind of a rank's device; ``ACCELERATOR`` is what ``torch.accelerator`` finds."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -65,7 +65,7 @@ class AverageBackend(StrEnum):
     """How ranks exchange."""
 
     AUTO = "auto"
-    """NCCL where every rank has a GPU of its own and NCCL works; else as ``CPU``."""
+    """NCCL if every rank has its own GPU and NCCL works; else as ``CPU``."""
 
     NCCL = "nccl"
     """Between GPUs of one vendor, one for each rank."""
@@ -88,19 +88,19 @@ def choose(name: str, value: str, kind: type[_Choice]) -> _Choice:
     """Return the member of an enumeration that has a value.
 
     Args:
-        name: What is chosen, for errors.
-        value: As the user gives it: the member, or its value.
+        name: The option's name, for errors.
+        value: The user's value: the member, or its value.
         kind: The enumeration.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No member has the value.
     """
     try:
         return kind(value)
     except ValueError:
         hint = ""
         if value == "wgpu":  # one of entrenar's backends
-            hint = "; torch has no wgpu: 'auto' takes the accelerator that torch finds"
+            hint = "; torch has no wgpu: 'auto' uses the accelerator that torch finds"
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(kind)}{hint}") from None
 
 
@@ -111,33 +111,32 @@ class DistributedTrainConfig:
     Attributes:
         world_size: Ranks in the team.
         rank: Number of this rank, from 0.
-        local_rank: Number of this rank among those on this host; chooses its device. -1 says that
-            it is not known: then ``rank`` where the address is a loopback one, else 0.
+        local_rank: Number of this rank among those on this host; it determines the device. -1 means
+            unknown: then ``rank`` if the address is a loopback one, else 0.
         role: Coordinator for rank 0, worker for the others; follows from the rank if left out.
         coordinator_addr: Host of the coordinator through which ranks find one another (rank 0's): a
-            name or an IP address, or ``host:port``. On rank 0 it may be ``0.0.0.0`` or ``::``,
-            where the coordinator then listens on every address; the others need one that leads
-            there.
-        backend: What this rank computes on.
-        comm_backend: How ranks exchange, where ``Ddp.setup`` has ``backend="auto"``.
+            name or an IP address, or ``host:port``. On rank 0 it may be ``0.0.0.0`` or ``::``, with
+            which the coordinator listens on every address; the others need an address of that host.
+        backend: The kind of this rank's device.
+        comm_backend: How ranks exchange if ``Ddp.setup`` has ``backend="auto"``.
         coordinator_port: Its port; 0 only in a team of one.
-        local_world_size: Ranks on this host. 0 says that it is not known: then all of them where
-            the address is a loopback one, else those up to this one.
-        agent_store: Whether torchrun's agent has a store at that address. Rank 0's coordinator then
-            has another port, of which it tells the others there.
-        coordinator_token: What the coordinator asks of ranks, if it was told to them otherwise than
-            by ``EVENER_TOKEN_FILE``.
-        launched_by: ``"alone"``, ``"evener"``, ``"torchrun"``, ``"slurm"``, or ``"the user"`` where
-            a file says who is where.
+        local_world_size: Ranks on this host. 0 means unknown: then all of them if the address is a
+            loopback one, else those up to this one.
+        agent_store: Whether torchrun's agent has a store at that address. Then rank 0's coordinator
+            has another port, which it publishes in that store.
+        coordinator_token: The coordinator's token, if ranks got it in another way than by
+            ``EVENER_TOKEN_FILE``.
+        launched_by: ``"alone"``, ``"evener"``, ``"torchrun"``, ``"slurm"``, or ``"the user"`` if
+            the place is from a file.
 
     Raises:
-        ConfigError: A value is impossible.
+        ConfigError: A value is invalid.
     """
 
     world_size: int = 1
     rank: int = 0
     local_rank: int = -1
-    role: DistributedRole = None  # type: ignore[assignment]  # it never stays so
+    role: DistributedRole = None  # type: ignore[assignment]  # set in __post_init__
     coordinator_addr: str = LOOPBACK
     backend: DistributedBackend = DistributedBackend.AUTO
     comm_backend: AverageBackend = AverageBackend.AUTO
@@ -149,7 +148,7 @@ class DistributedTrainConfig:
     launched_by: str = "alone"
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__  # frozen: what was not given is filled in here alone
+        set_field = object.__setattr__  # the class is frozen; only this sets missing values
         for name in _NUMBERS:
             if type(getattr(self, name)) is not int:
                 given = short(getattr(self, name))
@@ -189,17 +188,17 @@ class DistributedTrainConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "DistributedTrainConfig":
-        """Read this process's place from what started it.
+        """Read this process's place from the environment.
 
-        In order: evener's own launcher, torchrun's variables (whoever set them), a SLURM step of
+        In this order: evener's launcher, torchrun's variables (set by any program), a SLURM step of
         several tasks, otherwise a team of one.
 
         Args:
             environ: Instead of the process's environment.
 
         Raises:
-            ConfigError: A variable is missing or impossible; names the variable, its value and
-                what to do.
+            ConfigError: A variable is missing or invalid; names the variable, its value and the
+                remedy.
         """
         environ = os.environ if environ is None else environ
         if environ.get(LAUNCHED):
@@ -209,7 +208,7 @@ class DistributedTrainConfig:
         if slurm.in_step(environ):
             place = slurm.read_place(environ)
             if place["world_size"] == 1:
-                # Such as the shell of `srun --pty bash`: it may start ranks of its own.
+                # For example the shell of `srun --pty bash`, which may start ranks.
                 return cls()
             # A batch script may choose the port itself.
             port = _integer(environ, "MASTER_PORT", default=slurm.choose_port(environ))
@@ -224,20 +223,20 @@ class DistributedTrainConfig:
 
         The keys are ``world_size``, ``rank``, ``local_rank``, ``local_world_size``, ``role``,
         ``coordinator_addr`` (a host, or ``host:port``), ``coordinator_port``, ``backend`` and
-        ``comm_backend``, alone in the file or under ``training: distributed:``.
+        ``comm_backend``, at the top of the file or under ``training: distributed:``.
 
         Args:
             path: YAML.
             **changes: Take precedence over the file, such as ``rank=1`` if all ranks share it. The
-                file's ``role`` and ``local_rank`` then yield to the rank.
+                file's ``role`` and ``local_rank`` are then ignored.
 
         Raises:
             ConfigError: Names the file, the key, its value and what is allowed.
         """
-        from evener.yaml_files import read_yaml  # seldom needed
+        from evener.yaml_files import read_yaml  # rarely needed
 
         document = _section(read_yaml(Path(path)))
-        if "rank" in changes:  # the file may speak of another one
+        if "rank" in changes:  # these values of the file may be for another rank
             document = {k: v for k, v in document.items() if k not in ("role", "local_rank")}
         place = {**document, **changes}
         needed = ("world_size", "rank", "coordinator_addr")
@@ -262,10 +261,10 @@ class DistributedTrainConfig:
 
 
 def read_machines(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the environment says about the machines of a run, for the launcher.
+    """Read the machines of a run from the environment, for the launcher.
 
-    Kubeflow's trainer starts the same program on each machine, and numbers machines in the
-    variables in which torchrun looks for its options.
+    Kubeflow's trainer starts the same program on each machine, and sets the variables of torchrun's
+    options.
 
     Args:
         environ: The launcher's environment.
@@ -275,7 +274,7 @@ def read_machines(environ: Mapping[str, str]) -> dict[str, Any]:
         they are set; nothing without ``PET_NNODES``. ``auto`` and ``gpu`` set no ``nproc``.
 
     Raises:
-        ConfigError: A number is not one.
+        ConfigError: A value is not a number.
     """
     if not environ.get(_MACHINES["nnodes"]):
         return {}
@@ -294,7 +293,7 @@ def _from_variables(environ: Mapping[str, str], launched_by: str) -> Distributed
     return DistributedTrainConfig(
         _integer(environ, "WORLD_SIZE"),
         _integer(environ, "RANK"),
-        # Some launchers set the four variables only.
+        # Some launchers set only the four variables.
         local_rank=_integer(environ, "LOCAL_RANK", default=-1),
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=0),
         coordinator_addr=environ["MASTER_ADDR"],
@@ -309,7 +308,7 @@ def _partial(environ: Mapping[str, str]) -> str:
     shown = ", ".join(f"{name}={environ[name]}" for name in present) or "none of them"
     missing = ", ".join(name for name in _REQUIRED if not environ.get(name))
     return (
-        f"the environment describes a rank only in part: {shown} set, {missing} missing; set all "
+        f"the environment describes a rank incompletely: {shown} set, {missing} missing; set all "
         f"of {', '.join(_REQUIRED)} (torchrun does) or unset them to run alone"
     )
 
@@ -322,8 +321,8 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         return int(text)
     except ValueError:
         raise ConfigError(
-            f"{name} is {text!r}, which is no integer; it is set by whatever starts the ranks: "
-            "correct it there or unset it"
+            f"{name} is {text!r}, which is not an integer; it is set by the program that starts "
+            "the ranks: correct it there or unset it"
         ) from None
 
 

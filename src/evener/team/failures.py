@@ -1,7 +1,7 @@
-"""Why ranks fail: what a rank says of its failure, and what its supervisor makes of all ends.
+"""Failures of ranks: the report of a rank, and its supervisor's judgement of all ends.
 
-What the open teams of a process know about an exception is added to it: by ``sys.excepthook``,
-which is wrapped meanwhile, or by ``report_failure``, by which a rank tells its supervisor.
+The open teams of a process add notes to an exception: by ``sys.excepthook``, which is wrapped
+meanwhile, or by ``report_failure``, by which a rank reports to its supervisor.
 """
 
 import signal
@@ -31,17 +31,16 @@ from evener.team.host import remedy_of_shortage
 START_AGAIN: Final = 75
 """Exit code of a worker that has lost the coordinator, and of its launcher (``EX_TEMPFAIL``).
 
-Nothing is wrong with the run: started again with the same arguments, it continues from what it has
-saved.
+The run itself is fine: started again with the same arguments, it continues from its checkpoint.
 """
 
-#: Signals by which people and schedulers stop a run.
+#: Signals by which users and schedulers stop a run.
 _STOPS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
-#: What ``input()`` says where there is nothing to read.
+#: The error of ``input()`` without standard input.
 _NO_INPUT: Final = "EOF when reading a line"
 _INPUT_REMEDY: Final = (
-    "evener: only the first rank that a launcher starts has its standard input. Remedy: take the "
+    "evener: only the first rank that a launcher starts has its standard input. Remedy: read the "
     "value from an argument or an environment variable"
 )
 
@@ -50,17 +49,17 @@ _RUNNER_FILES = frozenset(str(Path(__file__).with_name(n)) for n in ("child.py",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
-    """What ended a rank.
+    """The failure of a rank.
 
     Attributes:
         time: Unix seconds at which the exception reached the top.
         kind: Name of the exception's class.
         message: Its text.
         traceback: As Python prints it.
-        user_error: The user can correct it, so the message is enough.
-        follow_up: Most likely caused by the failure of another rank.
-        exit_code: What the rank ends with.
-        notes: What was added to the exception, such as where it was raised.
+        user_error: Whether the user can correct it, so that the message is enough.
+        follow_up: Whether the failure of another rank is the likely cause.
+        exit_code: The exit code of the rank.
+        notes: Notes of the exception, such as where it was raised.
         steps: Optimizer steps that a worker of a managed run had applied; -1 before it joined.
     """
 
@@ -91,12 +90,12 @@ def describe(error: BaseException, *, steps: int = -1) -> FailureReport:
         note(error, _INPUT_REMEDY)
     start = _without_runner(error.__traceback__)
     lines = traceback.format_exception(type(error), error, start)
-    # Sockets that do not wait raise BlockingIOError, too.
+    # Non-blocking sockets raise BlockingIOError, too.
     remedy = "" if isinstance(error, BlockingIOError) else remedy_of_shortage(error)
     if remedy and (place := raised_at(error)):
         note(error, f"evener: raised at {place}")
     user_error = bool(remedy) or (isinstance(error, UserError) and not _hides_another(error))
-    # Also of scripts that do not use evener's exchange.
+    # Also for scripts that do not use evener's exchange.
     collective = isinstance(error, CollectiveError) or is_of_an_exchange(error)
     return FailureReport(
         time=time.time(),
@@ -112,9 +111,9 @@ def describe(error: BaseException, *, steps: int = -1) -> FailureReport:
 
 
 def _hides_another(error: BaseException) -> bool:
-    """Return whether ranks came apart because of another error, which then says more.
+    """Return whether a mismatch of ranks was caused by another error, which is more helpful.
 
-    Such as in ``finally: ddp.close()`` after an error of the user's own.
+    For example in ``finally: ddp.close()`` after an error in the user's code.
     """
     cause = error.__context__
     return (
@@ -126,21 +125,21 @@ def _hides_another(error: BaseException) -> bool:
 
 
 def show_message(message: str, notes: str) -> None:
-    """Print what an exception says, without its traceback."""
+    """Print the message of an exception, without its traceback."""
     sys.stderr.write("\n".join(filter(None, [f"error: {message}", notes])) + "\n")
 
 
 def _without_runner(start: TracebackType | None) -> TracebackType | None:
-    # Users want to see their own frames, not those that carried them here.
+    # Users need their own frames, not those of the code that ran the script.
     while start is not None and start.tb_frame.f_code.co_filename in _RUNNER_FILES:
         start = start.tb_next
     return start
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return what a process ends with for this exception.
+    """Return the exit code of a process for this exception.
 
-    2 for a bad option; ``START_AGAIN`` where the coordinator was lost; else 1.
+    2 for a bad option; ``START_AGAIN`` if the coordinator was lost; else 1.
     """
     if isinstance(error, CoordinatorLostError):
         return START_AGAIN
@@ -149,14 +148,14 @@ def exit_code_of(error: BaseException) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
-# ── what a team knows about an exception ─────────────────────────────────────────────────────────
+# ── notes of a team about an exception ───────────────────────────────────────────────────────────
 
 _explainers: list[WeakMethod[Callable[[BaseException], None]]] = []
 _undo: list[Callable[[], None]] = []
 
 
 def explain_with(method: Callable[[BaseException], None]) -> None:
-    """Have ``method`` add its notes to exceptions that nobody catches, until ``forget``.
+    """Let ``method`` add its notes to uncaught exceptions, until ``forget``.
 
     Args:
         method: A bound method; its object is not kept alive.
@@ -167,14 +166,14 @@ def explain_with(method: Callable[[BaseException], None]) -> None:
 
 
 def forget(method: Callable[[BaseException], None]) -> None:
-    """Undo ``explain_with``, and with the last one put ``sys.excepthook`` back; idempotent."""
+    """Undo ``explain_with``, and after the last one restore ``sys.excepthook``; idempotent."""
     _explainers[:] = [e for e in _explainers if e() is not None and e() != method]
     while _undo and not _explainers:
         _undo.pop()()
 
 
 def add_notes(error: BaseException) -> None:
-    """Add to an exception what the open teams know about it."""
+    """Add the notes of all open teams to an exception."""
     for known in _explainers:
         method = known()
         if method is not None:
@@ -194,30 +193,30 @@ def _wrap_hook() -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         add_notes(error)
-        if isinstance(error, PeerLostError):  # another rank's end is the cause, not this script
+        if isinstance(error, PeerLostError):  # the cause is the end of another rank
             show_message(str(error), "\n".join(getattr(error, "__notes__", ())))
         else:
             before(kind, error, traceback)
 
     def undo() -> None:
-        if sys.excepthook is show:  # else other code has wrapped it in turn, and may still call it
+        if sys.excepthook is show:  # otherwise other code has wrapped it, and may still call it
             sys.excepthook = before
 
     sys.excepthook = show
     _undo.append(undo)
 
 
-# ── what a supervisor makes of all ends ──────────────────────────────────────────────────────────
+# ── a supervisor's judgement of all ends ─────────────────────────────────────────────────────────
 
 _LIKELY_CAUSES: dict[int, str] = {
     signal.SIGKILL: (
-        "the kernel has ended nothing here for memory. `kill -9`, a service that guards memory, a "
-        "scheduler at its time limit and the end of a container do this; their logs may tell"
+        "not by the kernel for lack of memory. `kill -9`, a service that limits memory, a "
+        "scheduler at its time limit and the end of a container do this; see their logs"
     ),
     signal.SIGBUS: "most likely shared memory is full; `df -h /dev/shm` shows it",
     signal.SIGILL: "most likely this torch was built for another processor",
     signal.SIGSEGV: "a crash in native code; the stack printed above shows where",
-    signal.SIGABRT: "native code gave up; its message is above",
+    signal.SIGABRT: "native code aborted; its message is above",
 }
 
 
@@ -229,7 +228,7 @@ _MEMORY_RAN_OUT: str = (
 
 @dataclass(slots=True, kw_only=True)
 class ProcessRecord:
-    """What is known of one rank's process.
+    """The facts of one rank's process.
 
     Attributes:
         rank: Which rank.
@@ -237,11 +236,11 @@ class ProcessRecord:
         has_ended: Whether its supervisor has seen its end.
         code: Exit code, ``-n`` when signal n ended it; 0 while it runs.
         time: Unix seconds at which its supervisor saw the end.
-        report: What the rank wrote about its failure, if it did.
-        signals: Signals that its supervisor has sent to it, or has seen it end by as a stop.
-        desertion: How it has left others waiting for it, in words; empty if it has not.
-        name: What people know it by; ``rank N`` if empty.
-        memory_was_short: Whether memory was short when its end was seen.
+        report: The rank's report of its failure, if any.
+        signals: Signals that its supervisor has sent to it, or that have stopped it.
+        desertion: How it ended while others waited for it, as text; empty if it did not.
+        name: Its name for messages; ``rank N`` if empty.
+        memory_was_short: Whether memory was short at its end.
     """
 
     rank: int
@@ -257,22 +256,22 @@ class ProcessRecord:
 
     @property
     def title(self) -> str:
-        """What people know it by."""
+        """Its name for messages."""
         return self.name or f"rank {self.rank}"
 
     @property
     def who(self) -> str:
-        """Its title and its process, in words."""
+        """Its title and its process, as text."""
         return f"{self.title} (pid {self.pid})"
 
     @property
     def has_raised(self) -> bool:
-        """Whether it has reported an exception, and not merely that it exits."""
+        """Whether it has reported an exception, and not only its exit."""
         return self.report is not None and not self.report.is_exit
 
     @property
     def failed(self) -> bool:
-        """Whether it fails or ended badly, and not merely as it was told to."""
+        """Whether it failed, and did not only stop on request."""
         if self.desertion or self.has_raised:
             return True
         if self.code < 0:
@@ -281,26 +280,26 @@ class ProcessRecord:
 
     @property
     def silent_end(self) -> str:
-        """Words for its end, where it left no report."""
+        """Describe its end, if it left no report."""
         if self.desertion:
             return f"{self.who} {self.desertion}"
         if self.code >= 0:
-            return f"{self.who} ended with exit code {self.code}; its output above may say why"
-        cause = _LIKELY_CAUSES.get(-self.code, "something outside of this run sent it")
+            return f"{self.who} ended with exit code {self.code}; its output above may show why"
+        cause = _LIKELY_CAUSES.get(-self.code, "a process outside of this run sent it")
         if self.code == -signal.SIGKILL and self.memory_was_short:
             cause = _MEMORY_RAN_OUT
         return f"{self.who} was killed by {_signal_name(-self.code)}: {cause}"
 
     @property
     def stop_signal(self) -> signal.Signals | None:
-        """The signal that asked it to stop, if it ends by that, or as one that heeds it does."""
+        """The signal that asked it to stop, if it ended by that signal or with its exit code."""
         code = self.code if self.report is None else self.report.exit_code
         number = -code if code < 0 else code - 128
         return next((one for one in _STOPS if one == number and not self.has_raised), None)
 
     @property
     def in_short(self) -> str:
-        """Its end in a few words."""
+        """A short description of its end."""
         if self.report is not None and self.has_raised:
             return f"{self.title} ({self.report.kind})"
         end = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
@@ -308,11 +307,11 @@ class ProcessRecord:
 
 
 def first_failure(records: Sequence[ProcessRecord]) -> ProcessRecord | None:
-    """Return the failure that the others followed from; ``None`` if no rank failed.
+    """Return the failure that caused the others; ``None`` if no rank failed.
 
-    Not simply the earliest: a rank that lost its peer may say so before the launcher has seen the
-    peer's end. So errors that speak of other ranks come last, whenever they came; before them those
-    of ranks that came for different things, where one of them had a reason of its own.
+    It is not always the earliest: a rank may report a lost peer before the launcher has seen the
+    peer's end. So errors about other ranks come last, whatever their time. Before them come
+    mismatches of collectives, which may follow from an error on one rank.
     """
 
     def order(record: ProcessRecord) -> tuple[bool, bool, float]:
@@ -328,20 +327,19 @@ def first_failure(records: Sequence[ProcessRecord]) -> ProcessRecord | None:
 def judge(
     records: Sequence[ProcessRecord], stop_signal: int | None, unreached: str = ""
 ) -> tuple[int, str]:
-    """Return what the launcher should exit with and say.
+    """Return the launcher's exit code and message.
 
     Args:
         records: All ranks, which have ended.
-        stop_signal: The signal with which the launcher was asked to stop, if it was.
-        unreached: Why ranks of other machines may be lost, in words; empty if nothing is known.
+        stop_signal: The signal with which the launcher was asked to stop, if any.
+        unreached: Why ranks of other machines may be lost, as text; empty if unknown.
 
     Returns:
-        The exit code; and the words for a person, ready to print, which are empty if there is
-        nothing to say.
+        The exit code and the message, which may be empty.
     """
     first = first_failure(records)
-    # Ranks that a signal stops end one after another, so some lose their peers first. Then a lost
-    # peer is not the cause of the end.
+    # Ranks that a signal stops end one after another, so some lose their peers first. Then the lost
+    # peer is not the cause.
     is_lost = first is not None and first.report is not None and first.report.follow_up
     if first is None or (is_lost and stop_signal is not None):
         if stop_signal is None or not any(one.code for one in records):
@@ -363,7 +361,7 @@ def _explain(first: ProcessRecord, records: Sequence[ProcessRecord], unreached: 
             text += f"(on {first.title}; the other ranks were stopped)\n"
     elif report is not None and report.follow_up and (early := _early_end(records)):
         text = f"{early}{report.notes}\n" if report.notes else early
-    elif report is not None and report.follow_up and unreached:  # a traceback explains nothing
+    elif report is not None and report.follow_up and unreached:  # a traceback does not help
         text = f"error: {unreached}\n{first.who}: {report.message}\n{report.notes}".rstrip() + "\n"
     elif report is not None and first.has_raised:
         text = ("" if alone else f"{first.who} failed:\n") + report.traceback
@@ -375,13 +373,13 @@ def _explain(first: ProcessRecord, records: Sequence[ProcessRecord], unreached: 
 
 
 def _early_end(records: Sequence[ProcessRecord]) -> str:
-    # A script that returns early on one rank ends well; its peers can only say that it has gone.
+    # A script that returns early on one rank has exit code 0; its peers report only a lost rank.
     gone = [one.who for one in records if one.code == 0 and one.report is None]
     if not gone:
         return ""
     return (
         f"error: {' and '.join(gone)} ended with exit code 0 while others were at work; let every "
-        "rank go through the whole script. To stop early, decide by a number that is the same on "
+        "rank run the whole script. To stop early, decide by a number that is the same on "
         "every rank, such as ddp.weighted_mean(loss) after the epoch. To end after some steps, use "
         "ddp.loader(max_steps=...), as `break` does not reach a rank without a share of the "
         "window\n"

@@ -1,8 +1,8 @@
-"""How the ranks of a fixed team meet through a coordinator, and form their groups.
+"""How the ranks of a fixed team connect through a coordinator, and form their groups.
 
-The coordinator is their launcher's. Where no launcher of evener's has started one, rank 0 hosts it
-on a thread. The others then find it at ``MASTER_ADDR``, in the store of torchrun's agent, or as a
-process group has told them.
+The coordinator is their launcher's. If evener's launcher has not started one, rank 0 hosts it on a
+thread. The others find it at ``MASTER_ADDR``, in the store of torchrun's agent, or by a process
+group.
 """
 
 import json
@@ -32,14 +32,14 @@ from evener.comm.addresses import (
 from evener.comm.base import Communicator, check_timeout
 from evener.comm.c10d import TCPStore
 from evener.comm.existing import find_place
-from evener.comm.forks import NotInherited, leave_behind_in_children
+from evener.comm.forks import NotInherited, close_in_children
 from evener.comm.groups import form_groups
 from evener.comm.messages import first_line
 from evener.comm.network import MeetingPoint, own_address
 from evener.comm.wires import close_server
 from evener.errors import ConfigError, CoordinatorLostError, LaunchError, TeamRefusedError
 from evener.protocol.formation import Deadlines, FixedPlace
-from evener.team.child import tell
+from evener.team.child import notify_supervisor
 from evener.team.coordinator_options import CoordinatorOptions
 from evener.team.coordinator_thread import CoordinatorThread
 from evener.team.elastic import CoordinatorLink
@@ -48,15 +48,15 @@ from evener.team.membership import Membership
 from evener.team.terminal import warn
 from evener.team.wire import JOINED, JOINING, read_team_token
 
-#: For how long a host tries to reach itself: it answers at once, or the address is another's.
+#: Longest attempt of a host to reach itself: it answers at once unless the address is another's.
 _OWN_HOST_S: Final = 10.0
-#: How long a coordinator is tried of which torchrun's store tells, before that is read again.
+#: Longest attempt to reach a coordinator from torchrun's store, before that is read again.
 _ATTEMPT_S: Final = 1.0
-#: How long after a refusal torchrun's store may tell of another coordinator.
+#: Longest wait after a refusal for another coordinator in torchrun's store.
 _STALE_S: Final = 5.0
-#: Ranks that have met connect within so long, or the network does not let them.
+#: Longest time for ranks to connect after all have registered.
 _CONNECT_S: Final = 60.0
-#: Fixed teams form by events; meanwhile the interpreter belongs to the rank.
+#: Fixed teams form by events, so the rank's interpreter is rarely interrupted.
 _TICK_S: Final = 1.0
 _FIRST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.05
@@ -67,22 +67,22 @@ _hosted: dict[str, "HostedCoordinator"] = {}
 
 
 def place_in(group: Any) -> DistributedTrainConfig:
-    """Return this rank's place in a group of ``torch.distributed``; all its ranks call it together.
+    """Return this rank's place in a group of ``torch.distributed``; its ranks call it together.
 
     Raises:
         ConfigError: This process is not in it.
-        LaunchError: Its ranks cannot meet.
+        LaunchError: Its ranks cannot connect.
     """
     return DistributedTrainConfig(**find_place(group), launched_by="torch.distributed")
 
 
 def meet(environment: DistributedTrainConfig, timeout_s: float) -> tuple[Communicator, Membership]:
-    """Meet the other ranks of a fixed team, and form its communicator; all of them call it.
+    """Connect to the other ranks of a fixed team, and form its communicator; all call it together.
 
-    It works beside a default process group and touches none. The communicator uses Gloo.
+    It does not use or change a default process group. The communicator uses Gloo.
 
     Args:
-        environment: This rank's place; with one rank nothing is opened.
+        environment: This rank's place; with one rank no connection is opened.
         timeout_s: Deadline for this call, and the communicator's default deadline.
 
     Returns:
@@ -90,7 +90,7 @@ def meet(environment: DistributedTrainConfig, timeout_s: float) -> tuple[Communi
 
     Raises:
         ConfigError: There is no port.
-        LaunchError: The port is taken, a rank cannot be reached or did not come, or ranks differ.
+        LaunchError: The port is in use, a rank cannot be reached or did not come, or ranks differ.
     """
     deadline = time.monotonic() + check_timeout(timeout_s)
     rank, world_size = environment.rank, environment.world_size
@@ -101,10 +101,10 @@ def meet(environment: DistributedTrainConfig, timeout_s: float) -> tuple[Communi
             "the port is 0: rank 0 needs one of 1 to 65535 where the other ranks find the team's "
             "coordinator (coordinator_port, or MASTER_PORT in the environment)"
         )
-    # Another team than the launcher's does not need all of its ranks.
+    # A team that is not the launcher's does not need all of the launcher's ranks.
     is_launchers = environment.launched_by == "evener"
     if is_launchers:
-        tell(place=JOINING)
+        notify_supervisor(place=JOINING)
     with _numbered(environment) as number:
         meeting = _Meeting(environment, number, deadline)
         try:
@@ -114,33 +114,33 @@ def meet(environment: DistributedTrainConfig, timeout_s: float) -> tuple[Communi
             meeting.close()
             raise
     if is_launchers:
-        tell(place=JOINED)
+        notify_supervisor(place=JOINED)
     return comm, Membership(rank, world_size, meeting.link)
 
 
 def meeting_key(environment: DistributedTrainConfig) -> str:
-    """Return a text for the place at which ranks meet, by which they count their teams."""
+    """Return a text for the address at which ranks connect, by which they count their teams."""
     if given := _launchers_coordinator(environment):
         return given
     return f"{environment.coordinator_addr} {environment.coordinator_port}"
 
 
 def _launchers_coordinator(environment: DistributedTrainConfig) -> str:
-    """Return ``HOST:PORT`` of the coordinator that evener's launcher has; empty without one."""
+    """Return ``HOST:PORT`` of the coordinator of evener's launcher; empty without one."""
     is_launchers = environment.launched_by == "evener" and ELASTIC not in os.environ
     return os.environ.get(COORDINATOR, "") if is_launchers else ""
 
 
 @contextmanager
 def _numbered(environment: DistributedTrainConfig) -> Iterator[str]:
-    """Give a team its name: how many teams this rank joined before at the same place."""
+    """Yield the name of a team: the number of teams that this rank joined before at the address."""
     key = meeting_key(environment)
     with _lock:
         number = _num_teams.get(key, 0)
         _num_teams[key] = number + 1
     try:
         yield str(number)
-    except BaseException:  # the other ranks have not met either
+    except BaseException:  # the other ranks have not connected either
         with _lock:
             _num_teams[key] -= 1
         raise
@@ -148,11 +148,11 @@ def _numbered(environment: DistributedTrainConfig) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where a coordinator is.
+    """The address of a coordinator.
 
     Attributes:
         address: ``HOST:PORT``.
-        token: What its visitors must know; ``None`` for nothing.
+        token: The token that its clients must know; ``None`` for none.
         host_rank: The rank whose process hosts it; ``None`` for none of them.
         attempt_s: Longest wait for its answer.
     """
@@ -165,7 +165,7 @@ class Whereabouts:
 
 @final
 class _Meeting(Closing):
-    """A rank's way to the others: its link to the coordinator, which it may host itself.
+    """A rank's link to the coordinator, which it may host itself.
 
     Args:
         environment: The rank's place.
@@ -196,10 +196,10 @@ class _Meeting(Closing):
             hosted.close()
 
     def meet(self) -> None:
-        """Find the coordinator, and wait there for the other ranks.
+        """Connect to the coordinator, and wait there for the other ranks.
 
-        One that ends meanwhile may have been rank 0's for a team before this one, or, in the store
-        of torchrun's agent, that of ranks that have ended.
+        A coordinator that ends meanwhile may have been rank 0's for an earlier team, or, in the
+        store of torchrun's agent, that of ranks that have ended.
 
         Raises:
             LaunchError: See ``meet``.
@@ -207,7 +207,7 @@ class _Meeting(Closing):
         is_lost = False
         while True:
             self._where = where = self._find()
-            if self.link is not None:  # to a coordinator that has gone
+            if self.link is not None:  # to a coordinator that has ended
                 self.link.close()
                 self.link = None
             try:
@@ -226,8 +226,8 @@ class _Meeting(Closing):
                 is_lost = True
                 time.sleep(_LONGEST_PAUSE_S)
             except TeamRefusedError as error:
-                # Ranks that have ended may have left it, or another program listens there by now.
-                if not self._is_told_another(where):
+                # The address may be from ranks that have ended, or another program's by now.
+                if not self._finds_another(where):
                     raise LaunchError(str(error)) from None
             except LaunchError as error:
                 if self._store is not None and self.link is None and self._left_s > 0:
@@ -237,11 +237,11 @@ class _Meeting(Closing):
                 raise LaunchError(
                     f"rank {self._place.rank} lost the coordinator at {where.address} while the "
                     f"team of {self._place.world_size} was forming ({error}): rank 0 or its "
-                    "launcher has ended, and its output says why"
+                    "launcher has ended, and its output shows why"
                 ) from None
 
-    def _is_told_another(self, refusing: Whereabouts) -> bool:
-        """Return whether torchrun's store tells of another coordinator than one that refuses."""
+    def _finds_another(self, refusing: Whereabouts) -> bool:
+        """Return whether torchrun's store has another coordinator than the one that refuses."""
         if self._store is None or self._hosted is not None:
             return False
         try:
@@ -251,7 +251,7 @@ class _Meeting(Closing):
         return True
 
     def _find(self) -> Whereabouts:
-        """Return where the coordinator is, which this rank may have to host."""
+        """Return the coordinator's address; this rank may have to host it."""
         environment = self._environment
         if given := _launchers_coordinator(environment):
             return Whereabouts(given, read_team_token(os.environ), None)
@@ -299,8 +299,8 @@ class _Meeting(Closing):
             raise LaunchError(
                 f"rank {self._place.rank} could not form a team of {self._place.world_size} at "
                 f"{self._where.address} ({first_line(error)}): look at the output of the other "
-                "ranks; firewalls must let ranks connect to each other, on any port; where hosts "
-                "have several networks, name the one to use in GLOO_SOCKET_IFNAME"
+                "ranks; firewalls must let ranks connect to each other, on any port; if hosts have "
+                "several networks, name the one to use in GLOO_SOCKET_IFNAME"
             ) from None
 
 
@@ -311,23 +311,23 @@ class _Meeting(Closing):
 class HostedCoordinator(Closing, NotInherited):
     """A coordinator on a thread of rank 0, which ends with the last team that uses it.
 
-    Teams of one script share it if they are to meet at the same place. Each calls ``host`` and
-    closes what that returns.
+    Teams of one script share it if they use the same address. Each calls ``host`` and closes the
+    result.
 
     Attributes:
-        where: Where it is.
-        num_users: How many teams use it.
+        where: Its address.
+        num_users: Number of teams that use it.
     """
 
     def __init__(self, environment: DistributedTrainConfig, timeout_s: float) -> None:
         token = _team_token(environment)
         reached_at, port = environment.coordinator_addr, environment.coordinator_port
-        if environment.agent_store:  # it has the port, and tells the others the token
+        if environment.agent_store:  # the agent has the port, and its store passes the token
             reached_at = LOOPBACK if is_loopback(reached_at) else own_address(reached_at, 1)
             port, token = 0, token or secrets.token_hex(16).encode()
         listening = open_port(reached_at, port, program="the team's coordinator", is_guarded=True)
         if token is None and environment.launched_by != "evener":
-            _warn_of_strangers(environment, listening)
+            _warn_if_open(environment, listening)
         options = CoordinatorOptions(
             most=environment.world_size,
             token=token,
@@ -335,12 +335,12 @@ class HostedCoordinator(Closing, NotInherited):
         )
         self._coordinator = CoordinatorThread(options, listening, tick_s=_TICK_S)
         if is_number(reached_at) and ip_address(reached_at).is_unspecified:
-            reached_at = LOOPBACK  # which it listens on, too
+            reached_at = LOOPBACK  # on which it listens, too
         address = join_address(reached_at, self._coordinator.port)
         self.where = Whereabouts(address, token, attempt_s=_OWN_HOST_S)
         self._key = meeting_key(environment)
         self.num_users = 0
-        leave_behind_in_children(self)
+        close_in_children(self)
 
     def close(self) -> None:
         """End one use."""
@@ -350,7 +350,7 @@ class HostedCoordinator(Closing, NotInherited):
                 del _hosted[self._key]
                 self._coordinator.close()
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close a forked child's copies of the sockets; see ``NotInherited``."""
         close_server(self._coordinator.port)
 
@@ -370,14 +370,14 @@ def host(environment: DistributedTrainConfig, timeout_s: float) -> HostedCoordin
 
 
 def _team_token(environment: DistributedTrainConfig) -> bytes | None:
-    """Return what the visitors of rank 0's coordinator must know: told by rank 0, or by the user.
+    """Return the token of rank 0's coordinator: that which rank 0 has sent, or the user's.
 
-    All ranks prefer the same one: with a process group and a token file, there are two.
+    With a process group and a token file there are two; all ranks prefer the same one.
     """
     return environment.coordinator_token.encode() or read_team_token(os.environ)
 
 
-def _warn_of_strangers(environment: DistributedTrainConfig, listening: socket.socket) -> None:
+def _warn_if_open(environment: DistributedTrainConfig, listening: socket.socket) -> None:
     number = str(listening.getsockname()[0])
     if listens_everywhere(listening) or not is_loopback(number):
         warn(
@@ -389,10 +389,10 @@ def _warn_of_strangers(environment: DistributedTrainConfig, listening: socket.so
 
 @final
 class _AgentStore:
-    """Where rank 0 tells the others its coordinator's address, if torchrun's agent has the port.
+    """The store in which rank 0 publishes its coordinator, if torchrun's agent has the port.
 
-    The agent keeps it while it starts the ranks again, so what is found there may be of ranks that
-    have ended.
+    The agent keeps it while it restarts the ranks, so its content may be from ranks that have
+    ended.
 
     Args:
         environment: This rank's place.
@@ -417,34 +417,34 @@ class _AgentStore:
             ) from None
 
     def publish(self, where: Whereabouts) -> None:
-        """Say where the coordinator is."""
+        """Publish the coordinator's address."""
         token = (where.token or b"").decode("latin-1")
         self._store.set(self._key, json.dumps([where.address, token]))
 
     def read(self, timeout_s: float, but: Whereabouts | None = None) -> Whereabouts:
-        """Wait until rank 0 has said where its coordinator is.
+        """Wait until rank 0 has published its coordinator's address.
 
         Args:
             timeout_s: Longest wait.
-            but: What is known, and does not count.
+            but: A known address, which does not count.
 
         Raises:
-            LaunchError: It has not said so in time.
+            LaunchError: Rank 0 has not published it in time.
         """
         deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         try:
             while (where := self._look()) is None or where == but:
                 if time.monotonic() >= deadline:
                     raise LaunchError(
-                        f"rank {self._rank} waited {timeout_s:.0f} s for rank 0 to say where the "
-                        "team's coordinator is: start rank 0, or look at its output"
+                        f"rank {self._rank} waited {timeout_s:.0f} s for rank 0 to publish the "
+                        "address of the team's coordinator: start rank 0, or look at its output"
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         except RuntimeError as error:
             raise LaunchError(
                 f"rank {self._rank} lost the store of torchrun's agent while the team was forming "
-                f"({first_line(error)}): the agent has ended, and its output says why"
+                f"({first_line(error)}): the agent has ended, and its output shows why"
             ) from None
         return where
 
@@ -462,10 +462,10 @@ def _connect(host: str, port: int, timeout_s: float) -> TCPStore:
     def ask() -> None:
         try:
             answer.set_result(TCPStore(host, port, wait_for_workers=False, timeout=timeout))
-        except Exception as error:  # raised where it is waited for
+        except Exception as error:  # raised in the waiting thread
             answer.set_exception(error)
 
-    # A thread, because torch waits without end for a silent server, and ignores Ctrl-C.
+    # A thread, because torch waits forever for a silent server, and ignores Ctrl-C.
     threading.Thread(target=ask, name="evener-store", daemon=True).start()
     try:
         return answer.result(timeout_s)

@@ -1,7 +1,4 @@
-"""What this host has, what its kernel says of processes, and what to do where it refuses more.
-
-It loads no torch.
-"""
+"""Devices, process states and limits of this host. It does not import torch."""
 
 import errno
 import os
@@ -17,7 +14,7 @@ from typing import Final
 from evener.errors import LaunchError
 
 if sys.platform != "win32":
-    import resource  # at once: later there may be no descriptor left to open it
+    import resource  # here, because later no descriptor may be left to open it
 
 _OTHER_FILES: Final = ("dri/renderD*", "accel/accel*", "davinci[0-9]*")
 """Device files of AMD's and Intel's GPUs, of the kernel's accelerators, and of Ascend's."""
@@ -27,7 +24,7 @@ _ASK_TORCH: Final = "import torch; print(torch.accelerator.device_count())"
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """Return the threads that each of a host's ranks should use, of the cores it may run on."""
+    """Return the threads for each of a host's ranks, by the cores on which it may run."""
     return max(1, available_cores() // local_world_size)
 
 
@@ -36,16 +33,16 @@ def local_devices(
     root: Path = Path("/dev"),
     ask_torch: Callable[[], int] | None = None,
 ) -> int:
-    """Accelerators that this host shows, found without loading torch into this process.
+    """Return the number of this host's accelerators, without importing torch into this process.
 
     NVIDIA's are counted by their files. A file of another vendor may belong to a graphics unit that
-    torch cannot use, so where there are several, torch is asked; a single one makes no difference,
-    as a host has one rank at least.
+    torch cannot use, so with several of them, torch is asked. A single one makes no difference, as
+    a host has at least one rank.
 
     Args:
         environ: Instead of the process's environment; ``CUDA_VISIBLE_DEVICES`` may hide some.
-        root: Where device files are.
-        ask_torch: Instead of asking torch in a process of its own.
+        root: The folder of device files.
+        ask_torch: Called instead of asking torch in another process.
 
     Returns:
         Their number; 0 also for a single one that is not NVIDIA's.
@@ -65,16 +62,16 @@ def local_devices(
 
 
 def available_cores() -> int:
-    """Cores that this process may run on: fewer than the machine's under ``taskset`` or SLURM."""
+    """Return the cores on which this process may run, with ``taskset`` or SLURM fewer than all."""
     if sys.platform != "linux":
         return os.cpu_count() or 1
     return len(os.sched_getaffinity(0))
 
 
 def _count_by_torch(timeout_s: float = _PATIENCE_S) -> int:
-    """Ask torch in a process of its own, as it takes seconds to load and may start drivers."""
+    """Ask torch in another process, as importing it takes seconds and may start drivers."""
     try:
-        asked = subprocess.run(  # a torch that does not load fails where it is used, and better
+        asked = subprocess.run(  # if torch cannot be imported, ranks report it better
             [sys.executable, "-c", _ASK_TORCH],
             capture_output=True,
             text=True,
@@ -83,10 +80,10 @@ def _count_by_torch(timeout_s: float = _PATIENCE_S) -> int:
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"torch has not said within {timeout_s:g} s how many accelerators this host has: give "
-            "the number of ranks (--nproc), or look what keeps `import torch` waiting"
+            f"torch did not report within {timeout_s:g} s how many accelerators this host has: "
+            "give the number of ranks (--nproc), or find why `import torch` hangs"
         ) from None
-    # What loads with torch may print lines of its own.
+    # Libraries that torch imports may print lines, too.
     return int(asked.stdout.split()[-1]) if asked.returncode == 0 else 0
 
 
@@ -94,10 +91,10 @@ def _count_by_torch(timeout_s: float = _PATIENCE_S) -> int:
 
 
 class KernelState(StrEnum):
-    """What the kernel says of a process, as far as others have to know it."""
+    """The state of a process, as far as its team has to know it."""
 
     RUNNING = "running"
-    """It runs or sleeps, or nobody can tell."""
+    """It runs or sleeps, or its state is unknown."""
     STOPPED = "stopped"
     """By a signal, or held by a debugger."""
     GONE = "gone"
@@ -116,7 +113,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 def state_of(pid: int) -> KernelState:
     """Return the state of a process of this host, by the letter in ``/proc/PID/stat``."""
     try:
-        # The name of the program comes before, in parentheses, and may hold any character.
+        # The program's name comes before it, in parentheses, and may contain any character.
         rest = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return KernelState.GONE if (_PROC / "self").exists() else KernelState.RUNNING
@@ -126,10 +123,10 @@ def state_of(pid: int) -> KernelState:
 
 
 def program_of(pid: int) -> str:
-    """Return what tells the program that a process runs from any that it becomes by ``exec``.
+    """Return a text that identifies the program of a process, and changes with ``exec``.
 
-    The kernel draws new addresses of the auxiliary vector for each program, so even the same
-    command differs from the one before.
+    The kernel chooses new addresses of the auxiliary vector for each program, so it changes even if
+    the same command is executed again.
 
     Returns:
         Empty if the process is ending, if it may not be read, or without ``/proc``.
@@ -141,7 +138,7 @@ def program_of(pid: int) -> str:
 
 
 def clock_time(unix_s: float) -> str:
-    """Return a moment as people of this host read it, such as ``14:03:22``."""
+    """Return the local time of this host as text, such as ``14:03:22``."""
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
@@ -149,11 +146,11 @@ def clock_time(unix_s: float) -> str:
 
 
 _NO_THREAD: Final = "can't start new thread"
-"""Python's words for EAGAIN."""
+"""Python's message for EAGAIN."""
 
 
 def remedy_of_shortage(error: BaseException) -> str:
-    """Return what to do about an error if the system raised it because it had none left.
+    """Return what to do about an error if a resource of the system is exhausted.
 
     Args:
         error: A ``BlockingIOError`` counts as the refusal of a process.
@@ -189,9 +186,9 @@ def _limit(name: str) -> str:
 
 
 def count_kills() -> int:
-    """Return how many processes the kernel has killed to get memory back: of our control group.
+    """Return how many processes of our control group the kernel has killed for lack of memory.
 
-    Without such a group, of the machine. A container sees its own group as the top.
+    Without a control group, of the machine. In a container, its own group is the top.
     """
     own = ""
     with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Launches this host's part of a team: its coordinator, where that is here, and its agent.
+"""Launch this host's part of a team: its agent, and on the first host the coordinator.
 
-``python -P -m evener.team.launch N|MIN:MAX COMMAND`` is the program that a plainly started script
-turns into; see ``starting.py``. It never imports torch.
+A plainly started script becomes ``python -P -m evener.team.launch N|MIN:MAX COMMAND``; see
+``starting.py``. It never imports torch.
 """
 
 import errno
@@ -32,7 +32,7 @@ from evener.team.terminal import say
 from evener.team.wire import read_token
 from evener.team.worker_processes import LocalRanks
 
-#: Longest wait for the coordinator of a team that runs already.
+#: Longest wait for the coordinator of a running team.
 _CONNECT_S: Final = 30.0
 _OWN_S: Final = 10.0
 _TOKEN_PREFIX: Final = "evener-token-"
@@ -40,23 +40,24 @@ _TOKEN_PREFIX: Final = "evener-token-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """What is to be launched on this host.
+    """The workers to launch on this host.
 
     Attributes:
-        nproc: Workers on this host; ``None`` for as many as an elastic team may have, or 1 where a
-            team is joined.
+        nproc: Workers on this host; ``None`` for the most workers of an elastic team, or 1 to join
+            a team.
         elastic: Fewest and most workers of an elastic team, as ``MIN:MAX``; empty for a fixed team.
-        nodes: The machines of the run; ``None`` for this one alone.
+        nodes: The machines of the run; ``None`` for only this one.
         port: On one machine: the coordinator's port in an elastic team, that of the script's own
-            process group in a fixed one; ``None`` takes a free one.
-        token_file: Holds what workers must know. ``None`` takes the one that ``EVENER_TOKEN_FILE``
-            names; on one machine, it makes one that lives as long as the run.
-        address: At which workers of other machines reach those of this one; ``None`` finds it.
+            process group in a fixed one; ``None`` for a free one.
+        token_file: File with the token. ``None`` for the one that ``EVENER_TOKEN_FILE`` names; on
+            one machine, a token is made for the run.
+        address: Address at which workers of other machines reach those of this one; ``None`` for
+            that of the route to the coordinator.
         max_failures: An elastic team's run stops when more workers than this have failed here;
-            ``None`` for the agent's own.
-        join: ``HOST:PORT`` of the coordinator of a team that runs already; empty to begin one.
-        program: What a further worker has to run: the script, or a command, with its arguments.
-        grace_s: Seconds that workers get to end by themselves; ``None`` for the agent's own.
+            ``None`` for the agent's default.
+        join: ``HOST:PORT`` of the coordinator of a running team; empty to begin one.
+        program: The command of a further worker: the script, or a program, with its arguments.
+        grace_s: Seconds for workers to end by themselves; ``None`` for the agent's default.
     """
 
     nproc: int | None = None
@@ -74,22 +75,22 @@ class LaunchPlan:
 def launch(command: Sequence[str], plan: LaunchPlan) -> int:
     """Run this host's workers until the run is over; call it on the main thread.
 
-    The first worker of a host writes straight to the terminal; each line of the others is marked
-    with its name. In a fixed team the first rank that fails ends the run, and what it raised is
-    printed; in an elastic team a worker that fails is replaced. SIGINT, SIGTERM, SIGHUP and SIGUSR1
-    are passed on once; workers that then take too long, or that a second Ctrl-C finds still
-    running, are killed. Nothing that they have started outlives this call, nor this process.
+    The first worker of a host writes directly to the terminal; each line of the others is prefixed
+    with its name. In a fixed team the first rank that fails ends the run, and its error is printed;
+    in an elastic team a failed worker is replaced. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed
+    on once; workers that then take too long, or still run at a second Ctrl-C, are killed. No
+    process that they have started outlives this call or this process.
 
     Args:
         command: Program and arguments, the same for every worker; see ``Agent``.
-        plan: The rest.
+        plan: The workers.
 
     Returns:
         See ``Agent.conclude``.
 
     Raises:
-        ConfigError: An option is impossible.
-        LaunchError: A port is in use, the coordinator or another host is not there, or a worker
+        ConfigError: An option is invalid.
+        LaunchError: A port is in use, the coordinator or another host does not answer, or a worker
             cannot be started.
         TeamRefusedError: The coordinator refuses this host.
         RunEndedError: The run of the team to be joined has ended.
@@ -97,7 +98,7 @@ def launch(command: Sequence[str], plan: LaunchPlan) -> int:
     with open_team(plan) as team, SignalQueue() as signals:
         if team.hosts_coordinator and team.ranks is None:
             least, most = team.connection.limits
-            # Behind the two dashes, options are the program's own.
+            # After the two dashes, options belong to the program.
             what = shlex.join(["--", *plan.program] if plan.program[1:] else plan.program)
             token = f" --token-file {team.token_file}" if team.token_file is not None else ""
             say(
@@ -121,11 +122,11 @@ def launch(command: Sequence[str], plan: LaunchPlan) -> int:
 
 @contextmanager
 def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
-    """Start the coordinator of a team, or find it, and take this host's place.
+    """Start the coordinator of a team, or connect to it, and register this host.
 
     Raises:
-        ConfigError: An option is impossible.
-        LaunchError: The coordinator does not start or is not there, or another host does not come.
+        ConfigError: An option is invalid.
+        LaunchError: The coordinator does not start or answer, or another host does not connect.
         TeamRefusedError: The coordinator refuses this host.
         RunEndedError: The run of the team to be joined has ended.
     """
@@ -160,7 +161,7 @@ def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
             address = join_address(host, port)
         hosts = thread is not None
         wait_s = nodes.timeout_s if nodes is not None else _CONNECT_S
-        # A coordinator of this process answers at once, or the address is another machine's.
+        # A coordinator of this process answers at once, unless the address is another machine's.
         connect_s = min(wait_s, _OWN_S) if hosts else wait_s
         try:
             connection = AgentConnection(address, token=token, timeout_s=connect_s)
@@ -200,7 +201,7 @@ def open_team(plan: LaunchPlan) -> Iterator[JoinedTeam]:
 
 
 def _limits(plan: LaunchPlan, *, is_fixed: bool) -> tuple[int, int]:
-    """Fewest and most workers; those of a fixed team are known when all hosts have come."""
+    """Return the fewest and most workers; of a fixed team, once all hosts have connected."""
     if plan.elastic:
         return read_team_limits(plan.elastic, "--elastic")
     nproc = plan.nproc or 1
@@ -213,8 +214,8 @@ def _host_coordinator(options: CoordinatorOptions, nodes: Nodes | None) -> Coord
     """Start the coordinator, if this is its host."""
     if nodes is not None and nodes.number:
         return None
-    # Where nobody has said so, the machine that has the address hosts it, and of several agents
-    # there the first.
+    # Without a node number, the machine that has the address hosts it, and of several agents there
+    # the first.
     is_unsaid = nodes is not None and nodes.number is None
     if is_unsaid and not is_own(options.host):
         return None
@@ -229,9 +230,9 @@ def _host_coordinator(options: CoordinatorOptions, nodes: Nodes | None) -> Coord
 
 
 def _reserve_port(plan: LaunchPlan) -> socket.socket:
-    """Keep others from being given the port of process groups of the script's own.
+    """Reserve the port for the script's own process groups.
 
-    Nobody listens there, so a script can open the port itself.
+    It is not listened on, so a script can open the port itself.
     """
     host, port = LOOPBACK, plan.port or 0
     if plan.nodes is not None:
@@ -246,9 +247,9 @@ def _reserve_port(plan: LaunchPlan) -> socket.socket:
 
 
 def _is_left_over(token_file: Path, address: str) -> bool:
-    """Return whether a launcher made this token file for a run that has ended since.
+    """Return whether a launcher made this token file for a run that has ended.
 
-    It removes the file last, after the coordinator has ended.
+    The launcher removes the file last, after the coordinator has ended.
     """
     if not token_file.name.startswith(_TOKEN_PREFIX) or token_file.exists():
         return False

@@ -1,4 +1,4 @@
-"""The coordinator's ledger: what a coordinator that is started again has to know of the team."""
+"""The coordinator's ledger: the facts of the team that a restarted coordinator needs."""
 
 import json
 import os
@@ -24,7 +24,7 @@ class LedgerEntry:
     Attributes:
         formation: The newest generation; ``None`` before the first.
         run_has_ended: Whether its run has ended.
-        facts: What is the same on all members, such as the fingerprint of the model.
+        facts: Facts that are the same on all members, such as the model's fingerprint.
     """
 
     formation: Formation | None = None
@@ -34,13 +34,13 @@ class LedgerEntry:
 
 @final
 class Ledger(Closing):
-    """A file that is replaced with each change, and is on the disk before workers hear of it.
+    """A file that is replaced with each change, and is on disk before workers get the change.
 
-    One coordinator has it at a time, by a lock of the kernel on ``<name>.lock``: a second one would
-    form a generation beside a team that lives.
+    Only one coordinator has it at a time, by a kernel lock on ``<name>.lock``: a second one would
+    form another generation while the team is running.
 
     Args:
-        path: The file; made with the first entry.
+        path: The file; created with the first entry.
         limits: Fewest and most members of the team.
 
     Attributes:
@@ -64,8 +64,8 @@ class Ledger(Closing):
     def write(self, entry: LedgerEntry) -> None:
         """Write an entry.
 
-        A disk that is full does not end a team: the ledger stays as it was, which is said, and the
-        next change is written again.
+        A full disk does not end a team: the ledger is unchanged, a warning is printed, and the next
+        change is written again.
         """
         self.entry = entry
         content = {"format": _FORMAT, "limits": self._limits, **asdict(entry)}
@@ -74,19 +74,19 @@ class Ledger(Closing):
             flush(self._path.parent)
         except OSError as error:
             warn(
-                f"the coordinator's ledger {self._path} cannot be written: {error}; a coordinator "
-                "that is started again continues from an older generation until members have told "
-                "of theirs; free disk space there"
+                f"the coordinator's ledger {self._path} cannot be written: {error}; a restarted "
+                "coordinator would continue from an older generation until members report theirs; "
+                "free disk space there"
             )
 
     def close(self) -> None:
-        """Let another coordinator have the ledger; idempotent."""
+        """Release the ledger for another coordinator; idempotent."""
         self._lock.close()
 
     def _read(self) -> LedgerEntry:
         remedy = (
-            "start the coordinator with the arguments that it had before; or, once every worker of "
-            "the former team has ended, remove the file to begin a new team"
+            "start the coordinator with its former arguments; or, once every worker of the former "
+            "team has ended, remove the file to begin a new team"
         )
         try:
             fields = Fields(read_json(self._path))
@@ -111,7 +111,7 @@ def _lock(path: Path) -> Any:
     """Lock a ledger; return the file that holds the lock until it is closed.
 
     Raises:
-        ConfigError: Another coordinator has it, or the file cannot be made.
+        ConfigError: Another coordinator has it, or the file cannot be created.
     """
     beside = path.with_name(f"{path.name}.lock")
     try:
@@ -124,7 +124,7 @@ def _lock(path: Path) -> Any:
     if not lock(stream.fileno()):
         stream.close()
         raise ConfigError(
-            f"another coordinator has the ledger {path}, and its team may live: end that one "
-            "first, or give each team a ledger of its own (--ledger)"
+            f"another coordinator has the ledger {path}, and its team may be running: end that "
+            "one first, or give each team its own ledger (--ledger)"
         )
     return stream

@@ -1,10 +1,10 @@
-"""Ends the ranks when their launcher has been killed without a message, by SIGKILL for example.
+"""End the ranks if their launcher was killed without a message, by SIGKILL for example.
 
-A program of its own, run by path, that needs nothing but the standard library. Its standard input
-is a pipe that only the launcher holds: a line with the process group of a rank adds it, the same
-line again removes it, and end-of-file means that the launcher is no more. The ranks' own request to
-die with their parent does not reach the processes that *they* started; killing the groups does. A
-line that begins with a slash names a file to be removed then.
+A separate program, run by path, that needs only the standard library. Its standard input is a pipe
+that only the launcher holds: a line with the process group of a rank adds it, the same line again
+removes it, and end-of-file means that the launcher has ended. Ranks die with their parent, but the
+processes that *they* started do not, so the groups are killed. A line that begins with a slash
+names a file to be removed then.
 """
 
 import os
@@ -22,11 +22,11 @@ def watch(lines: Iterable[str]) -> set[str]:
 
 
 def main() -> None:
-    """Wait for the launcher's end, then kill what it has left."""
+    """Wait for the launcher's end, then kill the remaining process groups."""
     for left in watch(sys.stdin):
         try:
             if left.startswith("/"):
-                os.unlink(left)  # noqa: PTH108  (pathlib takes long to load)
+                os.unlink(left)  # noqa: PTH108  (importing pathlib takes long)
             else:
                 os.killpg(int(left), signal.SIGKILL)
         except (ProcessLookupError, FileNotFoundError):

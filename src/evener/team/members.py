@@ -1,4 +1,4 @@
-"""Who is in the team: what each rank says of itself, and the team in words, for people."""
+"""The members of a team: the facts of each rank, and the team as text."""
 
 import os
 import platform
@@ -17,20 +17,19 @@ _KINDS = {"cuda": "GPU", "xpu": "GPU", "mps": "GPU", "cpu": "CPU rank"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A worker of the team, as it introduces itself; with a rank alone, one that is absent.
+    """The facts of a worker of the team; only ``rank`` is set for an absent one.
 
     Attributes:
         member: Name that stays the same when ranks are renumbered.
-        rank: Its rank now.
+        rank: Its present rank.
         host: Host name.
         pid: Process id.
         device: Torch device, such as ``cuda:0``.
-        device_name: What the device is, for people.
-        memory_bytes: Memory of the device, or of the host for a CPU rank; 0 where torch cannot
-            tell.
+        device_name: The device's model, as text.
+        memory_bytes: Memory of the device, or of the host for a CPU rank; 0 if unknown.
         threads: Compute threads of a CPU rank.
         emulated: Factor by which the rank is slowed on purpose; 1 for real speed.
-        precision: What its forward computes in: ``fp32``, ``bf16`` or ``fp16``.
+        precision: Precision of its forward pass: ``fp32``, ``bf16`` or ``fp16``.
         versions: Versions of Python, torch and evener.
     """
 
@@ -48,7 +47,7 @@ class Member:
 
     @property
     def place(self) -> tuple[str, str]:
-        """Where it computes: its host, and its device there."""
+        """Return its host and its device."""
         return self.host, self.device
 
 
@@ -60,7 +59,7 @@ def describe_self(
     emulated: float = 1.0,
     precision: str = "fp32",
 ) -> Member:
-    """Return this rank's own entry in the team."""
+    """Return the facts of this rank."""
     host = socket.gethostname()
     name, memory = kind_of(device).describe(device)
     return Member(
@@ -79,7 +78,7 @@ def describe_self(
 
 
 def own_versions() -> dict[str, str]:
-    """Versions of Python, torch and evener in this process."""
+    """Return the versions of Python, torch and evener in this process."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__.partition("+")[0],
@@ -90,7 +89,7 @@ def own_versions() -> dict[str, str]:
 def hardware_summary(members: Sequence[Member]) -> str:
     """Return the devices of a team, such as ``2 GPUs (unequal) | NAME 16.0 GB | NAME 6.0 GB``.
 
-    Like devices are told once, with their number. GB are of 2**30 bytes, as cards are sold.
+    Equal devices are listed once, with their number. GB are 2**30 bytes, as vendors count them.
 
     Args:
         members: One for each device.
@@ -131,7 +130,7 @@ def _device(member: Member) -> str:
 
 
 def _memory(member: Member, *, before: str) -> str:
-    """Return a device's memory, after some separator; empty where it is not known."""
+    """Return a device's memory after a separator; empty if it is unknown."""
     return f"{before}{member.memory_bytes / 2**30:.1f} GB" if member.memory_bytes else ""
 
 

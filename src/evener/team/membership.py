@@ -1,4 +1,4 @@
-"""Who decides which ranks are in the team: the seam between fixed and elastic teams."""
+"""Which ranks are in the team: the interface of fixed and elastic teams."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -14,11 +14,11 @@ _AT_ONCE_S = 0.001
 
 
 class Formed(NamedTuple):
-    """A generation of an elastic team, and what joins its ranks.
+    """A generation of an elastic team, and its communicator.
 
     Attributes:
-        formation: Who is in it, and whose state counts.
-        comm: Joins the members, in the order of ``formation``; its ``numbers`` are theirs.
+        formation: Its members, and the source of the state.
+        comm: Connects the members, in the order of ``formation``; its ``numbers`` are theirs.
     """
 
     formation: Formation
@@ -26,18 +26,18 @@ class Formed(NamedTuple):
 
 
 class Membership(Closing):
-    """Decides which ranks are in the team. This is that of a fixed team, where a lost rank ends it.
+    """Decides which ranks are in the team. This class is for fixed teams, which a lost rank ends.
 
     Args:
         number: See the attributes.
         most: See the attributes.
-        link: To the coordinator; ``None`` where the ranks have met otherwise.
+        link: Link to the coordinator; ``None`` if the ranks have connected in another way.
 
     Attributes:
         member: The worker's id.
         number: Its number in the team, which it keeps.
-        most: How many numbers there are: the ranks of the team, those that are absent included.
-        generation: That in which it is, or was last; 0 before the first one.
+        most: Number of the team's ranks, absent ones included.
+        generation: Its present or last generation; 0 before the first one.
         is_elastic: Whether members may join and leave.
     """
 
@@ -51,7 +51,7 @@ class Membership(Closing):
 
     @property
     def is_joining(self) -> bool:
-        """Whether the team began before this worker came, which is not in it yet."""
+        """Whether the team has begun, and this worker is not a member yet."""
         return False
 
     @property
@@ -64,55 +64,55 @@ class Membership(Closing):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this worker was told to leave for good, and is still a member."""
+        """Whether this worker was asked to leave for good, and is still a member."""
         return False
 
     @property
     def is_over(self) -> bool:
-        """Whether the generation is known to have ended: nobody need be waited for in it."""
+        """Whether the generation is known to have ended, so that waits in it are useless."""
         return False
 
     def next_generation(self, standing: Standing | None) -> Formed:
         """Leave the generation and wait for the next one.
 
         Args:
-            standing: What this rank holds; ``None`` without state.
+            standing: The state that this rank holds; ``None`` without state.
 
         Raises:
-            EvenerError: This worker is not in it; says why.
+            EvenerError: This worker is not in it; the message has the cause.
         """
         raise AssertionError("a fixed team has one generation")
 
     def declare(self, phase: str, done: int = 0) -> str:
-        """Say what this worker is doing, for the case that others wait for it.
+        """Report what this worker is doing, in case others wait for it.
 
         Args:
-            phase: ``TRAINING``, ``WAITING``, ``PARKED``, or in its own words.
-            done: Micro-batches that it has done since the last call.
+            phase: ``TRAINING``, ``WAITING``, ``PARKED``, or another text.
+            done: Micro-batches computed since the last call.
 
         Returns:
-            The phase before.
+            The previous phase.
         """
         return phase if self._link_for_waits is None else self._link_for_waits.declare(phase, done)
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Say more of what must be the same on all workers, by name.
+        """Send further facts that must be the same on all workers, by name.
 
-        Ranks of a fixed team compare it in their first exchange.
+        Ranks of a fixed team compare them in their first exchange.
 
         Raises:
-            TeamRefusedError: Another worker has said otherwise.
+            TeamRefusedError: Another worker has a different fact.
         """
 
     def leave(self, *, finished: bool) -> None:
         """Leave the team for good, after this worker's last commit; idempotent.
 
         Args:
-            finished: The run has ended: it was done to its end, or the team was stopped.
+            finished: Whether the run has ended: it was completed, or the team was stopped.
         """
 
     def await_lease(self) -> None:
-        """Return when this rank may commit: not while others may have continued without it.
+        """Wait until this rank may commit: not while others may have continued without it.
 
         Raises:
             PeerLostError: The generation is over.
@@ -125,20 +125,20 @@ class Membership(Closing):
     def may_write(self) -> bool:
         """Return whether this process may write to the files of the run.
 
-        Not if its lease has run out and is not renewed: it was stopped, and the others have
-        continued, with another main process.
+        It may not if its lease has expired and is not renewed: it was stopped, and the others have
+        continued with another main process.
         """
         return True
 
     def described(self, name: str, timeout_s: float) -> Any:
-        """Wait for what members have said with ``describe``, and return it.
+        """Wait for a fact that members have sent with ``describe``, and return it.
 
         Returns:
-            ``None`` as soon as no member of the team is left that could tell it, and this worker
-            decides with what the team begins.
+            ``None`` if the team has no member left that knows it, and this worker chooses the state
+            to begin with.
 
         Raises:
-            LaunchError: They have not said it in ``timeout_s``.
+            LaunchError: Members have not sent it within ``timeout_s``.
         """
         return None
 
@@ -148,16 +148,16 @@ class Membership(Closing):
 
 @final
 class WaitWatch(WaitListener):
-    """Lets the coordinator know of long waits, and ends those in a generation that is over.
+    """Reports long waits to the coordinator, and ends waits in a generation that is over.
 
-    A rank whose process is stopped keeps its connections: nothing else would end the wait for it.
-    The coordinator names ranks for which others wait for long. In an elastic team it knows what
-    each of them does, by its heartbeats. A rank of a fixed team has none. It tells of a wait after
-    an adaptive deadline: others may be busy with what it does not do, such as an evaluation.
+    A rank whose process is stopped keeps its connections, so nothing else would end a wait for it.
+    The coordinator prints the names of ranks for which others wait for long. In an elastic team it
+    knows by heartbeats what each of them does. A rank of a fixed team sends none. It reports a wait
+    after an adaptive deadline: other ranks may be busy, for example with an evaluation.
 
     Args:
-        membership: Knows whether the generation is over, and the coordinator.
-        windows_s: Seconds that the latest windows took, kept by the caller.
+        membership: The membership of this rank.
+        windows_s: Seconds of the latest windows, kept by the caller.
     """
 
     def __init__(self, membership: Membership, windows_s: Sequence[float] = ()) -> None:
@@ -170,26 +170,26 @@ class WaitWatch(WaitListener):
             comm.hurry(_AT_ONCE_S)
         elif comm not in self._phases and self._is_long(comm, call, waited_s):
             before = self._phases[comm] = self._membership.declare(WAITING)
-            if before == PARKED:  # it waits while the others train, so nobody is idle
+            if before == PARKED:  # it waits while the others train
                 self._membership.declare(PARKED)
 
     def wait_over(self, comm: Communicator, *, succeeded: bool) -> None:
-        """Go back to the phase before."""
+        """Return to the previous phase."""
         if comm in self._phases:
             self._membership.declare(self._phases.pop(comm))
 
     def _is_long(self, comm: Communicator, call: Call, waited_s: float) -> bool:
-        # Some ranks make a call with a longer deadline than others for hours.
+        # Some calls have deadlines of hours.
         is_usual = call.timeout_s <= comm.timeout_s
         is_late = waited_s >= silence_deadline_s(tuple(self._windows_s))
         return self._membership.is_elastic or (is_usual and is_late)
 
 
 def begin_generation(membership: Membership) -> Communicator:
-    """Return what joins the ranks with which a worker begins.
+    """Return the communicator of the ranks with which a worker begins.
 
-    Those that found the team begin together. One that comes later is alone until it has all that
-    the team's state goes to: a model, optimizers, and a loader.
+    The first members begin together. A worker that joins later is alone until it has everything
+    that receives the team's state: a model, optimizers, and a loader.
     """
     if membership.is_joining:
         return Communicator(number=membership.number)

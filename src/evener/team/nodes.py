@@ -1,4 +1,4 @@
-"""What the user says about the machines of a run."""
+"""The machines of a run, by the user's options."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -7,11 +7,11 @@ from evener.comm.addresses import parse_address
 from evener.errors import ConfigError
 from evener.protocol.formation import read_team_limits
 
-#: Where machines meet unless the user says otherwise; torchrun's default, too.
+#: Default port of the rendezvous; torchrun's, too.
 DEFAULT_PORT: Final = 29_500
-#: More ranks than this on one host are treated as a typing error.
+#: More ranks than this on one host are considered a typing error.
 MAX_NPROC: Final = 256
-#: Seconds that machines wait for one another unless the user says otherwise.
+#: Default seconds that machines wait for one another.
 DEFAULT_TIMEOUT_S: Final = 600.0
 
 
@@ -21,10 +21,10 @@ class Nodes:
 
     Attributes:
         least: Fewest machines.
-        most: Most machines; those of a fixed team are as many as the fewest.
-        number: Number of this one, from 0; ``None`` where it was not given.
-        host: Name or number of node 0.
-        port: Where node 0 listens.
+        most: Most machines; in a fixed team, equal to ``least``.
+        number: Number of this one, from 0; ``None`` if it was not given.
+        host: Name or IP address of node 0.
+        port: Port on which node 0 listens.
         timeout_s: Longest wait for the others.
     """
 
@@ -50,18 +50,18 @@ def choose_nodes(
     timeout_s: float,
     is_elastic: bool = False,
 ) -> Nodes | None:
-    """Return the machines of a run; ``None`` where it is on this one alone.
+    """Return the machines of a run; ``None`` if it is only on this one.
 
     Args:
         nnodes: Number of machines, or the fewest and the most as ``MIN:MAX``.
         node_rank: Number of this one, from 0.
         master_addr: Host of node 0, or ``HOST:PORT``.
-        port: Where machines meet.
+        port: Port of the rendezvous.
         timeout_s: Longest wait for the others.
-        is_elastic: The team is elastic, also where the number of machines is given.
+        is_elastic: Whether the team is elastic, also if the number of machines is given.
 
     Raises:
-        ConfigError: An option is missing, impossible, or does not fit the others.
+        ConfigError: An option is missing, invalid, or contradicts another.
     """
     if nnodes is None:
         for name, value in (("--node-rank", node_rank), ("--master-addr", master_addr)):

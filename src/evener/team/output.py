@@ -1,4 +1,4 @@
-"""Carries the output of the ranks after the first to the terminal, marking lines with the rank."""
+"""Copy the output of all ranks but the first to the terminal, with the rank before each line."""
 
 import os
 import select
@@ -11,25 +11,25 @@ _LONGEST_LINE_BYTES = 65_536
 
 
 class OutputPump:
-    """Copies pipes to descriptors, line by line, each on a thread of its own.
+    """Copies pipes to descriptors, line by line, each on its own thread.
 
-    A terminal that has been stopped (Ctrl-S) blocks the writer, and the launcher has to keep
-    receiving signals. Bytes are not decoded. When a target is closed (``| head``), the pipe is
-    still read, so that no rank blocks on it.
+    A stopped terminal (Ctrl-S) blocks the writer, and the launcher has to keep receiving signals.
+    Bytes are not decoded. If a target is closed (``| head``), the pipe is still read, so that no
+    rank blocks on it.
     """
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._closed_targets: set[int] = set()
-        # Rank 0 writes to the same place by itself, and the atomic size of a pipe is small: a line
-        # is written at once, and no other line of ours in between.
+        # Rank 0 writes to the same file by itself, and pipes write only few bytes atomically. So a
+        # line is written at once, without another of our lines in between.
         self._writing = threading.Lock()
 
     def carry(self, prefix: bytes, source: IO[bytes], target: int) -> None:
         """Copy a pipe until its end.
 
         Args:
-            prefix: A mark for every line.
+            prefix: Written before every line.
             source: The pipe, buffered; closed once it has ended.
             target: Descriptor that its lines go to.
         """
@@ -41,11 +41,11 @@ class OutputPump:
 
     @property
     def is_writing(self) -> bool:
-        """Whether it is held up by a reader, such as a pager."""
+        """Whether a reader, such as a pager, blocks it."""
         return self._writing.locked()
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait until all that was sent has been written; return whether it was in time."""
+        """Wait until everything has been written; return whether it was in time."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -62,7 +62,7 @@ class OutputPump:
             while view and target not in self._closed_targets:
                 try:
                     view = view[os.write(target, view) :]
-                except BlockingIOError:  # someone has made the terminal non-blocking
+                except BlockingIOError:  # another program has made the terminal non-blocking
                     select.select([], [target], [])
                 except OSError:
                     self._closed_targets.add(target)

@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""Choose the device of a rank."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -14,19 +14,18 @@ Devices = str | int | torch.device | Sequence[str | int | torch.device]
 
 
 def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the devices that are asked for on this host, one for each rank.
+    """Return the requested devices of this host, one for each rank.
 
     Args:
         devices: ``"auto"`` (every device of the host's accelerator, else one CPU rank), ``"cpu"``,
             ``"accelerator"`` or a kind of it such as ``"cuda"``, ``"xpu"`` and ``"mps"`` (every
-            device of that kind), one device by name, a number of ranks (on accelerators where
-            there are any), or a list of devices, of which a number is one of the host's
-            accelerator.
-        counts: Devices of this host by kind of accelerator, such as ``{"cuda": 2}``; the kind that
-            ``"auto"`` takes comes first.
+            device of that kind), one device by name, a number of ranks (on accelerators if there
+            are any), or a list of devices, in which a number is one of the host's accelerator.
+        counts: Devices of this host by kind of accelerator, such as ``{"cuda": 2}``; the kind of
+            ``"auto"`` comes first.
 
     Raises:
-        ConfigError: A name is unknown or asks for what is not there.
+        ConfigError: A name is unknown, or its device does not exist.
     """
     kinds = {kind: [f"{kind}:{i}" for i in range(n)] for kind, n in counts.items()}
     first = next(iter(kinds), "")
@@ -51,12 +50,12 @@ def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, .
 
 
 def check_devices(devices: Devices) -> None:
-    """Refuse what this host does not have; see ``devices_of_host``."""
+    """Refuse devices that this host does not have; see ``devices_of_host``."""
     devices_of_host(devices, count_accelerators())
 
 
 def _found_here(counts: Mapping[str, int]) -> str:
-    """Devices by kind, such as ``2 cuda devices``."""
+    """Return the devices by kind as text, such as ``2 cuda devices``."""
     texts = [f"{n} {kind} device{'' if n == 1 else 's'}" for kind, n in counts.items()]
     return " and ".join(texts) or "no accelerator"
 
@@ -65,7 +64,7 @@ def choose_device(devices: Devices, environment: DistributedTrainConfig) -> torc
     """Return this rank's device.
 
     Raises:
-        ConfigError: The name is unknown, or asks for a device that is not there.
+        ConfigError: The name is unknown, or the device does not exist.
     """
     names = deal_devices(devices, environment)
     if not names:
@@ -85,7 +84,7 @@ def choose_device(devices: Devices, environment: DistributedTrainConfig) -> torc
 def deal_devices(
     devices: Devices, environment: DistributedTrainConfig, number: int = 1
 ) -> tuple[str, ...]:
-    """Deal out a host's devices of a kind to its processes, in the order of their local ranks.
+    """Distribute a host's devices of a kind over its processes, in the order of local ranks.
 
     Args:
         devices: See ``devices_of_host``.
@@ -93,10 +92,10 @@ def deal_devices(
         number: How many this process needs.
 
     Returns:
-        Those of this process; nothing where ``devices`` is not a kind.
+        Those of this process; empty if ``devices`` is not a kind.
 
     Raises:
-        ConfigError: There are not as many.
+        ConfigError: There are too few.
     """
     counts = count_accelerators()
     wanted = environment.backend.value if devices == "auto" else str(devices)
@@ -108,7 +107,7 @@ def deal_devices(
     count = counts.get(kind, 0)
     needed = range(environment.local_rank * number, (environment.local_rank + 1) * number)
     if environment.launched_by == "slurm" and count:
-        # A task that SLURM has bound to devices of its own sees those alone, numbered from 0.
+        # If SLURM has bound a task to devices, it finds only those, numbered from 0.
         return tuple(f"{kind}:{n % count}" for n in needed)
     if wanted not in ("auto", "cpu") and needed[-1] >= count:
         source = "backend" if wanted == environment.backend else "devices"

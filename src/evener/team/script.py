@@ -1,7 +1,7 @@
-"""Runs a user's script as a rank: as ``python SCRIPT ARGS`` would, plus what ``run_child`` adds.
+"""Run a user's script as a rank, like ``python SCRIPT ARGS``, with ``run_child`` around it.
 
 Used as ``python -P -m evener.team.script SCRIPT ARGS``, or with ``-m MODULE ARGS``;
-``-P`` keeps the current folder from shadowing modules, as it does when Python runs a script.
+with ``-P`` the current folder cannot shadow modules, as when Python runs a script.
 """
 
 import atexit
@@ -29,9 +29,9 @@ def run_program(argv: Sequence[str]) -> None:
     Raises:
         LaunchError: There is no such module.
     """
-    # A module of its own, so that multiprocessing's children import the script (and not this file)
-    # to find what was pickled under `__main__`. It stays after the run: threads and exit handlers
-    # may still look into it.
+    # A new module, so that multiprocessing's children import the script (and not this file) to find
+    # objects that were pickled under `__main__`. It stays after the run, because threads and exit
+    # handlers may still use it.
     module = ModuleType("__main__")
     if argv[0] == "-m":
         sys.argv[:] = argv[1:]
@@ -54,7 +54,7 @@ def run_program(argv: Sequence[str]) -> None:
 def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = find_spec(f"{name}.__main__")  # of a package, Python runs this
+        spec = find_spec(f"{name}.__main__")  # which Python runs for a package
     code = (
         spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
     )
@@ -64,9 +64,9 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 if __name__ == "__main__":
-    # On its way out Python would look through all of torch for garbage, for up to three seconds.
+    # At exit Python's garbage collector would traverse all of torch, for up to three seconds.
     atexit.register(gc.freeze)
-    write_lines_at_once()  # also where torchrun or SLURM has started this rank
+    write_lines_at_once()  # also if torchrun or SLURM has started this rank
     try:
         code = run_child(lambda: run_program(sys.argv[1:]))
     finally:

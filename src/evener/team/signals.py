@@ -15,15 +15,15 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Notes signals that ask a loop to stop instead of dying of them, for as long as it is entered.
+    """Records signals that ask a loop to stop, instead of ending the process, while it is entered.
 
-    The loop finishes its window, writes a checkpoint and ends with ``exit_code()``; one Ctrl-C too
-    many breaks that off. Handlers are put back on leaving. Handlers of the program's own stay, and
-    outside the main thread, where Python allows none, it does nothing.
+    The loop finishes its window, writes a checkpoint and ends with ``exit_code()``; a further
+    Ctrl-C interrupts that. The former handlers are restored on exit. Handlers that the program has
+    set are not replaced, and outside the main thread, where Python allows none, it does nothing.
 
     Args:
-        signals: Which.
-        max_interrupts: So many times Ctrl-C is a request. Under torchrun one comes twice, from
+        signals: The signals.
+        max_interrupts: Number of Ctrl-C that count as requests. With torchrun one comes twice, from
             terminal and agent.
 
     Attributes:
@@ -39,14 +39,14 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
 
     def take_interrupts(self, number: int) -> None:
-        """Take so many Ctrl-C from now on as requests; the next one raises KeyboardInterrupt."""
+        """Count the next ``number`` Ctrl-C as requests; a further one raises KeyboardInterrupt."""
         self._interrupts_left = number
 
     def exit_code(self, *, stopped: bool) -> int:
         """Return 128 + number of the signal, as shells expect; 0 if none stopped the run.
 
         Args:
-            stopped: The run has stopped early. Where another rank was sent the signal, this one
+            stopped: Whether the run has stopped early. If another rank got the signal, this one
                 does not know which, and ends as by SIGTERM.
         """
         requested = self.requested or (signal.SIGTERM if stopped else None)
@@ -55,7 +55,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for signum in self._signals:
-                # What is ignored stays so: `nohup` and background jobs of scripts mean it.
+                # Ignored signals stay ignored, as with `nohup` and background jobs of scripts.
                 if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
                     self._previous[signum] = signal.signal(signum, self._note)
         return self
@@ -66,7 +66,7 @@ class StopSignals:
         self._previous.clear()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        # Without any launcher only the user can end a process that waits, as one does for room on a
+        # Without a launcher only the user can end a process that waits, for example for space on a
         # full disk.
         if signum == signal.SIGINT and not self._interrupts_left:
             signal.default_int_handler(signum, frame)
@@ -75,7 +75,7 @@ class StopSignals:
 
 
 class Requests(Closing):
-    """What is wanted of an agent, in the form of signals; any thread may put one."""
+    """Requests to an agent, in the form of signals; any thread may add one."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
@@ -89,7 +89,7 @@ class Requests(Closing):
         return self._reader
 
     def take(self) -> list[signal.Signals]:
-        """Return what has arrived, oldest first, without signals of ended children."""
+        """Return the requests so far, the oldest first, without signals of ended children."""
         try:
             arrived = [signal.Signals(number) for number in os.read(self._reader, 4096)]
         except BlockingIOError:
@@ -97,13 +97,13 @@ class Requests(Closing):
         return [signum for signum in arrived if signum != signal.SIGCHLD]
 
     def put(self, signum: signal.Signals) -> None:
-        """Ask for something; without effect when the agent has gone."""
+        """Add a request; without effect if the agent has ended."""
         with self._lock:
             if self._is_open:
                 os.write(self._writer, bytes([signum]))
 
     def close(self) -> None:
-        """Close it; idempotent."""
+        """Close the queue; idempotent."""
         with self._lock:
             if self._is_open:
                 self._is_open = False
@@ -115,8 +115,8 @@ class Requests(Closing):
 class SignalQueue(Requests):
     """The signals that this process receives while it is entered, in order; for a launcher.
 
-    Stop requests, a closed terminal and ends of child processes do nothing meanwhile but wake who
-    waits on ``fileno``. Main thread only.
+    Meanwhile, requests to stop, a closed terminal and ends of child processes only wake waits on
+    ``fileno``. Main thread only.
     """
 
     _RECEIVED = (*STOPPING, signal.SIGHUP, signal.SIGCHLD)
@@ -126,14 +126,14 @@ class SignalQueue(Requests):
         self._previous_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for signum in self._RECEIVED:
             previous = signal.getsignal(signum)
-            # Ignored by whoever started us, as `nohup` does; ends of children always matter.
+            # Signals that the parent ignores, as with `nohup`, stay ignored, except SIGCHLD.
             if previous is not signal.SIG_IGN or signum == signal.SIGCHLD:
                 self._previous[signum] = previous
                 signal.signal(signum, _do_nothing)
         return self
 
     def close(self) -> None:
-        """Put the handlers back."""
+        """Restore the handlers."""
         for signum, previous in self._previous.items():
             signal.signal(signum, signal.SIG_DFL if previous is None else previous)
         signal.set_wakeup_fd(self._previous_writer)
@@ -141,15 +141,15 @@ class SignalQueue(Requests):
 
 
 def _do_nothing(_signum: int, _frame: FrameType | None) -> None:
-    """The number already went to the queue, through the wake-up descriptor."""
+    """Do nothing: the number was already written to the wake-up descriptor."""
 
 
 @contextmanager
 def start_in_silence() -> Iterator[None]:
-    """Let processes that are started inside of it hear SIGINT only when ``run_child`` runs.
+    """Block SIGINT in processes that are started inside the block until ``run_child`` runs.
 
-    Python would print a traceback where Ctrl-C comes while it still starts up. A blocked signal
-    waits; processes inherit the mask, and ``run_child`` lets it through.
+    Otherwise Python would print a traceback if Ctrl-C comes during its start. A blocked signal is
+    kept; processes inherit the mask, and ``run_child`` unblocks it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -159,6 +159,6 @@ def start_in_silence() -> Iterator[None]:
 
 
 def end_in_silence() -> None:
-    """Let Ctrl-C end this process without a message from now on: it is ending anyway."""
+    """Let Ctrl-C end this process without a message from now on: it is ending already."""
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.SIG_DFL)

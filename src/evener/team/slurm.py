@@ -1,8 +1,8 @@
-"""Reads what srun tells a task: its number, its team and the host of task 0.
+"""Read a task's place from srun's variables: its number, its team and the host of task 0.
 
 A step that spans components of a heterogeneous job is one team. Its tasks are numbered component by
-component, and its counts are those of all components, but its list of nodes is sorted by name: the
-host of task 0 is the first one of the first component that takes part.
+component, and its counts are those of all components. But its list of nodes is sorted by name, so
+the host of task 0 is the first one of the first component in the step.
 """
 
 import re
@@ -12,17 +12,17 @@ from typing import Any
 
 from evener.errors import ConfigError
 
-#: Ports derived from the job's number lie in this range, below the ports that Linux hands out.
+#: Ports derived from the job's number are in this range, below Linux's ephemeral ports.
 PORTS = range(20_000, 30_000)
 
-# Step numbers from here on are SLURM's own: the batch script, the shell of `salloc`, and such.
+# Step numbers from here on are special: the batch script, the shell of `salloc` and others.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
     """Return whether ``srun`` started this process as a task.
 
-    False in a batch script and in the shell of ``salloc``: those have a job but start no ranks.
+    False in a batch script and in the shell of ``salloc``: they have a job but are not ranks.
     """
     if not environ.get("SLURM_JOB_ID") or not environ.get("SLURM_PROCID"):
         return False
@@ -35,12 +35,12 @@ def read_place(environ: Mapping[str, str]) -> dict[str, Any]:
 
     Returns:
         Fields of ``DistributedTrainConfig``: ``rank``, ``world_size``, ``local_rank``,
-        ``local_world_size`` and ``coordinator_addr``, the host of task 0 or what a batch script has
-        put into ``MASTER_ADDR``.
+        ``local_world_size`` and ``coordinator_addr``, the host of task 0 or a batch script's
+        ``MASTER_ADDR``.
 
     Raises:
-        ConfigError: A variable that ``srun`` sets is missing or makes no sense; or this is task 0,
-            and the others would look for it elsewhere.
+        ConfigError: A variable that ``srun`` sets is missing or invalid; or this is task 0, and the
+            other tasks would look for it on another host.
     """
     # The step's own count first: `srun --preserve-env` leaves the job's in SLURM_NTASKS.
     world_size = _integer(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
@@ -50,7 +50,7 @@ def read_place(environ: Mapping[str, str]) -> dict[str, Any]:
             f"SLURM_PROCID is {rank}, but the step has {world_size} tasks (SLURM_NTASKS); start "
             "all ranks with one srun"
         )
-    # Tasks by node may be those of the whole job, of which a step has fewer.
+    # Tasks by node may be those of the whole job, and a step may have fewer.
     local_world_size = min(max(_tasks_on_this_node(environ), local_rank + 1), world_size)
     return {
         "rank": rank,
@@ -62,17 +62,17 @@ def read_place(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def choose_port(environ: Mapping[str, str]) -> int:
-    """Return a port derived from job and step, so that every task comes to the same one."""
+    """Return a port derived from job and step, the same in every task."""
     job, step = _integer(environ, "SLURM_JOB_ID"), int(_step_text(environ))
-    # Steps of one job may run at once: a prime stride keeps them and neighbouring jobs apart.
+    # Steps of one job may run at once: with a prime stride, they and neighbouring jobs differ.
     return PORTS[(job + 1009 * step) % len(PORTS)]
 
 
 def hosts_of(compact: str) -> Iterator[str]:
-    """Hosts of a SLURM host list, in its order.
+    """Yield the hosts of a SLURM host list, in its order.
 
     Args:
-        compact: Such as ``"node[01-03,7],gpu2"``.
+        compact: The list, such as ``"node[01-03,7],gpu2"``.
 
     Raises:
         ConfigError: Brackets do not match, or there is no host.

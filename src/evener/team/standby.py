@@ -1,8 +1,8 @@
-"""A process that has loaded what a worker needs, and waits to take the place of one.
+"""A process that has imported a worker's libraries, and waits to replace a worker.
 
 Used as ``python -P -m evener.team.standby LIBRARIES MODULE ARGS``: it imports the libraries (names
-with commas between them) and waits on its channel. When its supervisor says which worker it is, it
-runs the module with these arguments, as ``python -P -m MODULE ARGS`` would.
+separated by commas) and waits on its channel. When its supervisor sends a worker's variables, it
+runs the module with these arguments, like ``python -P -m MODULE ARGS``.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from evener.team.child import PARENT_PID, die_with, loading_libraries
 from evener.team.signals import end_in_silence
 from evener.team.wire import CHANNEL_FD
 
-#: Key of the message that makes a standby a worker: what to add to its environment.
+#: Key of the message that makes a standby a worker: variables to add to its environment.
 TAKE: Final = "take"
 
 
@@ -29,11 +29,11 @@ def await_order(descriptor: int) -> dict[str, str] | None:
         descriptor: This end of the channel.
 
     Returns:
-        Variables of the environment; ``None`` if the supervisor has gone.
+        Variables of the environment; ``None`` if the supervisor has ended.
     """
     line = b""
     while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)  # what follows the line is for the worker
+        byte = os.read(descriptor, 1)  # the bytes after the line are for the worker
         if not byte:
             return None
         line += byte

@@ -1,8 +1,7 @@
-"""Starts a script that was started plainly once more for each rank, through evener's launcher.
+"""Start a plainly started script again for each rank, through evener's launcher.
 
-The process turns into the launcher (``exec``), so nothing of what the script has loaded so far
-stays in memory, and every rank, rank 0 among them, runs the script from its beginning. It never
-imports torch.
+The process becomes the launcher (``exec``), so nothing that the script has loaded so far stays in
+memory, and every rank, also rank 0, runs the script from its beginning. It never imports torch.
 """
 
 import multiprocessing
@@ -21,16 +20,16 @@ from evener.team.terminal import say
 
 
 def start_all_ranks(devices: Sequence[str], *, optional: bool, quiet: bool) -> None:
-    """Run the script once for each device; return only where that is impossible.
+    """Run the script once for each device; return only if that is impossible.
 
     Args:
         devices: One for each rank, by local rank.
-        optional: The user did not ask for several: where the script cannot be started again, go on
-            with one rank and say how to use all.
-        quiet: Do not say what is being done.
+        optional: Whether the user did not ask for several devices: then, if the script cannot be
+            started again, continue with one rank and print how to use all.
+        quiet: Do not print what is done.
 
     Raises:
-        ConfigError: The script cannot be started again, and several devices were asked for.
+        ConfigError: The script cannot be started again, and several devices were requested.
     """
     if len(devices) < 2:
         return
@@ -50,11 +49,11 @@ def start_all_ranks(devices: Sequence[str], *, optional: bool, quiet: bool) -> N
 
 
 def start_elastic_team(limits: str, *, quiet: bool) -> NoReturn:
-    """Run the script in each of the workers of an elastic team, as many as that may have.
+    """Run the script in an elastic team with the most workers that it may have.
 
     Args:
         limits: Fewest and most workers, as ``MIN:MAX``.
-        quiet: Do not say what is being done.
+        quiet: Do not print what is done.
 
     Raises:
         ConfigError: The script cannot be started again.
@@ -68,8 +67,8 @@ def start_elastic_team(limits: str, *, quiet: bool) -> NoReturn:
 
 
 def _become(launcher: Sequence[str], program: Sequence[str], how: str | None) -> NoReturn:
-    """Become the launcher of the program, and say how it is run; ``None`` says nothing."""
-    # The launcher lets Ctrl-C through when it can take it.
+    """Become the launcher of the program, and print how it is run unless ``how`` is ``None``."""
+    # The launcher unblocks Ctrl-C when it can handle it.
     with start_in_silence():
         if how is not None:
             shown = Path(program[0]).name if program[0] != "-m" else program[1]
@@ -83,10 +82,10 @@ def _become(launcher: Sequence[str], program: Sequence[str], how: str | None) ->
 def how_started() -> list[str]:
     """Return script and arguments, or ``-m``, module and arguments, with which Python was started.
 
-    A script that has changed ``sys.argv`` or its current folder is started with those.
+    Changes that the script made to ``sys.argv`` or its current folder are kept.
 
     Raises:
-        ConfigError: It cannot be started again; says why and what to do.
+        ConfigError: It cannot be started again; the message has cause and remedy.
     """
     main, ipython = sys.modules["__main__"], sys.modules.get("IPython")
     script = getattr(main, "__file__", None) or ""  # absolute
@@ -98,9 +97,9 @@ def how_started() -> list[str]:
     elif multiprocessing.parent_process() is not None:
         why = "this is a child process, which is not started again"
     elif threading.current_thread() is not threading.main_thread():
-        why = "Ddp.setup was called outside the main thread, where it starts no ranks"
+        why = "Ddp.setup was called outside the main thread, where it cannot start ranks"
     elif any(Path(script).is_relative_to(path) for path in installed):
-        why = f"the script is run by {script}, such as a test runner, which would do all else again"
+        why = f"the script is run by {script}, such as a test runner, which would be run again"
     elif module in ("", "__main__") and not Path(script).is_file():
         why = "Python was not started with a script"
     if why:
@@ -113,6 +112,6 @@ def how_started() -> list[str]:
 
 
 def _python() -> list[str]:
-    # As multiprocessing does for its children: -W, -X, -O and the like are handed on.
+    # As in multiprocessing: -W, -X, -O and similar flags are passed on.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, *([] if "-P" in flags else ["-P"]), "-m"]

@@ -1,4 +1,4 @@
-"""Words for people; a reader that goes away ends no training."""
+"""Output in the terminal; training continues if its reader ends."""
 
 import os
 import signal
@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, TextIO
 
-#: Set by evener's launcher for ranks whose lines it marks: descriptors of its own output and error.
+#: Set by evener's launcher for ranks whose lines get a prefix: descriptors of its own output.
 TERMINAL_FDS: Final = "EVENER_TERMINAL_FDS"
 
 CLEAR_LINE = "\r\x1b[2K"
 
 
 class _Output:
-    """Standard output or error of a rank whose lines the launcher marks."""
+    """Standard output or error of a rank whose lines get a prefix."""
 
     def __init__(self, number: int, pipe: int, terminal: int) -> None:
         self.pipe, self.terminal = pipe, terminal
@@ -34,8 +34,8 @@ _outputs: list[_Output] = []
 def say(text: str, end: str = "\n") -> None:
     """Write text to standard error at once; on a terminal, in place of a line of progress.
 
-    When nobody reads any more (``2>&1 | head``, a closed terminal), it and all that follows goes
-    nowhere.
+    If the reader has ended (``2>&1 | head``, a closed terminal), this and all further output is
+    dropped.
     """
     try:
         sys.stderr.write((CLEAR_LINE if sys.stderr.isatty() else "") + text + end)
@@ -48,7 +48,7 @@ def answer(text: str) -> None:
     """Write a line to standard output.
 
     Raises:
-        SystemExit: Whoever reads it has seen enough, as ``head`` does.
+        SystemExit: The reader has ended, as ``head`` does.
     """
     try:
         sys.stdout.write(f"{text}\n")
@@ -65,10 +65,10 @@ def warn(text: str) -> None:
 
 
 def allow_unmarked(descriptors: Sequence[int]) -> None:
-    """Take over the launcher's own output and error, for ``write_unmarked``.
+    """Use the launcher's own output and error in ``write_unmarked``.
 
     Args:
-        descriptors: Those of the launcher's terminal, which this process has inherited.
+        descriptors: Inherited descriptors of the launcher's terminal.
     """
     for number, descriptor in enumerate(descriptors, start=1):
         os.set_inheritable(descriptor, False)  # what this process starts inherits the one in use
@@ -76,10 +76,10 @@ def allow_unmarked(descriptors: Sequence[int]) -> None:
 
 
 def write_unmarked(is_main: bool) -> None:
-    """Write to the terminal as rank 0 does while this rank is the main process.
+    """Write without prefix, like rank 0, while this rank is the main process.
 
-    Otherwise the launcher marks each line with the rank. Without effect on rank 0, which is never
-    marked, without evener's launcher, and on output that the user has redirected.
+    Otherwise the launcher puts the rank before each line. Without effect on rank 0, which never has
+    a prefix, without evener's launcher, and on output that the user has redirected.
     """
     for stream, output in zip((sys.stdout, sys.stderr), _outputs, strict=False):
         with suppress(OSError, ValueError):
@@ -87,12 +87,12 @@ def write_unmarked(is_main: bool) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text of other origin, without what would steer a terminal."""
+    """Return text without control characters, which a terminal would interpret."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _let_go() -> None:
-    # What could not be written stays in Python's buffer, and would fail again at the very end.
+    # Text that could not be written stays in Python's buffer, and would fail again at exit.
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:

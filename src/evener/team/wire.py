@@ -1,10 +1,10 @@
-"""What travels between the processes of a team: lines of JSON, perhaps sealed by a token.
+"""Messages between the processes of a team: lines of JSON, authenticated if there is a token.
 
-Ranks speak to their agent over a ``Channel``, and workers and agents to the coordinator. There the
-token never travels. Both ends derive a key from it and from two numbers, one of each end, that are
-used once. Each message carries an HMAC under that key, of its direction, its place in the order and
-its text. So nobody without the token can connect, speak for the coordinator, or send a message
-again. Messages are not encrypted. Nothing is unpickled.
+A ``Channel`` connects a rank to its agent, and workers and agents to the coordinator. The token is
+never sent there. Both ends derive a key from it and from two nonces, one of each end. Each message
+has an HMAC under that key, of its direction, its number and its text. So without the token, no one
+can connect, impersonate the coordinator, or replay a message. Messages are not encrypted. Nothing
+is unpickled.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from pathlib import Path
 from stat import S_IMODE
 from typing import Any, Final
 
-from evener.comm.forks import NotInherited, leave_behind_in_children
+from evener.comm.forks import NotInherited, close_in_children
 from evener.errors import ConfigError
 from evener.files import open_for_reading
 from evener.parsing import Fields, parse_json
@@ -33,7 +33,7 @@ from evener.team.environment import TOKEN_FILE
 #: Set by the supervisor of a rank: the descriptor of the rank's end.
 CHANNEL_FD: Final = "EVENER_CHANNEL_FD"
 
-#: Where a rank is, as its supervisor sees it.
+#: The progress of a rank, for its supervisor.
 JOINING: Final = "joining"
 """It waits for the other ranks of the team."""
 JOINED: Final = "joined"
@@ -46,7 +46,7 @@ DONE: Final = "done"
 
 Message = dict[str, Any]
 
-#: Longest message in either direction; model fingerprints and formations are far below.
+#: Longest message in either direction; model fingerprints and formations are much shorter.
 MOST_MESSAGE_BYTES: Final = 256 * 1024
 TO_COORDINATOR: Final = "to coordinator"
 FROM_COORDINATOR: Final = "from coordinator"
@@ -58,17 +58,17 @@ _LOOK_S = 0.5
 
 
 class Channel(NotInherited):
-    """One end of a connection. Any thread may tell; one thread receives. Nothing is unpickled.
+    """One end of a connection. Any thread may send; one thread receives. Nothing is unpickled.
 
     It ends with this process, and with ``exec``; a forked child closes its copy, which would hide
-    that. Between processes of one host it is a socket pair, which leaves nothing in any folder.
+    that. Between processes of one host it is a socket pair, which needs no file.
 
     Args:
-        end: The socket, which is this object's from now on.
-        limit_bytes: Longest message; a longer one ends the connection.
-            For connections that anybody may open; ``None`` for those between one's own processes.
-        send_s: The connection ends if the other end takes nothing in for so long while a message is
-            sent; ``None`` waits for as long as its process lives.
+        end: The socket, which this object owns from now on.
+        limit_bytes: Longest message; a longer one ends the connection. It is for connections that
+            any process may open; ``None`` for those between a launcher and its processes.
+        send_s: Longest time for which the other end may not read while a message is sent; then the
+            connection ends. ``None`` waits while the other process lives.
 
     Attributes:
         has_ended: Whether the other end, or this one, is closed.
@@ -85,20 +85,20 @@ class Channel(NotInherited):
         self._sending = threading.Lock()
         self._unread = bytearray()
         self._waiting: list[Message] = []
-        leave_behind_in_children(self)
+        close_in_children(self)
 
     def fileno(self) -> int:
         """Return the descriptor, to wait on."""
         return self._end.fileno()
 
-    def tell(self, message: Mapping[str, Any]) -> None:
-        """Send a message; one that has gone misses nothing."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message; it is dropped if the other end has ended."""
         line = json.dumps(message).encode() + b"\n"
         with self._sending, suppress(OSError, ValueError):  # closed by another thread
-            self._send(memoryview(line))
+            self._send_all(memoryview(line))
 
-    def _send(self, part: memoryview) -> None:
-        """Send all of it, whatever timeout the socket has: half a message would damage the next."""
+    def _send_all(self, part: memoryview) -> None:
+        """Send all of it, whatever the socket's timeout: half a message would damage the next."""
         taken_s = time.monotonic()
         while part:
             try:
@@ -114,7 +114,7 @@ class Channel(NotInherited):
                     selector.select(_LOOK_S)  # another thread may close this end meanwhile
 
     def receive(self) -> list[Message]:
-        """Return the messages that have come and are whole; one that is not a JSON object is empty.
+        """Return the complete messages that have come; one that is not a JSON object is empty.
 
         It does not wait. ``has_ended`` is true from the last message on.
         """
@@ -145,7 +145,7 @@ class Channel(NotInherited):
             The message; ``None`` when the connection has ended.
 
         Raises:
-            TimeoutError: None has come.
+            TimeoutError: No message has come.
         """
         while not self._waiting:
             self._waiting = self.receive()
@@ -157,7 +157,7 @@ class Channel(NotInherited):
             wait([self.fileno()], left_s)
         return self._waiting.pop(0) if self._waiting else None
 
-    def leave_behind(self) -> None:
+    def close_in_child(self) -> None:
         """Close a forked child's copy; see ``NotInherited``."""
         self.close()
 
@@ -170,24 +170,24 @@ class Channel(NotInherited):
 def _parse(line: bytes | bytearray) -> Message:
     try:
         message = json.loads(line)
-    except (ValueError, RecursionError):  # lists in lists in lists exhaust the parser's stack
+    except (ValueError, RecursionError):  # deeply nested lists exhaust the parser's stack
         return {}
     return message if isinstance(message, dict) else {}
 
 
-# ── messages that the token seals ────────────────────────────────────────────────────────────────
+# ── authenticated messages ───────────────────────────────────────────────────────────────────────
 
 
 def new_nonce() -> str:
-    """Return a number that is used once, in hexadecimal."""
+    """Return a nonce, in hexadecimal."""
     return secrets.token_hex(16)
 
 
 class Seal:
-    """The key of one connection, and how many messages have gone and come.
+    """The key of one connection, and the numbers of messages sent and received.
 
     Args:
-        token: The team's; ``None`` where it has none, and messages travel as they are.
+        token: The team's token; ``None`` without one, and then messages are not changed.
         nonces: Of the coordinator and of the other end.
         outgoing: ``TO_COORDINATOR`` or ``FROM_COORDINATOR``.
     """
@@ -200,7 +200,7 @@ class Seal:
         self._num_sent = self._num_received = 0
 
     def close(self, message: dict[str, Any]) -> Message:
-        """Return a message as it travels."""
+        """Return a message with its HMAC."""
         if self._key is None:
             return message
         body = json.dumps(message)
@@ -209,7 +209,7 @@ class Seal:
         return {"body": body, "mac": mac}
 
     def open(self, message: Message) -> Fields:
-        """Return what a message says.
+        """Check a message and return its content.
 
         Raises:
             ValueError: It was not sent by the other end, or not as the next message, or is damaged.
@@ -237,7 +237,7 @@ def read_token(path: Path | None) -> bytes:
     """Return the token of a file, without white space around it; empty without a file.
 
     Raises:
-        ConfigError: It cannot be read, others can read or change it, or it is too short or long.
+        ConfigError: It cannot be read, other users can read or change it, or its length is wrong.
     """
     if path is None:
         return b""
@@ -265,7 +265,7 @@ def _require_private(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
             f"the token file {path} belongs to another user (uid {status.st_uid}), who can read "
-            f"and change it; use a file of your own with mode 0600, or `chown {os.geteuid()} "
+            f"and change it; use your own file with mode 0600, or `chown {os.geteuid()} "
             f"{path}`"
         )
     # Kubernetes gives a Secret to the group of a pod that does not run as root.
@@ -278,6 +278,6 @@ def _require_private(path: Path, status: os.stat_result) -> None:
 
 
 def read_team_token(environ: Mapping[str, str]) -> bytes | None:
-    """Return what the user or the launcher has all processes of a team know, if anything."""
+    """Return the team's token, from the user's or the launcher's file; ``None`` without one."""
     token_file = environ.get(TOKEN_FILE)
     return read_token(Path(token_file)) if token_file else None

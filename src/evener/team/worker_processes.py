@@ -34,9 +34,9 @@ from evener.team.signals import start_in_silence
 from evener.team.terminal import TERMINAL_FDS
 from evener.team.wire import CHANNEL_FD, Channel, Message
 
-# ── what ranks are given ─────────────────────────────────────────────────────────────────────────
+# ── the environment of ranks ─────────────────────────────────────────────────────────────────────
 
-# What another launcher may have left in our environment, and would mislead the ranks.
+# Variables of another launcher in our environment, which would mislead the ranks.
 _FOREIGN_PREFIX = "TORCHELASTIC_"
 _FOREIGN = frozenset(
     {
@@ -61,10 +61,10 @@ class LocalRanks:
 
     Attributes:
         first: The first of them; the others follow it.
-        count: How many they are.
+        count: Their number.
         world_size: Ranks of the team, on all hosts.
-        host: Host 0, for process groups of the script's own.
-        port: A port there, which nobody listens on.
+        host: Node 0, for the script's own process groups.
+        port: A free port there.
     """
 
     first: int = 0
@@ -80,7 +80,7 @@ def rank_environment(base: Mapping[str, str], ranks: LocalRanks, local_rank: int
     Args:
         base: Environment of the launcher.
         ranks: The ranks of this host.
-        local_rank: Which of them.
+        local_rank: The rank's number among them.
     """
     environ = {
         name: value
@@ -88,7 +88,7 @@ def rank_environment(base: Mapping[str, str], ranks: LocalRanks, local_rank: int
         if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIX)
     }
     environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks.count)))
-    # A store that goes away is reported by evener; torch would add its C++ stack.
+    # evener reports the end of a store; torch would add its C++ stack.
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return environ | {
         "RANK": str(ranks.first + local_rank),
@@ -104,28 +104,28 @@ def rank_environment(base: Mapping[str, str], ranks: LocalRanks, local_rank: int
 
 # ── how they are watched ─────────────────────────────────────────────────────────────────────────
 
-# What a worker says wakes its agent, and so do signals; the rest it looks for.
+# Messages of workers and signals wake the agent; other changes are polled.
 _LOOK_S = 0.1
-# A debugger that attaches, or a tool that reads a process's stack, holds it for a moment.
+# A debugger that attaches, or a tool that reads a process's stack, stops it for a moment.
 _HALT_S = 0.3
-#: A killed process is gone at once, unless it hangs inside the kernel.
+#: A killed process ends at once, unless it hangs inside the kernel.
 DEATH_S: Final = 10.0
-# Output that is on its way gets so long, unless a reader such as a pager holds it up.
+# Time for remaining output, unless a reader such as a pager blocks it.
 _DRAIN_S = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Child(ProcessRecord):
-    """A rank's process, as the process that started it sees it.
+    """A rank's process, for the process that started it.
 
     Attributes:
-        process: Leader of a session and a process group of its own.
-        channel: To it.
-        program: What it runs, as ``program_of`` returns it; empty until it tells.
-        place: The last place that it told: ``""`` at first, then such as ``JOINING``.
-        halted_since: Unix seconds at which it was first seen halted; 0 while it is not.
-        is_halted: Whether that has lasted, so that people were told.
-        finished: Whether the run had ended when it left its elastic team, unless it told otherwise.
+        process: Leader of its own session and process group.
+        channel: Channel to it.
+        program: Its program, as ``program_of`` returns it; empty until it reports it.
+        place: The last progress that it reported: ``""`` at first, then ``JOINING`` and so on.
+        halted_since: Unix seconds at which it was first found stopped; 0 while it is not.
+        is_halted: Whether it was stopped for long enough to be reported.
+        finished: Whether the run had ended when it left its elastic team, as far as it reports.
     """
 
     process: subprocess.Popen[bytes]
@@ -138,7 +138,7 @@ class Child(ProcessRecord):
 
     @property
     def _is_gone(self) -> bool:
-        """Whether it has ended by itself; its exit code is left to be asked for."""
+        """Whether it has ended by itself; its exit code is not collected yet."""
         if self.has_ended:
             return True
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -147,14 +147,14 @@ class Child(ProcessRecord):
     def is_another_program(self) -> bool:
         """Whether it has called ``exec``, which closes its channel.
 
-        The channel alone does not tell: Python closes it, too, while the interpreter shuts down.
+        A closed channel alone does not show it: Python also closes it at exit.
         """
         if self.has_ended or not self.channel.has_ended:
             return False
         return program_of(self.pid) not in ("", self.program)
 
     def take(self, message: Message) -> None:
-        """Take in what it says of itself."""
+        """Handle its message."""
         self.program = message.get("program", self.program)
         self.place = message.get("place", self.place)
         self.finished = message.get("finished", self.finished)
@@ -162,15 +162,15 @@ class Child(ProcessRecord):
             self.report = FailureReport(**message["failure"])
 
     def look(self) -> bool:
-        """Take in its end, and kill what it leaves behind; returns whether it has ended now."""
+        """Note its end, and kill the processes that it leaves; return whether it has ended now."""
         if not self._is_gone:
             return False
-        _kill_group(self.pid)  # its number is its group's until its exit code is asked for
+        _kill_group(self.pid)  # the number is not reused until its exit code is collected
         self.end(self.process.wait())
         return True
 
     def look_at_state(self) -> KernelState | None:
-        """Return its state, if it was stopped for good or continued since the last look."""
+        """Return its state, if it was stopped or continued since the last call."""
         state, now = state_of(self.pid), time.time()
         if state is not KernelState.STOPPED:
             was_halted, self.is_halted, self.halted_since = self.is_halted, False, 0.0
@@ -192,22 +192,22 @@ class Child(ProcessRecord):
             self.signals.add(signum)
 
     def kill(self) -> None:
-        """End it, and what it has started, at once."""
+        """Kill it, and the processes that it has started, at once."""
         self.signals.add(signal.SIGKILL)
         _kill_group(self.pid)
 
 
 @final
 class WorkerProcesses:
-    """The workers that one process has started; used as a context, it leaves nothing behind.
+    """The workers that one process has started; a context manager that ends all of them.
 
-    Each worker gets a session of its own, so that a terminal's Ctrl-C reaches this process alone.
-    The first worker of a host writes straight to the terminal; each line of the others is marked
-    with its name. Nothing that the workers have started outlives the context, nor this process.
+    Each worker gets its own session, so that Ctrl-C in a terminal reaches only this process. The
+    first worker of a host writes directly to the terminal; each line of the others is prefixed with
+    its name. No process that the workers have started outlives the context or this process.
 
     Args:
-        stdin: Standard input of the first worker, as ``subprocess`` takes it.
-        is_hurried: Tells whether output that is still on its way shall be left, at the end.
+        stdin: Standard input of the first worker, as in ``subprocess``.
+        is_hurried: Returns whether remaining output is dropped at the end.
 
     Attributes:
         all: The workers that have been started.
@@ -227,7 +227,7 @@ class WorkerProcesses:
 
     @property
     def alive(self) -> list[Child]:
-        """Those that have not ended."""
+        """The workers that have not ended."""
         return [child for child in self.all if not child.has_ended]
 
     def __enter__(self) -> Self:
@@ -240,7 +240,7 @@ class WorkerProcesses:
                     stdin=subprocess.PIPE,
                     start_new_session=True,
                 )
-            with suppress(OSError):  # closed, or too many are open: lines stay marked then
+            with suppress(OSError):  # closed, or too many are open: then lines keep their prefix
                 self._terminal = (os.dup(1), os.dup(2))
         except (OSError, RuntimeError) as error:
             self.__exit__()
@@ -280,7 +280,7 @@ class WorkerProcesses:
             handed: Descriptors that it inherits, by the variable that names each.
             rank: Its rank.
             is_first: It has the terminal; others have pipes, see ``carry_output``.
-            name: What people know it by; its rank by default.
+            name: What messages call it; its rank by default.
 
         Raises:
             LaunchError: It could not be started.
@@ -317,7 +317,7 @@ class WorkerProcesses:
         return child
 
     def carry_output(self, child: Child) -> None:
-        """Write what a worker prints into its pipes to the terminal, marked with its name."""
+        """Copy a worker's output from its pipes to the terminal, with its name before each line."""
         for source, number in ((child.process.stdout, 1), (child.process.stderr, 2)):
             if source is not None:
                 self._pump.carry(f"[{child.title}] ".encode(), source, number)
@@ -330,12 +330,12 @@ class WorkerProcesses:
                 self._lifeline.stdin.flush()
 
     def wait(self, others: Sequence[int]) -> None:
-        """Wait until a worker says something, something comes on another descriptor, or a while."""
+        """Wait for a message of a worker, an event on another descriptor, or a timeout."""
         channels = [child.channel for child in self.all if not child.channel.has_ended]
         wait([*(channel.fileno() for channel in channels), *others], _LOOK_S)
 
     def look(self) -> None:
-        """Take in which workers have ended."""
+        """Note which workers have ended."""
         for child in self.alive:
             if child.look():
                 child.memory_was_short = count_kills() > self._num_kills

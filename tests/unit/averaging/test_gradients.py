@@ -33,7 +33,7 @@ def test_a_part_that_ranks_cannot_divide_keeps_its_state() -> None:
         model[1].requires_grad_(False)
         optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.25)
         flat = FlatBuffers(list(model.named_parameters()), 2, comm=comm, is_divided=True)
-        sharded = ShardedUpdate(flat, [optimizer], is_wanted=True, is_must=False)
+        sharded = ShardedUpdate(flat, [optimizer], is_wanted=True, is_required=False)
         sharded.divide(comm)
         assert sharded.is_on
         model[1].requires_grad_(True)

@@ -380,9 +380,9 @@ def test_a_rank_follows_another_one_in_what_is_trained(model: Net) -> None:
     other = Net()
     flat, follower = flatten(model), flatten(other)
     model.frozen.bias.requires_grad_(True)
-    flat.adopt()
+    flat.add_unfrozen()
     model.frozen.weight.requires_grad_(True)
-    flat.adopt()
+    flat.add_unfrozen()
     model.scale.requires_grad_(False)
     follower.follow(flat.describe())
     assert [group.names for group in follower.groups] == [group.names for group in flat.groups]

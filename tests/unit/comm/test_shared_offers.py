@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.comm.shared_links import Door
+from evener.comm.shared_links import LinkListener
 from evener.comm.shared_offers import Spot, find_obstacle
 from helpers.limits import PATIENCE_S
 
@@ -19,7 +19,7 @@ HERE = Spot(0, "alpha", "boot-1", 7, 1000, (0, 1), "door", "token")
     ("changes", "words"),
     [
         ({}, ""),
-        ({"cores": (2,), "door": "x", "token": "y"}, ""),
+        ({"cores": (2,), "listener": "x", "token": "y"}, ""),
         ({"host": "beta", "kernel": "boot-2"}, "rank 0 runs on host alpha and rank 1 on beta"),
         ({"network": 8}, "rank 0 runs in one network namespace and rank 1 in another"),
         ({"user": 0}, "rank 0 runs as user 1000 and rank 1 as user 0"),
@@ -32,21 +32,21 @@ def test_ranks_share_memory_on_one_system_as_one_user(changes, words):
     assert bool(found) == bool(words)
 
 
-def test_strangers_at_the_door_are_turned_away():
-    first, second = Door(), Door()
-    doors = [(first.name, first.token), (second.name, second.token)]
+def test_a_process_without_the_token_is_refused():
+    first, second = LinkListener(), LinkListener()
+    listeners = [(first.name, first.token), (second.name, second.token)]
     stranger = socket.socket(socket.AF_UNIX)
     stranger.connect(f"\0evener-{first.name}")
     stranger.sendall(b"no token" + bytes(16))
     arrived = {}
 
-    def meet(rank, door, descriptor):
-        arrived[rank] = door.meet(rank, doors, [descriptor], 20.0)
+    def connect(rank, listener, descriptor):
+        arrived[rank] = listener.connect_all(rank, listeners, [descriptor], 20.0)
 
     with Path(os.devnull).open() as nothing:
         threads = [
-            threading.Thread(target=meet, args=(rank, door, nothing.fileno()))
-            for rank, door in enumerate((first, second))
+            threading.Thread(target=connect, args=(rank, listener, nothing.fileno()))
+            for rank, listener in enumerate((first, second))
         ]
         for thread in threads:
             thread.start()
@@ -64,10 +64,10 @@ def test_strangers_at_the_door_are_turned_away():
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever():
-    first, second = Door(), Door()
+    first, second = LinkListener(), LinkListener()
     with pytest.raises(TimeoutError):
-        first.meet(0, [(first.name, first.token), (second.name, second.token)], [], 0.2)
+        first.connect_all(0, [(first.name, first.token), (second.name, second.token)], [], 0.2)
     second.close()
-    third = Door()
+    third = LinkListener()
     with pytest.raises(ConnectionRefusedError):
-        third.meet(1, [(first.name, first.token), (third.name, third.token)], [], 0.2)
+        third.connect_all(1, [(first.name, first.token), (third.name, third.token)], [], 0.2)

@@ -27,7 +27,7 @@ SICK = {
     ),
     "a broken card": (
         host(devices=(CPU, FIRST, replace(SECOND, failure="out of memory"))),
-        "cuda:1 .GTX 1060. does not compute: out of memory",
+        "cuda:1 .GTX 1060. does not work: out of memory",
         "leave it out",
     ),
     "Gloo": (
@@ -106,7 +106,7 @@ UNLIKE = {
     "NCCL": (
         HEALTHY,
         replace(GOOD_LINK, backend="gloo", reason="chosen because NCCL failed on rank 1"),
-        "exchange by host memory, which is slower: chosen because NCCL failed on rank 1",
+        "exchange through host memory, which is slower: chosen because NCCL failed on rank 1",
     ),
     "slow link": (HEALTHY, replace(GOOD_LINK, bytes_per_s_here=1.2e7), "carries 96 Mbit/s"),
     "far away": (HEALTHY, replace(GOOD_LINK, row_s=0.04), "a row takes 40 ms"),

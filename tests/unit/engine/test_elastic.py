@@ -174,16 +174,16 @@ def test_events_tell_who_was_lost_and_who_joined() -> None:
     assert run.members == [("w0", "w1"), ("w0", "w1", "j"), ("w0", "j")]
     assert run.changes == [
         ("reformed", None),
-        ("healed", 2),
+        ("recovered", 2),
         ("worker_joined", 2),
         ("worker_lost", 1),
         ("reformed", None),
     ]
     for event in run.events:
         if event["type"] == "reformed":
-            assert min(event[f"{phase}_s"] for phase in ("detect", "reform", "heal")) >= 0
+            assert min(event[f"{phase}_s"] for phase in ("detect", "reform", "recover")) >= 0
             assert event["backend"] != "none"
-        assert event["type"] != "healed" or event["num_bytes"] > 0
+        assert event["type"] != "recovered" or event["num_bytes"] > 0
     *_, after_loss = (event for event in run.events if event["type"] == "reformed")
     assert after_loss["detect_s"] == run.team.deadlines.lease_s
     assert not any("main process" in line for line in run.told), "rank 0 has stayed it"

@@ -56,7 +56,7 @@ def test_a_rank_is_lost(kill: Kill, apart: int) -> None:
     assert {*run.trained} == left
     if kill.member == "w1":
         assert run.team.formations[1].receivers == ("w2",)
-        assert run.changes == [("worker_lost", 1), ("reformed", None), ("healed", 2)]
+        assert run.changes == [("worker_lost", 1), ("reformed", None), ("recovered", 2)]
     if kill.skip:  # only the window under way is done again
         handed_out = sum(one.handed_out for one in run.trained.values())
         assert handed_out + sum(run.samples(2)) == SAMPLES + BATCH

@@ -184,5 +184,5 @@ def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path, failures: lis
         checkpointer.close()
     assert find_newest(folder) is not None
     (failure,) = failures
-    gone = f"{folder} had gone, and earlier checkpoints with it: made it again for step-2"
+    gone = f"{folder} was removed, and earlier checkpoints with it: created it again for step-2"
     assert gone in failure

@@ -37,7 +37,7 @@ def test_workers_of_an_abandoned_run_are_killed_without_a_word(
     ):
         team = JoinedTeam(address=address, token_file=None, connection=connection, nproc=1)
         command = [sys.executable, "-I", "-S", "-c", WORKER]
-        agent = ManagedAgent(command, team, requests, hear=abandon)
+        agent = ManagedAgent(command, team, requests, on_message=abandon)
         agent.run()
     assert [child.code for child in agent.workers] == [-signal.SIGKILL]
     assert capfd.readouterr().err == ""

@@ -54,7 +54,7 @@ def test_what_cannot_travel_is_named():
         ("epoch_fn", lambda x=lock: x, "_thread.lock"),
         ("dataset", numbers(), "generator"),
     ):
-        words = f"^{option} cannot travel to the worker processes: TypeError: .*{what}.* create it"
+        words = f"^{option} cannot be pickled for the workers: TypeError: .*{what}.* create it"
         with pytest.raises(ConfigError, match=words):
             pack({"model_fn": len, option: value, "eval_fn": lambda: lock})
 

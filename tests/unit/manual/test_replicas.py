@@ -217,7 +217,7 @@ def test_a_model_that_grows_on_one_process_alone_is_refused_everywhere_and_nothi
         assert f"rank {rank} in 'all_reduce_gradients(), layout " in str(error)
         assert all(f" of {size} tensors'" in str(error) for size in sizes)
         (note,) = error.__notes__
-        assert "must have the same tensors, frozen alike" in note
+        assert "must have the same tensors, the same ones frozen" in note
         assert "'0.bias': '[2] float32'" in note
 
 

@@ -149,7 +149,7 @@ def test_events_count_optimizer_steps_as_the_line_does() -> None:
     evaluation = make_event("eval", t=1.0, window=1, **numbers)
     exact = show([started(), committed_window(0), evaluation], io.StringIO()).splitlines()
     assert exact == [exact[0], "eval after step 1: heldout loss 2.5"], "no line is repeated"
-    local = [started(policy="cadence"), committed_window(0) | {"turns": 40}, evaluation]
+    local = [started(policy="cadence"), committed_window(0) | {"optimizer_steps": 40}, evaluation]
     assert "eval after step 40: heldout loss 2.5" in show(local, io.StringIO())
 
 

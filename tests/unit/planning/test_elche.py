@@ -228,7 +228,7 @@ def test_jitter_of_five_percent_moves_no_count_back_and_forth(ratio, seed, ancho
             lambda: ElChe(2, 10).report_timing([1.0, 1.0], [1], 0.0),
             r"actual_batches is \[1\] for 2 ranks",
         ),
-        (lambda: ElChe(2, 10).report_timing([1.0, 1.0], [0, 0], 0.0), "no rank did a batch"),
+        (lambda: ElChe(2, 10).report_timing([1.0, 1.0], [0, 0], 0.0), "no rank computed a batch"),
         (lambda: ElChe(2, 10).report_timing([1.0, -1.0], [1, 1], 0.0), "wall_ms is"),
         (lambda: ElChe(2, 10).report_timing([1.0, 1.0], [1, 1], math.inf), "sync_ms is inf"),
     ],

@@ -31,10 +31,10 @@ Content = tuple[Any, ...]
 
 @dataclass(slots=True)
 class Plane:
-    """The process group of a generation: who has posted which row, and the donor's state."""
+    """The process group of a generation: who has posted which row, and the source's state."""
 
     posts: dict[int, set[str]] = field(default_factory=dict)
-    donated: list[Content] | None = None
+    sent_state: list[Content] | None = None
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Worker:
     lease_end_s: float = 0.0
     state: list[Content] | None = None  # by applied window
     committed: int = 0
-    healed: bool = False
+    recovered: bool = False
 
     @property
     def runs(self) -> bool:
@@ -232,15 +232,15 @@ class World:
     def enter(self, worker: Worker, formation: Formation, key: Any) -> None:
         worker.held, worker.asking, worker.key = formation, None, key
         plane = self.planes.setdefault(key, Plane())
-        worker.healed = worker.member not in formation.receivers
+        worker.recovered = worker.member not in formation.receivers
         if formation.has_state:
-            if worker.healed:
-                assert worker.applied == formation.base, "donors and their equals are at the base"
-        elif worker.member == formation.donor:
+            if worker.recovered:
+                assert worker.applied == formation.base, "sources and their equals are at the base"
+        elif worker.member == formation.source:
             worker.state = [("root", key)]
-        if worker.member == formation.donor:
+        if worker.member == formation.source:
             assert worker.state is not None
-            plane.donated = list(worker.state)
+            plane.sent_state = list(worker.state)
 
     def give_up(self, worker: Worker) -> None:
         """A worker leaves its generation: its group is broken, or it was told so."""
@@ -266,10 +266,10 @@ class World:
         if not worker.runs or worker.key is None or worker.held is None:
             return False
         plane = self.planes[worker.key]
-        if not worker.healed:
-            if plane.donated is None:
+        if not worker.recovered:
+            if plane.sent_state is None:
                 return False
-            worker.state, worker.healed = list(plane.donated), True
+            worker.state, worker.recovered = list(plane.sent_state), True
             return True
         window = worker.applied + 1
         posted = plane.posts.setdefault(window, set())

@@ -23,7 +23,7 @@ def test_ranks_follow_the_numbers_of_hosts_and_not_their_arrival():
     ("wrong", "why"),
     [
         (node(1, nnodes=2), "node 0 was started with --nnodes 3, node 1 with --nnodes 2"),
-        (node(3), "node 3 of 3 with 1 ranks is impossible"),
+        (node(3), "node 3 of 3 with 1 ranks is invalid"),
         (node(-1), "node -1 of 3"),
         (node(0), "two machines were started with --node-rank 0"),
     ],

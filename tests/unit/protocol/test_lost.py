@@ -32,7 +32,7 @@ class Rank:
         self.committed = 0
 
     def say(self, purpose: Purpose, **said: Any) -> Row:
-        self.state = self.state.say(purpose, **said)
+        self.state = self.state.make_row(purpose, **said)
         assert self.state.own is not None
         return self.state.own
 
@@ -141,7 +141,8 @@ class Team:
             return False
         window = self.ranks[0].state.window
         plans = {
-            r.state.me: r.state.say(Purpose.PLAN, plan=r.plan(window + 1)).own for r in self.ranks
+            r.state.me: r.state.make_row(Purpose.PLAN, plan=r.plan(window + 1)).own
+            for r in self.ranks
         }
         for rank in [self.survivor()] if point == "plans" else self.ranks:
             assert Action.EXCHANGE in decisions[rank.name].actions
@@ -155,11 +156,11 @@ class Team:
     def reform(self) -> None:
         """The victim is gone: the others begin a generation in the state of one that is ahead."""
         self.ranks.remove(self.victim)
-        donor = max(self.ranks, key=lambda rank: len(rank.model))
-        base = len(donor.model)
+        source = max(self.ranks, key=lambda rank: len(rank.model))
+        base = len(source.model)
         for rank in (self.victim, *self.ranks):
             assert rank.committed <= base, "a committed window is lost"
-            assert rank.model[: rank.committed] == donor.model[: rank.committed]
+            assert rank.model[: rank.committed] == source.model[: rank.committed]
             assert len(rank.model) >= base - 1, "nobody is more than a window ahead"
         self.generation += 1
         formation = Formation(
@@ -168,12 +169,12 @@ class Team:
             numbers=tuple(rank.state.me for rank in self.ranks),
             base=base,
             has_state=True,
-            donor=donor.name,
+            source=source.name,
             receivers=tuple(rank.name for rank in self.ranks if len(rank.model) < base),
         )
         for rank in self.ranks:
             rank.state = rank.state.renew(formation, rank.state.me)
-            rank.model, rank.committed = [*donor.model], base
+            rank.model, rank.committed = [*source.model], base
         if base < NUM_WINDOWS:
             self.begin()
 

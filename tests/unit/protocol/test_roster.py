@@ -130,7 +130,7 @@ def test_survivors_of_a_death_are_told_at_once_and_form_as_soon_as_all_have_left
     assert told(team.report("c", 4), "formed") == set()
     assert told(team.report("a", 5), "formed") == {"a", "c"}
     assert team.formation.members == ("a", "c")
-    assert (team.formation.base, team.formation.donor) == (5, "a")
+    assert (team.formation.base, team.formation.source) == (5, "a")
     assert team.formation.receivers == ("c",)
 
 
@@ -330,7 +330,7 @@ def test_a_machine_that_vanishes_silently_is_lost_after_host_lease_s() -> None:
     assert told(messages, "over") == {"a", "b", "c", "d"}
     lines = [message.content["text"] for message in messages if message.type == "say"]
     for member, line in zip("cd", lines, strict=True):
-        why = "neither it nor its launcher has been heard of for 4 s (host_lease_s)"
+        why = "neither it nor its launcher has sent a heartbeat for 4 s (host_lease_s)"
         assert line.startswith(f"{member} is lost: {why}")
     team.report("a", 5)
     assert "formed" in {message.type for message in team.report("b", 5)}

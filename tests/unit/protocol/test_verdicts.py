@@ -113,7 +113,7 @@ CASES = {
     "an optimizer's turn leaves the window open": Case(
         working(),
         (row(part=1), row(part=1)),
-        (COMMIT, Action.TURN),
+        (COMMIT, Action.STEP_ONE),
         {"window": 3, "applied": False, "plans": (FIRST, SECOND)},
         {"part": 1},
     ),
@@ -127,7 +127,7 @@ CASES = {
     "a rank without a share has no say in which optimizer is stepped": Case(
         working(plans=(replace(FIRST, shares=(0, 4)), SECOND)),
         (IDLE._replace(report=NOTHING), row(part=1, report=TWO._replace(samples=4))),
-        (COMMIT, Action.TURN),
+        (COMMIT, Action.STEP_ONE),
         decision={"part": 1},
     ),
     "a window without weight is left out": Case(
@@ -256,7 +256,7 @@ ERRORS = {
     "samples that differ from the plan": (
         (row(), row(report=TWO._replace(samples=3))),
         ProtocolError,
-        "rank 1 computed 3 samples of window 3, planned were 2",
+        "rank 1 computed 3 samples of window 3, not the planned 2",
     ),
     "a bad weight": ((row(), row(report=TWO._replace(weight=-1.0))), UsageError, "weight=-1.0"),
     "different trainable parameters": (
@@ -322,7 +322,7 @@ def test_the_plan_is_that_of_the_planner() -> None:
 
 
 def test_a_row_tells_that_its_loop_was_left() -> None:
-    said = working(phase=Phase.REST).say(Purpose.REST).own
+    said = working(phase=Phase.REST).make_row(Purpose.REST).own
     assert said == row(Purpose.REST, left=True, trainable=0)
 
 
@@ -443,7 +443,7 @@ def test_a_generation_begins_with_all_its_members_and_without_plans() -> None:
         numbers=(0, 3),
         base=9,
         has_state=True,
-        donor="a",
+        source="a",
         receivers=("c",),
     )
     state = parked(2, world_size=5, is_elastic=True, leaving=(1,)).renew(formation, 3)

@@ -38,7 +38,7 @@ EVENTS = [
     make_event("reformed", t=2.1, window=1, generation=1, members=["a"]),
     make_event("worker_joined", t=2.2, rank=1, member="b", window=1, generation=2),
     make_event(
-        "healed", t=2.3, rank=1, member="b", window=1, donor="a", num_bytes=5, elapsed_s=0.1
+        "recovered", t=2.3, rank=1, member="b", window=1, source="a", num_bytes=5, elapsed_s=0.1
     ),
     committed_window(1, t=3.0),
     make_event("run_resumed", t=9.0, window=1, path="p", new_data=False),

@@ -252,9 +252,11 @@ def test_a_change_of_the_team_is_one_flag_with_its_cost():
                 members=["a", "c"],
                 detect_s=0.5,
                 reform_s=0.25,
-                heal_s=1.0,
+                recover_s=1.0,
             ),
-            make_event("healed", t=3.0, member="c", donor="a", num_bytes=9, elapsed_s=1.0, **place),
+            make_event(
+                "recovered", t=3.0, member="c", source="a", num_bytes=9, elapsed_s=1.0, **place
+            ),
             make_event("worker_joined", t=3.0, member="c", generation=1, **place),
             committed_window(1, t=4.0) | {"redo_s": 2.0},
             committed_window(2, t=5.0),

@@ -30,7 +30,7 @@ def test_a_verdict_in_one_line_and_its_three_answers() -> None:
         "Rank 0 waits.",
         "Too coarse. Set batch_size=64. Expected: +12%.",
     ]
-    assert FINE.change == "Nothing stands out that would make it faster."
+    assert FINE.change == "No change is expected to make it noticeably faster."
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_a_verdict_in_one_line_and_its_three_answers() -> None:
     [
         (Estimate(speed=None, alone={0: 1.0, 1: 1.0}), "The run was too short"),
         (Estimate(speed=150.0, alone={0: 100.0, 1: 40.0}), "speeds changed during the run"),
-        (Estimate(speed=90.0, alone={0: 100.0}, unknown={1}), "What rank 1 would do alone"),
-        (Estimate(speed=90.0), "What each rank does alone is not known"),
+        (Estimate(speed=90.0, alone={0: 100.0}, unknown={1}), "The speed of rank 1 alone is not"),
+        (Estimate(speed=90.0), "The speed of each rank alone is not known"),
     ],
 )
 def test_no_multiple_where_it_would_be_impossible_or_unknown(estimate: Estimate, said: str) -> None:
@@ -60,13 +60,13 @@ def test_a_change_of_speeds_is_remarked_beside_a_possible_multiple() -> None:
 def test_one_rank_is_compared_with_nobody() -> None:
     alone = Estimate(speed=99.0, alone={0: 100.0})
     found = replace(FINE, estimate=alone, names={0: "rank 0 (a)"}, lost_waiting=0.0)
-    assert (found.text, found.worth) == ("", "One rank has no other to be compared with.")
+    assert (found.text, found.worth) == ("", "A single rank cannot be compared with others.")
     assert (found.document()["multiple"], found.document()["fastest"]) == (None, None)
 
 
 def test_of_a_run_that_measured_nothing_no_advice_says_so() -> None:
     found = replace(FINE, estimate=Estimate(speed=None))
-    assert found.change.startswith("Let it run for longer")
+    assert found.change.startswith("The run is too short for advice")
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_team_from_a_run(plan):
     name = "runs/first"
     told = plan(name)
     assert "8 windows of policy sync" in told
-    assert "note: the run does not say how many parameters it trains: give --params" in told
+    assert "note: the number of parameters is not in the run's events: give --params" in told
     # Six samples in 0.7 s and four in 0.9 s, and 0.1 s for the exchange.
     row = json.loads(plan(name, "--params", "1e3", "--json"))["policies"][0]
     assert row["samples_per_s"] == pytest.approx(10 / 1.0, rel=0.1)
@@ -97,7 +97,7 @@ def test_a_note_names_what_is_not_known_of_exchanges(plan):
         (("--speeds", "1,x"), "--speeds is '1,x'; give samples per second of each rank alone"),
         (("--speeds", "1", "--add", "-2"), "--add is '-2'; give samples per second"),
         (("--speeds", "1,2", "--latency", "1"), "--latency is given without --bandwidth"),
-        (("--speeds", "1,2", "--bandwidth", "1"), "nothing says how much is exchanged"),
+        (("--speeds", "1,2", "--bandwidth", "1"), "the size of an exchange is not known"),
         (
             ("--speeds", "1", "--batch-size", "0"),
             "'--batch-size': Input should be greater than or equal to 1",

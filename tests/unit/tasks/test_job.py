@@ -316,7 +316,7 @@ def test_a_figure_that_would_replace_one_of_the_summary_is_refused(
 
     task, keys = Named(), {"name": "x", "max_steps": 3, "devices": "cpu"}
     task.key = key
-    with pytest.raises(UsageError, match=f"'{key}', which summary.json has itself; return them"):
+    with pytest.raises(UsageError, match=f"'{key}', which are keys of summary.json; return them"):
         run_task(task, keys, out=tmp_path, quiet=True)
     run_task(Named(), keys, out=tmp_path, resume=True, quiet=True)  # as the error says
     assert RunFolder(tmp_path / "x").summary["looks"] == 7

@@ -91,7 +91,7 @@ def test_samples_longer_than_the_model_takes_are_refused(config: dict[str, Any])
     ("name", "words"),
     [
         ("lama", ["'lama' is not known to transformers", "llama"]),
-        ("t5", ["'t5' is no causal language model"]),
+        ("t5", ["'t5' is not a causal language model"]),
     ],
 )
 def test_a_type_that_is_no_causal_language_model(name: str, words: list[str]) -> None:

@@ -70,7 +70,7 @@ def test_a_session_in_events(tmp_path: Path) -> None:
             events.window(result(1, (3, 1)))
             events.window(result(2, (4, 0)))
             numbers = {"loss": 1.5, "weight": 70.0, "elapsed_s": 0.5}
-            events.tell("eval", window=3, name="heldout", **numbers)
+            events.emit("eval", window=3, name="heldout", **numbers)
             events.finish(3, "stopped", "later")
             events.end(failed=False, error=None)
             events.end(failed=False, error=None)

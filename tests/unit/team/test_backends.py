@@ -53,8 +53,8 @@ def test_gpus_of_one_vendor_one_for_each_rank_use_nccl(backend):
 
 
 OBSTACLES = {
-    "without CUDA": ([ON_CPU, ON_CPU], "ranks 0 and 1 compute on the CPU, and NCCL joins GPUs"),
-    "one rank on the CPU": ([ON_GPU, ON_CPU], "rank 1 computes on the CPU, and NCCL joins GPUs"),
+    "without CUDA": ([ON_CPU, ON_CPU], "ranks 0 and 1 compute on the CPU, and NCCL connects only"),
+    "one rank on the CPU": ([ON_GPU, ON_CPU], "rank 1 computes on the CPU, and NCCL connects only"),
     "more ranks than GPUs": (
         [replace(ON_GPU, num_gpus=1), replace(ON_CPU, num_gpus=1)],
         r"rank 1 \(host here: 2 ranks, GPUs: 1\) computes on the CPU",
@@ -65,7 +65,7 @@ OBSTACLES = {
     ),
     "mixed vendors": (
         [ON_GPU, replace(OTHER_GPU, vendor="AMD", nccl="2.26")],
-        "rank 0 has NCCL 2.29 of NVIDIA and rank 1 has NCCL 2.26 of AMD, which do not exchange",
+        "rank 0 has NCCL 2.29 of NVIDIA and rank 1 has NCCL 2.26 of AMD, which are incompatible",
     ),
     "no NCCL": ([ON_GPU, replace(OTHER_GPU, nccl="")], "rank 1 has a torch without NCCL"),
     "unlike NCCL": (

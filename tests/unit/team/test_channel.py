@@ -23,24 +23,24 @@ def test_messages_arrive_whole_however_they_are_cut(ends):
     channel, other = ends
     assert channel.receive() == []
     message = {"state": {"a": [1.5, None]}, "long": "x" * 1_000_000}
-    sender = threading.Thread(target=other.tell, args=(message,))
+    sender = threading.Thread(target=other.send, args=(message,))
     sender.start()
     assert channel.next(time.monotonic() + PATIENCE_S) == message
     sender.join()
-    other.tell({"number": 1})
-    other.tell({"nan": float("inf")})
+    other.send({"number": 1})
+    other.send({"nan": float("inf")})
     other.close()
     assert [[*m] for m in channel.receive()] == [["number"], ["nan"]]
     assert channel.has_ended
     assert channel.receive() == []
     assert channel.next(0.0) is None
-    channel.tell({"to": "nobody"})
+    channel.send({"to": "nobody"})
 
 
 def test_messages_are_taken_one_by_one_and_waited_for_until_a_deadline(ends):
     channel, other = ends
     for number in range(3):
-        other.tell({"number": number})
+        other.send({"number": number})
     assert channel.next(time.monotonic() + PATIENCE_S) == {"number": 0}
     assert channel.receive() == [{"number": 1}, {"number": 2}]
     with pytest.raises(TimeoutError):
@@ -87,7 +87,7 @@ def test_a_line_is_sent_whole_on_a_socket_with_a_timeout() -> None:
     one.setblocking(False)
     ours, theirs = Channel(one), Channel(other)
     text = "x" * 4_000_000
-    sender = threading.Thread(target=lambda: [ours.tell({"text": text}), ours.tell({"last": 1})])
+    sender = threading.Thread(target=lambda: [ours.send({"text": text}), ours.send({"last": 1})])
     sender.start()
     time.sleep(0.1)  # the buffers of the kernel are full by now
     assert theirs.next(time.monotonic() + PATIENCE_S) == {"text": text}
@@ -100,7 +100,7 @@ def test_a_line_is_sent_whole_on_a_socket_with_a_timeout() -> None:
 def test_an_end_that_takes_nothing_in_ends_the_connection_after_send_s() -> None:
     one, other = socket.socketpair()
     ours = Channel(one, send_s=0.2)
-    ours.tell({"text": "x" * 4_000_000})
+    ours.send({"text": "x" * 4_000_000})
     assert ours.has_ended
     other.settimeout(PATIENCE_S)
     while other.recv(1 << 20):  # what was sent of it, and then the end

@@ -125,7 +125,7 @@ def test_a_team_forms_loses_a_member_and_takes_in_another() -> None:
         with link(address, "c") as c:
             formation = take_in(a, c, applied=7)
             assert formation.members == ("a", "c")
-            assert (formation.base, formation.donor, formation.receivers) == (7, "a", ("c",))
+            assert (formation.base, formation.source, formation.receivers) == (7, "a", ("c",))
             until(lambda: a.generation == formation.generation)
 
 
@@ -148,7 +148,7 @@ def test_other_agents_hear_of_a_host_whose_connection_has_ended_without_a_farewe
         waiting = pool.submit(stays.enter, 0, 2, 1, 0, timeout_s=WAIT_S)
         goes.enter(1, 2, 1, 0, timeout_s=WAIT_S)
         waiting.result(WAIT_S)
-        monkeypatch.setattr(goes, "_say_farewell", list)
+        monkeypatch.setattr(goes, "_farewell", list)
         goes.close()
         heard: list[Any] = []
         until(lambda: heard.extend(stays.take_relayed()) or heard)
@@ -423,7 +423,7 @@ def test_a_run_that_has_ended_has_ended_for_a_coordinator_that_is_started_again(
     with (
         serving(most=1, ledger=ledger) as address,
         link(address, "late") as late,
-        pytest.raises(RunEndedError, match=r"start another coordinator \(with a ledger"),
+        pytest.raises(RunEndedError, match=r"start another coordinator \(with its own ledger"),
     ):
         late.next_generation(None)
 
@@ -568,7 +568,7 @@ def test_a_flood_of_strangers_delays_no_heartbeat(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stranger_evicts_no_other_and_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_module, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(coordinator_module, "_MOST_UNIDENTIFIED", 3)
     deadlines = replace(DEADLINES, hello_s=2.0)
     with (
         serving(most=3, deadlines=deadlines) as address,

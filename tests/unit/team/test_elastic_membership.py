@@ -145,7 +145,7 @@ def test_members_do_without_nccl_where_one_has_no_gpu(
     with pair(ON_GPU, ON_CPU) as team:
         assert [comm.backend for comm in team.form()] == ["gloo", "gloo"]
     assert not nccl.formed
-    assert "rank 1 computes on the CPU, and NCCL joins GPUs only; so" in capsys.readouterr().err
+    assert "rank 1 computes on the CPU, and NCCL connects only GPUs; so" in capsys.readouterr().err
 
 
 def test_members_that_cannot_connect_say_so_and_give_up_after_timeout_s(
@@ -166,7 +166,9 @@ def test_members_that_cannot_connect_say_so_and_give_up_after_timeout_s(
             with pytest.raises(PeerLostError):
                 team.form()
             clock.passed_s += 1e6
-        with pytest.raises(LaunchError, match=r"no generation for 300 s \(timeout_s\).*Connect"):
+        with pytest.raises(
+            LaunchError, match=r"could not connect to a generation for 300 s \(timeout_s\).*Connect"
+        ):
             team.form()
     said = capsys.readouterr().err
     assert "a could not connect to all members of generation 2, which are a, b, within" in said

@@ -157,7 +157,7 @@ def test_a_bad_variable_is_named_with_its_value(changes, named):
     ],
 )
 def test_half_a_description_is_an_error_and_not_a_run_alone(environ):
-    refused(lambda: place(environ), "only in part", "unset them to run alone")
+    refused(lambda: place(environ), "incompletely", "unset them to run alone")
 
 
 def test_machines_are_read_where_torchrun_reads_them():
@@ -270,7 +270,7 @@ def test_fields_in_the_order_that_is_public():
         ({"role": "worker"}, "pass role='coordinator'"),
         ({"role": "boss"}, "choose one of coordinator, worker"),
         ({"backend": "tpu"}, "choose one of auto, cpu, cuda"),
-        ({"backend": "wgpu"}, "torch has no wgpu: 'auto' takes"),
+        ({"backend": "wgpu"}, "torch has no wgpu: 'auto' uses"),
         ({"coordinator_addr": "[::1]:9000", "coordinator_port": 9}, "give the port once"),
         ({"coordinator_addr": "my host"}, "'my host', which is not a host"),
         ({"world_size": 2, "rank": 1, "coordinator_addr": "0.0.0.0"}, "that host alone can use it"),

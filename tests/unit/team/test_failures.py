@@ -16,7 +16,7 @@ from evener.errors import (
     RunEndedError,
 )
 from evener.team import child
-from evener.team.child import report_failure, run_child, tell
+from evener.team.child import notify_supervisor, report_failure, run_child
 from evener.team.failures import FailureReport, describe
 from evener.team.host import program_of
 from evener.team.wire import CHANNEL_FD, JOINING, Channel, Message
@@ -83,8 +83,8 @@ def launcher(monkeypatch):
 def test_news_arrive_whole(launcher):
     report = describe(caught(ValueError("ünï\ncode \udcff" + "x" * 1000)))
     assert launcher.hear() == {}
-    tell(place=JOINING)
-    tell(failure=asdict(report))
+    notify_supervisor(place=JOINING)
+    notify_supervisor(failure=asdict(report))
     heard = launcher.hear()
     assert FailureReport(**heard["failure"]) == report
     assert (heard["place"], launcher.channel.has_ended) == (JOINING, False)

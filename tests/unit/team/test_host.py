@@ -54,5 +54,5 @@ def test_torch_may_take_forever_and_what_loads_with_it_may_print(monkeypatch):
     monkeypatch.setattr("evener.team.host._ASK_TORCH", "echo a line of a plugin; echo 3")
     assert _count_by_torch() == 3
     monkeypatch.setattr("evener.team.host._ASK_TORCH", "exec sleep 600")
-    with pytest.raises(LaunchError, match=r"not said within 0\.1 s how many accelerators"):
+    with pytest.raises(LaunchError, match=r"did not report within 0\.1 s how many accelerators"):
         _count_by_torch(timeout_s=0.1)

@@ -98,7 +98,7 @@ def test_a_traceback_with_its_rank_and_the_others_in_one_line():
 def test_a_rank_that_left_by_sys_exit_is_named_with_its_code_and_without_a_traceback():
     ended = [outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, 7, 9.0, left(1, 0.5, 7))]
     assert judge(ended, None)[1] == (
-        "error: rank 1 (pid 101) ended with exit code 7; its output above may say why\n"
+        "error: rank 1 (pid 101) ended with exit code 7; its output above may show why\n"
         "also ended: rank 0 (PeerLostError)\n"
     )
     assert judge(ended, None)[0] == 7
@@ -108,7 +108,7 @@ def test_a_rank_that_ended_well_while_others_were_at_work_is_named_first():
     text = judge([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1), outcome(2)], None)[1]
     assert text.startswith(
         "error: rank 1 (pid 101) and rank 2 (pid 102) ended with exit code 0 while others were at "
-        "work; let every rank go through the whole script"
+        "work; let every rank run the whole script"
     )
     assert "ddp.weighted_mean" in text
     assert "ddp.loader(max_steps=...)" in text
@@ -129,7 +129,7 @@ def test_a_standby_that_ended_well_was_killed_by_nothing():
     [
         (
             -signal.SIGKILL,
-            ["was killed by SIGKILL", "the kernel has ended nothing here for memory", "kill -9"],
+            ["was killed by SIGKILL", "not by the kernel for lack of memory", "kill -9"],
         ),
         (-signal.SIGSEGV, ["was killed by SIGSEGV", "native code"]),
         (-signal.SIGBUS, ["SIGBUS", "/dev/shm"]),

@@ -147,19 +147,21 @@ class Gatherer:
         """
         engine, sizes = self._engine, ", ".join(map(str, ("*", *own.shape[1:])))
         kind = f"rows of shape ({sizes}) and dtype {own.dtype} ({where})"
-        told = engine.collectives.ask(_GATHERING, [kind, len(own), own.device.type != "cpu"])
-        if any(other != kind for other, *_ in told.values()):
-            said = "; ".join(f"rank {rank} gathers {kind}" for rank, (kind, *_) in told.items())
+        gathered = engine.collectives.ask(_GATHERING, [kind, len(own), own.device.type != "cpu"])
+        if any(other != kind for other, *_ in gathered.values()):
+            kinds = "; ".join(
+                f"rank {rank} gathers {kind}" for rank, (kind, *_) in gathered.items()
+            )
             raise CollectiveMismatchError(
-                f"ranks gather different rows: {said}. Remedy: in each round of the loop call "
+                f"ranks gather different rows: {kinds}. Remedy: in each round of the loop call "
                 "ddp.gather on all ranks the same number of times, in the same order, with one "
                 "dtype and one shape, except for the first dimension (pad longer rows: "
                 "torch.nn.functional.pad), and leave the loop on all ranks in the same round"
             )
-        counts = {rank: count for rank, (_, count, _) in told.items()}
+        counts = {rank: count for rank, (_, count, _) in gathered.items()}
         # NCCL takes tensors of GPUs, and Gloo all others, so ranks must not differ in where theirs
         # lie.
-        on_device = all(on_device for *_, on_device in told.values())
+        on_device = all(on_device for *_, on_device in gathered.values())
         device = engine.flat.groups[0].data.device if on_device else torch.device("cpu")
         ranks, rows = engine.collectives.gather_rows(own, counts, own.shape[1:], own.dtype, device)
         return ranks, rows.to(own.device)
@@ -245,7 +247,7 @@ class EvaluationLoader(LikeDataLoader):
         if not lost:
             return None
         if self._gathers:
-            self._engine.options.guards.tell_once(
+            self._engine.options.guards.warn_once(
                 f"rank {lost[0]} was lost in an evaluation: in what ddp.gather returns, the rows "
                 "of its remaining samples come last, not in the order of the data set"
             )
@@ -309,17 +311,17 @@ class EvaluationLoader(LikeDataLoader):
         """
         engine, count = self._engine, len(positions)
         own = [[count, order], self.batch_size, [*engine.policy.solo_speeds(self.batch_size)]]
-        told = engine.collectives.ask(_EVALUATING, own)
-        compare_orders({rank: other for rank, (other, *_) in told.items()}, engine.rounds.rank)
-        ranks = [*told]
+        gathered = engine.collectives.ask(_EVALUATING, own)
+        compare_orders({rank: other for rank, (other, *_) in gathered.items()}, engine.rounds.rank)
+        ranks = [*gathered]
         if 0 < count < len(ranks) and not self._gathers:
-            engine.options.guards.tell_once(
+            engine.options.guards.warn_once(
                 f"an evaluation of {count} sample(s) on {len(ranks)} ranks: rank {ranks[0]} does "
                 "it alone, the loop's body does not run on the others"
             )
         # Those of one rank: others may have been parked, and have missed windows.
-        *_, known = told[ranks[0]]
+        *_, known = gathered[ranks[0]]
         is_known = all(known[rank] > 0 for rank in ranks)
         speeds = {rank: known[rank] if is_known else 1.0 for rank in ranks}
-        sizes = {rank: size for rank, (_, size, _) in told.items()}
+        sizes = {rank: size for rank, (_, size, _) in gathered.items()}
         return ranks, evaluation_slices(positions, sizes, speeds)

@@ -73,7 +73,7 @@ class StreamLoader(TrainingLoader):
         self._seed = seed
         iterable = isinstance(given.dataset, IterableDataset)
         what = given.dataset if iterable else given.batch_sampler
-        engine.options.guards.tell_once(_REMARK.format(what=type(what).__name__))
+        engine.options.guards.warn_once(_REMARK.format(what=type(what).__name__))
 
     def __len__(self) -> int:
         """Return this rank's batches of an epoch; ``TypeError`` if the data set has no length."""

@@ -111,7 +111,8 @@ class TrainingLoader(LikeDataLoader, ABC):
     def _is_over(self) -> bool:
         """Return whether the run has ended: stopped, or made all its optimizer steps."""
         most = self._max_steps
-        return self._engine.rounds.stopping or (most is not None and self._engine.turns >= most)
+        is_complete = most is not None and self._engine.optimizer_steps >= most
+        return self._engine.rounds.stopping or is_complete
 
     def _compute(
         self, batch: Any, share: Share, samples: int, *place: int | str
@@ -122,7 +123,7 @@ class TrainingLoader(LikeDataLoader, ABC):
             batch: What is handed out.
             share: The micro-batches between two updates, of which it is one.
             samples: Its samples.
-            *place: What tells it from all others: dropout is drawn from that, not from a state.
+            *place: What identifies it: dropout is drawn from that, not from a state.
 
         Yields:
             The micro-batch.
@@ -135,7 +136,7 @@ class TrainingLoader(LikeDataLoader, ABC):
         share.start_micro_batch(samples)
         yield batch
         if engine.share is share and share.in_micro_batch:  # no change of the team broke it off
-            if not share.turns:
+            if not share.single_steps:
                 raise share.not_ended()
             engine.end_micro_batch()
 
@@ -159,10 +160,9 @@ class TeamLoader(TrainingLoader):
 
     Made by ``Ddp.loader``. All ranks iterate over the same epochs; each gets the micro-batches of
     its own share: in SYNC that of a window of ``batch_size`` samples, in CADENCE and ASYNC batches
-    of so many samples, each of which is a local step. A rank without work takes part in the
-    exchange of windows inside ``__next__``, so ranks may run different numbers of
-    loop iterations. In the first window every rank has work, unless that is predicted to lengthen
-    the epoch by more than 1 %.
+    of this size, each of which is a local step. A rank without work takes part in the exchange of
+    windows inside ``__next__``, so ranks may run different numbers of loop iterations. In the first
+    window every rank has work, unless that is predicted to lengthen the epoch by more than 1 %.
 
     Args:
         engine: Says what this rank is to compute.
@@ -217,8 +217,8 @@ class TeamLoader(TrainingLoader):
         engine, indices = self._engine, self._arguments.order(epoch)
         order = fingerprint(indices)
         if order and not engine.generations.has_just_joined:
-            told = engine.collectives.ask("comparing samplers", [len(indices), order])
-            compare_orders(told, engine.rounds.rank)
+            gathered = engine.collectives.ask("comparing samplers", [len(indices), order])
+            compare_orders(gathered, engine.rounds.rank)
         try:
             for work in engine.work():
                 yield from self._hand_out(work, indices)
@@ -250,7 +250,7 @@ class TeamLoader(TrainingLoader):
         """Hand out a share, or a batch; again from its start if a micro-batch does not fit."""
         engine, window = self._engine, work.window
         if remark := self._fetcher.remark:
-            engine.options.guards.tell_once(remark)
+            engine.options.guards.warn_once(remark)
         self._fetched = {
             positions: self._fetched.get(positions) or self._submit(positions, permutation)
             for positions in work.positions
@@ -271,7 +271,7 @@ class TeamLoader(TrainingLoader):
             try:
                 yield from self._compute(batch, share, samples, *place)
             except MicroBatchTooLarge:
-                if samples == 1 or share.turns:
+                if samples == 1 or share.single_steps:
                     raise MicroBatchTooLarge(samples) from None
                 engine.run.limits.shrink(samples)
                 self._fetched.clear()

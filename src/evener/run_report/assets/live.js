@@ -1,6 +1,6 @@
 "use strict";
-// A report shows the document in its page. The dashboard asks its server for that of the chosen run
-// again and again; the server answers that nothing has changed by the ETag.
+// A report shows the document in its page. The dashboard polls its server for that of the chosen
+// run; the server shows by the ETag that nothing has changed.
 (() => {
   const PAUSE_MS = 1000;
   const part = (id) => document.getElementById(id);
@@ -86,7 +86,7 @@
     chosen = part("choice").value;
     tag = "";
     history.replaceState(null, "", `?run=${encodeURIComponent(chosen)}${location.hash}`);
-    part("said").textContent = "";
+    part("message").textContent = "";
     wake();
   });
 
@@ -101,9 +101,9 @@
     if (!newest || !confirm(`Stop ${newest.name}? It saves a checkpoint first.`)) return;
     try {
       const answer = await ask(`${path(chosen)}/stop`, "POST");
-      part("said").textContent = (await answer.json()).said;
+      part("message").textContent = (await answer.json()).message;
     } catch (error) {
-      part("said").textContent = error.message;
+      part("message").textContent = error.message;
     }
   });
 

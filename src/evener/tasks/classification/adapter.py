@@ -1,4 +1,4 @@
-"""The LoRA adapter on a frozen base, by peft: made, loaded if it fits, saved alone and merged."""
+"""The LoRA adapter on a frozen base, by peft: create, load, save alone or merged."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,16 +17,16 @@ from evener.files import read_file, require_regular
 from evener.tasks.classification.base_model import Base
 from evener.tasks.language_model import in_short, quiet
 
-#: Beside the adapter, the configuration of its base with a head. Under the usual name
-#: ``config.json``, transformers would take the folder for that of a whole model.
+#: The configuration of the adapter's base with a head. With the usual name ``config.json``,
+#: transformers would treat the folder as that of a whole model.
 BASE_CONFIG = "base_config.json"
 
-#: What evener notes of an adapter beyond what peft writes.
+#: Evener's note beside an adapter; see ``AdapterNote``.
 DOCUMENT = "classify.json"
 
 
 class AdapterNote(BaseModel):
-    """What is noted beside an adapter, in ``classify.json``.
+    """The note beside an adapter, ``classify.json``.
 
     Attributes:
         labels: The classes, in the order of their indices.
@@ -60,9 +60,9 @@ class AdapterNote(BaseModel):
 
 @final
 class AdapterModel(nn.Module):
-    """A classifier whose state is what is trained: adapter and head.
+    """A classifier whose state consists of adapter and head only.
 
-    The frozen base is the same before and after; checkpoints need not hold it.
+    The frozen base does not change, so checkpoints need not contain it.
 
     Args:
         network: A ``PeftModel`` for sequence classification.
@@ -85,12 +85,12 @@ class AdapterModel(nn.Module):
 
 
 def add_adapter(base: nn.Module, config: LoraConfig, new_modules: Sequence[str] = ()) -> nn.Module:
-    """Put a new adapter on a base and freeze the rest, but for the head.
+    """Add a new adapter to a base and freeze the rest, except for the head.
 
     Args:
         base: A model for sequence classification.
         config: The adapter.
-        new_modules: What else starts from random weights: it is trained and saved as the head is.
+        new_modules: Other modules with random weights, which are trained and saved like the head.
 
     Raises:
         ConfigError: ``lora.target_modules`` names layers that the base does not have.
@@ -113,7 +113,7 @@ def add_adapter(base: nn.Module, config: LoraConfig, new_modules: Sequence[str] 
             network: nn.Module = get_peft_model(base, settings)
     except ValueError as error:
         raise ConfigError(
-            f"no adapter can be put on a {kind} with lora.target_modules="
+            f"no adapter can be added to a {kind} with lora.target_modules="
             f"{config.target_modules}: {in_short(error)}"
         ) from error
     return network
@@ -122,21 +122,21 @@ def add_adapter(base: nn.Module, config: LoraConfig, new_modules: Sequence[str] 
 def load_adapter(
     model: nn.Module, folder: Path, wanted: LoraConfig, base: Base, labels: Sequence[str]
 ) -> tuple[nn.Module, str | None]:
-    """Put a saved adapter and its head on a base, to continue its training.
+    """Load a saved adapter and its head onto a base, to continue its training.
 
     Args:
         model: A base for sequence classification.
-        folder: Where the adapter is.
-        wanted: What of it was given must be what it was made with.
-        base: What is known of the base; what it lacks, the adapter must hold.
+        folder: The adapter's folder.
+        wanted: Settings of the adapter; given ones must be equal to the saved ones.
+        base: The facts of the base; the adapter must hold modules that it lacks.
         labels: The classes of this run.
 
     Returns:
-        The base with the adapter, and a warning if it cannot be told whether it is the right base.
+        The base with the adapter, and a warning if the right base cannot be verified.
 
     Raises:
-        ConfigError: It is of another base or for other classes, as far as it says so; it does not
-            fit the base, lacks what the base lacks, or was made otherwise.
+        ConfigError: The adapter belongs to another base or other classes, does not fit the base,
+            lacks modules that the base lacks, or has other settings.
     """
     from peft import PeftModel
 
@@ -184,14 +184,14 @@ def load_adapter(
             )
     if note is None and Path(made.base_model_name_or_path or "").absolute() != Path(base.path):
         return network, (
-            f"the adapter in {folder} was trained on {made.base_model_name_or_path!r}; on other "
-            f"weights than those it is of no use. Make sure that {base.path!r} holds them"
+            f"the adapter in {folder} was trained on {made.base_model_name_or_path!r} and works "
+            f"only with those weights. Make sure that {base.path!r} holds them"
         )
     return network, None
 
 
 def adapter_settings(network: Any) -> dict[str, Any]:
-    """Return what decides, beside its weights, what an adapter does; as plain JSON types."""
+    """Return the settings that, besides its weights, define an adapter; in JSON types."""
     made = network.peft_config["default"]
     return {"rank": made.r, "alpha": made.lora_alpha, "target_modules": sorted(made.target_modules)}
 
@@ -204,13 +204,13 @@ def save_adapter(network: Any, folder: Path, base: Base) -> None:
     network.peft_config["default"].base_model_name_or_path = base.path
     with hushed():
         network.save_pretrained(folder)
-        # The classes, and what pads: decoders look for the last token before that.
+        # The classes, and the padding token: decoders look for the last token before it.
         base.config.to_json_file(folder / BASE_CONFIG)
-    (folder / "README.md").unlink(missing_ok=True)  # a form to fill in, for a hub
+    (folder / "README.md").unlink(missing_ok=True)  # a template for a model hub
 
 
 def save_whole(network: nn.Module, folder: Path, base: Base, *, merged: bool) -> None:
-    """Write the base with the adapter merged into it, or as it was before the adapter.
+    """Write the base with the adapter merged into it, or without the adapter.
 
     ``AutoModelForSequenceClassification.from_pretrained`` loads it.
     """
@@ -223,7 +223,7 @@ def save_whole(network: nn.Module, folder: Path, base: Base, *, merged: bool) ->
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Without progress bars, advice, and warnings that libraries cause in one another."""
+    """Suppress progress bars, advice, and warnings that libraries cause in one another."""
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

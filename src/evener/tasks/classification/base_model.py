@@ -1,4 +1,4 @@
-"""The frozen base of a classifier, with a head for the classes and room for an adapter."""
+"""The frozen base of a classifier, with a head for the classes."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,19 +30,19 @@ GivenModel = ModelConfig | Mapping[str, Any] | str | Path
 """A base: a local folder, keys such as ``{"type": "bert", "config": {...}}``, or an object."""
 
 _HASHED_ELEMENTS = 4096
-"""So many of each tensor, evenly spread, go into a fingerprint: enough to tell models apart."""
+"""Elements of each tensor, evenly spread, in a fingerprint: enough to distinguish models."""
 
 _RESERVED_POSITIONS = 2
-"""RoBERTa and its relatives number tokens from the position after that of padding."""
+"""Model types that, like RoBERTa, number positions from the one after that of padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What is known of a frozen base.
+    """The facts of a frozen base.
 
     Attributes:
         path: Its folder, absolute; empty if it started from random weights.
-        fingerprint: Tells the backbone from others.
+        fingerprint: Identifies the backbone.
         config: Its configuration as a classifier, with its rates of dropout.
         new_modules: Modules without saved weights, which are trained and saved with the adapter.
             Empty if the whole base started from random weights.
@@ -72,8 +72,8 @@ def model_config_of(given: GivenModel) -> ModelConfig:
 def build_base(config: ModelConfig, labels: Sequence[str], encoder: Any) -> tuple[nn.Module, Base]:
     """Make a base model with a new head, in float32 on the CPU, in ``eval()``, without dropout.
 
-    What is frozen is not dropped out: only the adapter is regularised. A new head depends on
-    torch's random generator.
+    Frozen layers have no dropout: only the adapter is regularised. A new head depends on torch's
+    random generator.
 
     Args:
         config: A local folder, or a transformers model type with configuration keys.
@@ -89,7 +89,7 @@ def build_base(config: ModelConfig, labels: Sequence[str], encoder: Any) -> tupl
         "id2label": dict(enumerate(labels)),
         "label2id": {name: i for i, name in enumerate(labels)},
         "pad_token_id": encoder.pad_token_id,
-        # Of a base for another problem, transformers would not take the logits for classes.
+        # With the problem type of another base, transformers would not treat logits as classes.
         "problem_type": "single_label_classification",
     }
     num_ids = max(encoder.get_vocab().values()) + 1
@@ -101,8 +101,8 @@ def build_base(config: ModelConfig, labels: Sequence[str], encoder: Any) -> tupl
             with_dropout, model = _from_scratch(config, names, num_ids, longest_text)
     if getattr(with_dropout, "is_encoder_decoder", False):
         raise ConfigError(
-            f"the base model is a {with_dropout.model_type}, which reads a text and writes another "
-            "one; give an encoder, such as bert, or a decoder, such as llama"
+            f"the base model is a {with_dropout.model_type}, an encoder-decoder; give an encoder, "
+            "such as bert, or a decoder, such as llama"
         )
     check_vocabulary(num_ids, vocabulary_size(model))
     check_length(with_dropout, encoder.model_max_length, "base model", "seq_len")
@@ -137,8 +137,8 @@ def _fingerprint(model: nn.Module, new: set[str]) -> str:
     """Hash names, shapes and a sample of values of the backbone's parameters.
 
     Args:
-        model: With a head, which is left out.
-        new: Parameters that hold random numbers, left out, too.
+        model: With a head, which is not hashed.
+        new: Parameters with random numbers, which are not hashed either.
     """
     hasher = blake2b()
     for name, parameter in sorted(model.base_model.named_parameters()):  # type: ignore[union-attr]
@@ -167,7 +167,7 @@ def _load(path: str, names: Mapping[str, Any]) -> tuple[Any, nn.Module, set[str]
     mismatched = {name for name, *_ in found["mismatched_keys"]}
     new = mismatched | set(found["missing_keys"])
     prefix = f"{model.base_model_prefix}."
-    # Masked language models are saved without the pooler that a classifier puts on them.
+    # Masked language models are saved without the pooler that a classifier adds.
     for name in sorted(new):
         if name.startswith(prefix) and (name in mismatched or ".pool" not in name):
             raise ConfigError(

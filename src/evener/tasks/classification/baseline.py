@@ -1,11 +1,11 @@
-"""A bag-of-words linear classifier: what a model without any knowledge of order reaches."""
+"""A bag-of-words linear classifier: the accuracy of a model that ignores the order of words."""
 
 from collections.abc import Sequence
 
 from evener.tasks.classification.samples import Pair
 
 _TOKEN = r"[^\W\d_]+|\d+|[^\w\s]|_"
-"""Words, numbers and signs: every text that is not blank has one."""
+"""Words, numbers and signs: every non-blank text has one."""
 
 _MAX_WORDS = 20_000
 _DECAY = 1e-4
@@ -15,12 +15,12 @@ _MAX_ITERATIONS = 1000
 def linear_accuracy(train: Sequence[Pair], heldout: Sequence[Pair]) -> float:
     """Return the accuracy of multinomial logistic regression on tf-idf of words, numbers and signs.
 
-    It sees whole texts, however short those are cut for the model. Counts are damped by 1 + log,
+    It uses whole texts, also if they are truncated for the model. Counts are damped by 1 + log,
     rows have length 1.
 
     Args:
-        train: What it is trained on; two or more classes.
-        heldout: What it is measured on.
+        train: Training samples of two or more classes.
+        heldout: Samples on which the accuracy is measured.
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression

@@ -1,6 +1,6 @@
 """``evener classify`` and ``evener.classify``: a text classifier on the whole team.
 
-What they need comes in when they are called: a public name is cheap to import.
+Their dependencies are imported when they are called, so that a public name is fast to import.
 """
 
 import json
@@ -54,19 +54,19 @@ def classify(
     """Train a text classifier, as ``evener classify`` does; all ranks call it together.
 
     In a script that was started plainly there is one rank; ``evener launch``, torchrun or SLURM
-    start one per device. Ctrl-C, SIGTERM and SIGUSR1 leave a checkpoint and end the call.
+    start one per device. On Ctrl-C, SIGTERM and SIGUSR1 a checkpoint is written and the call ends.
 
     Args:
-        config: The keys of the run, or a YAML file that holds them; see ``docs/classification.md``.
+        config: The keys of the run, or a YAML file with them; see ``docs/classification.md``.
         samples: Labelled texts instead of the file of ``data.path``, the same on every rank:
             instances of ``Sample``, or mappings with text and label under ``data.text_key`` and
             ``data.label_key``, such as the rows of a Hugging Face ``datasets.Dataset``.
-        out: Folder that runs go to.
+        out: Folder of runs.
         resume: Continue from the newest complete checkpoint of the run's name.
         quiet: Print neither the team nor progress.
 
     Returns:
-        Where the adapter is and how good it is, the same on every rank.
+        The folders of the run and the adapter's metrics, the same on every rank.
 
     Raises:
         UserError: An input is wrong; the message names value, cause and remedy.
@@ -85,13 +85,13 @@ def predict_file(options: ClassifyOptions) -> int:
     """Classify the texts of a file with a finished run, and print a line of JSON for each.
 
     Args:
-        options: ``predict`` is the file; name and folder say which run.
+        options: ``predict`` is the file; name and folder identify the run.
 
     Returns:
         The exit code: 0.
 
     Raises:
-        SystemExit: Nobody reads on; see ``answer``.
+        SystemExit: The reader of the output has ended; see ``answer``.
         UserError: There is no finished run of that name, or the file is malformed.
     """
     from evener.tasks.classification.labelled_data import read_records
@@ -128,8 +128,8 @@ def _run(
         base = find_demo_base(options.out)
         if base is None:
             raise ConfigError(
-                "the base model is that of the pretraining demo, which has not been run: run "
-                "'evener pretrain --demo' first, or name a model with model.path"
+                "the default base model is that of the pretraining demo, which has not been run: "
+                "run 'evener pretrain --demo' first, or name a model with model.path"
             )
         model = config.model.model_copy(update={"path": str(base)})
         config = config.model_copy(update={"model": model})

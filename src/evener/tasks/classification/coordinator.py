@@ -42,7 +42,7 @@ class BatchResult:
 
     Attributes:
         avg_loss: Mean loss by class weight, before the update, in nats; ``nan`` for an empty batch.
-        correct: Samples whose class was found, before the update.
+        correct: Correctly classified samples, before the update.
         total: Samples, each counted once.
         grad_norm: 2-norm of the averaged gradient, before clipping; ``nan`` without an update.
     """
@@ -53,7 +53,7 @@ class BatchResult:
     grad_norm: float
 
     def accuracy(self) -> float:
-        """Return the part of the samples whose class was found; ``nan`` for an empty batch."""
+        """Return the fraction of correctly classified samples; ``nan`` for an empty batch."""
         return self.correct / self.total if self.total else math.nan
 
 
@@ -61,14 +61,14 @@ class BatchResult:
 class DataParallelCoordinator(Closing):
     """Trains one LoRA classifier on several devices of this process, each at its own speed.
 
-    There is a replica for each device: a rank of a team whose ranks are threads. A batch is shared
-    out in proportion to measured speeds; every replica computes the gradient of its samples, the
-    gradients are summed by weight, and every replica makes the update that one device would have
-    made on the whole batch. So replicas stay bit-identical. Replicas on one device share the memory
-    of the frozen base.
+    There is a replica for each device: a rank of a team whose ranks are threads. A batch is divided
+    in proportion to measured speeds. Every replica computes the gradient of its samples, the
+    gradients are summed by weight, and every replica makes the update that one device would make on
+    the whole batch. So replicas stay bit-identical. Replicas on one device share the memory of the
+    frozen base.
 
     Use it from one thread at a time, and close it (or use ``with``). Replicas on the CPU share its
-    cores: while there are two or more of them, torch's number of threads is lowered, unless
+    cores: with two or more of them, torch's number of threads is lowered, unless
     ``OMP_NUM_THREADS`` sets it.
 
     Args:
@@ -77,19 +77,19 @@ class DataParallelCoordinator(Closing):
         classify_config: What is trained, and how; ``labels`` must be given. Or its keys.
         devices: ``"auto"`` (every accelerator, else the CPU), a list such as
             ``["cuda:0", "cuda:1", "cpu"]``, one device, or a number of them.
-        partition_ratios: Shares relative to one another, instead of measured speeds.
-        emulate_slow: Factor by device number by which to slow it on purpose.
-        verify_every: After every so many batches, compare all replicas by hashes, and raise
-            ``ReplicasDifferError`` where they differ; 0 does not look.
-        sinks: Take the run's events; see ``Ddp.setup``. Closed by ``close``.
+        partition_ratios: Relative shares, instead of measured speeds.
+        emulate_slow: By device number, the factor by which to slow it on purpose.
+        verify_every: Number of batches after which all replicas are compared by hashes;
+            ``ReplicasDifferError`` is raised if they differ. 0 does not compare.
+        sinks: Receive the run's events; see ``Ddp.setup``. Closed by ``close``.
 
     Attributes:
         devices: The device of each replica.
         pipelines: The classifiers, one for each device.
-        num_batches: Batches that have been trained on.
+        num_batches: Batches trained so far.
 
     Raises:
-        ConfigError: A device that is not there, a base that does not load, a bad option.
+        ConfigError: A missing device, a base that cannot be loaded, an invalid option.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class DataParallelCoordinator(Closing):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How the next hundred samples would be shared out, by device."""
+        """How the next hundred samples would be divided, by device."""
         return self._deal(range(100))[0].shares
 
     @property
@@ -181,7 +181,7 @@ class DataParallelCoordinator(Closing):
         plan, parts = self._deal(list(enumerate(pairs)))
         scale = math.inf
         result: WindowResult | None = None
-        # Where fp16 has overflowed, the scale of losses was lowered: the same batch once more.
+        # If fp16 has overflowed, the scale of losses was lowered: repeat the same batch.
         while result is None or (result.skipped and self._loss_scale.value < scale):
             scale = self._loss_scale.value
             correct = self._compute(parts)
@@ -230,10 +230,10 @@ class DataParallelCoordinator(Closing):
             torch.set_num_threads(self._torch_threads)
 
     def _compute(self, parts: Sequence[Sequence[tuple[int, Pair]]]) -> int:
-        """Compute gradients, which stay on their replicas; return how many were classified right.
+        """Compute gradients, which stay on their replicas; return the correctly classified samples.
 
-        All replicas are done before the first one exchanges anything: so one that fails, as
-        without memory, leaves all as they were.
+        All replicas finish before the first one exchanges anything. So if one fails, for example
+        without memory, no replica has changed.
         """
         try:
             number = repeat(self.num_batches)
@@ -259,7 +259,7 @@ class DataParallelCoordinator(Closing):
         return torch.cat(self._on_all(ClassifyPipeline.judge, self.pipelines, parts))
 
     def _deal(self, whole: Sequence[_T]) -> tuple[WindowPlan, list[list[_T]]]:
-        """Return a plan, and a part of a list for each replica, in order and by its speed."""
+        """Return a plan, and a list divided in order by the replicas' speeds."""
         plan = self._policy.plan(self.num_batches, 0, 0, len(whole))
         ranks = range(len(self.devices))
         return plan, [[whole[place] for place in plan.positions(rank)] for rank in ranks]
@@ -286,7 +286,7 @@ class DataParallelCoordinator(Closing):
     def _check_usable(self) -> None:
         if not self._replicas:
             raise UsageError(
-                "this coordinator was closed, or an update of it failed half-way; make a new one"
+                "this coordinator was closed, or one of its updates failed half-way; make a new one"
             )
 
 
@@ -295,10 +295,10 @@ class _ThreadRank:
 
     Args:
         pipeline: The classifier, on its device.
-        end: Joins the replicas.
-        devices: Of all replicas.
-        options: Those of the team.
-        sinks: Take its events.
+        end: Connects the replicas.
+        devices: Devices of all replicas.
+        options: Options of the team.
+        sinks: Receive its events.
     """
 
     def __init__(
@@ -337,16 +337,16 @@ class _ThreadRank:
             share_cores(on_cpu)
 
     def compute(self, part: Sequence[tuple[int, Pair]], batch_number: int) -> int:
-        """Forward and backward of this replica's part of a batch, in the places given.
+        """Compute forward and backward of this replica's part of a batch.
 
         Returns:
-            Samples whose class was found.
+            The number of correctly classified samples.
         """
         pipeline, correct = self._pipeline, 0
         size = len(part) if self._size == "auto" else self._size
         for row in split(range(len(part)), max(1, size)):
             with self._window.micro_batch(len(row)):
-                # Dropout depends on what is computed, not on which thread came first.
+                # Dropout depends on the samples, not on the order of threads.
                 place = part[row[0]][0]
                 seed = derive_seed(pipeline.config.seed, "micro-batch", batch_number, place)
                 pipeline.seed_dropout(seed)
@@ -356,11 +356,11 @@ class _ThreadRank:
         return correct
 
     def drop(self) -> None:
-        """Forget what was computed of a batch."""
+        """Drop the gradients of a batch."""
         self._window.drop()
 
     def update(self) -> WindowResult:
-        """Average over replicas and step; all replicas do it together."""
+        """Average over replicas and step; all replicas call it together."""
         try:
             result = self._window.close_window()
         except NonFiniteGradientError:

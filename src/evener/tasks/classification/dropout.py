@@ -1,4 +1,4 @@
-"""Dropout of the adapter that may draw from a generator of its own, as replicas are threads."""
+"""Dropout of the adapter that may use a separate generator, since replicas are threads."""
 
 import torch
 from torch import Tensor, nn
@@ -8,10 +8,10 @@ class AdapterDropout(nn.Module):
     """Dropout that draws from torch's default generator until ``draw_from`` gives it another.
 
     The default generator belongs to the whole process: replicas in threads would draw from it in
-    whatever order they happen to run.
+    an undefined order.
 
     Args:
-        p: Part of the elements that become zero while training.
+        p: Fraction of the elements that become zero in training.
     """
 
     def __init__(self, p: float) -> None:
@@ -24,7 +24,7 @@ class AdapterDropout(nn.Module):
         self._generator = generator
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop elements and scale up the others, while training."""
+        """Drop elements and scale the others up, in training."""
         if not self.training or self.p == 0.0:
             return x
         keep = torch.empty_like(x).bernoulli_(1.0 - self.p, generator=self._generator)

@@ -1,4 +1,4 @@
-"""The tokenizer of a classifier: cuts, ends and pads texts, in training and where it is saved."""
+"""The tokenizer of a classifier: truncates, ends and pads texts, also when it is saved."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,19 +13,19 @@ _NUL = "\u0100"
 
 
 def load_encoder(folder: Path | None, seq_len: int, end_tokens: int = 1) -> Any:
-    """Return a tokenizer of transformers that cuts texts to ``seq_len`` and pads them at their end.
+    """Return a tokenizer of transformers that truncates texts to ``seq_len`` and pads their end.
 
-    Decoders classify by the state at the last token. If the tokenizer ends texts with none, the
-    end-of-text token is added: the same question at the end of every text. It is not added if it
-    is also the padding, as decoders look for the last token before the padding.
+    Decoders classify by the state at the last token. If the tokenizer does not end texts with the
+    end-of-text token, it is added, so that all texts end alike. It is not added if it is also the
+    padding, as decoders look for the last token before the padding.
 
     Args:
-        folder: Holds the tokenizer; bytes without one.
+        folder: Folder of the tokenizer; bytes without one.
         seq_len: Most tokens of a text, special ones included.
         end_tokens: How many end-of-text tokens are added.
 
     Raises:
-        DataError: It does not load.
+        DataError: It cannot be loaded.
         ConfigError: ``seq_len`` leaves no room for text.
     """
     from tokenizers.processors import TemplateProcessing
@@ -56,8 +56,8 @@ def load_encoder(folder: Path | None, seq_len: int, end_tokens: int = 1) -> Any:
     )
     if seq_len <= (around := encoder.num_special_tokens_to_add()):
         raise ConfigError(
-            f"seq_len is {seq_len}, and the tokenizer puts {around} tokens around every text, "
-            "which leaves no room for it; raise seq_len"
+            f"seq_len is {seq_len}, and the tokenizer adds {around} tokens to every text, which "
+            "leaves no room for it; raise seq_len"
         )
     return encoder
 

@@ -1,8 +1,8 @@
-"""Fits the head on the outputs of the frozen base, before the adapter is trained.
+"""Fit the head on the outputs of the frozen base, before the adapter is trained.
 
-With a random head the adapter first learns what suits random numbers, and the base's features are
-bent for it. A head that already makes the best of them gives it a direction from the first step on
-(linear probing, then fine-tuning: Kumar et al., 2022).
+With a random head the adapter would first adapt to random numbers, which distorts the base's
+features. With a fitted head it learns the task from the first step on (linear probing, then
+fine-tuning: Kumar et al., 2022).
 """
 
 import random
@@ -24,7 +24,7 @@ _DECAY = 1e-3
 _ITERATIONS = 300
 
 MOST_BYTES: Final = 2**28
-"""Memory of a rank for the features of the samples that the head is fitted to."""
+"""Most memory of a rank for the features to which the head is fitted."""
 
 
 def fit_head(
@@ -35,21 +35,20 @@ def fit_head(
     *,
     most_bytes: int = MOST_BYTES,
 ) -> bool:
-    """Train the head alone to the end; all ranks call it together, before the first window.
+    """Fit the head; all ranks call it together, before the first window.
 
-    Each rank computes a part of the features, gets those of all, and takes over rank 0's head.
+    Each rank computes a part of the features, gathers those of all, and loads rank 0's head.
 
     Args:
         ddp: The team.
         pipeline: This rank's classifier, with an adapter that changes nothing yet.
         data: The training samples, the same on every rank.
-        say: Told, in a line, what is done.
-        most_bytes: If the features of all samples, or their logits, take more memory, the head is
+        say: Called with a line that describes what is done.
+        most_bytes: If the features of all samples, or their logits, need more memory, the head is
             fitted to as many samples as fit, drawn by the seed.
 
     Returns:
-        Whether it was done: a head of several layers is left as it is, and so is everything when a
-        rank was told to stop.
+        Whether it was done: not with a head of several layers, and not if a rank was asked to stop.
     """
     head = find_head(pipeline.model)
     if head is None:
@@ -61,7 +60,7 @@ def fit_head(
         on = f" on {count:,} samples, as the features of all take over {human_bytes(most_bytes)}"
     say(f"fitting the head to the frozen base{on} ...")
     features, filled = torch.empty(count, head.in_features), 0
-    rows_of: Any = data  # torch's data sets are whatever has a length and items
+    rows_of: Any = data  # torch's data sets are any objects with a length and items
     for samples in ddp.eval_loader(rows_of, batch_size=_PIECE, collate_fn=list):
         part = torch.zeros(len(samples), head.in_features)
         if not ddp.wants_stop():
@@ -77,7 +76,7 @@ def fit_head(
         _fit(head, features, torch.tensor([index for _, index in data]), pipeline)
     with torch.no_grad():
         for parameter in head.parameters():
-            # Solvers round in their own way on unlike hardware.
+            # Solvers round differently on different hardware.
             parameter.copy_(ddp.gather(parameter)[: len(parameter)])
     return True
 
@@ -109,13 +108,13 @@ def features_of(pipeline: ClassifyPipeline, head: nn.Linear, samples: Sequence[P
     finally:
         handle.remove()
     found = given[0].float().cpu()
-    if found.dim() == 3:  # decoders judge every position and use the last one
+    if found.dim() == 3:  # decoders classify every position and use the last one
         found = found[torch.arange(len(samples)), batch["attention_mask"].sum(1) - 1]
     return found
 
 
 def _fit(head: nn.Linear, features: Tensor, labels: Tensor, pipeline: ClassifyPipeline) -> None:
-    """Logistic regression by L-BFGS, the loss weighted as in training; overwrites ``features``."""
+    """Fit by L-BFGS, with the loss weighted as in training; overwrites ``features``."""
     scale = features.std(0).clamp_min(1e-6)
     scaled = features.div_(scale)
     class_weights = torch.tensor([pipeline.weight_of([i]) for i in range(head.out_features)])

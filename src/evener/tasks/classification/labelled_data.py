@@ -39,8 +39,8 @@ class LabelledData:
         labels: The classes.
         train: Training samples.
         heldout: Held-out samples.
-        signature: Hash of all of it.
-        description: In words, for people.
+        signature: Hash of all samples.
+        description: A description as text.
     """
 
     labels: LabelSet
@@ -54,7 +54,7 @@ def load_data(config: ClassifyRunConfig, samples: Iterable[Any] | None = None) -
     """Read and split the data of a run.
 
     Args:
-        config: Says where it is, unless it is given.
+        config: Names the files, unless samples are given.
         samples: Instances of ``Sample``, or mappings with text and label under ``data.text_key``
             and ``data.label_key``.
 
@@ -94,7 +94,7 @@ def load_data(config: ClassifyRunConfig, samples: Iterable[Any] | None = None) -
 
 
 def read_records(path: Path, data: ClassifyDataConfig, *, has_labels: bool = True) -> list[Record]:
-    """Read a file of samples; empty lines are left out.
+    """Read a file of samples; empty lines are skipped.
 
     Args:
         path: JSON Lines (``.jsonl`` or any other name, also ``.gz``), or ``.csv`` or ``.tsv``,
@@ -146,7 +146,7 @@ def _csv_rows(path: Path, file: IO[str]) -> Iterator[tuple[str, dict[str, str]]]
             where = f"{path}:{reader.line_num}"
             if None in row or None in row.values():
                 raise DataError(
-                    f"{where} has not as many columns as the first row, which names "
+                    f"{where} has another number of columns than the first row, which names "
                     f"{len(reader.fieldnames or ())}; quote texts that hold a separator"
                 )
             yield where, row
@@ -199,7 +199,7 @@ def split_records(
 
     Args:
         records: The samples.
-        fraction: Part to hold out, between 0 and 1; about so much of each class.
+        fraction: Fraction to hold out, between 0 and 1, about the same of each class.
         seed: Seed of the choice.
         has_groups: Whether ``group`` is more than the text. Either way, the samples of one group
             stay together.
@@ -209,7 +209,7 @@ def split_records(
     """
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
-    # Groups of many samples are weighed against one another, which takes a millisecond for each.
+    # Groups of many samples are balanced against one another, which takes a millisecond for each.
     splitter = StratifiedGroupKFold if has_groups else StratifiedKFold
     units = records if has_groups else list({record.group: record for record in records}.values())
     labels, groups = [unit.label for unit in units], [unit.group for unit in units]

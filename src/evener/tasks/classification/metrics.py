@@ -1,4 +1,4 @@
-"""What predictions are worth, and which adapter of a run is the best by that."""
+"""Metrics of predictions, and the best adapter of a run by them."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -10,7 +10,7 @@ Kind = Literal["frozen", "start", "probe", "best", "final"]
 
 
 class Evaluation(BaseModel):
-    """How well labelled texts are classified.
+    """The metrics of classified texts.
 
     Attributes:
         loss: Mean cross-entropy by class weight, in nats; ``nan`` of no samples.
@@ -29,33 +29,33 @@ class Evaluation(BaseModel):
 
     @property
     def correct(self) -> int:
-        """Samples whose class was found."""
+        """Correctly classified samples."""
         return int(np.trace(self.confusion))
 
     @property
     def accuracy(self) -> float:
-        """Part of the samples whose class was found."""
+        """Fraction of correctly classified samples."""
         return self.correct / self.total if self.total else float("nan")
 
     @property
     def f1(self) -> tuple[float, ...]:
-        """Harmonic mean of precision and recall for each class; 0 where a class was never hit."""
+        """Harmonic mean of precision and recall for each class; 0 without a correct sample."""
         table = np.array(self.confusion)
         both = table.sum(0) + table.sum(1)
         return tuple((2 * table.diagonal() / np.maximum(both, 1)).tolist())
 
     @property
     def macro_f1(self) -> float:
-        """Mean of ``f1`` over classes, each counting the same."""
+        """Unweighted mean of ``f1`` over classes."""
         return sum(self.f1) / len(self.f1)
 
     @property
     def majority_accuracy(self) -> float:
-        """The best that a constant answer could do on these samples."""
+        """Accuracy of the most frequent class as a constant answer."""
         return max(map(sum, self.confusion)) / self.total if self.total else float("nan")
 
     def score(self, metric: str) -> float:
-        """Return the number that decides which of two is better: the higher one."""
+        """Return the number by which evaluations are compared; higher is better."""
         if metric == "loss":
             return -self.loss
         return self.accuracy if metric == "accuracy" else self.macro_f1
@@ -65,7 +65,7 @@ class EvaluationHistory(BaseModel):
     """The evaluations of a run; the same on every rank that takes part.
 
     Attributes:
-        begun: Whether all that comes before the first window is done.
+        begun: Whether everything before the first window is done.
         best_window: Windows before the best evaluation.
         last_window: Windows before the newest one.
         since_best: Evaluations since the best.
@@ -84,7 +84,7 @@ class EvaluationHistory(BaseModel):
 
     @property
     def result(self) -> Evaluation | None:
-        """What is known best of the best adapter."""
+        """The evaluation of the best adapter over the most samples."""
         return self.known.get("final", self.known.get("best"))
 
     def accuracy(self, kind: Kind) -> float | None:
@@ -92,7 +92,7 @@ class EvaluationHistory(BaseModel):
         return self.known[kind].accuracy if kind in self.known else None
 
     def add(self, window: int, evaluation: Evaluation, metric: str) -> bool:
-        """Take an evaluation; return whether it is the best so far, by a metric."""
+        """Add an evaluation; return whether it is the best so far, by a metric."""
         self.last_window = window
         best = self.known.get("best")
         if best is None or evaluation.score(metric) > best.score(metric):

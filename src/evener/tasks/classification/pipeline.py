@@ -60,7 +60,7 @@ class BatchLoss:
     Attributes:
         loss: Scalar; the mean over ``weight``.
         weight: Σ of the class weights of its samples; their number without class weights.
-        correct: Scalar, int64: samples whose class was found.
+        correct: Scalar, int64: correctly classified samples.
     """
 
     loss: Tensor
@@ -70,16 +70,16 @@ class BatchLoss:
 
 @final
 class ClassifyPipeline:
-    """A frozen base with adapter and head, the tokenizer before them and the classes behind.
+    """A frozen base with adapter and head, its tokenizer and the names of the classes.
 
     Give ``model`` to ``Ddp.setup`` to train it with a process per device, as ``evener classify``
     does; ``DataParallelCoordinator`` trains several in the threads of one process.
 
     Attributes:
-        model: Takes token ids and gives logits; only adapter and head are trainable.
-        encoder: The tokenizer of transformers; it cuts, ends and pads texts.
+        model: Maps token ids to logits; only adapter and head are trainable.
+        encoder: The tokenizer of transformers; it truncates, ends and pads texts.
         labels: The classes.
-        config: What it was made with.
+        config: Its configuration.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class ClassifyPipeline:
             model_config: The base, and perhaps an adapter to continue: a local folder, keys such
                 as ``{"type": "bert", "config": {...}}``, or a ``ModelConfig``.
             config: What is trained, and how; or its keys. ``labels`` must be given.
-            tokenizer: Folder of the tokenizer; that of the base by default, bytes where the base
+            tokenizer: Folder of the tokenizer; that of the base by default, bytes if the base
                 starts from scratch.
-            quiet: Does not say where it cannot be told whether an adapter is one of this base.
+            quiet: Do not warn if it cannot be verified that an adapter belongs to this base.
 
         Raises:
             ConfigError: Base, adapter and tokenizer do not fit one another.
@@ -148,11 +148,11 @@ class ClassifyPipeline:
         """Load what ``save`` has written.
 
         Args:
-            folder: The one that was saved to.
-            base: Folder of the base, where it has moved.
+            folder: The folder that was given to ``save``.
+            base: Folder of the base, if it has moved.
 
         Raises:
-            ConfigError: There is none, or the base is another one.
+            ConfigError: The folder has no classifier, or the base is another one.
         """
         folder = Path(folder)
         adapter = folder / "adapter"
@@ -171,9 +171,9 @@ class ClassifyPipeline:
         )
 
     def replica(self, device: torch.device) -> Self:
-        """Return a classifier of its own on ``device``, with the same values.
+        """Return a copy of the classifier on ``device``.
 
-        What is frozen is shared with this one where both live on the same device.
+        Frozen parameters are shared if both are on the same device.
         """
         frozen = (p for p in self.model.parameters() if not p.requires_grad)
         shared = {id(p): p for p in frozen if self.device == device}
@@ -185,12 +185,12 @@ class ClassifyPipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """The model's device."""
         return next(self.model.parameters()).device
 
     @property
     def base_fingerprint(self) -> str:
-        """Tells the frozen base from others."""
+        """Identifies the frozen base."""
         return self._base.fingerprint
 
     @property
@@ -218,19 +218,19 @@ class ClassifyPipeline:
     def collate(self, pairs: Sequence[Pair]) -> Batch:
         """Return a batch of token ids, as wide as its longest text."""
         texts = [text for text, _ in pairs]
-        # Always with the same options: others would change the backend, which threads share.
+        # Always with the same options: others would change the tokenizer, which threads share.
         made = self.encoder(texts, truncation=True, padding=True, return_tensors="pt")
         labels = torch.tensor([label for _, label in pairs])
         return {**{key: made[key] for key in ("input_ids", "attention_mask")}, "labels": labels}
 
     def weight_of(self, labels: Sequence[int]) -> float:
-        """Return what samples of these classes weigh together."""
+        """Return the summed weight of samples of these classes."""
         return float(self._class_weights[list(labels)].double().sum())
 
     def seed_dropout(self, seed: int) -> None:
-        """Draw dropout from a generator of this classifier's own, which starts at ``seed``.
+        """Draw dropout from a separate generator, which starts at ``seed``.
 
-        Before, it is torch's default one, for a classifier that has its process to itself.
+        Before the first call it is torch's default one, for a single classifier in its process.
         """
         if self._dropouts:
             generator = torch.Generator(self.device).manual_seed(seed)
@@ -250,7 +250,7 @@ class ClassifyPipeline:
         """Classify labelled texts and compare; the loss of none is ``nan``.
 
         Raises:
-            DataError: One is bad.
+            DataError: A sample is invalid.
         """
         pairs = self.pairs(samples)
         return self.compare(pairs, self.judge(pairs))
@@ -267,7 +267,7 @@ class ClassifyPipeline:
         """Return texts without labels as pairs.
 
         Raises:
-            DataError: A text is empty; names it by its place.
+            DataError: A text is empty; names its place.
         """
         if isinstance(texts, str):
             raise DataError(f"texts is the text {texts[:40]!r} itself; give a list of texts")
@@ -283,7 +283,7 @@ class ClassifyPipeline:
         return torch.cat(found)
 
     def compare(self, pairs: Sequence[Pair], logits: Tensor) -> Evaluation:
-        """Return how well samples were classified, by the logits that ``judge`` gave for them."""
+        """Return the metrics of samples by their logits of ``judge``."""
         true = torch.tensor([label for _, label in pairs], dtype=torch.long)
         losses = F.cross_entropy(logits, true, self._class_weights, reduction="none").double()
         weights = self._class_weights.double()[true]
@@ -294,7 +294,7 @@ class ClassifyPipeline:
         )
 
     def name(self, logits: Tensor) -> list[Prediction]:
-        """Return the classes that logits of ``judge`` stand for."""
+        """Return the classes of logits of ``judge``."""
         rows = torch.softmax(logits, -1).tolist()
         return [
             Prediction(label=self.labels.names[index], index=index, probabilities=tuple(row))

@@ -255,7 +255,7 @@ class TextClassifier(Task):
             self._pipeline.save(job.folder)
 
     def in_words(self, figures: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the figures for people, in the order in which they are compared."""
+        """Return the figures as texts, in the order in which they are compared."""
         counts = f"{figures['num_train']:,} for training, {figures['num_heldout']:,} held out"
         if figures["num_evaluated"] < figures["num_heldout"]:
             counts += f", {figures['num_evaluated']:,} of them evaluated before the end"

@@ -1,1 +1,1 @@
-"""The text of a language model run: read, tokenised into a memory-mapped file, packed."""
+"""The text of a language model run: reading, tokenising into a memory-mapped file, packing."""

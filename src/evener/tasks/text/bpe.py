@@ -1,4 +1,4 @@
-"""A tokenizer trained on the corpus: byte-level BPE, as GPT-2's, kept in the cache."""
+"""A tokenizer trained on the corpus: byte-level BPE, as GPT-2's, stored in the cache."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,21 +13,21 @@ EOS_ID: Final = 0
 """Id of ``<|endoftext|>`` in every tokenizer made here."""
 
 SAMPLE_BYTES: Final = 256 * 1024 * 1024
-"""Of a larger corpus, a sample of about this size is used, chosen by the hash of their label."""
+"""If the corpus is larger, a sample of about this size is used, chosen by hashes of labels."""
 
 _FORMAT: Final = 2
-"""Raised when the same text would give another tokenizer."""
+"""Increased when the same text would give another tokenizer."""
 
 
 def trained_tokenizer(source: DocumentSource, vocab_size: int, cache_dir: Path) -> CausalTokenizer:
-    """Train a tokenizer on a source once, or find that it has been done.
+    """Train a tokenizer on a source, or load it from the cache.
 
-    Held-out documents take part: which documents these are may change without another tokenizer.
+    Held-out documents are used, too, so that the tokenizer does not depend on the split.
 
     Args:
-        source: Gives the documents.
-        vocab_size: Most ids, at least 257 (bytes and end-of-text); short text gives fewer.
-        cache_dir: Folder for the result; made if missing.
+        source: The documents.
+        vocab_size: Most ids, at least 257 (bytes and end-of-text); with little text, fewer.
+        cache_dir: Folder for the result; created if missing.
 
     Raises:
         DataError: The source cannot be read, or the cache cannot be written.
@@ -35,7 +35,7 @@ def trained_tokenizer(source: DocumentSource, vocab_size: int, cache_dir: Path) 
     folder = cache_dir / f"tokenizer-{digest([_FORMAT, vocab_size, source.identity])}"
 
     def load() -> CausalTokenizer:
-        folder.stat()  # one that is missing is not damaged
+        folder.stat()  # a missing folder is not a damaged one
         return load_tokenizer(folder)
 
     def make(fresh: Path) -> None:

@@ -1,7 +1,7 @@
-"""The cache of tokenised data: a folder for each result, written whole or not at all.
+"""The cache of tokenised data: a folder for each result, written atomically.
 
-Several processes may use one cache at once. Of two that make the same, the last to finish is kept:
-whoever has opened the other one keeps its files.
+Several processes may use one cache at once. If two make the same result, the last one is kept, and
+processes that have opened the other one can still read its files.
 """
 
 import json
@@ -19,23 +19,23 @@ from evener.team.terminal import warn
 _Content = TypeVar("_Content")
 
 UNUSED_DAYS: Final = 30
-"""What has not been used for so long is removed when something new is made."""
+"""Results that were not used for this time are removed when a new one is made."""
 
 
 def digest(value: Any) -> str:
-    """Hash what JSON can hold (BLAKE2b, 128 bits, hexadecimal)."""
+    """Hash a JSON value (BLAKE2b, 128 bits, hexadecimal)."""
     return blake2b(json.dumps(value).encode()).hexdigest()
 
 
 def load_or_make(
     folder: Path, load: Callable[[], _Content], make: Callable[[Path], None]
 ) -> _Content:
-    """Load what a folder of the cache holds; make that first if it is missing or damaged.
+    """Load a result from the cache; make it first if it is missing or damaged.
 
     Args:
-        folder: Where it is in the cache, which is made if missing.
+        folder: The result's folder in the cache, which is created if missing.
         load: Loads it; raises ``ValueError`` or ``DataError`` if it is damaged.
-        make: Writes its files into the folder that it is given.
+        make: Writes its files into the given folder.
 
     Raises:
         DataError: The cache cannot be read or written.
@@ -52,7 +52,7 @@ def load_or_make(
     except (ValueError, DataError) as error:
         warn(f"{folder} is damaged ({error}); it is made again")
     else:
-        with suppress(OSError):  # a read-only cache may be used as well
+        with suppress(OSError):  # the cache may be read-only
             os.utime(folder)
         return content
     try:
@@ -64,13 +64,13 @@ def load_or_make(
     except OSError as error:
         raise DataError(
             f"tokenised data cannot be written to {folder.parent}: {error.strerror}. Name another "
-            "folder with data.cache, or make room there"
+            "folder with data.cache, or free disk space there"
         ) from error
     return load()
 
 
 def _remove_unused(cache_dir: Path) -> None:
-    """Remove what nobody has used for ``UNUSED_DAYS``, or has left unfinished; never links."""
+    """Remove results that were unused for ``UNUSED_DAYS``, or unfinished ones; never links."""
     for path in (*cache_dir.glob("corpus-*"), *cache_dir.glob("tokenizer-*")):
         with suppress(OSError):  # another process may be removing it
             age_s = time.time() - path.stat().st_mtime

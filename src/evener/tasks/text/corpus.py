@@ -6,8 +6,8 @@ A prepared corpus is a folder of the cache, named by its source and its tokenize
       tokens.bin      little-endian uint16 or uint32: the documents, each followed by end-of-text
       documents.bin   little-endian uint64, per document: start, stop, hash of its label
 
-Path, size and time of the files decide whether they are tokenised again. The signature is of the
-documents' labels and lengths in tokens, so a copy of the files elsewhere is the same data.
+Files are tokenised again if path, size or modification time differ. The signature hashes the
+documents' labels and lengths in tokens, so a copy of the files elsewhere counts as the same data.
 """
 
 from collections.abc import Iterator
@@ -27,17 +27,17 @@ from evener.tasks.text.packing import PackedDocuments
 from evener.tasks.text.tokenizer import CausalTokenizer
 
 _FORMAT: Final = 4
-"""Raised when the same files would give other tokens or another layout."""
+"""Increased when the same files would give other tokens or another layout."""
 
 BATCH_CHARACTERS: Final = 1024 * 1024
-"""So much text, or one document more, is tokenised at once."""
+"""Text that is tokenised at once; the last document may exceed it."""
 
 _TOKENS, _DOCUMENTS = "tokens.bin", "documents.bin"
 _ROW: Final = "<u8"
 
 
 class CorpusSplits(NamedTuple):
-    """The two sides of a corpus; no document is on both."""
+    """The training and the held-out documents of a corpus."""
 
     train: PackedDocuments
     heldout: PackedDocuments
@@ -51,17 +51,17 @@ def prepare_corpus(
     *,
     seed: int = 0,
 ) -> CorpusSplits:
-    """Tokenise a source once, or find that it has been done, and open both sides as samples.
+    """Tokenise a source, or find the result in the cache, and open both sides as samples.
 
-    A document is held out if the hash of its label and the seed says so: adding files moves no
-    other document to the other side. Each side gets at least one. Several processes may call this
-    at once with one ``cache_dir``. Memory holds about a mebibyte of documents at a time.
+    A hash of its label and the seed decides whether a document is held out, so adding files moves
+    no other document to the other side. Each side gets at least one. Several processes may call
+    this at once with one ``cache_dir``. About a mebibyte of documents is in memory at a time.
 
     Args:
-        source: Gives the documents.
-        tokenizer: Turns text into ids.
-        cache_dir: Folder for the result; made if missing.
-        data: Says how many tokens a sample has, and how many documents are held out.
+        source: The documents.
+        tokenizer: Converts text to ids.
+        cache_dir: Folder for the result; created if missing.
+        data: Tokens of a sample, and the fraction of held-out documents.
         seed: Chooses which documents are held out.
 
     Raises:
@@ -86,8 +86,8 @@ def prepare_corpus(
     tokens, documents = load_or_make(folder, load, make)
     if len(documents) < 2:
         raise DataError(
-            f"{source.name} makes one document only, so that none can be held out: give more "
-            "text, or several files"
+            f"{source.name} has only one document, so none can be held out: give more text, or "
+            "several files"
         )
     content = blake2b(documents.tobytes()).hexdigest()
     is_heldout = _choose(documents[:, 2], fraction, seed)
@@ -121,7 +121,7 @@ def _write(folder: Path, encoded: Iterator[tuple[Document, NDArray[Any]]]) -> No
 def _encoded(
     documents: Iterator[Document], tokenizer: CausalTokenizer, dtype: str
 ) -> Iterator[tuple[Document, NDArray[Any]]]:
-    """Yield the documents in their order, with their ids and end-of-text as written."""
+    """Yield the documents in their order, with their ids and end-of-text."""
     while batch := _next_batch(documents):
         texts = [document.text for document in batch]
         for document, ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
@@ -129,7 +129,7 @@ def _encoded(
 
 
 def _next_batch(documents: Iterator[Document]) -> list[Document]:
-    """Take documents until they have ``BATCH_CHARACTERS``; none are left when it is empty."""
+    """Return the next documents, of ``BATCH_CHARACTERS`` together; empty at the end."""
     batch: list[Document] = []
     num_characters = 0
     for document in documents:
@@ -142,7 +142,7 @@ def _next_batch(documents: Iterator[Document]) -> list[Document]:
 
 def _choose(label_hashes: NDArray[np.uint64], fraction: float, seed: int) -> NDArray[np.bool_]:
     """Return whether each document is held out: a hash below ``fraction`` of the range."""
-    # splitmix64's finaliser, so that one stored hash per label serves every seed.
+    # splitmix64's finaliser, so that one stored hash per label is enough for every seed.
     mixed = label_hashes ^ np.uint64(derive_seed(seed, "heldout"))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

@@ -1,8 +1,8 @@
-"""Where the documents of a corpus come from: files of text, JSON Lines and parquet, or a data set.
+"""Sources of a corpus's documents: files of text, JSON Lines and parquet, or a data set.
 
-A file of plain text is one document. One that stands alone, or that is larger than 4 MiB, is cut
-into documents at paragraph boundaries: a single text file then has a held-out part as well, and
-memory stays bounded. Of the other kinds, each line or row is a document.
+A file of plain text is one document. A single file, or a file larger than 4 MiB, is cut into
+documents at paragraph boundaries, so that a single text file has a held-out part, too, and memory
+stays bounded. In other kinds of files, each line or row is a document.
 """
 
 import gzip
@@ -26,7 +26,7 @@ LARGE_FILE_BYTES: Final = 4 * 1024 * 1024
 """A file of plain text above this size is cut into documents."""
 
 _PIECE: Final = 64 * 1024
-"""About the size of the documents that a file is cut into; a short file is cut finer."""
+"""Approximate size of the documents that a file is cut into; smaller for a short file."""
 
 _MIN_PIECE: Final = 1024
 _WANTED_PIECES: Final = 20
@@ -38,9 +38,9 @@ class Document(NamedTuple):
     """One document of a source.
 
     Attributes:
-        label: Unique in the source, the same on every machine; decides whether it is held out.
+        label: Unique in the source, the same on every machine; determines whether it is held out.
         text: Its text.
-        position: How much of the source has been read with it, in bytes.
+        position: Bytes of the source up to its end.
     """
 
     label: str
@@ -54,17 +54,17 @@ class Document(NamedTuple):
 
 
 class DocumentSource(ABC):
-    """What a corpus is made of. Its documents are the same in every pass.
+    """A source of documents. They are the same in every pass.
 
     Args:
-        data: Says where in a record its text is, and what a record without one is.
+        data: The key of a record's text, and what to do with a record without one.
         quiet: Print no progress.
 
     Attributes:
         quiet: As given.
-        name: What messages call it.
-        num_bytes: How much is read in one pass.
-        identity: JSON that differs wherever documents differ.
+        name: Its name in messages.
+        num_bytes: Bytes that are read in one pass.
+        identity: JSON that differs if documents differ.
     """
 
     name: str
@@ -78,13 +78,13 @@ class DocumentSource(ABC):
         self._has_warned = False
 
     def documents(self, activity: str) -> Iterator[Document]:
-        """Yield all documents that hold more than white space.
+        """Yield all documents that are not blank.
 
         Args:
-            activity: What they are read for, in a line of progress every five seconds.
+            activity: The purpose, for a progress line every five seconds.
 
         Raises:
-            DataError: The source cannot be read, changes meanwhile, or holds no text.
+            DataError: The source cannot be read, changes meanwhile, or has no text.
         """
         is_empty, shown_s = True, time.monotonic()
         for document in self._read():
@@ -105,21 +105,21 @@ class DocumentSource(ABC):
         """Yield documents in their order; the text may be empty."""
 
     def _text_of(self, place: str, record: object) -> str:
-        """Return the text of a record, empty if it has none and such records are left out.
+        """Return the text of a record, empty if it has none and such records are skipped.
 
         Args:
-            place: Where it is, for people, such as ``web.jsonl:17``.
-            record: A text, a mapping that holds one, or either as a line of JSON.
+            place: Its place for messages, such as ``web.jsonl:17``.
+            record: A text, a mapping with a text, or either as a line of JSON.
 
         Raises:
-            DataError: It has none.
+            DataError: It has no text.
         """
         try:
             value = parse_json(record) if isinstance(record, bytes) else record
             text = value.get(self._text_key) if isinstance(value, Mapping) else value
             if not isinstance(text, str):
                 raise ValueError(f"{short(text)} is not a text")
-            text.encode()  # half a surrogate pair has no place in UTF-8
+            text.encode()  # half a surrogate pair cannot be encoded in UTF-8
         except ValueError as error:
             return self._reject(place, f"{error} (data.text_key is {self._text_key!r})")
         return text
@@ -127,10 +127,10 @@ class DocumentSource(ABC):
     def _reject(self, place: str, why: str) -> str:
         if self._on_error == "stop":
             raise DataError(
-                f"{place}: {why}. Correct it, or leave such records out with data.on_error: skip"
+                f"{place}: {why}. Correct it, or skip such records with data.on_error: skip"
             )
         if not self._has_warned:
-            warn(f"{place}: {why}: left out, as are all records without a text")
+            warn(f"{place}: {why}: skipped, like all records without a text")
             self._has_warned = True
         return ""
 
@@ -139,11 +139,11 @@ class DocumentSource(ABC):
 class FileSource(DocumentSource):
     """Text files, JSON Lines (also compressed) and parquet.
 
-    A file is known by its path, its size and the time at which it was modified.
+    A file is identified by its path, its size and its modification time.
 
     Args:
-        data: Names files and folders; ``find_files`` says which files of a folder are used.
-            Without any, the sources of Python's standard library.
+        data: Names files and folders; see ``find_files`` for the files of a folder. Without any,
+            the sources of Python's standard library.
         quiet: Print no progress.
 
     Raises:
@@ -184,13 +184,12 @@ class FileSource(DocumentSource):
                 ) from error
             if now != file:
                 raise DataError(
-                    f"{file.path} has changed while it was read: start again when nothing writes "
-                    "to it"
+                    f"{file.path} changed while it was read: start again when nothing writes to it"
                 )
             before += file.size
 
     def _read_text(self, file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, str]]:
-        """Yield label and text of each document; text is UTF-8, a byte order mark is dropped."""
+        """Yield label and text of each document; text is UTF-8, without a byte order mark."""
         is_whole = len(self._files) > 1 and file.size <= LARGE_FILE_BYTES
         size = min(_PIECE, max(_MIN_PIECE, file.size // _WANTED_PIECES))
         try:
@@ -213,7 +212,7 @@ class FileSource(DocumentSource):
                 if content:
                     yield f"{file.label}#{number}", self._text_of(f"{file.path}:{number}", content)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{file.path} is damaged: {error}. Fetch or pack it again") from error
+            raise DataError(f"{file.path} is damaged: {error}. Get or create it again") from error
 
     def _read_rows(self, file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, str]]:
         """Yield label and text of each row of a parquet file; rows are numbered from 0."""
@@ -242,19 +241,19 @@ class FileSource(DocumentSource):
                     number += 1
         except (OSError, pyarrow.ArrowException) as error:
             raise DataError(
-                f"{file.path} cannot be read as parquet: {error}. Fetch or write it again"
+                f"{file.path} cannot be read as parquet: {error}. Get or create it again"
             ) from error
 
 
 def cut_pieces(stream: TextIO, size: int) -> Iterator[str]:
     """Cut a text into pieces of about ``size`` characters, whose concatenation is the text.
 
-    A piece ends with the first blank line after ``size`` characters. If there is none before twice
-    that, it ends with a line, and a line that is longer than ``size`` is cut.
+    A piece ends with the first blank line after ``size`` characters. If there is none within twice
+    that size, it ends with a line, and a line longer than ``size`` is cut.
 
     Args:
         stream: The text.
-        size: Wanted characters.
+        size: Characters of a piece.
     """
     piece = ""
     while line := stream.readline(size):
@@ -271,29 +270,29 @@ def cut_pieces(stream: TextIO, size: int) -> Iterator[str]:
 
 @final
 class RecordSource(DocumentSource):
-    """Documents from anything that can be iterated over again and again.
+    """Documents from an iterable that can be read more than once.
 
-    Such as a list of texts, or a Hugging Face ``datasets.Dataset``. A first pass, here, hashes
-    them: nothing else tells whether they have been tokenised before.
+    For example a list of texts, or a Hugging Face ``datasets.Dataset``. The constructor reads and
+    hashes them, to find whether they have been tokenised before.
 
     Args:
-        records: Texts, or mappings that hold one.
-        data: Says where in a mapping the text is, and what a record without one is.
+        records: Texts, or mappings with a text.
+        data: The key of a mapping's text, and what to do with a record without one.
         quiet: Print no progress.
 
     Raises:
         ConfigError: It can be iterated over only once, or not at all.
-        DataError: It holds no text, or a record without one.
+        DataError: It has no text, or a record without one.
     """
 
     def __init__(self, records: Iterable[object], data: DataConfig, *, quiet: bool = False) -> None:
         super().__init__(data, quiet=quiet)
-        given: object = records  # whatever its annotation says
+        given: object = records  # users may pass any type
         kind = type(given).__name__
         if not isinstance(given, Iterable) or isinstance(given, Iterator | Mapping | str | bytes):
             raise ConfigError(
-                f"the data set is of type {kind}; give something that can be iterated over again "
-                "and again: a list of texts, or mappings with the text under "
+                f"the data set is of type {kind}; give an iterable that can be read more than "
+                "once: a list of texts, or mappings with the text under "
                 f"{data.text_key!r}, such as a datasets.Dataset"
             )
         self.name = f"the data set ({kind})"

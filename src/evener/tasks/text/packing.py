@@ -1,4 +1,4 @@
-"""Documents packed into samples of equal length, without a wasted token."""
+"""Documents packed into samples of equal length."""
 
 from typing import Any, final
 
@@ -16,15 +16,15 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
     """Map-style samples of next-token prediction over documents.
 
     The documents form one stream. Sample ``i`` reads tokens ``[i*T, i*T + T)`` of it and predicts
-    the token after each. What begins a document is never a target, for nothing before it foretells
-    it; every other token is a target exactly once. So counted targets vary from sample to sample:
-    weigh a loss by them. Attention is not cut at document boundaries. The last sample is filled up
-    with ``eos_id``; filler is no target.
+    the token after each. The first token of a document is never a target, since nothing before it
+    predicts it; every other token is a target exactly once. So the number of targets differs
+    between samples: weigh a loss by it. Attention crosses document boundaries. The last sample is
+    padded with ``eos_id``, which is not a target.
 
     Args:
         tokens: 1-d unsigned integers, usually a ``numpy.memmap``.
         documents: int64 of shape (documents, 2), each row ``[start, stop)`` in ``tokens``, each
-            document with the end-of-text token that closes it, none empty.
+            document with the end-of-text token at its end, none empty.
         seq_len: Tokens per sample, T; at least 2.
         eos_id: End-of-text token.
         signature: Identifies content, tokenizer, split and ``seq_len``.
@@ -51,12 +51,12 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def num_documents(self) -> int:
-        """Documents in the stream."""
+        """The number of documents."""
         return len(self._shifts)
 
     @property
     def num_tokens(self) -> int:
-        """Counted targets of one epoch: all tokens but the first of each document."""
+        """The number of targets of an epoch: all tokens but the first of each document."""
         return int(self._begins[-1]) - self.num_documents
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         """
         if len(self) < batch_size:
             raise DataError(
-                f"the training data makes {len(self)} samples of {self.seq_len} tokens "
+                f"the training data has {len(self)} samples of {self.seq_len} tokens "
                 f"({self.num_tokens} targets), fewer than batch_size={batch_size}: give more text, "
                 f"or lower batch_size or seq_len"
             )

@@ -1,4 +1,4 @@
-"""The text of a language model run: tokenised once a host, the same for every rank."""
+"""The text of a language model run: tokenised once per host, the same for every rank."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +12,7 @@ from evener.tasks.text.corpus import CorpusSplits, prepare_corpus
 from evener.tasks.text.documents import DocumentSource, FileSource, RecordSource
 from evener.tasks.text.tokenizer import CausalTokenizer, load_tokenizer
 
-#: Tokenising a large corpus takes long; the other ranks wait this long for the one that does it.
+#: Longest wait of the other ranks for the one that tokenises, which may take long.
 PREPARE_TIMEOUT_S = 6 * 3600.0
 
 
@@ -22,19 +22,19 @@ def prepare_text(
     tokenizer: CausalTokenizer | None,
     records: Iterable[object] | None,
 ) -> tuple[CorpusSplits, CausalTokenizer]:
-    """Return the tokenised text and what made its ids; all ranks call it together.
+    """Return the tokenised text and its tokenizer; all ranks call it together.
 
     The first rank of each host tokenises. The others wait for it, and find the result in the cache.
     A rank that joins a team later is alone.
 
     Args:
-        job: What the text is for.
-        config: Says where the text is and how it is cut.
-        tokenizer: Turns text into ids; ``None`` takes that of the checkpoint, or trains one.
+        job: The job.
+        config: Names the text, and how it is cut.
+        tokenizer: Converts text to ids; ``None`` for that of the checkpoint, or a new one.
         records: Texts, or mappings with the text under ``data.text_key``, instead of files.
 
     Raises:
-        DataError: The text is missing or unfit.
+        DataError: The text is missing or invalid.
     """
     team, environment = job.team, job.ddp.assembly.environment
     checkpoint = job.resumed
@@ -42,7 +42,7 @@ def prepare_text(
         checkpoint = find_newest(job.folder / CHECKPOINTS)
     if tokenizer is None and checkpoint is not None:
         tokenizer = load_tokenizer(checkpoint.path)
-    # Beside the runs of this machine: the run's own folder is where rank 0 has put it.
+    # Beside the runs of this machine: only rank 0's machine has the run's folder.
     cache = job.options.out.absolute() / ".cache"
     if config.data.cache is not None:
         cache = Path(config.data.cache).expanduser()
@@ -62,7 +62,7 @@ def _prepare(
     *,
     quiet: bool,
 ) -> tuple[CorpusSplits, CausalTokenizer]:
-    """Open the source, train a tokenizer if one is wanted, tokenise; or find what has been done."""
+    """Open the source, train a tokenizer if needed, tokenise; or use the cache."""
     data = config.data
     source: DocumentSource
     if records is None:

@@ -1,4 +1,4 @@
-"""Which files a corpus is made of."""
+"""Find the files of a corpus."""
 
 import os
 import sysconfig
@@ -11,7 +11,7 @@ from typing import Final, NoReturn, Self
 from evener.errors import DataError
 
 RECORD_SUFFIXES: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
-"""File endings of files that hold a document per line or row."""
+"""Suffixes of files with a document per line or row."""
 
 _PROSE: Final = ".txt .text .md .rst .tex"
 _PROGRAMS: Final = (
@@ -19,7 +19,7 @@ _PROGRAMS: Final = (
     ".scala .swift .sh .sql"
 )
 DEFAULT_SUFFIXES: Final = (*_PROSE.split(), *_PROGRAMS.split(), *RECORD_SUFFIXES)
-"""File endings that are used from folders: prose, program sources, records."""
+"""Suffixes of files that are read from folders: prose, program sources, records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,15 @@ class SourceFile:
 
     @property
     def has_records(self) -> bool:
-        """Whether the file holds a document per line or row; its name says so."""
+        """Whether the file has a document per line or row, by its name."""
         return self.path.name.lower().endswith(RECORD_SUFFIXES)
 
 
 def stdlib_sources() -> tuple[Path, tuple[str, ...]]:
-    """Find text that is on every machine: the sources of Python's standard library.
+    """Find text that every machine has: the sources of Python's standard library.
 
     Returns:
-        The root folder and the globs to leave out: tests, vendored tools, installed packages.
+        The root folder and the globs to exclude: tests, vendored tools, installed packages.
     """
     names = "test tests idle_test idlelib lib2to3 site-packages dist-packages lib-dynload ensurepip"
     return Path(sysconfig.get_path("stdlib")), (*names.split(), "__pycache__", "config-*")
@@ -66,17 +66,16 @@ def find_files(
 ) -> list[SourceFile]:
     """List the files of a corpus in the order of their labels.
 
-    Folders are walked in depth. Names that begin with a dot, linked folders, broken links and
-    whatever is not a regular file are left out. A file that is itself a source is taken whatever
-    its name.
+    Folders are searched recursively. Names that begin with a dot, linked folders, broken links and
+    files that are not regular are skipped. A file that is itself a source is always used.
 
     Args:
         sources: Files and folders; at least one.
-        suffixes: File endings to take from folders, of any case; ``""`` takes every file; None is
-            ``DEFAULT_SUFFIXES``.
+        suffixes: Suffixes of files to read from folders, of any case; ``""`` is every file; None
+            is ``DEFAULT_SUFFIXES``.
         exclude: Globs. One without a slash is matched with the names of files and folders, one
             with a slash with the whole path relative to its source; ``*`` also matches slashes.
-            A folder is left out with all that it holds.
+            A folder is excluded with its content.
 
     Raises:
         DataError: A source is missing or unreadable, or nothing matches.
@@ -106,7 +105,7 @@ def find_files(
     if not found:
         raise DataError(
             f"{', '.join(map(str, sources))}: no file ends in {' '.join(endings)}. Name the folder "
-            "that holds the text, pass its suffixes, or leave less out"
+            "that holds the text, pass its suffixes, or exclude less"
         )
     return sorted(found, key=lambda file: file.label)
 

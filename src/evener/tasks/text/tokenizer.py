@@ -27,7 +27,7 @@ CONFIG: Final[Mapping[str, Any]] = {
 """``CONFIG_FILE`` of the tokenizers that evener makes."""
 
 _CHAT: Final = "chat_template"
-"""Begins the names of files that do not decide what ids a text gets."""
+"""Prefix of files that do not affect the ids of a text."""
 
 _FILES: Final = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
@@ -37,7 +37,7 @@ _FILES: Final = (
 
 
 class CausalTokenizer(ABC):
-    """Turns text into ids and back; what a corpus, a model and a checkpoint need of a tokenizer.
+    """Converts text to ids and back; the interface for corpus, model and checkpoint.
 
     Attributes:
         vocab_size: The largest id plus one, added tokens included.
@@ -59,14 +59,14 @@ class CausalTokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
-        """Return the text of ``ids`` without special tokens; what is no text becomes U+FFFD."""
+        """Return the text of ``ids`` without special tokens; invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
     def files(self) -> dict[str, bytes]:
         """Return the files that ``AutoTokenizer`` loads the tokenizer from, by name."""
 
     def save(self, folder: Path) -> None:
-        """Write ``files()`` into ``folder``, which is made if missing."""
+        """Write ``files()`` into ``folder``, which is created if missing."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
             (folder / name).write_bytes(content)
@@ -76,7 +76,7 @@ class CausalTokenizer(ABC):
 class ByteTokenizer(CausalTokenizer):
     """One token per byte of UTF-8, its value being the id, and ``<|endoftext|>`` as 256.
 
-    Needs no library to encode, and every text comes back exactly.
+    It needs no library, and decoding returns every text exactly.
     """
 
     vocab_size = 257
@@ -97,7 +97,7 @@ class ByteTokenizer(CausalTokenizer):
         from tokenizers import AddedToken
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        # Without merges the regex that splits words changes no ids, and costs time.
+        # Without merges the regex that splits words does not affect ids, but costs time.
         names = {name: byte for byte, name in bytes_to_unicode().items()}
         backend = byte_level({**names, END: self.eos_id}, splits_words=False)
         backend.add_special_tokens([AddedToken(END, normalized=False, special=True)])
@@ -108,8 +108,8 @@ def byte_level(vocabulary: Mapping[str, int] | None, *, splits_words: bool) -> A
     """Return a byte-level BPE of the tokenizers library, without merges.
 
     Args:
-        vocabulary: Ids by token; None for one that is yet to be trained.
-        splits_words: No token spans two words.
+        vocabulary: Ids by token; None if it is still to be trained.
+        splits_words: Whether no token spans two words.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -129,7 +129,7 @@ def to_files(backend: Any) -> dict[str, bytes]:
 
 
 def load_auto(folder: Path) -> Any:
-    """Return the tokenizer of transformers that a local folder holds; no code of it is run.
+    """Return the tokenizer of transformers in a local folder; no code from it is run.
 
     Raises:
         DataError: It does not load.
@@ -142,7 +142,7 @@ def load_auto(folder: Path) -> Any:
             return AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-    except Exception as error:  # missing and damaged files: each fails in its own way
+    except Exception as error:  # missing or damaged files: errors have any type
         raise DataError(
             f"{folder} does not load as a tokenizer: {in_short(error).rstrip('.')}. It needs the "
             f"files that tokenizer.save_pretrained() writes"
@@ -159,7 +159,7 @@ class FolderTokenizer(CausalTokenizer):
         folder: Holds the tokenizer's files; may be a model's folder.
 
     Raises:
-        DataError: It does not load, or has no end-of-text token.
+        DataError: It cannot be loaded, or has no end-of-text token.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -180,8 +180,8 @@ class FolderTokenizer(CausalTokenizer):
         self.fingerprint = hasher.hexdigest()
 
     def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
-        """Return the ids that the Hugging Face tokenizer gives without special tokens."""
-        with quiet():  # it advises on texts longer than the model takes; they are cut later
+        """Return the ids of the Hugging Face tokenizer, without special tokens."""
+        with quiet():  # it warns about texts longer than the model allows; they are cut later
             found = self._own(
                 list(texts),
                 add_special_tokens=False,
@@ -191,7 +191,7 @@ class FolderTokenizer(CausalTokenizer):
         return [np.array(ids, np.uint32) for ids in found["input_ids"]]
 
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
-        """Return the text that the Hugging Face tokenizer gives without special tokens."""
+        """Return the text of the Hugging Face tokenizer, without special tokens."""
         return str(
             self._own.decode(
                 np.asarray(ids, np.int64).tolist(),
@@ -212,7 +212,7 @@ def load_tokenizer(spec: str | Path | None) -> CausalTokenizer:
         spec: A folder with tokenizer files, or None for ``ByteTokenizer``.
 
     Raises:
-        DataError: There is no such folder, it does not load, or it has no end-of-text token.
+        DataError: The folder does not exist, cannot be loaded, or has no end-of-text token.
     """
     if spec is None:
         return ByteTokenizer()
@@ -221,8 +221,8 @@ def load_tokenizer(spec: str | Path | None) -> CausalTokenizer:
         is_there = folder.is_dir()
     if not is_there:
         raise DataError(
-            f"there is no tokenizer folder {folder}: evener downloads nothing. Name a folder that "
-            f"holds tokenizer.json (hf download NAME --local-dir FOLDER fetches one), or none for "
+            f"there is no tokenizer folder {folder}: evener downloads nothing. Name a folder with "
+            f"tokenizer.json (hf download NAME --local-dir FOLDER downloads one), or none for "
             f"the byte-level tokenizer"
         )
     return FolderTokenizer(folder)
@@ -233,7 +233,7 @@ def check_vocabulary(vocab_size: int, model_vocab_size: int) -> None:
 
     Args:
         vocab_size: Ids of the tokenizer.
-        model_vocab_size: Rows of the model's token embedding; more than needed are fine.
+        model_vocab_size: Rows of the model's token embedding; may be more than needed.
 
     Raises:
         ConfigError: There are too few.

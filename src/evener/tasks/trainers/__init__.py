@@ -1,1 +1,1 @@
-"""Objects that train a language model batch by batch, where the caller owns the loop and data."""
+"""Objects that train a language model batch by batch; the caller owns the loop and the data."""

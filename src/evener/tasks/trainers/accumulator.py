@@ -1,4 +1,4 @@
-"""Windows that a caller fills with batches of its own, and closes when it likes."""
+"""Windows that a caller fills with its own batches and closes at any time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +32,8 @@ class Accumulator:
     def micro_batch(self, samples: int) -> Iterator[None]:
         """Compute a micro-batch inside the block, ``ddp.backward`` included.
 
-        Time counts as compute inside the block only, so a device has to be done at its end. After
-        an error, nothing of the window is left on this rank.
+        Only time inside the block counts as compute, so the device must be synchronised at its end.
+        After an error, this rank drops its part of the window.
 
         Args:
             samples: Samples of the micro-batch.
@@ -49,7 +49,7 @@ class Accumulator:
                 "there"
             )
         if share is None:
-            share = self._share = engine.open_share(2)  # or more, or less: not known yet
+            share = self._share = engine.open_share(2)  # the number is not known yet
         else:
             share.resume()
             share.end_micro_batch()
@@ -63,18 +63,18 @@ class Accumulator:
         self.num_batches += 1
 
     def drop(self) -> None:
-        """Forget what this rank has accumulated."""
+        """Drop what this rank has accumulated."""
         self._share, self.num_batches = None, 0
         self._engine.drop_share()
 
     def close_window(self) -> WindowResult | None:
-        """Make the update; all ranks call it together, those with nothing, too.
+        """Make the update; all ranks call it together, also those without a batch.
 
         Returns:
-            The window, the same on every rank; ``None`` when no rank had anything.
+            The window, the same on every rank; ``None`` if no rank had a batch.
 
         Raises:
-            NonFiniteGradientError: On every rank, nothing applied.
+            NonFiniteGradientError: On every rank; nothing was applied.
         """
         share, self._share, self.num_batches = self._share, None, 0
         if share is None:

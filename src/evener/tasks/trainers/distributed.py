@@ -1,4 +1,4 @@
-"""``DistributedTrainer``: a causal language model on all ranks, where the caller owns the loop."""
+"""``DistributedTrainer``: a causal language model on all ranks; the caller owns the loop."""
 
 import math
 from collections.abc import Sequence
@@ -21,26 +21,27 @@ from evener.team.environment import AverageBackend, DistributedTrainConfig
 
 @final
 class DistributedTrainer:
-    """A rank of a team that trains a language model: the machinery of ``evener pretrain``.
+    """A rank of a team that trains a language model, with the engine of ``evener pretrain``.
 
-    Every rank brings batches of its own, of any size. An update is that of one process on all of
-    them: the gradient is Σ tokens · ∇(mean loss) / Σ tokens over ranks and batches. Gradients are
+    Every rank has its own batches, of any size. An update is that of one process on all of them:
+    the gradient is Σ tokens · ∇(mean loss) / Σ tokens over ranks and batches. Gradients are
     exchanged in buckets, transformer blocks from the last to the first, then LM head, final norm
-    and embedding; all at once where the update is sharded.
+    and embedding; all at once if the update is sharded.
 
-    Making one is collective, and starts all ranks with rank 0's weights. Ranks that are threads and
-    compute on the CPU share its cores until they are closed, unless ``OMP_NUM_THREADS`` says how.
+    The constructor is collective, and gives all ranks rank 0's weights. Ranks that are threads and
+    compute on the CPU share its cores until they are closed, unless ``OMP_NUM_THREADS`` is set.
 
     Args:
-        trainer: What this rank trains with.
+        trainer: The trainer of this rank.
         comm: This rank's end; closed with the trainer.
         config: This rank's place; that of ``comm`` if left out.
-        verify_every: After every so many updates, and after the last, compare weights and averaged
-            buffers of all ranks by hashes, and halt where they differ; 0 does not look. One pass
-            over them, 16 bytes a rank. If left out, that of ``options``, or 1.
+        verify_every: Number of updates after which weights and averaged buffers of all ranks are
+            compared by hashes, and after the last update; training stops if they differ. 0 does not
+            compare. It reads them once and exchanges 16 bytes per rank. If left out, that of
+            ``options``, or 1.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``"auto"`` is the fast one of this rank's
             device. Ranks may differ.
-        options: Further options. Deadlines are those of ``comm``.
+        options: Further options; deadlines are those of ``comm``.
 
     Attributes:
         trainer: As given.
@@ -49,8 +50,8 @@ class DistributedTrainer:
         world_size: Number of ranks.
 
     Raises:
-        ConfigError: config and connection do not fit, or ranks train different models. The others
-            get ``PeerLostError`` where one rank alone finds it.
+        ConfigError: config and connection contradict each other, or ranks train different models.
+            If only one rank raises it, the others get ``PeerLostError``.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class DistributedTrainer:
                     f"rank {self.rank} of {self.world_size}; give each rank the end of its own "
                     "number, and all the same world_size"
                 )
-            # Processes have agreed on it when they met.
+            # Processes have agreed on it when they connected.
             wanted = self.dist_config.comm_backend if comm.shares_process else AverageBackend.AUTO
             if verify_every is None:
                 verify_every = 1 if options.verify_every is None else options.verify_every
@@ -95,7 +96,7 @@ class DistributedTrainer:
                 config=replace(options, verify_every=verify_every),
             )
         except BaseException:
-            comm.close()  # the others learn at once that this rank will not come
+            comm.close()  # so the others notice at once that this rank will not come
             raise
         self._torch_threads = torch.get_num_threads()
         if comm.shares_process and self._ddp.device.type == "cpu":
@@ -118,25 +119,25 @@ class DistributedTrainer:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """What gradients are exchanged in, in the order of exchange: labels, parameters, sizes.
+        """The buckets of gradients in the order of exchange: labels, parameters, sizes.
 
-        A sharded update exchanges all at once; ``DdpConfig(sharded_update="off")`` never does.
+        A sharded update exchanges all at once, unless ``DdpConfig(sharded_update="off")``.
         """
         return tuple(bucket for _, bucket in self._ddp.assembly.flat.buckets_of(None))
 
     def train_batch(self, batch: LMBatch | None) -> float:
-        """One update with the batches of all ranks; all ranks call it together.
+        """Make one update with the batches of all ranks; all ranks call it together.
 
         Args:
-            batch: This rank's; ``None`` on one that has nothing left, which still joins in.
+            batch: This rank's batch; ``None`` on a rank without one, which still takes part.
 
         Returns:
             The mean loss per counted token of this rank's batch, in nats, before the update;
             ``nan`` without one.
 
         Raises:
-            NonFiniteGradientError: On every rank, nothing applied.
-            ReplicasDifferError: On every rank: weights have come apart.
+            NonFiniteGradientError: On every rank; nothing was applied.
+            ReplicasDifferError: On every rank: weights differ.
             PeerLostError: Another rank has ended.
             UsageError: ``max_steps`` has been reached.
         """
@@ -147,17 +148,17 @@ class DistributedTrainer:
     def train_epoch(self, batches: Sequence[LMBatch]) -> float:
         """Train on all batches once, each on one rank; all ranks call it together.
 
-        Rank r takes those of ``shard_batches(len(batches), r, world_size)``; an update is made of
-        one batch of each rank, and of fewer at the end. It stops where ``max_steps`` is reached.
+        Rank r trains on ``shard_batches(len(batches), r, world_size)``. An update uses one batch of
+        each rank, and fewer at the end. It stops when ``max_steps`` is reached.
 
         Args:
-            batches: The same on every rank; only this rank's are looked at.
+            batches: The same on every rank; only this rank's are read.
 
         Returns:
-            The mean loss per counted token of this rank's batches; ``nan`` where it had none.
+            The mean loss per counted token of this rank's batches; ``nan`` without any.
 
         Raises:
-            ConfigError: On every rank: they have not been given as many batches.
+            ConfigError: On every rank: the numbers of batches differ.
         """
         _check_lengths(self._comm, len(batches))
         own = shard_batches(len(batches), self.rank, self.world_size)
@@ -173,7 +174,7 @@ class DistributedTrainer:
         return loss_sum / num_tokens if num_tokens else math.nan
 
     def close(self) -> None:
-        """Leave the team, and let the connection go; the model stays usable. Idempotent."""
+        """Leave the team and close the connection; the model stays usable. Idempotent."""
         torch.set_num_threads(self._torch_threads)
         self.trainer.close()
 
@@ -186,7 +187,7 @@ class DistributedTrainer:
 
 
 def _as_started(config: DistributedTrainConfig, comm: DistributedComm) -> DistributedTrainConfig:
-    """Return a place that says who has shared out the cores of a host among its ranks."""
+    """Return a place that says who has divided the cores of a host among its ranks."""
     if comm.shares_process:
         return replace(config, launched_by="alone")  # nobody: DistributedTrainer does
     by_hand = config.launched_by == "alone" and config.world_size > 1
@@ -194,11 +195,11 @@ def _as_started(config: DistributedTrainConfig, comm: DistributedComm) -> Distri
 
 
 def _check_lengths(comm: Communicator, num_batches: int) -> None:
-    """Compare the lengths of an epoch on all ranks: otherwise some batches would be left out."""
+    """Compare the lengths of an epoch on all ranks: otherwise some batches would be skipped."""
     rows = comm.all_gather_rows([num_batches], what="batches of an epoch")
     lengths = [int(length) for (length,) in rows]
     if len(set(lengths)) > 1:
         raise ConfigError(
             f"ranks were given epochs of {', '.join(map(str, lengths))} batches; give train_epoch "
-            "the same list on every rank: it deals the batches out itself"
+            "the same list on every rank: it distributes the batches itself"
         )

@@ -31,7 +31,7 @@ class DistributedComm(Closing):
         world_size: Number of ranks.
         config: This rank's place.
         shares_process: Whether the other ranks are threads of this process.
-        communicator: What exchanges; not part of the public interface.
+        communicator: The communicator; not part of the public interface.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DistributedComm(Closing):
 
     @classmethod
     def local(cls, num_ranks: int, *, timeout_s: float = _TIMEOUT_S) -> list[Self]:
-        """Connected ends for threads of this process, by rank; each thread uses its own.
+        """Return connected ends for threads of this process, by rank; each thread uses one.
 
         Args:
             num_ranks: 1 or more.

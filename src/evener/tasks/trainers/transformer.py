@@ -160,8 +160,8 @@ class TransformerTrainer:
     @property
     def reached_max_steps(self) -> bool:
         """Whether ``max_steps`` updates have been made, or left out as not finite."""
-        turns = self._ddp.assembly.engine.turns if self._ddp is not None else 0
-        return self.max_steps is not None and turns >= self.max_steps
+        optimizer_steps = self._ddp.assembly.engine.optimizer_steps if self._ddp is not None else 0
+        return self.max_steps is not None and optimizer_steps >= self.max_steps
 
     def backward(self, batch: LMBatch) -> Tensor:
         """Forward and backward of a micro-batch that a loader of the team has handed out.

@@ -98,6 +98,8 @@ def test_a_stream_is_refused() -> None:
     model = nn.Linear(3, 1)
     with (
         setup(Communicator(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as ddp,
-        pytest.raises(ConfigError, match=r"cache='disk' needs .* a stream has none; give a map"),
+        pytest.raises(
+            ConfigError, match=r"cache='disk' needs .* a stream does not have; give a map"
+        ),
     ):
         ddp.loader(DataLoader(Stream(), 2), cache="disk")

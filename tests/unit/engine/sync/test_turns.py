@@ -182,7 +182,7 @@ def turn(*steps: str) -> Any:
         ),
         (turn("backward discriminator", "backward all"), {}, "for every loss, or for none"),
         (turn("backward foreign"), {}, "this Adam was not given to Ddp.setup"),
-        (turn("backward discriminator", "step all"), {}, r"ddp.step\(optimizer\) for each"),
+        (turn("backward discriminator", "step all"), {}, r"ddp.step\(optimizer\) for that"),
         (
             turn("backward discriminator", "step discriminator"),
             {"micro_batch_size": 2},

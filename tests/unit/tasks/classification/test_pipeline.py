@@ -286,7 +286,7 @@ def test_weights_that_do_not_fit_their_configuration_are_refused(tmp_path: Path)
         ({"type": "lama"}, {}, "'lama' has no classifier"),
         ({"type": "llama", "config": {"hiden_size": 8}}, {}, "'model.config.hiden_size'"),
         ({"path": "/nowhere"}, {}, "has no config.json"),
-        ({"type": "bart", "config": {"d_model": 16}}, {}, "is a bart, which reads a text and"),
+        ({"type": "bart", "config": {"d_model": 16}}, {}, "is a bart, an encoder-decoder"),
         ({"type": "gpt2", "config": {"n_positions": 15}}, {}, "takes at most 15 tokens"),
         (TINY_LLAMA, {"lora": {"target_modules": ["q_prj"]}}, "No modules were targeted"),
         (TINY_LLAMA, {"labels": None}, r"ClassifyConfig\.labels is missing"),
@@ -345,7 +345,7 @@ def test_a_tokenizer_of_ones_own_keeps_what_it_puts_around_texts(tmp_path: Path)
     again = load_encoder(tmp_path / "saved", seq_len=5, end_tokens=2)
     texts = {"text": ["a b a b", "b"], "truncation": True, "padding": True}
     assert again(**texts)["input_ids"] == encoder(**texts)["input_ids"]
-    with pytest.raises(ConfigError, match="puts 3 tokens around every text"):
+    with pytest.raises(ConfigError, match="adds 3 tokens to every text"):
         load_encoder(tmp_path / "plain", seq_len=3, end_tokens=2)
 
 

@@ -137,7 +137,7 @@ def test_too_little_text_is_named(text: Path, cache: Path) -> None:
     with pytest.raises(DataError, match=r"hold \d+ tokens to predict.*seq_len=100000"):
         prepare(text, cache, seq_len=100_000)
     for _ in range(2):  # from the cache as well
-        with pytest.raises(DataError, match=r"one document only.*held out"):
+        with pytest.raises(DataError, match=r"only one document.*held out"):
             prepare(text / "00.txt", cache)
 
 

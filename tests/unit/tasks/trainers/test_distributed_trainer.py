@@ -314,7 +314,7 @@ REFUSED = {
     "another world size": ({"place": (1, 3)}, "says rank 1 of 3, and comm is the end of rank 1 of"),
     "ends mixed up": ({"place": (0, 2)}, "says rank 0 of 2, and comm is the end of rank 1"),
     "another model": ({"blocks": 2}, "rank 1 and rank 0 differ in parameter."),
-    "threads over NCCL": ({"comm_backend": "nccl"}, "NCCL joins processes"),
+    "threads over NCCL": ({"comm_backend": "nccl"}, "NCCL connects only processes"),
     "no precision": ({"precision": "fp8"}, "precision is 'fp8'"),
 }
 

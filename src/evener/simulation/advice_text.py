@@ -1,4 +1,4 @@
-"""Advice as text for people, and as JSON for programs. Pure."""
+"""Advice of ``evener plan`` as text and as JSON. Pure."""
 
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from evener.version import __version__
 
 
 def document(advice: TeamAdvice) -> dict[str, Any]:
-    """Return everything that is told, as values that ``json.dumps`` accepts."""
+    """Return the advice as values that ``json.dumps`` accepts."""
     team = advice.team
     plan: dict[str, Any] = strict_json(
         {
@@ -52,7 +52,7 @@ _PARTS: Final = {"wait": "wait", "exchange": "sync", "data": "data"}
 
 
 def text(advice: TeamAdvice) -> str:
-    """Return the same for people, 80 columns wide; see ``document``."""
+    """Return the advice as text, 80 columns wide; see ``document``."""
     team = advice.team
     lines = [
         f"speeds from {team.source}",
@@ -70,8 +70,8 @@ def text(advice: TeamAdvice) -> str:
     ]
     shares = advice.predictions[advice.best].shares
     if len(shares) > 1:
-        told = "/".join(f"{share:.0%}" for share in shares[:MOST_SHARES])
-        prose.append(f"shares under {advice.best}: {told}{'/…' * (len(shares) > MOST_SHARES)}")
+        shown = "/".join(f"{share:.0%}" for share in shares[:MOST_SHARES])
+        prose.append(f"shares under {advice.best}: {shown}{'/…' * (len(shares) > MOST_SHARES)}")
     prose.append(f"best: {advice.best}, because {advice.reason}")
     prose += [f"{one.name}: {one.verdict}" for one in advice.worth]
     prose += [f"note: {note}" for note in (*team.notes, _NO_LOSS)]
@@ -83,13 +83,12 @@ _HEAD: Final = (
     *("policy", "samples/s", "ideal", "wait", "exchange", "other", "window", "sent/window"),
 )
 _NO_LOSS: Final = (
-    "predictions know nothing of the loss, which only sync leaves as it is: evener bench measures "
-    "it"
+    "predictions do not include the loss, which only sync does not change: evener bench measures it"
 )
 
 
 def _measured(team: TeamSpec) -> list[list[str]]:
-    """Return the row of the run that has measured the team, with the figures of its report."""
+    """Return the row of the run that measured the team, with the figures of its report."""
     run = team.measured
     if run is None or run.estimate.speed is None:
         return []

@@ -1,4 +1,4 @@
-"""Which runs a dashboard shows, and which folder a name from a URL stands for."""
+"""List the runs that a dashboard shows, and find the folder of a run by its name."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ MOST_RUNS: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class RunIndex:
     """A folder of runs, or one run in it.
 
     Attributes:
@@ -25,11 +25,11 @@ class Shelf:
     only: str | None = None
 
     @classmethod
-    def at(cls, path: Path) -> "Shelf":
-        """Return what a user's path stands for: a run folder, its events, or a folder of runs.
+    def at(cls, path: Path) -> "RunIndex":
+        """Return the index for a user's path: a run folder, its event file, or a folder of runs.
 
         Raises:
-            ConfigError: There is no such folder.
+            ConfigError: The folder does not exist.
         """
         folder = path.parent if path.name == EVENTS else path
         if not folder.is_dir():
@@ -40,14 +40,15 @@ class Shelf:
         return cls(folder)
 
     def names(self) -> list[str]:
-        """Return the names of the runs, the one that was last written to first."""
+        """Return the names of the runs, the most recently written first."""
         found = sorted(self._found(), reverse=True)
         return [name for _, name in found[:MOST_RUNS]]
 
     def find(self, name: str) -> Path | None:
-        """Return the folder of a run; ``None`` for what is not the name of a run here.
+        """Return the folder of a run; ``None`` if no run here has that name.
 
-        A name is one part of a path. Links out of the root are not followed, nor is any to a file.
+        A name is one component of a path. Symbolic links that lead out of the root are not
+        followed, nor are links to files.
         """
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
             return None

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from evener.config.folders import EVENTS, FolderLock
-from evener.dashboard.holders import ask_to_stop, find_holder
-from evener.dashboard.shelf import Shelf
+from evener.dashboard.lock_owner import ask_to_stop, find_lock_owner
+from evener.dashboard.run_index import RunIndex
 from evener.errors import ConfigError, UsageError
 
 
@@ -31,16 +31,16 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_runs_of_a_folder(root: Path) -> None:
-    shelf = Shelf.at(root)
-    assert shelf.names() == ["first", "a b%c"]
-    assert shelf.find("a b%c") == root / "a b%c"
+    index = RunIndex.at(root)
+    assert index.names() == ["first", "a b%c"]
+    assert index.find("a b%c") == root / "a b%c"
 
 
 def test_one_run(root: Path) -> None:
     for path in (root / "first", root / "first" / EVENTS):
-        shelf = Shelf.at(path)
-        assert shelf.names() == ["first"]
-        assert shelf.find("a b%c") is None
+        index = RunIndex.at(path)
+        assert index.names() == ["first"]
+        assert index.find("a b%c") is None
 
 
 @pytest.mark.parametrize(
@@ -51,27 +51,27 @@ def test_one_run(root: Path) -> None:
     ],
 )
 def test_no_name_leads_out(root: Path, name: str) -> None:
-    assert Shelf.at(root).find(name) is None
+    assert RunIndex.at(root).find(name) is None
 
 
 def test_no_folder_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent is not a folder"):
-        Shelf.at(tmp_path / "absent")
+        RunIndex.at(tmp_path / "absent")
 
 
-def test_the_holder_of_a_folder(root: Path) -> None:
+def test_the_owner_of_a_folders_lock(root: Path) -> None:
     folder = root / "first"
-    assert find_holder(folder) is None
+    assert find_lock_owner(folder) is None
     with FolderLock(folder) as lock:
         lock.require()
-        assert find_holder(folder) == os.getpid()
-        assert find_holder(root / "a b%c") is None
-    assert find_holder(folder) is None
+        assert find_lock_owner(folder) == os.getpid()
+        assert find_lock_owner(root / "a b%c") is None
+    assert find_lock_owner(folder) is None
     with (folder / EVENTS).open() as stream:
         fcntl.flock(stream, fcntl.LOCK_SH)  # as a backup program might
-        assert find_holder(folder) is None
+        assert find_lock_owner(folder) is None
 
 
 def test_nobody_to_stop(root: Path) -> None:
-    with pytest.raises(UsageError, match=f"at work in {re.escape(str(root / 'first'))}: .*Ctrl-C"):
+    with pytest.raises(UsageError, match=f"has locked {re.escape(str(root / 'first'))}: .*Ctrl-C"):
         ask_to_stop(root / "first")

@@ -1,4 +1,4 @@
-"""Which process writes to a run folder, and how it is asked to stop."""
+"""Find the process that has locked a run folder, and ask it to stop."""
 
 import os
 import sys
@@ -15,12 +15,12 @@ from evener.team.child import PARENT_PID
 _LOCKS: Final = Path("/proc/locks")
 
 
-def find_holder(folder: Path) -> int | None:
-    """Return the number of the process that has a run folder in use; ``None`` if none is seen.
+def find_lock_owner(folder: Path) -> int | None:
+    """Return the id of the process that has locked a run folder; ``None`` if none is found.
 
-    A run locks its event file (``config.folders.FolderLock``), and the kernel tells who holds
-    the lock. So this is never the number of another process that came later. Processes on other
-    machines, and those in other containers, are not seen.
+    A run locks its event file (``config.folders.FolderLock``), and the kernel lists the owner of
+    each lock. So this is never the id of another process that started later. Processes on other
+    machines and in other containers are not found.
     """
     if sys.platform != "linux":
         return None
@@ -41,16 +41,16 @@ def find_holder(folder: Path) -> int | None:
 
 
 def ask_to_stop(folder: Path) -> str:
-    """Ask the run of a folder to stop with a checkpoint, as Ctrl-C in its terminal does.
+    """Ask the run of a folder to save a checkpoint and stop, as Ctrl-C in its terminal does.
 
     Returns:
-        What has been done, for people.
+        A message for the user: which process was asked.
 
     Raises:
-        UsageError: No process of this user on this machine has the folder in use, or the launcher
+        UsageError: No process of this user on this machine has locked the folder, or the launcher
             that it names did not start it.
     """
-    pid = find_holder(folder)
+    pid = find_lock_owner(folder)
     try:
         if pid is None:
             raise ProcessLookupError
@@ -58,31 +58,32 @@ def ask_to_stop(folder: Path) -> str:
         asked.terminate()
     except (ProcessLookupError, psutil.Error):
         raise UsageError(
-            f"no process of this user on this machine is at work in {folder}: press Ctrl-C where "
-            "the run was started"
+            f"no process of this user on this machine has locked {folder}: press Ctrl-C in the "
+            "terminal in which the run was started"
         ) from None
     return f"asked process {asked.pid} to stop; it saves a checkpoint first"
 
 
-def _starter_of(holder: psutil.Process, folder: Path) -> psutil.Process:
-    """Return the launcher of a process, which passes signals on to all ranks, or the process.
+def _starter_of(owner: psutil.Process, folder: Path) -> psutil.Process:
+    """Return the launcher of a process, which passes signals on to all ranks.
 
-    Any program can lock a run folder, and can name any process as its launcher.
+    Without a launcher, return the process itself. Any program can lock a run folder and name any
+    process as its launcher, so the name is checked.
     """
-    named = holder.environ().get(PARENT_PID, str(holder.pid))
-    family = [holder, *holder.parents()]
+    named = owner.environ().get(PARENT_PID, str(owner.pid))
+    family = [owner, *owner.parents()]
     found = next((one for one in family if str(one.pid) == named), None)
-    if found is None or {one.uids().real for one in (holder, found)} != {os.getuid()}:
+    if found is None or {one.uids().real for one in (owner, found)} != {os.getuid()}:
         raise UsageError(
-            f"process {holder.pid}, which has {folder} in use, names process {named!r} as its "
+            f"process {owner.pid}, which has {folder} in use, names process {named!r} as its "
             "launcher, which did not start it or belongs to another user: no signal was sent; "
-            "press Ctrl-C where the run was started"
+            "press Ctrl-C in the terminal in which the run was started"
         )
     return found
 
 
 def _has_open(pid: int, path: Path) -> bool:
-    """Return whether a process has a file open: inodes alone are not unique over file systems."""
+    """Return whether a process has a file open: two file systems may have the same inode."""
     with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
