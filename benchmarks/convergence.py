@@ -366,11 +366,12 @@ WAYS = [
 STUDIES = {
     "sync": [
         *grid(ranks=[1], steps=[1], lr=RATES, length=[1.0, 4.0]),
-        *grid(ranks=[1], steps=[1], seed=SEEDS, length=[1.0, 4.0]),
+        *grid(ranks=[1], steps=[1], lr=RATES[::2], seed=SEEDS, length=[1.0, 4.0]),
     ],
     "frontier": [
         *grid(ranks=[2, 4, 8], steps=[4, 16, 64, 256], seed=SEEDS),
-        *grid(lr=RATES),
+        *grid(ranks=[2, 4, 8], lr=RATES),
+        *grid(ranks=[4], lr=[0.01], seed=SEEDS),
         *grid(steps=[2, 8, 32], seed=SEEDS),
         *grid(whole=[True], lr=RATES),
     ],
@@ -379,9 +380,10 @@ STUDIES = {
         *grid([AVERAGE, (0.7, 0.5), (1.0, 0.5)], ranks=[2, 8], seed=SEEDS, length=[4.0]),
         *grid([AVERAGE, (0.7, 0.5), (1.0, 0.5)], ranks=[2, 8], lr=[0.01], length=[4.0]),
     ],
-    "one": grid(
-        [AVERAGE, (0.3, 0.5), (0.5, 0.5), (0.7, 0.5), (0.4, 0.9)], ranks=[1], steps=[4, 16, 64]
-    ),
+    "one": [
+        *grid([(0.3, 0.5), *OUTERS[1:]], ranks=[1], steps=[4, 16, 64], length=[1.0, 4.0]),
+        *grid([(0.7, 0.5)], ranks=[1], seed=SEEDS, lr=RATES[::2], length=[4.0]),
+    ],
     "async": grid([AVERAGE, (0.5, 0.5), (0.7, 0.5)], late=[0.25, 1.0], seed=SEEDS),
     "wire": grid(steps=[16, 64], bits=[8, 4]),
     "speeds": grid(speeds=[THIRD], steps=[16, 48], seed=SEEDS),
