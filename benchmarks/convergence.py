@@ -1,37 +1,39 @@
 """What fewer averages cost: held-out loss of CADENCE and ASYNC against SYNC, at equal samples.
 
-    python benchmarks/convergence.py --results FILE.jsonl --study frontier
-    python benchmarks/convergence.py --results FILE.jsonl --tables
+    python benchmarks/convergence.py --study frontier wire    # train what the results lack
+    python benchmarks/convergence_report.py                   # draw tables and pictures
 
 Ranks are simulated in one process (``local_training.py``), so that every way of training gets the
-same samples, and time and bytes are counted, not measured. Each is trained with three learning
-rates, and the best counts. Results are added to the file; what is there is not trained again.
-``--tables`` prints what the file holds, as Markdown, and trains nothing.
+same samples, and time and bytes are counted, not measured. Results are added to
+``convergence.jsonl``; what is there is not trained again.
 """
 
 import argparse
 import json
-import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from itertools import count, groupby, product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from local_training import Local, train
+from local_training import FlatModel, Local, one_by_one, stacked, train, train_together
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from evener.config.runs import ModelConfig, OptimizerConfig
 from evener.engine.results import Progress
 from evener.tasks.language_model import SMALL_LLAMA, build_model
-from evener.tasks.optimization import WarmupCosine, make_optimizer
+from evener.tasks.optimization import WarmupCosine
 from evener.tasks.text.sources import stdlib_sources
 
 VOCABULARY = 257
 TASK = "llama-0.04M"
+RESULTS = Path(__file__).with_suffix(".jsonl")
 #: Bytes of the standard library's sources that are trained on, and held out.
 TRAIN_BYTES, HELDOUT_BYTES = 4_000_000, 50_000
 
@@ -54,15 +56,18 @@ class CharRnn(nn.Module):
 
 
 class Task:
-    """A model, its data, and the learning rates that are tried.
+    """A model and its data.
 
     Attributes:
         batch_size: Samples of a step of SYNC.
-        steps: Steps of SYNC.
+        steps: Steps of SYNC in a training of length 1.
+        stacks: Whether one call may compute the losses of several ranks: they are small, and
+            ``torch.vmap`` supports the model.
     """
 
     batch_size = 16
     steps = 400
+    stacks = False
 
     def make(self) -> nn.Module:
         """Return the model, with weights of torch's random generator."""
@@ -72,7 +77,7 @@ class Task:
         """Return the samples of these numbers, which count on from 0."""
         raise NotImplementedError
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model: Callable[[Tensor], Any], batch: Any) -> Tensor:
         """Return the mean loss."""
         raise NotImplementedError
 
@@ -81,14 +86,22 @@ class Task:
         raise NotImplementedError
 
 
+@cache
+def text_bytes() -> Tensor:
+    """Return the text that is held out, and then what is trained on."""
+    root, _ = stdlib_sources()
+    text = b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))
+    return torch.frombuffer(bytearray(text[: HELDOUT_BYTES + TRAIN_BYTES]), dtype=torch.uint8)
+
+
 class Text(Task):
     """Next bytes of the standard library's sources."""
 
-    def __init__(self, model: Callable[[int], nn.Module], seq_len: int, seed: int) -> None:
-        root, _ = stdlib_sources()
-        files = sorted(p for p in root.glob("*.py"))
-        text = b"".join(p.read_bytes() for p in files)[: HELDOUT_BYTES + TRAIN_BYTES]
-        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def __init__(
+        self, model: Callable[[int], nn.Module], seq_len: int, seed: int, stacks: bool = False
+    ) -> None:
+        self.stacks = stacks
+        whole = text_bytes()
         self._heldout = whole[:HELDOUT_BYTES]
         self._train = whole[HELDOUT_BYTES : HELDOUT_BYTES + TRAIN_BYTES]
         self._seq_len = seq_len
@@ -103,7 +116,7 @@ class Text(Task):
         starts = self._order[samples % len(self._order)] * (self._seq_len + 1)
         return self._train[starts[:, None] + torch.arange(self._seq_len + 1)].long()
 
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+    def loss(self, model: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
         out = model(batch[:, :-1])
         logits = out if isinstance(out, Tensor) else out.logits
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -148,7 +161,7 @@ class Digits(Task):
         places = self._order[samples % len(self._order)]
         return self._train[0][places], self._train[1][places]
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, model: Callable[[Tensor], Any], batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
     def heldout(self) -> list[tuple[Tensor, Tensor]]:
@@ -158,7 +171,13 @@ class Digits(Task):
 def llama(**keys: Any) -> Callable[[int], nn.Module]:
     """Return what makes the demo's model with these keys of its configuration."""
     config = ModelConfig(config=keys)
-    return lambda seq_len: build_model(config, vocab_size=VOCABULARY, seq_len=seq_len, eos_id=256)
+
+    def make(seq_len: int) -> nn.Module:
+        model = build_model(config, vocab_size=VOCABULARY, seq_len=seq_len, eos_id=256)
+        model.set_attn_implementation("eager")  # what vmap supports
+        return model
+
+    return make
 
 
 def shape(width: int, layers: int = 2) -> dict[str, Any]:
@@ -170,14 +189,11 @@ def shape(width: int, layers: int = 2) -> dict[str, Any]:
     }
 
 
-#: Learning rates, the middle ones first.
-RATES = {"cnn": (0.003, 0.01, 0.001, 0.0003)}
-USUAL_RATES = (0.005, 0.01, 0.02, 0.0025)
 TASKS: dict[str, Callable[[int], Task]] = {
-    "llama-0.04M": lambda seed: Text(llama(**shape(32)), 32, seed),
-    "llama-0.15M": lambda seed: Text(llama(**shape(64)), 64, seed),
+    "llama-0.04M": lambda seed: Text(llama(**shape(32)), 32, seed, stacks=True),
     "llama-0.5M": lambda seed: Text(llama(), 128, seed),
     "llama-1M": lambda seed: Text(llama(**shape(160, 3)), 128, seed),
+    "llama-5M": lambda seed: Text(llama(**shape(320, 4)), 128, seed),
     "rnn": lambda seed: Text(lambda _: CharRnn(96), 64, seed),
     "cnn": Digits,
 }
@@ -191,321 +207,249 @@ class Arm:
     """One training.
 
     Attributes:
-        study: What it is for.
-        task: One of ``TASKS``.
         how: The way of training.
-        rate: Number of the learning rate.
+        task: One of ``TASKS``.
+        lr: The learning rate.
         seed: Seed of weights and of the order of samples.
-        split: Ranks share the batch of SYNC; otherwise each has one of that size, and ranks
-            make fewer steps.
-        part: Part of the samples, with a schedule of its own.
+        length: Samples, relative to those of the task; with a schedule of its own.
+        whole: Each rank has a batch of the size of SYNC, and ranks make fewer steps; otherwise
+            they share it.
     """
 
-    study: str
-    task: str = TASK
     how: Local = field(default_factory=Local)
-    rate: int = 1
+    task: str = TASK
+    lr: float = 0.005
     seed: int = 0
-    split: bool = True
-    part: float = 1.0
+    length: float = 1.0
+    whole: bool = False
 
     @property
-    def lr(self) -> float:
-        """Return the learning rate."""
-        return RATES.get(self.task, USUAL_RATES)[self.rate]
+    def facts(self) -> dict[str, Any]:
+        """Return what differs from the defaults, by name."""
+        pairs = [(self, Arm()), (self.how, Local())]
+        found = {}
+        for mine, usual in pairs:
+            for name in (one.name for one in fields(mine) if one.name != "how"):
+                value = getattr(mine, name)
+                if value != getattr(usual, name):
+                    found[name] = value
+        return found
 
-    @property
-    def name(self) -> str:
-        """Return what differs from the defaults."""
-        told = [] if self.split else ["whole batches"]
-        told += [] if self.part == 1 else [f"{self.part} of the samples"]
-        plain = asdict(Local())
-        for key, value in asdict(self.how).items():
-            if value != plain[key]:
-                told.append(f"{key} {value}")
-        seed = f" seed {self.seed}" if self.seed else ""
-        return f"{self.task}{seed}: {', '.join(told) or 'default'}"
-
-    @property
-    def key(self) -> str:
-        """Return what tells it from others, whatever the study."""
-        facts = {**asdict(self), "study": ""}
-        if self.part == 1:
-            del facts["part"]
-        return json.dumps(facts, sort_keys=True)
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "Arm":
+        """Return the arm of these facts; other keys are ignored."""
+        local = {one.name: facts[one.name] for one in fields(Local) if one.name in facts}
+        if "speeds" in local:
+            local["speeds"] = tuple(local["speeds"])
+        own = {one.name: facts[one.name] for one in fields(cls) if one.name in facts}
+        return cls(how=Local(**local), **own)
 
 
-def run(arm: Arm) -> dict[str, Any]:
-    """Train; return what came of it."""
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of a training; see ``Outcome``.
+
+    Attributes:
+        loss: Held-out loss of the consensus.
+        params: Parameters of the model.
+    """
+
+    loss: float
+    params: int
+    windows: int
+    fast_steps: float
+    sent_bytes: int
+    divergence: float
+
+
+def make_optimizer(
+    vector: Tensor, num_decayed: int, settings: OptimizerConfig
+) -> torch.optim.AdamW:
+    """Return the optimizer of ``evener pretrain``, of a vector of parameters."""
+    parts = (vector[:num_decayed], settings.weight_decay), (vector[num_decayed:], 0.0)
+    groups = [{"params": [Parameter(part)], "weight_decay": decay} for part, decay in parts]
+    return torch.optim.AdamW(
+        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
+    )
+
+
+def batch_size(arm: Arm) -> int:
+    """Return the samples of a local step."""
+    size = TASKS[arm.task](arm.seed).batch_size
+    return size if arm.whole else size // arm.how.ranks
+
+
+def run(arms: Sequence[Arm]) -> list[Result]:
+    """Train side by side; the arms have one task and one batch size."""
     torch.set_num_threads(1)
-    task = TASKS[arm.task](arm.seed)
-    size = task.batch_size // arm.how.ranks if arm.split else task.batch_size
-    total = round(arm.part * task.steps) * task.batch_size // size
+    flats, tasks, trainings = [], [], []
+    for arm in arms:
+        task = TASKS[arm.task](arm.seed)
+        torch.manual_seed(arm.seed)
+        flat = FlatModel(task.make())
+        flats.append(flat)
+        tasks.append(task)
+        trainings.append(_training(arm, task, flat))
+
+    def loss_at(vector: Tensor, batch: Any) -> Tensor:
+        return tasks[0].loss(lambda inputs: flats[0](vector, inputs), batch)
+
+    gradients = (stacked if tasks[0].stacks else one_by_one)(loss_at)
+    results = []
+    for task, found in zip(tasks, train_together(trainings, gradients), strict=True):
+        with torch.no_grad():
+            losses = [float(loss_at(found.consensus, batch)) for batch in task.heldout()]
+        results.append(
+            Result(
+                loss=round(statistics.fmean(losses), 5),
+                params=found.consensus.numel(),
+                windows=found.windows,
+                fast_steps=round(found.fast_steps, 2),
+                sent_bytes=found.sent_bytes,
+                divergence=round(found.divergence, 4),
+            )
+        )
+    return results
+
+
+def _training(arm: Arm, task: Task, flat: FlatModel) -> Any:
+    size = batch_size(arm)
     settings = OptimizerConfig(lr=arm.lr, warmup=0.1)
     schedule = WarmupCosine(settings, "weight")
-
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(arm.seed)
-        model = task.make()
-        return model, make_optimizer(model, settings)
-
-    numbers = iter(range(10**9))
+    firsts = count(0, size)
 
     def batches(*_: int) -> Any:
-        first = next(numbers) * size
+        first = next(firsts)
         return task.batch(torch.arange(first, first + size))
 
-    started_s = time.perf_counter()
-    found = train(
+    return train(
         arm.how,
-        make,
+        flat.vector,
+        lambda vector: make_optimizer(vector, flat.num_decayed, settings),
         batches,
-        task.loss,
-        total,
+        round(arm.length * task.steps) * task.batch_size // size,
         lambda done: schedule(Progress(weight=done)),
         max_norm=1.0,
     )
-    model, _ = make()
-    nn.utils.vector_to_parameters(found.consensus, model.parameters())
-    with torch.no_grad():
-        losses = [float(task.loss(model.eval(), batch)) for batch in task.heldout()]
-    return {
-        **asdict(arm),
-        "key": arm.key,
-        "loss": statistics.fmean(losses),
-        "windows": found.windows,
-        "sent_bytes": found.sent_bytes,
-        "divergence": found.divergence,
-        "params": found.consensus.numel(),
-        "samples": total * size,
-        "train_s": time.perf_counter() - started_s,
-    }
 
 
 # ── studies ───────────────────────────────────────────────────────────────────────────────────────
 
 SYNC = Local(ranks=1, steps=1)
-AVERAGE = {"outer_lr": 1.0, "outer_momentum": 0.0}
-#: Learning rate and momentum of the outer optimizer.
-OUTER = [(1.0, 0.0), (0.8, 0.2), (0.5, 0.5), (0.3, 0.7), (0.7, 0.5), (0.7, 0.9)]
+SEEDS = (0, 1, 2)
+THIRD = (1.0, 1 / 3)
+AVERAGE = (1.0, 0.0)
 
 
-def studies() -> dict[str, list[Arm]]:
-    """Return the arms of each study, with the middle learning rate."""
+def grid(outer: Sequence[tuple[float, float]] = (AVERAGE,), **axes: Sequence[Any]) -> list[Arm]:
+    """Return an arm for each combination of values of the fields of ``Arm`` and ``Local``.
 
-    def arm(study: str, split: bool = True, seed: int = 0, task: str = TASK, **how: Any) -> Arm:
-        return Arm(study=study, how=Local(**how), split=split, seed=seed, task=task)
+    Args:
+        outer: Learning rates and momenta of the outer optimizer.
+        axes: Values of each field.
+    """
+    pairs = [{"outer_lr": lr, "outer_momentum": momentum} for lr, momentum in outer]
+    points = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    return [Arm.of({**point, **pair}) for point in points for pair in pairs]
 
-    found: dict[str, list[Arm]] = {"sync": [Arm(study="sync", how=SYNC)]}
-    found["parts"] = [Arm(study="parts", how=SYNC, part=part) for part in (0.75, 0.2)]
-    for steps in (4, 16, 64):
-        name = f"outer{steps}"
-        found[name] = [
-            arm(name, steps=steps, outer_lr=lr, outer_momentum=momentum) for lr, momentum in OUTER
-        ]
-    found["whole"] = [
-        arm("whole", split=False, outer_lr=lr, outer_momentum=momentum) for lr, momentum in OUTER
-    ]
-    found["frontier"] = [arm("frontier", steps=steps) for steps in (4, 8, 64, 2, 32, 256)]
-    found["frontier"] += [
-        arm("frontier", steps=steps, warmup=warmup, shrink=shrink)
-        for steps, warmup, shrink in (
-            (64, 0.1, False),
-            (64, 0.25, False),
-            (64, 0.0, True),
-            (32, 0.0, True),
-            (32, 0.1, False),
-        )
-    ]
-    for steps in (16, 64):
-        name = f"candidates{steps}"
-        found[name] = [
-            arm(name, steps=steps, **how)
-            for how in (
-                {"warmup": 0.1},
-                {"warmup": 0.25},
-                {"shrink": True},
-                {"moments": True},
-                {"pull": 0.5},
-                {"moments": True, "warmup": 0.1},
-            )
-        ]
-    late = [(base, late) for base in ("own", "mixed", "late") for late in (0.25, 1.0)]
-    found["late"] = [arm("late", base=base, late=late) for base, late in late]
-    for outer_lr, momentum in OUTER[1:4]:
-        outer = {"outer_lr": outer_lr, "outer_momentum": momentum}
-        found["late"] += [
-            arm("late", base=base, late=1.0, **outer) for base in ("own", "eager", "mixed")
-        ]
-    found["wire"] = [arm("wire", steps=s, bits=b) for s in (64, 16) for b in (8, 4, 2)]
-    found["auto"] = [
-        arm("auto", ranks=ranks, steps=steps, outer_lr=lr, outer_momentum=0.5)
-        for ranks, steps in ((2, 64), (2, 16))
-        for lr in (0.7, 1.0)
-    ]
-    found["seeds"] = [
-        one
-        for seed in (1, 2)
-        for one in (
-            Arm(study="seeds", how=SYNC, seed=seed),
-            *(arm("seeds", steps=steps, seed=seed) for steps in (8, 16, 64)),
-            arm("seeds", late=0.25, seed=seed),
-        )
-    ]
-    found["ranks"] = [arm("ranks", ranks=ranks, steps=s) for ranks in (4, 8) for s in (16, 64)]
-    found["ranks"].append(arm("ranks", ranks=4, outer_lr=0.7, outer_momentum=0.5))
-    found["others"] = [
-        one
-        for task in ("cnn", "rnn")
-        for one in (
-            Arm(study="others", how=SYNC, task=task),
-            *(arm("others", steps=steps, task=task) for steps in (4, 16, 64)),
-            arm("others", task=task, outer_lr=0.7, outer_momentum=0.5),
-            arm("others", task=task, late=0.25),
-        )
-    ]
-    outers = ((1.0, 0.0), (0.7, 0.5), (1.0, 0.3), (0.4, 0.9), (0.7, 0.9))
-    found["cnn"] = [
-        Arm(study="cnn", task="cnn", how=SYNC),
-        *(
-            arm("cnn", task="cnn", steps=steps, outer_lr=lr, outer_momentum=momentum)
-            for steps in (16, 4, 64)
-            for lr, momentum in outers
-        ),
-        *(
-            arm("cnn", task="cnn", late=1.0, base=base, outer_lr=lr, outer_momentum=momentum)
-            for lr, momentum in outers[:2]
-            for base in ("own", "eager", "mixed")
-        ),
-        *(
-            arm("cnn", task="cnn", ranks=4, outer_lr=lr, outer_momentum=momentum)
-            for lr, momentum in outers
-        ),
-    ]
-    found["weights"] = [
-        arm("weights", steps=16, speeds=(1.0, 1 / 3), power=power, seed=seed)
-        for seed in (1, 2)
-        for power in (1.0, 2.0)
-    ]
-    smooth = {"outer_lr": 0.5, "outer_momentum": 0.5, "base": "eager"}
-    found["eager"] = [arm("eager", late=0.25, **smooth)]
-    for seed in (1, 2):
-        found["eager"] += [
-            arm("eager", late=1.0, seed=seed),
-            arm("eager", late=1.0, seed=seed, **smooth),
-        ]
-    found["low"] = [
-        Arm(study="low", how=SYNC),
-        *(arm("low", steps=steps) for steps in (8, 16, 64)),
-        arm("low", outer_lr=0.7, outer_momentum=0.5),
-        arm("low", outer_lr=0.7, outer_momentum=0.9),
-    ]
-    larger = "llama-0.5M"
-    found["larger"] = [Arm(study="larger", how=SYNC, task=larger)]
-    found["larger"] += [arm("larger", task=larger, steps=steps) for steps in (4, 16, 64)]
-    found["larger"] += [
-        arm("larger", task=larger, outer_lr=0.7, outer_momentum=0.5),
-        arm("larger", task=larger, ranks=4),
-        arm("larger", task=larger, late=0.25),
-    ]
-    found["unequal"] = [
-        arm("unequal", steps=s, speeds=(1.0, 1 / 3), power=power)
-        for s in (16, 48)
-        for power in (1.0, 0.0, 2.0)
-    ]
-    return found
+
+#: Outer optimizers around the best: learning rate and momentum.
+OUTERS = (AVERAGE, (0.5, 0.5), (0.7, 0.5), (1.0, 0.5), (1.4, 0.5), (0.4, 0.9))
+RATES = (0.005, 0.0025, 0.01)
+#: SYNC, CADENCE, ASYNC, and CADENCE with an outer optimizer.
+WAYS = [
+    *grid(ranks=[1], steps=[1]),
+    *grid(steps=[4, 16, 64]),
+    *grid(late=[0.25]),
+    *grid([(0.7, 0.5)]),
+]
+STUDIES = {
+    "sync": [
+        *grid(ranks=[1], steps=[1], lr=RATES, length=[1.0, 4.0]),
+        *grid(ranks=[1], steps=[1], lr=RATES[::2], seed=SEEDS, length=[1.0, 4.0]),
+    ],
+    "frontier": [
+        *grid(ranks=[2, 4, 8], steps=[4, 16, 64, 256], seed=SEEDS),
+        *grid(ranks=[2, 4, 8], lr=RATES),
+        *grid(ranks=[4], lr=[0.01], seed=SEEDS),
+        *grid(steps=[2, 8, 32], seed=SEEDS),
+        *grid(whole=[True], lr=RATES),
+    ],
+    "outer": [
+        *grid(OUTERS, ranks=[2, 4, 8], steps=[16, 64, 256], length=[4.0]),
+        *grid([AVERAGE, (0.7, 0.5), (1.0, 0.5)], ranks=[2, 8], seed=SEEDS, length=[4.0]),
+        *grid([AVERAGE, (0.7, 0.5), (1.0, 0.5)], ranks=[2, 8], lr=[0.01], length=[4.0]),
+    ],
+    "one": [
+        *grid([(0.3, 0.5), *OUTERS[1:]], ranks=[1], steps=[4, 16, 64], length=[1.0, 4.0]),
+        *grid([(0.7, 0.5)], ranks=[1], seed=SEEDS, lr=RATES[::2], length=[4.0]),
+    ],
+    "async": grid([AVERAGE, (0.5, 0.5), (0.7, 0.5)], late=[0.25, 1.0], seed=SEEDS),
+    "wire": grid(steps=[16, 64], bits=[8, 4]),
+    "speeds": grid(speeds=[THIRD], steps=[16, 48], seed=SEEDS),
+    "lengths": [
+        *grid(ranks=[1], steps=[1], length=[0.125, 0.25, 0.5, 0.75, 1.0]),
+        *grid(steps=[16, 64], speeds=[(), THIRD], length=[0.25, 0.5, 1.0]),
+        *grid(late=[0.25, 1.0], speeds=[(), THIRD], length=[0.25, 0.5, 1.0]),
+    ],
+    "tasks": [
+        replace(arm, task=task, lr=lr)
+        for task in ("rnn", "cnn")
+        for lr in (0.01, 0.003)
+        for arm in WAYS
+    ],
+    "larger": [replace(arm, task="llama-1M", lr=0.0025, length=0.5) for arm in WAYS],
+    "largest": [replace(arm, task="llama-5M", lr=0.0025, length=0.25) for arm in WAYS],
+}
 
 
 # ── results ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def read(results: Path) -> dict[str, dict[str, Any]]:
-    """Return what a file of results holds, by key."""
-    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    return {row["key"]: row for row in map(json.loads, lines)}
+def read(path: Path) -> dict[Arm, Result]:
+    """Return what a file of results holds."""
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else [])
+    names = [one.name for one in fields(Result)]
+    return {Arm.of(row): Result(**{name: row[name] for name in names}) for row in rows}
 
 
-def tables(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table for each study, in Markdown; each arm with its best learning rate."""
-    parts = []
-    for name, arms in studies().items():
-        lines = []
-        for arm in arms:
-            found, sync = _best(arm, rows), _best(_sync_of(arm), rows)
-            if found is None or sync is None:
-                continue
-            cells = [
-                arm.name,
-                f"{found['loss']:.4f}",
-                f"{found['loss'] / sync['loss'] - 1:+.1%}",
-                f"{replace(arm, rate=found['rate']).lr:g}",
-                str(found["windows"]),
-                f"{found['sent_bytes'] / 1e6:.2f}",
-                f"{found['divergence']:.3f}",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-        if lines:
-            head = "| way | held-out loss | against SYNC | lr | averages | MB sent | divergence |"
-            parts.append("\n".join([f"**{name}**\n", head, "|---" * 7 + "|", *lines]))
-    return "\n\n".join(parts) + "\n"
+def groups(arms: Iterable[Arm], most: int = 16) -> Iterator[list[Arm]]:
+    """Yield arms that can be trained side by side, about this many ranks each time."""
+
+    def kind(arm: Arm) -> tuple[str, float, int]:
+        return arm.task, arm.length, batch_size(arm)
+
+    for (task, _, _), alike in groupby(sorted(arms, key=kind), kind):
+        group: list[Arm] = []
+        for arm in alike:
+            group.append(arm)
+            if not TASKS[task](0).stacks or sum(one.how.ranks for one in group) >= most:
+                yield group
+                group = []
+        if group:
+            yield group
 
 
-def _sync_of(arm: Arm) -> Arm:
-    return Arm(study="", task=arm.task, seed=arm.seed, how=SYNC)
-
-
-def _best(arm: Arm, rows: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the result with the learning rate that is best for the arm, if there is any."""
-    keys = [replace(arm, rate=rate).key for rate in range(len(USUAL_RATES))]
-    return min((rows[k] for k in keys if k in rows), key=lambda row: row["loss"], default=None)
-
-
-def picture(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the frontier of plain averages as an SVG: loss against SYNC over local steps."""
-    points = []
-    for steps in (2, 4, 8, 16, 32, 64, 256):
-        arm = Arm(study="", how=Local(steps=steps))
-        found, sync = _best(arm, rows), _best(_sync_of(arm), rows)
-        if found is not None and sync is not None:
-            points.append((steps, 100 * (found["loss"] / sync["loss"] - 1)))
-    marks = []
-    for steps, percent in points:
-        x, y = 40 + 60 * math.log2(steps), 260 - 30 * percent
-        marks.append(
-            f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4"/>'
-            f'<text x="{x:.0f}" y="280">{steps}</text>'
-            f'<text x="{x + 6:.0f}" y="{y - 6:.0f}">+{percent:.1f} %</text>'
-        )
-    title = "Held-out loss against SYNC by local steps of a rank between averages"
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 300" font-size="12" '
-        f'font-family="sans-serif"><title>{title}</title><path d="M60 260H560" stroke="#888"/>'
-        f"{''.join(marks)}</svg>\n"
-    )
+def train_missing(arms: Iterable[Arm], path: Path) -> None:
+    """Train the arms that a file of results lacks, and add them to it."""
+    for group in groups(dict.fromkeys(arms).keys() - read(path).keys()):
+        started_s = time.perf_counter()
+        results = run(group)
+        with path.open("a", encoding="utf-8") as file:
+            for arm, result in zip(group, results, strict=True):
+                file.write(json.dumps({**arm.facts, **asdict(result)}) + "\n")
+        print(f"{len(group)} trainings: {time.perf_counter() - started_s:.0f} s", flush=True)
 
 
 def main() -> None:
-    """Train the arms of a study that the file lacks, or print tables."""
+    """Train the arms of studies that the file lacks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--study", action="append", default=[], choices=list(studies()))
-    parser.add_argument("--rates", default="3,0,1", help="numbers of the learning rates")
-    parser.add_argument("--tables", action="store_true", help="print tables; train nothing")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the frontier there")
+    parser.add_argument("--study", nargs="+", default=[*STUDIES], choices=[*STUDIES])
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     arguments = parser.parse_args()
-    if arguments.tables:
-        print(tables(read(arguments.results)))
-    if arguments.picture:
-        arguments.picture.write_text(picture(read(arguments.results)), encoding="utf-8")
-    rates = [int(rate) for rate in arguments.rates.split(",")]
-    for rate in rates:
-        for arm in [replace(arm, rate=rate) for s in arguments.study for arm in studies()[s]]:
-            if arm.key in read(arguments.results):
-                continue
-            row = run(arm)
-            with arguments.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            print(f"{row['loss']:.4f} {row['train_s']:.0f}s {arm.lr} {arm.name}", flush=True)
+    for study in arguments.study:
+        print(study)
+        train_missing(STUDIES[study], arguments.results)
 
 
 if __name__ == "__main__":

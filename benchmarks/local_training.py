@@ -1,74 +1,76 @@
 """Training by local steps, with all ranks in one process: exact, and without a network.
 
 ``train`` makes the windows of CADENCE and ASYNC one after another, with the outer optimizer and the
-rounding of evener itself. The time is emulated: how long a step of a rank takes is given, and so is
-when an average lands. ``tests/numerics/test_convergence.py`` holds it to the real engine.
+rounding of evener itself. When an average lands is given. ``tests/numerics/test_convergence.py``
+holds it to the real engine. Several trainings run side by side, so that one call of
+the model computes the gradients of all their ranks: small models cost mostly the call.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import truediv
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
-from evener.averaging.outer import OuterSGD
+from evener.averaging.outer import Averaged, OuterStep, make_outer
 from evener.comm.rounding import BLOCK, pack_sum, packed_bytes, unpack
 
 #: The batch of a rank's local step with this number: window, rank, step of the rank in the window.
 Batches = Callable[[int, int, int], Any]
+#: The loss at a vector of parameters on a batch.
+LossAt = Callable[[Tensor, Any], Tensor]
+#: What ranks compute at the same time: the gradient at a vector of parameters on a batch.
+Work = list[tuple[Tensor, Any]]
+#: What comes of it: the loss and the gradient.
+Found = list[tuple[float, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """How ranks train between averages, and what is done with the average.
+    """How ranks train between averages.
 
     Attributes:
         ranks: Ranks; one rank with ``steps=1`` is SYNC.
         steps: Local steps of the fastest rank in a window.
         speeds: Speed of each rank relative to the fastest one; all equal by default.
-        outer_lr: Learning rate of the outer optimizer.
+        outer_lr: Learning rate of the outer optimizer; or ``"auto"``.
         outer_momentum: Its Nesterov momentum; 0 and a rate of 1 average.
         late: ASYNC: part of the next window's steps after which an average lands; 0 for CADENCE.
-        base: ASYNC: what a rank continues from until the average lands: ``"own"`` parameters,
-            those that the outer optimizer makes of its own difference (``"eager"``), of its own
-            and what the others had the last time (``"mixed"``), or the last consensus (``"late"``).
-        power: A rank's weight is its number of steps to this power.
         bits: Bits of a number on its way between ranks, with error feedback.
-        warmup: Part of the run in which ranks average after every step.
-        shrink: Make windows shorter as the learning rate falls.
-        moments: Average the moments of Adam, too.
-        pull: Part of the way to the consensus that working copies move.
     """
 
     ranks: int = 2
     steps: int = 16
     speeds: tuple[float, ...] = ()
-    outer_lr: float = 1.0
+    outer_lr: float | Literal["auto"] = 1.0
     outer_momentum: float = 0.0
     late: float = 0.0
-    base: str = "own"
-    power: float = 1.0
     bits: int = 32
-    warmup: float = 0.0
-    shrink: bool = False
-    moments: bool = False
-    pull: float = 1.0
 
-    def steps_of(self, rank: int, steps: int) -> int:
-        """Return how many steps a rank makes while the fastest one makes ``steps``."""
-        return max(1, round(steps * self.speeds[rank])) if self.speeds else steps
+    @property
+    def every_speed(self) -> tuple[float, ...]:
+        """Return the speed of each rank."""
+        return self.speeds or (1.0,) * self.ranks
+
+    @property
+    def counts(self) -> list[int]:
+        """Return how many steps each rank makes in a window."""
+        return [max(1, round(self.steps * speed)) for speed in self.every_speed]
 
 
 class Outcome(NamedTuple):
-    """What came of a training.
+    """The result of a training.
 
     Attributes:
-        losses: Training loss of every local step: window by window, rank by rank.
+        losses: Training loss of every local step: in each window step by step, rank by rank.
         consensus: The parameters in the end, as one vector.
         windows: Averages.
+        fast_steps: Time of computing, in steps of the fastest rank.
         sent_bytes: Bytes that a rank has sent, as a ring moves them.
         divergence: The largest divergence of a window.
     """
@@ -76,108 +78,174 @@ class Outcome(NamedTuple):
     losses: list[float]
     consensus: Tensor
     windows: int
+    fast_steps: float
     sent_bytes: int
     divergence: float
 
 
+class FlatModel:
+    """A model as a function of one vector; what has weight decay comes first in it.
+
+    Attributes:
+        vector: The parameters of the model.
+        num_decayed: Numbers in the vector that belong to matrices.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        named = sorted(model.named_parameters(), key=lambda pair: pair[1].dim() < 2)
+        self._shapes = {name: parameter.shape for name, parameter in named}
+        self.vector = torch.cat([parameter.detach().flatten() for _, parameter in named])
+        self.num_decayed = sum(one.numel() for _, one in named if one.dim() >= 2)
+
+    def __call__(self, vector: Tensor, *inputs: Any) -> Any:
+        """Return the model's output with the parameters of a vector."""
+        parts = vector.split([shape.numel() for shape in self._shapes.values()])
+        pairs = zip(self._shapes.items(), parts, strict=True)
+        parameters = {name: part.view(shape) for (name, shape), part in pairs}
+        return functional_call(self._model, parameters, inputs)
+
+
 class _Rank:
-    """A rank's working copy, its optimizer, and what rounding took from its differences."""
+    """A rank's working copy, its optimizer, and what it continued from after the last window."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.parameters = list(model.parameters())
-        self.lost = torch.zeros(0)
-        self.base = torch.zeros(0)
+    def __init__(self, start: Tensor, make_optimizer: Callable[[Tensor], Optimizer]) -> None:
+        self.vector = start.clone()
+        self.optimizer = make_optimizer(self.vector)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.base = self.vector
 
-    @property
-    def vector(self) -> Tensor:
-        return nn.utils.parameters_to_vector(self.parameters).detach()
-
-    @torch.no_grad()
-    def add(self, difference: Tensor) -> None:
-        nn.utils.vector_to_parameters(self.vector + difference, self.parameters)
+    def step(self, gradient: Tensor, factor: float) -> None:
+        offset = 0
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+            for part in group["params"]:
+                part.grad = gradient[offset : offset + part.numel()].view_as(part)
+                offset += part.numel()
+        self.optimizer.step()
 
 
 def train(
     how: Local,
-    make: Callable[[], tuple[nn.Module, Optimizer]],
+    start: Tensor,
+    make_optimizer: Callable[[Tensor], Optimizer],
     batches: Batches,
-    loss_of: Callable[[nn.Module, Any], Tensor],
     total: int,
     rate: Callable[[float], float] = lambda _: 1.0,
-    max_norm: float | None = None,
-) -> Outcome:
-    """Train for so many local steps of all ranks together.
+    max_norm: float = math.inf,
+) -> Generator[Work, Found, Outcome]:
+    """Train for so many local steps of all ranks together, with gradients that are sent in.
 
     Args:
         how: The way of training.
-        make: Makes a rank's model and its optimizer, alike at every call.
+        start: The parameters in the beginning.
+        make_optimizer: Makes a rank's optimizer of its vector: its parameters are parts of the
+            vector, in that order.
         batches: The batch of a local step.
-        loss_of: The loss of a model on a batch.
         total: Local steps of all ranks.
         rate: Factor of the learning rate, by the part of the run that is done.
         max_norm: Gradients are clipped to this norm.
     """
-    ranks = [_Rank(*make()) for _ in range(how.ranks)]
-    base_rates = [group["lr"] for group in ranks[0].optimizer.param_groups]
-    consensus = nn.Parameter(ranks[0].vector.clone())
-    outer = OuterSGD([consensus], lr=how.outer_lr, momentum=how.outer_momentum)
+    ranks = [_Rank(start, make_optimizer) for _ in range(how.ranks)]
+    consensus = start.clone()
+    make = make_outer("nesterov", how.outer_lr, how.outer_momentum)
+    assert make is not None
+    outer = OuterStep(make)
+    outer.add(["all"], [consensus])
+    averaged = Averaged(how.ranks, min(how.counts))
     wire = _Wire(how.bits, consensus.numel(), how.ranks)
     losses: list[float] = []
     done = windows = 0
-    divergence = 0.0
-    others = [torch.zeros_like(consensus.data) for _ in ranks]
+    fast_steps = divergence = 0.0
     has_landed = True
     while done < total:
-        full = how.steps
-        if how.warmup and done < how.warmup * total:
-            full = 1
-        elif how.shrink:
-            full = max(1, round(full * rate(done / total)))
-        counts = [how.steps_of(rank, full) for rank in range(how.ranks)]
+        counts = how.counts
         planned = sum(counts)
         if planned > total - done:
             counts = _cut(counts, total - done)
-        for number, (rank, count) in enumerate(zip(ranks, counts, strict=True)):
-            lands_after = math.ceil(how.late * count) if not has_landed else -1
-            for step in range(count):
-                if step == lands_after:
-                    rank.add(consensus.data - rank.base)
-                factor = rate((done + planned * step / max(1, counts[number])) / total)
-                for group, base in zip(rank.optimizer.param_groups, base_rates, strict=True):
-                    group["lr"] = base * factor
-                loss = loss_of(rank.model, batches(windows, number, step))
-                loss.backward()
-                if max_norm is not None:
-                    nn.utils.clip_grad_norm_(rank.parameters, max_norm)
-                rank.optimizer.step()
-                rank.optimizer.zero_grad()
-                losses.append(float(loss.detach()))
-            if lands_after >= count:
-                rank.add(consensus.data - rank.base)
+        lands_after = [-1 if has_landed else math.ceil(how.late * count) for count in counts]
+        for step in range(max(counts) + 1):
+            for rank, landing in zip(ranks, lands_after, strict=True):
+                if landing == step:
+                    rank.vector.add_(consensus - rank.base)
+            active = [number for number, count in enumerate(counts) if step < count]
+            if not active:
+                continue
+            found = yield [(ranks[n].vector, batches(windows, n, step)) for n in active]
+            for number, (loss, gradient) in zip(active, found, strict=True):
+                gradient.mul_(min(1.0, max_norm / (float(gradient.norm()) + 1e-6)))
+                progress = done + planned * step / counts[number]
+                ranks[number].step(gradient, rate(progress / total))
+                losses.append(loss)
         done += sum(counts)
         windows += 1
-        weights = _weights(counts, how.power)
-        own = [consensus.data - rank.vector for rank in ranks]
-        average = wire.sum([w * d for w, d in zip(weights, own, strict=True)])
-        size = float(consensus.data.norm())
-        gaps = [float((d - average).norm()) / size for d in own]
-        divergence = max(divergence, *gaps)
+        fast_steps += max(map(truediv, counts, how.every_speed))
+        own = [consensus - rank.vector for rank in ranks]
+        average = wire.sum([count / sum(counts) * d for count, d in zip(counts, own, strict=True)])
+        size = float(consensus.norm())
+        divergence = max(divergence, *(float((d - average).norm()) / size for d in own))
         # As evener's own first window, in which it learns the speeds.
         has_landed = how.late == 0 or windows == 1 or done >= total
         if not has_landed:
-            for rank, weight, mine, theirs in zip(ranks, weights, own, others, strict=True):
-                rank.base = _base(how.base, rank, consensus, outer, weight, mine, theirs)
-                rank.add(rank.base - rank.vector)
-                theirs.copy_((average - weight * mine) / max(1e-9, 1 - weight))
-        consensus.grad = average
-        outer.step()
+            for rank, mine in zip(ranks, own, strict=True):
+                (rank.base,) = outer.ahead([mine], averaged)
+                rank.vector.copy_(rank.base)
+        if 2 * min(counts) >= min(how.counts):
+            outer.step([average], averaged)
+        else:
+            consensus.sub_(average)  # evener steps after no short window
         if has_landed:
             for rank in ranks:
-                rank.add(how.pull * (consensus.data - rank.vector))
-        if how.moments:
-            _average_moments([rank.optimizer for rank in ranks], weights)
-    return Outcome(losses, consensus.data, windows, wire.sent_bytes, divergence)
+                rank.vector.copy_(consensus)
+    return Outcome(losses, consensus, windows, fast_steps, wire.sent_bytes, divergence)
+
+
+def train_together(
+    trainings: Sequence[Generator[Work, Found, Outcome]], gradients: Callable[[Work], Found]
+) -> list[Outcome]:
+    """Run trainings side by side; return the result of each.
+
+    Args:
+        trainings: Of ``train``; with ``stacked``, their batches have one shape.
+        gradients: Computes the gradients: of ``one_by_one`` or ``stacked``.
+    """
+    outcomes: dict[int, Outcome] = {}
+    waiting = {number: next(training) for number, training in enumerate(trainings)}
+    while waiting:
+        found = iter(gradients([one for work in waiting.values() for one in work]))
+        for number, work in list(waiting.items()):
+            try:
+                waiting[number] = trainings[number].send([next(found) for _ in work])
+            except StopIteration as end:
+                outcomes[number] = end.value
+                del waiting[number]
+    return [outcomes[number] for number in range(len(trainings))]
+
+
+def one_by_one(loss_at: LossAt) -> Callable[[Work], Found]:
+    """Return what computes gradients one after another."""
+
+    def gradient(vector: Tensor, batch: Any) -> tuple[float, Tensor]:
+        point = vector.clone().requires_grad_()
+        loss = loss_at(point, batch)
+        (found,) = torch.autograd.grad(loss, point)
+        return float(loss.detach()), found
+
+    return lambda work: [gradient(vector, batch) for vector, batch in work]
+
+
+def stacked(loss_at: LossAt, most: int = 32) -> Callable[[Work], Found]:
+    """Return what computes so many gradients with one call of the loss."""
+
+    def pieces(work: Work) -> Iterator[tuple[float, Tensor]]:
+        for first in range(0, len(work), most):
+            vectors, batches = map(list, zip(*work[first : first + most], strict=True))
+            points = torch.stack(vectors).requires_grad_()
+            losses = vmap(loss_at)(points, torch.stack(batches))
+            (found,) = torch.autograd.grad(losses.sum(), points)
+            yield from zip(losses.tolist(), found, strict=True)
+
+    return lambda work: list(pieces(work))
 
 
 def _cut(counts: Sequence[int], total: int) -> list[int]:
@@ -190,49 +258,17 @@ def _cut(counts: Sequence[int], total: int) -> list[int]:
     return cut
 
 
-def _weights(counts: Sequence[int], power: float) -> list[float]:
-    parts = [float(count) ** power if count else 0.0 for count in counts]
-    return [part / math.fsum(parts) for part in parts]
-
-
-def _base(
-    base: str,
-    rank: _Rank,
-    consensus: Tensor,
-    outer: OuterSGD,
-    weight: float,
-    mine: Tensor,
-    theirs: Tensor,
-) -> Tensor:
-    """Return what a rank continues from while the average is under way; see ``Local``."""
-    if base == "own":
-        return rank.vector
-    if base == "late":
-        return consensus.data.clone()
-    expected = mine if base == "eager" else weight * mine + (1 - weight) * theirs
-    trial = nn.Parameter(consensus.data.clone())
-    trial.grad = expected
-    (group,) = outer.param_groups
-    step = OuterSGD([trial], lr=group["lr"], momentum=group["momentum"])
-    if consensus in outer.state:
-        step.state[trial] = {"momentum_buffer": outer.state[consensus]["momentum_buffer"].clone()}
-    step.step()
-    return trial.data
-
-
 class _Wire:
     """Sums what travels in few bits, with error feedback, as ``GroupTransport`` does."""
 
     def __init__(self, bits: int, numel: int, ranks: int) -> None:
         self._bits, self._numel, self._ranks = bits, numel, ranks
         self._padded = -(-numel // (BLOCK * ranks)) * BLOCK * ranks
-        self._lost = [torch.zeros(self._padded) for _ in range(ranks)]
+        self._lost = [torch.zeros(self._padded) for _ in range(ranks)] if bits < 32 else []
         self.sent_bytes = 0
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        if self._ranks == 1:
-            return parts[0]
-        size = 4 * self._numel if self._bits == 32 else self._packed_bytes()
+        size = 4 * self._numel if self._bits == 32 else packed_bytes(self._padded, self._bits)
         self.sent_bytes += 2 * size * (self._ranks - 1) // self._ranks
         if self._bits == 32:
             return torch.stack(list(parts)).sum(0)
@@ -254,25 +290,8 @@ class _Wire:
         return sent[: self._numel]
 
     def _round(self, values: Tensor) -> Tensor:
-        if self._bits == 2:  # -1, 0 and 1, which evener does not offer
-            blocks = values.view(-1, BLOCK)
-            scales = 1.5 * blocks.abs().mean(dim=1, keepdim=True)
-            return ((blocks / scales.clamp(min=1e-30)).round().clamp(-1, 1) * scales).view(-1)
         packed = torch.empty(packed_bytes(values.numel(), self._bits), dtype=torch.uint8)
         pack_sum(values, torch.zeros_like(values), [], self._bits, packed)
         found = torch.empty_like(values)
         unpack(packed, self._bits, found)
         return found
-
-    def _packed_bytes(self) -> int:
-        if self._bits == 2:
-            return self._padded // 4 + 4 * self._padded // BLOCK
-        return packed_bytes(self._padded, self._bits)
-
-
-def _average_moments(optimizers: Sequence[Optimizer], weights: Sequence[float]) -> None:
-    for places in zip(*(o.state.values() for o in optimizers), strict=True):
-        for key in ("exp_avg", "exp_avg_sq"):
-            mean = sum(w * place[key] for w, place in zip(weights, places, strict=True))
-            for place in places:
-                place[key].copy_(mean)

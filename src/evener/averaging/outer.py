@@ -7,7 +7,7 @@ of a gradient. Plain averaging is a step with a learning rate of 1 and without m
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -19,9 +19,30 @@ from evener.errors import ConfigError
 OuterFactory = Callable[[Sequence[Tensor]], Optimizer]
 """Makes an optimizer of the parameters that it steps, as the classes of torch.optim do."""
 
-OUTER_LR: Final = 0.7
 OUTER_MOMENTUM: Final = 0.5
-"""Within the noise of the best for 16 and 64 local steps of two ranks; see docs/experiments.md."""
+
+
+class Averaged(NamedTuple):
+    """What an average is of; all ranks know it alike.
+
+    Attributes:
+        num_ranks: Ranks that made steps.
+        steps: Local steps of the slowest rank that were planned: the anchor.
+    """
+
+    num_ranks: int
+    steps: int
+
+
+def outer_lr(averaged: Averaged) -> float:
+    """Return the learning rate of ``"auto"``: 0.7, or 1 for many ranks or steps.
+
+    Steps of more ranks cancel each other out to a larger part, so that their average is shorter,
+    and few windows leave momentum little time. With momentum 0.5, 0.7 was the best rate for 2 and 4
+    ranks with 16 steps, and 1 for 8 ranks and for 256 steps (docs/experiments.md). The limits lie
+    between.
+    """
+    return 1.0 if averaged.num_ranks > 5 or averaged.steps > 128 else 0.7
 
 
 class OuterSGD(Optimizer):
@@ -32,12 +53,21 @@ class OuterSGD(Optimizer):
 
     Args:
         params: What to step.
-        lr: Learning rate.
+        lr: Learning rate; ``"auto"`` is that of ``outer_lr``.
         momentum: Nesterov momentum; 0 keeps no state.
+
+    Attributes:
+        averaged: What the next step's average is of.
     """
 
+    averaged = Averaged(num_ranks=1, steps=1)
+
     def __init__(
-        self, params: Iterable[Tensor], *, lr: float = OUTER_LR, momentum: float = OUTER_MOMENTUM
+        self,
+        params: Iterable[Tensor],
+        *,
+        lr: float | Literal["auto"] = "auto",
+        momentum: float = OUTER_MOMENTUM,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
@@ -45,6 +75,7 @@ class OuterSGD(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
         """Make a step; a closure is not called."""
         for group in self.param_groups:
+            lr = outer_lr(self.averaged) if group["lr"] == "auto" else group["lr"]
             for parameter in group["params"]:
                 update = parameter.grad
                 if update is None:
@@ -55,29 +86,25 @@ class OuterSGD(Optimizer):
                         state["momentum_buffer"] = torch.zeros_like(parameter)
                     buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(update)
                     update = (buffer * group["momentum"]).add_(update)
-                parameter.sub_(update * group["lr"])
+                parameter.sub_(update * lr)
 
 
 def make_outer(
     outer: Literal["average", "nesterov"] | OuterFactory,
-    lr: float | None,
+    lr: float | Literal["auto"],
     momentum: float | None,
 ) -> OuterFactory | None:
     """Return what makes the outer optimizer of a configuration; ``None`` if it only averages.
 
     Args:
         outer: Its name, or what makes the user's own.
-        lr: Learning rate of ``"nesterov"``; ``None`` for the default.
+        lr: Learning rate of ``"nesterov"``.
         momentum: Its momentum; ``None`` for the default.
     """
     if outer == "average":
         return None
     if outer == "nesterov":
-        return partial(
-            OuterSGD,
-            lr=OUTER_LR if lr is None else lr,
-            momentum=OUTER_MOMENTUM if momentum is None else momentum,
-        )
+        return partial(OuterSGD, lr=lr, momentum=OUTER_MOMENTUM if momentum is None else momentum)
     return outer
 
 
@@ -164,21 +191,20 @@ class OuterStep:
             self._take_waiting()
 
     @torch.no_grad()
-    def step(self, differences: Sequence[Tensor | None]) -> None:
+    def step(self, differences: Sequence[Tensor | None], averaged: Averaged) -> None:
         """Step the first parameters, one for each difference.
 
         Args:
             differences: Average differences, like the parameters; ``None`` leaves one as it is.
+            averaged: What they are the average of.
         """
-        optimizer = self._optimizer
-        assert optimizer is not None, "no parameters were added"
-        for parameter, difference in zip(self._parameters, differences, strict=False):
-            parameter.grad = difference
-        optimizer.step()
+        assert self._optimizer is not None, "no parameters were added"
+        _prepare(self._optimizer, self._parameters, differences, averaged)
+        self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
 
-    def ahead(self, differences: Sequence[Tensor | None]) -> list[Tensor]:
+    def ahead(self, differences: Sequence[Tensor | None], averaged: Averaged) -> list[Tensor]:
         """Return what ``step`` would make of the parameters; nothing is changed.
 
         A copy of the optimizer makes that step, with its hooks.
@@ -188,8 +214,7 @@ class OuterStep:
         """
         assert self._optimizer is not None, "no parameters were added"
         mine, parameters = copy_together(self._optimizer, self._parameters)
-        for parameter, difference in zip(parameters, differences, strict=False):
-            parameter.grad = difference
+        _prepare(mine, parameters, differences, averaged)
         type(mine).step(mine)  # a scheduler's, in the instance, steps the original
         return [parameter.detach() for parameter in parameters]
 
@@ -267,3 +292,16 @@ def describe_loss(state: Mapping[str, Mapping[str, Any]], step: OuterStep | None
 def _name(kind: str | None) -> str:
     """Return how the option ``outer`` names an optimizer's class; ``None`` for averaging."""
     return {None: "'average'", OuterSGD.__name__: "'nesterov'"}.get(kind, str(kind))
+
+
+def _prepare(
+    optimizer: Optimizer,
+    parameters: Sequence[Parameter],
+    differences: Sequence[Tensor | None],
+    averaged: Averaged,
+) -> None:
+    """Give an optimizer the differences that it steps on, and what they are the average of."""
+    for parameter, difference in zip(parameters, differences, strict=False):
+        parameter.grad = difference
+    if isinstance(optimizer, OuterSGD):
+        optimizer.averaged = averaged

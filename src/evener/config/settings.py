@@ -102,7 +102,8 @@ class LocalOptions:
             as a class of ``torch.optim``. Its state is part of checkpoints; after a resume with
             another class it starts empty. Windows with fewer than half of the anchor's steps are
             averaged.
-        outer_lr: Learning rate of ``"nesterov"``; 0.7 if left out.
+        outer_lr: Learning rate of ``"nesterov"``; ``"auto"`` is 1 with more than 5 ranks or an
+            anchor above 128, else 0.7, by measurement.
         outer_momentum: Momentum of ``"nesterov"``; 0.5 if left out.
     """
 
@@ -121,14 +122,16 @@ class LocalOptions:
         Literal["average", "nesterov"] | Callable[..., Any],
         asks_for("choose 'average' or 'nesterov', or give a function that makes an optimizer"),
     ] = "average"
-    outer_lr: AboveZero | None = None
+    outer_lr: Annotated[
+        AboveZero | Literal["auto"], asks_for("give a number above 0, or 'auto'")
+    ] = "auto"
     outer_momentum: Beta | None = None
 
     @model_validator(mode="after")
     def _outer_options_are_of_nesterov(self) -> Self:
         for name in ("outer_lr", "outer_momentum"):
             value = getattr(self, name)
-            if self.outer != "nesterov" and value is not None:
+            if self.outer != "nesterov" and value not in (None, "auto"):
                 raise ValueError(
                     f"{name} is {value!r}, but outer is {self.outer!r}, which has no such number; "
                     "leave it out, or set outer to 'nesterov'"

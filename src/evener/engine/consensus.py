@@ -14,7 +14,7 @@ from torch import Tensor
 
 from evener.averaging.feedback import ErrorFeedback
 from evener.averaging.norms import norm_of
-from evener.averaging.outer import OuterFactory, OuterStep
+from evener.averaging.outer import Averaged, OuterFactory, OuterStep
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
 from evener.comm.flat_groups import FlatGroup, view_like
@@ -207,15 +207,18 @@ class Replica(Consensus):
         return Drift(size, self._buffers.changed(), self._buffers.snapshot())
 
     @torch.no_grad()
-    def run_ahead(self) -> None:
+    def run_ahead(self, averaged: Averaged) -> None:
         """Continue from what the outer optimizer makes of this rank's own difference alone.
 
         Until the average lands, that is the best guess of it: the consensus will not be where this
         rank is, but where momentum carries it.
+
+        Args:
+            averaged: What the average is expected to be of.
         """
         if self._outer is None:
             return
-        guesses = iter(self._outer.ahead(_updates([*self._groups()])))
+        guesses = iter(self._outer.ahead(_updates([*self._groups()]), averaged))
         for group in self._flat.groups:
             guess = group.data.clone()
             for view in _views(group, guess):
@@ -276,7 +279,7 @@ class Replica(Consensus):
         differences: Tensor | None,
         *,
         moved_on: bool,
-        is_full: bool,
+        averaged: Averaged | None,
     ) -> float:
         """Apply the exchanged average to the consensus and to this rank.
 
@@ -284,7 +287,7 @@ class Replica(Consensus):
             weight: Of the window over all ranks; 0 changes nothing.
             differences: Of buffers, as exchanged; ``None`` if no rank has written any.
             moved_on: Whether this rank has made steps since the snapshot.
-            is_full: Whether the outer optimizer steps; a short window is averaged.
+            averaged: What the outer optimizer steps on; ``None`` averages.
 
         Returns:
             The divergence: the 2-norm of snapshot less average, relative to that of the average;
@@ -300,8 +303,8 @@ class Replica(Consensus):
         if self._outer is not None:
             # From the average: momentum carries the consensus beyond it.
             divergence = self._relative([kept - agreed + sums for _, agreed, sums, kept in taken])
-        if self._outer is not None and is_full:
-            self._outer.step(_updates(taken))
+        if self._outer is not None and averaged is not None:
+            self._outer.step(_updates(taken), averaged)
         else:
             for _, agreed, sums, _ in taken:
                 agreed.sub_(sums)

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, NoReturn, final
 
 from torch import Tensor
 
+from evener.averaging.outer import Averaged
 from evener.averaging.weights import power_of_two_near
 from evener.comm.background import BackgroundJob
 from evener.comm.base import Communicator
@@ -265,7 +266,7 @@ class LocalEngine(Engine):
         assert plan is not None
         work = self._steps.next_window(plan.most[rounds.rank])
         if not plan.blocking and _is_full(work.steps, plan):
-            self._replica.run_ahead()
+            self._replica.run_ahead(Averaged(sum(map(bool, plan.steps)), plan.anchor))
         rates = self.training.schedule.agreed_rates
         sent = rounds.make_row(
             Purpose.WINDOW,
@@ -401,13 +402,13 @@ class LocalEngine(Engine):
         """Move the consensus on, and this rank with it."""
         started_s, outcome = time.perf_counter(), self._landing
         assert outcome is not None
-        weight, stale_steps = found.decision.weight, self._steps.num_done
+        weight, stale_steps, plan = found.decision.weight, self._steps.num_done, outcome.over
         counts = [row.report.steps for row in found.rows.values() if row.report.steps]
         divergence = self._replica.agree(
             weight,
             outcome.differences,
             moved_on=stale_steps > 0,
-            is_full=_is_full(min(counts), outcome.over),
+            averaged=Averaged(len(counts), plan.anchor) if _is_full(min(counts), plan) else None,
         )
         if not math.isfinite(divergence):
             raise overflow(outcome.over, self.run.progress.steps + 1)

@@ -1,5 +1,6 @@
 """Advice from predictions: which policy to choose, and which devices are worth adding. Pure."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -11,11 +12,6 @@ from evener.simulation.prediction import TeamPrediction, TeamSpec, predict
 AS_GOOD: Final = 0.97
 """A policy that reaches this fraction of the fastest one's throughput is preferred if its result is
 nearer to that of one device; predictions are not more exact than that."""
-
-NEEDED: Final = {ApplyPolicy.SYNC: 1.0, ApplyPolicy.CADENCE: 1.25, ApplyPolicy.ASYNC: 1.35}
-"""Samples that a policy needs for the same held-out loss, relative to SYNC.
-
-Measured with 16 local steps and two ranks (docs/experiments.md)."""
 
 NOTEWORTHY: Final = 0.01
 """Changes of the throughput by less than this fraction are ignored."""
@@ -90,6 +86,19 @@ def predict_all(team: TeamSpec) -> Predictions:
     return {policy: predict(team, policy) for policy in ApplyPolicy}
 
 
+def needed(prediction: TeamPrediction) -> float:
+    """Return how many samples a team needs for the held-out loss of SYNC, relative to SYNC.
+
+    Averaging rarely costs more the more ranks there are that share the samples: 1.2, 1.5 and 1.9
+    times as many for 2, 4 and 8 equal ranks, measured with 16 local steps, and 1.1 times as many
+    again if averages land late (docs/experiments.md). A rank with a small share counts little.
+    """
+    if prediction.policy is ApplyPolicy.SYNC:
+        return 1.0
+    num_equal = 1.0 / sum(share**2 for share in prediction.shares)
+    return math.pow(num_equal, 0.3) * (1.1 if prediction.policy is ApplyPolicy.ASYNC else 1.0)
+
+
 def best_policy(predictions: Predictions) -> ApplyPolicy:
     """Return the first policy that is as good as the best one with short windows.
 
@@ -97,7 +106,7 @@ def best_policy(predictions: Predictions) -> ApplyPolicy:
     SYNC if no other policy has short windows.
     """
     short = {
-        policy: one.samples_per_s / NEEDED[policy]
+        policy: one.samples_per_s / needed(one)
         for policy, one in predictions.items()
         if policy is ApplyPolicy.SYNC or one.window_s <= LONG_WINDOW_S
     }
@@ -134,9 +143,9 @@ def _reason(predictions: Predictions, best: ApplyPolicy) -> str:
             f"; {fastest.policy} is {faster}, but averages only every "
             f"{human_duration(fastest.window_s)}, which max_anchor limits"
         )
-    elif beside and NEEDED[fastest.policy] > NEEDED[best] and ahead >= NOTEWORTHY:
-        needed = NEEDED[fastest.policy] / NEEDED[best] - 1.0
-        beside += f", but may need {needed:.0%} more samples for the same loss"
+    elif beside and needed(fastest) > needed(chosen) and ahead >= NOTEWORTHY:
+        more = needed(fastest) / needed(chosen) - 1.0
+        beside += f", but may need {more:.0%} more samples for the same loss"
     if chosen is sync:
         return f"its result is that of one device with the same batch{beside}"
     losses = {"waiting": sync.wait, "exchanges": sync.exchange, "bookkeeping": sync.bookkeeping}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import ConfigError, Ddp, DdpConfig
-from evener.averaging.outer import OuterSGD, OuterStep
+from evener.averaging.outer import Averaged, OuterSGD, OuterStep, outer_lr
 from evener.comm.base import Communicator
 from evener.data.order import Permutation
 from helpers.clocks import RankClocks
@@ -70,6 +70,16 @@ def test_one_step_a_window_is_sgd_with_momentum(outer: dict[str, Any]) -> None:
     first, second = run_team(2, lambda comm: train(comm, **outer))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, in_one_process(2 * BATCH, 2 * BATCH), rtol=1e-10, atol=1e-12)
+
+
+def test_the_rate_follows_ranks_and_steps() -> None:
+    few, ranks, steps = (outer_lr(Averaged(*of)) for of in ((2, 16), (8, 16), (2, 256)))
+    assert few < ranks == steps
+    for num_ranks in (2, 6):
+        given = {"outer": "nesterov", "outer_lr": outer_lr(Averaged(num_ranks, 1))}
+        auto = run_team(num_ranks, lambda comm: train(comm, outer="nesterov"))
+        assert torch.equal(auto[0], run_team(num_ranks, partial(train, **given))[0])
+        assert all(torch.equal(auto[0], other) for other in auto)
 
 
 @pytest.mark.parametrize("outer", [NESTEROV, {"outer": FACTORY}], ids=["nesterov", "factory"])
@@ -178,7 +188,8 @@ def test_the_step_is_that_of_torch() -> None:
         ({"outer": "adam"}, "outer is 'adam'.*'average' or 'nesterov'"),
         ({"outer_lr": 0.5}, "outer_lr is 0.5, but outer is 'average'.*set outer to 'nesterov'"),
         ({"outer": FACTORY, "outer_momentum": 0.5}, "outer_momentum is 0.5, but outer is"),
-        ({"outer": "nesterov", "outer_lr": 0.0}, "outer_lr is 0.0.*greater than 0"),
+        ({"outer": "nesterov", "outer_lr": 0.0}, "outer_lr is 0.0.*number above 0, or 'auto'"),
+        ({"outer": "nesterov", "outer_lr": "fast"}, "outer_lr is 'fast'.*above 0, or 'auto'"),
         ({"outer": "nesterov", "outer_momentum": 1.0}, "outer_momentum is 1.0.*less than 1"),
     ],
 )
@@ -350,9 +361,9 @@ def test_what_a_class_keeps_beside_its_state_is_foreseen_and_not_changed() -> No
     step.add(["weight"], [consensus])
     for _ in range(3):
         differences = [torch.tensor([1.0, -1.0, 0.001])]
-        (foreseen,) = step.ahead([differences[0].clone()])
-        (again,) = step.ahead([differences[0].clone()])
-        step.step(differences)
+        (foreseen,) = step.ahead([differences[0].clone()], Averaged(2, 1))
+        (again,) = step.ahead([differences[0].clone()], Averaged(2, 1))
+        step.step(differences, Averaged(2, 1))
         assert torch.equal(foreseen, again)
         assert torch.equal(foreseen, consensus)
     rate = OUTER_LR * (1 + 1 / 2 + 1 / 3)
