@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from evener import Ddp, DdpConfig
+from evener.comm import host_leaders
+from evener.planning.policies import Parking
 from helpers.ranks import Rank, run_ranks
 
 WINDOWS = 8
@@ -89,3 +91,35 @@ def load_twice(rank: Rank, policy: str, folder: str) -> list[list[float]]:
 def test_a_load_forgets_what_rounding_took_before(policy: str, tmp_path: Path) -> None:
     for first, again in run_ranks(load_twice, 2, policy, str(tmp_path / "saved")):
         assert first == again
+
+
+def train_without_rank_0(rank: Rank) -> tuple[set[str], list[float]]:
+    """How ranks were joined, and the model; ranks 0 and 1 are on one host, 2 is on another.
+
+    While rank 0 is parked, rank 1 sends to the other host in its place.
+    """
+    place = f"host {rank.rank // 2}"
+    host_leaders.place_of_this_process = lambda: place
+    torch.manual_seed(5)
+    model = torch.nn.Linear(64, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    samples = torch.randn(12 * WINDOWS, 64, generator=torch.Generator().manual_seed(3))
+    config = DdpConfig(wire="bfloat16", overlap="on", speed_hint=(1.0, 1.0, 1.0), quiet=True)
+    with Ddp.setup(model, optimizer, devices="cpu", config=config) as ddp:
+        team, policy = ddp.assembly.team, ddp.assembly.engine.policy
+        policy.decide_parking = lambda *_: (  # type: ignore[method-assign]
+            Parking({0: 1.0}) if ddp.window >= 3 and not team.parked else None
+        )
+        joined = set()
+        for epoch in range(2):
+            for x in ddp.loader(samples, batch_size=12).epoch(epoch):
+                ddp.backward(model(x).square().sum(1).mean())
+                ddp.step()
+                joined.add(team.comm.backend)
+    return joined, model.weight.flatten().tolist()
+
+
+def test_another_rank_of_a_host_rounds_while_the_first_is_parked() -> None:
+    outcomes = run_ranks(train_without_rank_0, 3)
+    assert outcomes[1][0] == {"hosts", "gloo"}
+    assert outcomes[0][1] == outcomes[1][1] == outcomes[2][1]

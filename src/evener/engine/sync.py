@@ -728,9 +728,9 @@ class SyncEngine(Engine):
             self._home = self.team.whole
             self.flat.move(self._home)
         self._overlap.use(())
+        self._averager.use(self.team.comm)  # first: it tells which ranks round what they send
         if self._overlaps_in == self.rounds.state.generation and not self.rounds.state.is_parked:
             self._connect_overlap()
-        self._averager.use(self.team.comm)
         self.buffers.use(self.team.comm)
         if not self.rounds.state.is_parked:
             self._sharded.divide(self.team.comm)
