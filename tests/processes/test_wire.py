@@ -123,3 +123,33 @@ def test_another_rank_of_a_host_rounds_while_the_first_is_parked() -> None:
     outcomes = run_ranks(train_without_rank_0, 3)
     assert outcomes[1][0] == {"hosts", "gloo"}
     assert outcomes[0][1] == outcomes[1][1] == outcomes[2][1]
+
+
+def skip_a_window(rank: Rank, overlap: str) -> tuple[int, float]:
+    """How many windows have changed the model, and its largest weight."""
+    torch.manual_seed(5)
+    model = torch.nn.Linear(64, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    samples = torch.randn(16 * WINDOWS, 64, generator=torch.Generator().manual_seed(3))
+    samples[0] = 1e5
+    samples[0, 1] = 1e25  # of the gradients, some are infinite, and others are finite and huge
+    config = DdpConfig(
+        wire="bfloat16", overlap=overlap, non_finite="skip", partition_ratios=[1, 1], quiet=True
+    )
+    steps = 0
+    with Ddp.setup(model, optimizer, devices="cpu", backend="gloo", config=config) as ddp:
+        loader = ddp.loader(samples, batch_size=16)
+        for epoch in range(2):
+            for x in loader.epoch(epoch):
+                before = model.weight.sum().item()
+                ddp.backward(model(x).square().mean())
+                ddp.step()
+                steps += model.weight.sum().item() != before
+    return steps, model.weight.abs().max().item()
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_what_rounding_took_from_a_skipped_window_is_not_added_later(overlap: str) -> None:
+    for steps, largest in run_ranks(skip_a_window, 2, overlap):
+        assert steps == 2 * (WINDOWS - 1)
+        assert largest < 1

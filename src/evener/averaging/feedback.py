@@ -15,7 +15,8 @@ class ErrorFeedback:
     """Keeps what was lost, for each buffer that is exchanged, at the same place.
 
     So a buffer may be cut into other pieces each time. Ranks of one generation keep it; others
-    begin without any. An exchange whose result is dropped has taken along what was added to it.
+    begin without any. If the result of an exchange is dropped, ``clear`` must follow: a gradient
+    that is not finite may have other numbers that are huge, and rounding took much from these.
 
     Args:
         wire: What numbers travel in between hosts; see ``WIRES``.

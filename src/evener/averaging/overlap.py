@@ -459,13 +459,14 @@ class OverlappedExchange:
             group.grad.add_(late)
 
     def discard(self) -> None:
-        """Wait until all have taken part, and forget the sums."""
+        """Wait until all have taken part; forget the sums, and what rounding took from them."""
         if self.has_begun:
             for piece in self._pieces:
                 piece.has_left = True
                 piece.ready.set()
             self._has_late = False
             self.finish()
+            self.feedback.clear()
 
     def abandon(self) -> None:
         """End what is under way, whose connections are closed; idempotent."""

@@ -548,6 +548,7 @@ class SyncEngine(Engine):
             )
         if on_device is None and not math.isfinite(norm):
             skipped = skipped or self._overflowed(plan, part)
+            self._overlap.feedback.clear()
         if closes:
             self._average_buffers(found, 0.0 if skipped else weight, what)
         self._sync_s = time.perf_counter() - started_s
