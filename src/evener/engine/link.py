@@ -1,6 +1,5 @@
 """What an exchange between the ranks costs, timed before the first window."""
 
-import os
 import time
 from typing import Final
 
@@ -11,6 +10,7 @@ from evener.averaging.feedback import ErrorFeedback
 from evener.comm.base import Communicator
 from evener.engine.team import Team
 from evener.planning.pieces import ExchangeCost
+from evener.team.host import available_cores
 
 _SHORT, _LONG = 2**10, 2**17
 _TIMES: Final = 3
@@ -52,7 +52,7 @@ def time_link(
     own = team.member_by_rank[team.rank]
     on_host = sum(one.host == own.host for one in members)
     # Ranks of a host share its cores, unless each is kept to cores of its own.
-    cores = max(own.threads, _count_cores() / on_host)
+    cores = max(own.threads, available_cores() / on_host)
     return ExchangeCost(byte_s, short_s), cores - busy
 
 
@@ -67,10 +67,3 @@ def _time(comm: Communicator, tensor: Tensor, feedback: ErrorFeedback) -> tuple[
         processor_s.append(time.process_time() - started[1])
     rows = comm.all_gather_rows([min(taken_s[1:])], what="seconds of exchanges")
     return max(seconds for (seconds,) in rows), min(processor_s[1:])
-
-
-def _count_cores() -> int:
-    """Return the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
