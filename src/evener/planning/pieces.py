@@ -6,6 +6,9 @@ _MOST_PIECES: Final = 64
 _LEAST_GAIN: Final = 0.02
 """Least fraction of backward and exchange that must be saved; timings are not more exact."""
 
+_MORE_GAIN: Final = 0.01
+"""More pieces must save this part: each also takes time from the thread that computes."""
+
 
 class ExchangeCost(NamedTuple):
     """The measured cost of an exchange for the slowest rank.
@@ -64,16 +67,17 @@ def choose_pieces(num_bytes: int, backward_s: float, cost: ExchangeCost) -> Piec
     """
     byte_s, call_s, part = cost
     after_s = backward_s + byte_s * num_bytes + call_s
-    best = Pieces(0, after_s * (1 - _LEAST_GAIN), after_s)
+    best = Pieces(0, after_s, after_s)
     count = 1
     while count <= _MOST_PIECES:
         exchange_s = byte_s * num_bytes + count * call_s
         at_compute_s = backward_s + part * exchange_s + (1 - part) * exchange_s / count
         seconds = max(at_compute_s, backward_s / count + exchange_s)
-        if seconds < best.seconds:
+        least = _MORE_GAIN if best.num_bytes else _LEAST_GAIN
+        if seconds < best.seconds * (1 - least):
             best = Pieces(-(-num_bytes // count), seconds, after_s)
         count *= 2
-    return best if best.num_bytes else best._replace(seconds=after_s)
+    return best
 
 
 def describe(chosen: Pieces, backward_s: float) -> str:

@@ -27,6 +27,14 @@ def test_pieces_are_larger_where_calls_cost_more_than_bytes() -> None:
     assert sizes[0] < sizes[1]
 
 
+def test_pieces_are_no_smaller_than_pays() -> None:
+    """Over a fast link each further piece would save less than it takes from backward."""
+    chosen = choose_pieces(8 * MB, 0.43, cost(4000, call_s=0.001))
+    smaller = chosen.num_bytes * 8 / 4e9
+    assert chosen.num_bytes >= 1 * MB
+    assert smaller < 0.01 * chosen.seconds
+
+
 @pytest.mark.parametrize(
     ("backward_s", "of"),
     [
@@ -46,7 +54,7 @@ def test_all_travels_after_backward_where_little_would_be_hidden(
 
 def test_the_line_says_how_large_pieces_are_and_why() -> None:
     text = describe(choose_pieces(8 * MB, 0.3, cost(200)), 0.3)
-    assert "pieces of 0.25 MB" in text
+    assert "pieces of 0.5 MB" in text
     assert "backward takes 300 ms, the exchange 320 ms" in text
 
 
