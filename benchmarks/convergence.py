@@ -400,8 +400,8 @@ STUDIES = {
     ],
     "tasks": [
         replace(arm, task=task, lr=lr)
-        for task in ("rnn", "cnn")
-        for lr in (0.01, 0.003)
+        for task, rates in {"rnn": RATES, "cnn": (0.01, 0.003, 0.0003)}.items()
+        for lr in rates
         for arm in WAYS
     ],
     "larger": [replace(arm, task="llama-1M", lr=0.0025, length=0.5) for arm in WAYS],
