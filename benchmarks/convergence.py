@@ -379,7 +379,13 @@ STUDIES = {
         *grid(OUTERS, ranks=[2, 4, 8], steps=[16, 64, 256], length=[4.0]),
         *grid([AVERAGE, (0.7, 0.5), (1.0, 0.5)], ranks=[2, 8], seed=SEEDS, length=[4.0]),
         *grid([AVERAGE, (0.7, 0.5), (1.0, 0.5)], ranks=[2, 8], lr=[0.01], length=[4.0]),
+        *grid([AVERAGE, (1.0, 0.5)], ranks=[8], lr=[0.0025], length=[4.0]),
+        *grid([(2.0, 0.5)], ranks=[8], steps=[16, 256], length=[4.0]),
     ],
+    "short": grid(
+        [(0.8, 0.2), (0.5, 0.5), (0.7, 0.5), (1.0, 0.5), (0.3, 0.7), (0.4, 0.9), (0.7, 0.9)],
+        lr=[0.005, 0.01],
+    ),
     "one": [
         *grid([(0.3, 0.5), *OUTERS[1:]], ranks=[1], steps=[4, 16, 64], length=[1.0, 4.0]),
         *grid([(0.7, 0.5)], ranks=[1], seed=SEEDS, lr=RATES[::2], length=[4.0]),
@@ -394,8 +400,8 @@ STUDIES = {
     ],
     "tasks": [
         replace(arm, task=task, lr=lr)
-        for task in ("rnn", "cnn")
-        for lr in (0.01, 0.003)
+        for task, rates in {"rnn": RATES, "cnn": (0.01, 0.003, 0.0003)}.items()
+        for lr in rates
         for arm in WAYS
     ],
     "larger": [replace(arm, task="llama-1M", lr=0.0025, length=0.5) for arm in WAYS],

@@ -2,6 +2,8 @@
 
     python benchmarks/convergence_report.py
 
+Pictures of other results than the recorded ones are written beside these.
+
 Time is emulated: it follows from windows, steps and bytes, for links and speeds that are given.
 """
 
@@ -191,7 +193,7 @@ class Panel:
 
         def place(x: float, y: float) -> tuple[float, float]:
             part = (math.log10(x) - first) / max(1e-9, last - first)
-            return left + 20 + 220 * part, top + 160 - 140 * (y - low) / (high - low)
+            return left + 20 + 220 * part, top + 160 - 140 * (y - low) / max(1e-9, high - low)
 
         found = [
             f'<text x="{left + 10}" y="{top + 12}">{self.title}</text>',
@@ -228,7 +230,7 @@ def svg(title: str, panels: Sequence[Panel], columns: int) -> str:
         found += panel.draw(left, top, low, high)
         if number % columns == 0:
             for loss in (low, high):
-                y = top + 164 - 140 * (loss - low) / (high - low)
+                y = top + 164 - 140 * (loss - low) / max(1e-9, high - low)
                 found.append(f'<text x="{left}" y="{y:.0f}" text-anchor="end">{loss:.2f}</text>')
     x = 60
     for label in dict.fromkeys(label for panel in panels for label in panel.lines):
@@ -294,10 +296,15 @@ def byte_panel(results: Results) -> Panel:
 
 
 def pictures(results: Results) -> dict[str, str]:
-    """Return the pictures of the manual by the name of their file."""
+    """Return the pictures of the manual by the name of their file; none with an empty panel."""
+    found = {
+        "loss-by-time.svg": ("Held-out loss over emulated time", time_panels(results), 3),
+        "loss-by-bytes.svg": ("Held-out loss over bytes", [byte_panel(results)], 1),
+    }
     return {
-        "loss-by-time.svg": svg("Held-out loss over emulated time", time_panels(results), 3),
-        "loss-by-bytes.svg": svg("Held-out loss over bytes", [byte_panel(results)], 1),
+        file: svg(title, panels, columns)
+        for file, (title, panels, columns) in found.items()
+        if all(any(panel.lines.values()) for panel in panels)
     }
 
 
@@ -325,8 +332,10 @@ def main() -> None:
         )
         print(f"**Loss against averages, learning rate {lr:g}**\n\n{by_outer}")
     print(f"**Emulated time**\n\n{times(results)}")
+    folder = IMAGES if arguments.results == RESULTS else arguments.results.parent
     for file, picture in pictures(results).items():
-        (IMAGES / file).write_text(picture, encoding="utf-8")
+        (folder / file).write_text(picture, encoding="utf-8")
+        print(folder / file)
 
 
 if __name__ == "__main__":

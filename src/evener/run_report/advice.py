@@ -222,7 +222,10 @@ def _exchange(facts: RunFacts) -> Iterator[Advice]:
     if facts.policy is ApplyPolicy.SYNC:
         yield Advice(
             kind="exchange",
-            text=f"{text} With cadence, ranks average less often, and training is not exact.",
+            text=(
+                f"{text} With cadence, ranks average less often, and training is not exact: divide "
+                "batch_size by the number of ranks."
+            ),
             key="policy=cadence",
             change=Change(policy=ApplyPolicy.CADENCE),
         )
@@ -284,7 +287,8 @@ def _parked(facts: RunFacts) -> Iterator[Advice]:
                 kind="parked",
                 text=(
                     f"{one.name[0].upper()}{one.name[1:]} is parked, as the others are faster "
-                    "without it. Use it for something else, or let it make local steps."
+                    "without it. Use it for something else, or let it make local steps: then "
+                    "divide batch_size by the number of ranks."
                 ),
                 key="policy=cadence",
                 change=Change(policy=ApplyPolicy.CADENCE),

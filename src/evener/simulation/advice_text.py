@@ -83,7 +83,8 @@ _HEAD: Final = (
     *("policy", "samples/s", "ideal", "wait", "exchange", "other", "window", "sent/window"),
 )
 _NO_LOSS: Final = (
-    "predictions do not include the loss, which only sync does not change: evener bench measures it"
+    "only sync keeps the loss; the others are rated by that of small models whose batch the ranks "
+    "share: evener bench measures yours"
 )
 
 

@@ -10,8 +10,8 @@ from evener.observe.events import Event
 from evener.observe.table import RunTable
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.measured_team import team_of
-from evener.simulation.prediction import TeamPrediction, predict
-from evener.simulation.team_advice import needed
+from evener.simulation.prediction import predict
+from evener.simulation.team_advice import useful
 
 _MOST_RANKS: Final = 16
 """Most ranks that are simulated for a report: a larger team would take too long."""
@@ -27,7 +27,7 @@ class Change(NamedTuple):
 Predictor = Callable[[Change], float | None]
 """Returns the fraction by which a run would be faster after a change; ``None`` if unknown.
 
-Under another policy, that is faster for the same loss; see ``needed``.
+Under another policy, that is faster for the same loss; see ``useful``.
 """
 
 
@@ -52,14 +52,9 @@ def predict_changes(table: RunTable, start: Event) -> Predictor | None:
         if change.policy is not None and not is_whole:
             return None  # a rank whose speed is not known would get work
         if not present:
-            present.append(_useful(predict(team, policy)))
+            present.append(useful(predict(team, policy)))
         changed = replace(team, batch_size=change.batch_size or team.batch_size)
         after = change.policy or policy
-        return added(_useful(predict(changed, after)), present[0])
+        return added(useful(predict(changed, after)), present[0])
 
     return gain
-
-
-def _useful(prediction: TeamPrediction) -> float:
-    """Return the samples of a second that count for the loss."""
-    return prediction.samples_per_s / needed(prediction)

@@ -31,13 +31,15 @@ class Worth:
         name: Its name.
         without: Throughput of the team without it, under the best policy.
         gain: Fraction by which the rank raises the throughput; below 0 if it lowers it.
-        verdict: Whether the rank is worth having, in a sentence.
+        for_loss: The same for the same loss; see ``needed``.
+        verdict: Whether the rank is worth having for that, in a sentence.
     """
 
     rank: int
     name: str
     without: float
     gain: float
+    for_loss: float
     verdict: str
 
 
@@ -66,7 +68,7 @@ def advise(team: TeamSpec) -> TeamAdvice:
     best = best_policy(predictions)
     kinds = [replace(rank, name="") for rank in team.ranks]
     without = {
-        first: predict(team.without(first), best).samples_per_s
+        first: predict(team.without(first), best)
         for first in ({*map(kinds.index, kinds)} if len(kinds) > 1 else ())
     }
     whole = predictions[best]
@@ -99,6 +101,11 @@ def needed(prediction: TeamPrediction) -> float:
     return math.pow(num_equal, 0.3) * (1.1 if prediction.policy is ApplyPolicy.ASYNC else 1.0)
 
 
+def useful(prediction: TeamPrediction) -> float:
+    """Return the throughput in samples of SYNC: by it, speeds are compared for the same loss."""
+    return prediction.samples_per_s / needed(prediction)
+
+
 def best_policy(predictions: Predictions) -> ApplyPolicy:
     """Return the first policy that is as good as the best one with short windows.
 
@@ -106,7 +113,7 @@ def best_policy(predictions: Predictions) -> ApplyPolicy:
     SYNC if no other policy has short windows.
     """
     short = {
-        policy: one.samples_per_s / needed(one)
+        policy: useful(one)
         for policy, one in predictions.items()
         if policy is ApplyPolicy.SYNC or one.window_s <= LONG_WINDOW_S
     }
@@ -114,20 +121,24 @@ def best_policy(predictions: Predictions) -> ApplyPolicy:
     return next(policy for policy, speed in short.items() if speed >= AS_GOOD * best)
 
 
-def _worth(rank: int, name: str, whole: TeamPrediction, without: float) -> Worth:
-    samples_per_s = whole.samples_per_s
-    gain = samples_per_s / without - 1.0
+def _worth(rank: int, name: str, whole: TeamPrediction, without: TeamPrediction) -> Worth:
+    gain = whole.samples_per_s / without.samples_per_s - 1.0
+    for_loss = useful(whole) / useful(without) - 1.0
+    gains = f"{gain:+.0%}"
+    if whole.policy is not ApplyPolicy.SYNC:
+        gains += f", {for_loss:+.0%} for the same loss"
     verdict = (
-        f"under {whole.policy} the team does {human_count(samples_per_s)} samples/s with it and "
-        f"{human_count(without)} without ({gain:+.0%})"
+        f"under {whole.policy} the team does {human_count(whole.samples_per_s)} samples/s with it "
+        f"and {human_count(without.samples_per_s)} without ({gains})"
     )
-    kind = "worth having" if gain >= NOTEWORTHY else "not worth having"
+    kind = "worth having" if for_loss >= NOTEWORTHY else "not worth having"
     return Worth(
         rank=rank,
         name=name,
-        without=without,
+        without=without.samples_per_s,
         gain=gain,
-        verdict=f"{kind if gain > -NOTEWORTHY else 'leave it out'}: {verdict}",
+        for_loss=for_loss,
+        verdict=f"{kind if for_loss > -NOTEWORTHY else 'leave it out'}: {verdict}",
     )
 
 
@@ -154,4 +165,6 @@ def _reason(predictions: Predictions, best: ApplyPolicy) -> str:
     if sync.parked:
         lost = f"parks rank {' and '.join(map(str, sync.parked))}"
     gain = chosen.samples_per_s / sync.samples_per_s - 1.0
-    return f"it is {gain:.0%} faster than sync, which {lost}{beside}"
+    for_loss = useful(chosen) / useful(sync) - 1.0
+    faster = f"{gain:.0%} faster than sync ({for_loss:.0%} for the same loss)"
+    return f"it is {faster}, which {lost}{beside}"

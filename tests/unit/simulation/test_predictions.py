@@ -105,6 +105,7 @@ def test_sync_is_best_where_it_is_as_good():
     assert advice.best is SYNC
     assert "one device" in advice.reason
     assert [one.gain for one in advice.worth] == pytest.approx([1.0, 1.0])
+    assert [one.for_loss for one in advice.worth] == pytest.approx([1.0, 1.0])
 
 
 def test_a_slow_network_makes_local_steps_best_and_says_why():
@@ -113,8 +114,11 @@ def test_a_slow_network_makes_local_steps_best_and_says_why():
     assert "but may need 35% more samples for the same loss" in advice.reason
     advice = advise(team_at(100, 90, link=slow_link(0.3)))
     assert advice.best is CADENCE
-    assert "faster than sync" in advice.reason
+    assert "it is 81% faster than sync (47% for the same loss), which loses" in advice.reason
     assert "exchanges" in advice.reason
+    one = advice.worth[1]
+    assert 1 + one.for_loss == pytest.approx((1 + one.gain) / 2**0.3, rel=0.01)
+    assert "(+81%, +47% for the same loss)" in one.verdict
     parked = advise(team_at(100, 50, link=slow_link(5.0)))
     assert "parks rank 1" in parked.reason
     assert parked.predictions[SYNC].parked == (1,)
