@@ -34,10 +34,10 @@ GROUPS = {
     "Averaging by hand": "Replicas",
     "Jobs and tasks": "pretrain PretrainResult classify ClassifyResult Task Job run_task "
     "TaskResult",
-    "Language models in a loop of your own": "DistributedTrainer DistributedComm "
+    "Language models in your own loop": "DistributedTrainer DistributedComm "
     "DistributedTrainConfig DistributedRole DistributedBackend TransformerTrainer LMBatch "
     "shard_batches shard_files",
-    "Classifiers in a loop of your own": "DataParallelCoordinator ClassifyPipeline ClassifyConfig "
+    "Classifiers in your own loop": "DataParallelCoordinator ClassifyPipeline ClassifyConfig "
     "Sample BatchResult",
     "Events": "Sink JsonlSink",
     "Errors": "EvenerError UserError ConfigError DataError CheckpointError LaunchError UsageError "

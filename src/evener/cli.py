@@ -344,7 +344,7 @@ def doctor(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> int:
-    """Find problems of this machine, of another one and of their link that stop or slow runs."""
+    """Find what stops or slows runs on this machine, on another one and on their link."""
     from evener.doctor.diagnosis import diagnose
     from evener.team.wire import read_team_token, read_token
 
@@ -484,7 +484,11 @@ def coordinator(
     ] = DEFAULT_TIMEOUT_S,
     host_lease_s: Annotated[
         float,
-        Option(min=Deadlines().lease_s, max=_MOST_S, help="A machine is lost after such silence."),
+        Option(
+            min=Deadlines().lease_s,
+            max=_MOST_S,
+            help="Longest silence of a machine before it is lost.",
+        ),
     ] = Deadlines().host_lease_s,
     patience_s: Annotated[
         float,

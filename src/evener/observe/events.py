@@ -232,7 +232,7 @@ class RankRow(TypedDict):
         sync_ago_s: When it began to exchange.
         micro_batches: Number of its micro-batches.
         update_s: Seconds of ``compute_s`` that the optimizer's update took in SYNC. If ranks
-            divide the update (``update_parts`` of the event is above 1), of its own part.
+            divide the update (``update_parts`` of the event is above 1), those of its own part.
     """
 
     rank: Whole

@@ -25,8 +25,8 @@ _LEAST_WINDOWS: Final = 5
 class Waits:
     """How much the ranks waited for each of them, by lane.
 
-    The rank that waits least in a window arrives last. The others wait for it as long as their wait
-    exceeds its own.
+    The rank that waits least in a window arrives last. The others wait for it for the time by
+    which their wait exceeds its own.
 
     Attributes:
         pairs_s: Seconds by who waited (row) and for whom (column).
