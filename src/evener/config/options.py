@@ -157,7 +157,11 @@ class PlanOptions:
     ] = None
     local_batch_size: Annotated[
         int | None,
-        Option(min=1, max=10**9, help="Of a local step in cadence and async; as --batch-size."),
+        Option(
+            min=1,
+            max=10**9,
+            help="Of a local step in cadence and async; a rank's part of --batch-size.",
+        ),
     ] = None
     micro_batch_size: Annotated[
         int | None, Option(min=1, help="Most samples computed at once.")

@@ -86,6 +86,11 @@ class TeamSpec:
         return self.batch_size if policy is ApplyPolicy.SYNC else self.local_batch_size
 
 
+def divide_batch(batch_size: int, num_ranks: int) -> int:
+    """Return the samples of a local step if ranks divide the batch of SYNC, as they should."""
+    return -(-batch_size // max(1, num_ranks))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamPrediction:
     """The prediction for a team under a policy, in the middle of an epoch.
@@ -93,6 +98,7 @@ class TeamPrediction:
     Attributes:
         policy: The policy.
         batch_size: Samples of an optimizer step.
+        sync_batch_size: Those of a step of the team in SYNC.
         samples_per_s: Throughput of the team.
         of_ideal: That over the sum of all ranks' speeds alone; ``None`` if speeds changed, as in a
             measured run.
@@ -112,6 +118,7 @@ class TeamPrediction:
 
     policy: ApplyPolicy
     batch_size: int
+    sync_batch_size: int
     samples_per_s: float
     of_ideal: float | None
     wait: float
@@ -192,6 +199,7 @@ def _sum_up(
     return TeamPrediction(
         policy=policy,
         batch_size=size,
+        sync_batch_size=team.batch_size,
         samples_per_s=speed,
         of_ideal=Estimate(speed=speed, alone=alone).of_ideal,
         wait=wait,

@@ -94,11 +94,16 @@ def needed(prediction: TeamPrediction) -> float:
     Averaging rarely costs more the more ranks there are that share the samples: 1.2, 1.5 and 1.9
     times as many for 2, 4 and 8 equal ranks, measured with 16 local steps, and 1.1 times as many
     again if averages land late (docs/experiments.md). A rank with a small share counts little.
+
+    That is if ranks divide the batch of SYNC. With whole batches for each they make fewer steps,
+    and two ranks need 1.8 times as many samples.
     """
     if prediction.policy is ApplyPolicy.SYNC:
         return 1.0
     num_equal = 1.0 / sum(share**2 for share in prediction.shares)
-    return math.pow(num_equal, 0.3) * (1.1 if prediction.policy is ApplyPolicy.ASYNC else 1.0)
+    batches = max(1.0, num_equal * prediction.batch_size / prediction.sync_batch_size)
+    late = 1.1 if prediction.policy is ApplyPolicy.ASYNC else 1.0
+    return math.pow(num_equal, 0.3) * math.pow(batches, 0.55) * late
 
 
 def useful(prediction: TeamPrediction) -> float:

@@ -41,7 +41,7 @@ def test_a_team_by_hand(plan):
     assert rows["cadence"]["sent_bytes"] == 4 * 35e6
     assert rows["sync"]["exchange"] > 0.2 > rows["cadence"]["exchange"]
     assert document["best"] in ("cadence", "async")
-    assert (document["batch_size"], document["local_batch_size"]) == (32, 32)
+    assert (document["batch_size"], document["local_batch_size"]) == (32, 16)
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])

@@ -97,6 +97,11 @@ def test_very_unequal_ranks_are_simulated_in_bounded_time():
     assert slow.samples_per_window < 64 * 30_000, "the anchor grows less than between equals"
 
 
+def dividing(team: TeamSpec) -> TeamSpec:
+    """Ranks that divide the batch of SYNC between them in local steps."""
+    return replace(team, local_batch_size=team.batch_size // len(team.ranks))
+
+
 # ── advice ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -109,16 +114,16 @@ def test_sync_is_best_where_it_is_as_good():
 
 
 def test_a_slow_network_makes_local_steps_best_and_says_why():
-    advice = advise(team_at(100, 90, link=slow_link(0.08)))
+    advice = advise(dividing(team_at(100, 90, link=slow_link(0.08))))
     assert advice.best is SYNC, "a speed that does not make up for the loss"
     assert "but may need 35% more samples for the same loss" in advice.reason
-    advice = advise(team_at(100, 90, link=slow_link(0.3)))
+    advice = advise(dividing(team_at(100, 90, link=slow_link(0.3))))
     assert advice.best is CADENCE
-    assert "it is 81% faster than sync (47% for the same loss), which loses" in advice.reason
+    assert "it is 74% faster than sync (42% for the same loss), which loses" in advice.reason
     assert "exchanges" in advice.reason
     one = advice.worth[1]
     assert 1 + one.for_loss == pytest.approx((1 + one.gain) / 2**0.3, rel=0.01)
-    assert "(+81%, +47% for the same loss)" in one.verdict
+    assert "(+74%, +42% for the same loss)" in one.verdict
     parked = advise(team_at(100, 50, link=slow_link(5.0)))
     assert "parks rank 1" in parked.reason
     assert parked.predictions[SYNC].parked == (1,)
@@ -247,12 +252,14 @@ def test_the_gain_of_local_steps_is_for_the_same_loss():
 
 def test_more_ranks_need_more_samples_and_slow_ones_count_little():
     found = [
-        needed(predict(team_at(*speeds), policy))
+        needed(predict(dividing(team_at(*speeds)), policy))
         for policy in (SYNC, CADENCE, ASYNC)
         for speeds in ((100, 100), (100, 100, 100, 100), (100, 1))
     ]
     expected = [1.0, 1.0, 1.0, 1.23, 1.52, 1.01, 1.35, 1.67, 1.11]
     assert found == pytest.approx(expected, rel=0.02)
+    whole = [needed(predict(team_at(100, 100), policy)) for policy in (SYNC, CADENCE)]
+    assert whole == pytest.approx([1.0, 1.8], rel=0.02), "with a whole batch for each rank"
 
 
 @pytest.mark.parametrize("never_hidden", [0.0, 0.3])
