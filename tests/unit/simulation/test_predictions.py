@@ -124,7 +124,7 @@ def test_a_slow_network_makes_local_steps_best_and_says_why():
     one = advice.worth[1]
     assert 1 + one.for_loss == pytest.approx((1 + one.gain) / 2**0.3, rel=0.01)
     assert "(+74%, +42% for the same loss)" in one.verdict
-    parked = advise(team_at(100, 50, link=slow_link(5.0)))
+    parked = advise(dividing(team_at(100, 50, link=slow_link(5.0))))
     assert "parks rank 1" in parked.reason
     assert parked.predictions[SYNC].parked == (1,)
 
