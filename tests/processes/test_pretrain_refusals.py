@@ -43,7 +43,7 @@ def test_what_is_wrong_is_said_before_any_rank_starts(lab, case, monkeypatch, ca
 
 FOUND_BY_RANKS = {
     "no text": ("data.path=empty", 1, "empty: no file ends in .txt"),
-    "too little text": ("batch_size=64", 1, f"makes {NUM_SAMPLES} samples of 32 tokens"),
+    "too little text": ("batch_size=64", 1, f"has {NUM_SAMPLES} samples of 32 tokens"),
     "ids": (
         "model.config=" + json.dumps({**LLAMA, "vocab_size": 100}),
         2,
