@@ -21,7 +21,7 @@ class GroupLimits:
 
 
 def read_group_limits(root: Path = Path("/")) -> GroupLimits:
-    """Return the limits; without any if there are no control groups.
+    """Return the limits, which are empty on a system that has no control groups.
 
     Args:
         root: Where ``proc`` and ``sys`` are.

@@ -290,7 +290,7 @@ def classify(context: typer.Context, options: ClassifyOptions) -> int:
 
                 check_devices(checked.devices)
             if not options.quiet:
-                print("there is no base model yet: pretraining the demo first", file=sys.stderr)
+                print("the base model is missing: pretraining the demo first", file=sys.stderr)
             demo = ["pretrain", "--demo", "--out", str(options.out)]
             demo += ["--quiet"] if options.quiet else []
             if code := launch_here([*_PYTHON, "evener", *demo], LaunchPlan(nproc=DEMO_NPROC)):

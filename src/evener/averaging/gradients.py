@@ -48,8 +48,9 @@ class GradientAverager:
         self.has_measured = True
 
     def use(self, comm: Communicator) -> None:
-        """Continue with other ranks."""
+        """Continue with other ranks, or with the same ones in another generation."""
         self.comm = comm
+        self._overlap.feedback.clear()  # also of a rank whose communicator stays, as it is parked
         self._overlap.feedback.use(comm)
 
     def gather(

@@ -21,7 +21,7 @@ def copy_to_cpu(
 
     Args:
         mapping: Tensors of any device, dtype and shape; also views.
-        into: An earlier result that is no longer read, such as the tensors of the snapshot
+        into: An earlier result whose memory may be overwritten, such as the tensors of the snapshot
             that was written before. Tensors that fit are overwritten.
 
     Returns:

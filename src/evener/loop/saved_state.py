@@ -65,7 +65,7 @@ def capture(
         assets: Further files, by name.
         documents: Further JSON documents, by file name.
         after: As for ``Snapshot``.
-        into: An earlier snapshot that is no longer read; its memory is reused.
+        into: An earlier snapshot, whose memory is reused.
     """
     engine, started_s = assembly.engine, time.perf_counter()
     training, tensors = assembly.state.collect(engine.optimizer_states())

@@ -166,7 +166,7 @@ class ElChe:
         return self
 
     def with_max_batch_diff(self, max_batch_diff: int | None) -> Self:
-        """Set by how much a count may change at one report; ``None``, the default, is no limit.
+        """Set the largest change of a count at one report; ``None``, the default, sets no limit.
 
         Returns:
             This object.

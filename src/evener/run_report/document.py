@@ -55,7 +55,7 @@ def figures(
         notes: Notes about parts that could not be read.
         divisor: Divides the size limit of a page, for example by the number of runs in it.
         is_running: Whether its processes are running; ``None`` if unknown.
-        predict: Predicts the gain of advice; ``None`` if there is no time for it.
+        predict: Predicts the gain of advice; ``None`` leaves gains out, which is faster.
     """
     table = history.table
     order = sorted(range(len(table.members)), key=lambda i: (table.ranks[i], table.members[i]))

@@ -23,7 +23,7 @@ def document(advice: TeamAdvice) -> dict[str, Any]:
                 for rank, spec in enumerate(team.ranks)
             ],
             "batch_size": team.batch_size,
-            "local_batch_size": team.local_batch_size,
+            "local_batch_size": team.batch_of(ApplyPolicy.CADENCE),
             "micro_batch_size": team.ranks[0].micro_batch_size,
             "measured": None if team.measured is None else _measured_document(team.measured),
             "policies": [*advice.predictions.values()],

@@ -17,7 +17,7 @@ from evener.observe.table import RunTable, ratio
 from evener.planning.elche import ANCHOR
 from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel, SpeedModel
-from evener.simulation.prediction import MeasuredRun, TeamSpec, divide_batch
+from evener.simulation.prediction import MeasuredRun, TeamSpec
 from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, Noise, SimulatedRank
 
 LEAST_WINDOWS: Final = 5
@@ -152,18 +152,13 @@ def team_of(table: RunTable, start: Event, run: str) -> TeamSpec:
         ranks=tuple(ranks.values()),
         link=link,
         batch_size=batch_size,
-        local_batch_size=_part_of(batch_size, len(ranks), policy),
+        local_batch_size=None if policy is ApplyPolicy.SYNC else batch_size,
         anchor=anchor,
         divides_updates=parts > 1,
         source=f"{run}: {num_windows:,} windows of policy {policy}",
         notes=tuple(notes),
         measured=measured,
     )
-
-
-def _part_of(batch_size: int, num_ranks: int, policy: ApplyPolicy) -> int:
-    """Return the samples of a local step: of a run in SYNC, ranks would divide its batch."""
-    return divide_batch(batch_size, num_ranks) if policy is ApplyPolicy.SYNC else batch_size
 
 
 def _windows_that_count(table: RunTable, policy: ApplyPolicy) -> NDArray[np.bool_]:

@@ -57,7 +57,8 @@ class TeamSpec:
         ranks: By rank.
         link: The link between them.
         batch_size: Samples of an optimizer step: of the team in SYNC.
-        local_batch_size: The same of a local step in CADENCE and ASYNC.
+        local_batch_size: The same of a local step in CADENCE and ASYNC; if ``None``, the ranks
+            divide ``batch_size``, as they should.
         anchor: Local steps of the slowest rank in a window, to begin with.
         max_anchor: Largest anchor.
         divides_updates: Whether in SYNC each rank makes its part of the optimizer's update.
@@ -69,7 +70,7 @@ class TeamSpec:
     ranks: tuple[SimulatedRank, ...]
     link: Link
     batch_size: int
-    local_batch_size: int
+    local_batch_size: int | None = None
     anchor: int = ANCHOR
     max_anchor: int = MAX_ANCHOR
     divides_updates: bool = False
@@ -83,12 +84,9 @@ class TeamSpec:
 
     def batch_of(self, policy: ApplyPolicy) -> int:
         """Return the samples of an optimizer step under a policy."""
-        return self.batch_size if policy is ApplyPolicy.SYNC else self.local_batch_size
-
-
-def divide_batch(batch_size: int, num_ranks: int) -> int:
-    """Return the samples of a local step if ranks divide the batch of SYNC, as they should."""
-    return -(-batch_size // max(1, num_ranks))
+        if policy is ApplyPolicy.SYNC:
+            return self.batch_size
+        return self.local_batch_size or -(-self.batch_size // len(self.ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

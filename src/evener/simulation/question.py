@@ -7,7 +7,7 @@ from evener.config.options import PlanOptions
 from evener.errors import ConfigError
 from evener.planning.speed import CostModel
 from evener.simulation.measured_team import read_team
-from evener.simulation.prediction import TeamSpec, divide_batch
+from evener.simulation.prediction import TeamSpec
 from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, SimulatedRank
 from evener.simulation.team_advice import TeamAdvice, advise
 
@@ -50,7 +50,6 @@ def _team(options: PlanOptions) -> TeamSpec:
         ranks=(),
         link=Link(),
         batch_size=BATCH_SIZE,
-        local_batch_size=BATCH_SIZE,
         source="the command line",
     )
     if options.run is not None:
@@ -67,16 +66,14 @@ def _team(options: PlanOptions) -> TeamSpec:
         missing = "--bandwidth" if link.num_bytes else "--params and --bandwidth"
         notes.append(f"exchanges are assumed to cost nothing: give {missing}")
     size = options.batch_size
-    local = team.local_batch_size
-    if size is not None or options.run is None:
-        local = divide_batch(size or team.batch_size, len(ranks))
+    measured = team.local_batch_size if size is None else None
     micro_batch_size = options.micro_batch_size or ranks[0].micro_batch_size
     return replace(
         team,
         ranks=tuple(replace(rank, micro_batch_size=micro_batch_size) for rank in ranks),
         link=link,
         batch_size=size or team.batch_size,
-        local_batch_size=options.local_batch_size or local,
+        local_batch_size=options.local_batch_size or measured,
         anchor=options.anchor or team.anchor,
         notes=tuple(notes),
     )

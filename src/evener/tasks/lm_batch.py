@@ -58,7 +58,7 @@ class LMBatch:
             pad_id: Pads short documents on the right; it is never a target.
 
         Raises:
-            DataError: There is no document, or one has fewer than two tokens, or values that are
+            DataError: Documents are missing, or one has fewer than two tokens, or values that are
                 not whole numbers.
         """
         if not documents:

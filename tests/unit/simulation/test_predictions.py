@@ -99,7 +99,7 @@ def test_very_unequal_ranks_are_simulated_in_bounded_time():
 
 def dividing(team: TeamSpec) -> TeamSpec:
     """Ranks that divide the batch of SYNC between them in local steps."""
-    return replace(team, local_batch_size=team.batch_size // len(team.ranks))
+    return replace(team, local_batch_size=None)
 
 
 # ── advice ───────────────────────────────────────────────────────────────────────────────────────
